@@ -24,8 +24,7 @@ from provenance import write_result
 
 from penstock.clock import NS_PER_MS, SystemClock
 from penstock.engine.fingerprint import fingerprint
-from penstock.kv.hashing import BlockHasher
-from penstock.kv.index.prompt_keys import PromptKeyMaker
+from penstock.kv.hashing import BlockHasher, PromptKeyMaker
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOCK = SystemClock()

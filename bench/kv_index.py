@@ -23,9 +23,8 @@ from typing import Protocol
 import msgspec
 
 from penstock.kv.events import BlockStored, decode_batch, encode_batch, stored_event
-from penstock.kv.hashing import token_bytes
+from penstock.kv.hashing import CanonicalHasher, PromptKeyMaker, own_keys, token_bytes
 from penstock.kv.index.prefix_index import PrefixIndex
-from penstock.kv.index.prompt_keys import CanonicalHasher, PromptKeyMaker, own_keys
 
 BLOCKS = 512
 SYSTEM_BLOCKS, NUM_SYSTEM = 32, 4

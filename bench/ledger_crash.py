@@ -46,8 +46,9 @@ from penstock.config.ledger import ModelPrice, PricesConfig
 from penstock.config.tenancy import TierConfig
 from penstock.gateway.identity.api_keys import edit_keys, issue
 from penstock.policy.limits.price import PriceList
-from penstock.protocol.openai import UsageBody, decode_chat_event
-from penstock.protocol.sse import EventReader
+from penstock.protocol.openai import UsageBody
+from penstock.protocol.server_answers import decode_chat_event
+from penstock.protocol.stream import EventReader
 from penstock.telemetry import ledger_segment
 from penstock.types import Usage
 

@@ -22,8 +22,9 @@ from penstock import rng
 from penstock.bench.client import ApiResponse, Client, EndpointError
 from penstock.bench.prompts import sentence
 from penstock.clock import NS_PER_S, Clock, sleep
-from penstock.protocol.openai import UsageBody, decode_chat_event, error_text
-from penstock.protocol.sse import EventReader
+from penstock.protocol.openai import UsageBody
+from penstock.protocol.server_answers import decode_chat_event, error_text
+from penstock.protocol.stream import EventReader
 
 OBEYED_MAX = 3
 HAMMER_S, HAMMERED_MAX = 0.2, 3

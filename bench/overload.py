@@ -6,7 +6,7 @@ open-loop clients.
                                                                    this same script
 
 Goodput is requests per second whose TTFT and TPOT both kept their promise, also told in the tokens of those
-requests. The promise is the default configuration's (`policy/admission/promise.py`): by band, and never less
+requests. The promise is the default configuration's (`policy/admission/admit.py`): by band, and never less
 than `idle_factor` times what a request of that length takes on the idle machine, which is measured first. The
 server runs with its defaults.
 
@@ -50,7 +50,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock
 from penstock.config.routing import AdmissionConfig
 from penstock.gateway.identity import api_keys
 from penstock.gateway.identity.api_keys import edit_keys
-from penstock.policy.admission.promise import IDLE_FACTOR, Promise, Promises
+from penstock.policy.admission.admit import IDLE_FACTOR, Promise, Promises
 
 CLOCK = SystemClock()
 MODEL = "m"

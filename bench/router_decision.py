@@ -15,14 +15,13 @@ from random import Random
 from statistics import median, quantiles
 from time import process_time_ns
 
-from penstock.kv.hashing import BlockHasher
+from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys
 from penstock.kv.index.block_names import Stored
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prefix_index import Tier
-from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys
 from penstock.policy.contracts import LeastLoaded, Placement
-from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work

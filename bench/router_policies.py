@@ -20,10 +20,9 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.placement import PlacementConfig
 from penstock.config.routing import RoutingConfig
 from penstock.config.tree import Config
-from penstock.kv.hashing import BlockHasher
+from penstock.kv.hashing import BlockHasher, PromptKeys, own_keys
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
-from penstock.kv.index.prompt_keys import PromptKeys, own_keys
 from penstock.policy.contracts import LeastLoaded, Placement
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity

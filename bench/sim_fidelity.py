@@ -38,7 +38,7 @@ from penstock.bench.measure import LoadTally, Stopwatch
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock, sleep
 from penstock.config.engine_settings import EngineSettings
 from penstock.planning.roofline import Placed, accelerator, model_shape
-from penstock.protocol.launch import WorkerLaunch
+from penstock.protocol.address import WorkerLaunch
 from penstock.sim.scenarios.scenario import pool
 from penstock.sim.scenarios.setup import Knobs, Setup, play
 from penstock.sim.traffic.request import Segment, SimRequest

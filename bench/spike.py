@@ -38,7 +38,7 @@ from penstock.bench.load import Level, LoadRun, RequestShape
 from penstock.bench.prompts import Prompt, PromptPlan, made
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
-from penstock.protocol.launch import WorkerLaunch
+from penstock.protocol.address import WorkerLaunch
 
 CLOCK = SystemClock()
 TENANTS = 10

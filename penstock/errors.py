@@ -16,9 +16,12 @@
     │   ├── BudgetExhausted        the tenant's money for this day or month is spent (429)
     │   ├── Evicted                accepted, then dropped before it was finished    (503)
     │   ├── Draining               this server is going away                        (503)
+    │   ├── WorkerBusy             a worker has no room, and may have said when     (429)
     │   └── IdentityUnavailable    the identity provider cannot be asked            (503)
     ├── WorkerError            a worker's trouble; the caller may retry
     │   ├── WorkerUnavailable      nothing was sent yet: another worker may be tried  (503)
+    │   │   ├── KeyRejected            it does not accept this server's key for it    (503)
+    │   │   └── AttemptTimeout         no first token in time                         (503)
     │   ├── StreamBroken           tokens were already sent: resume, never restart    (502)
     │   └── EngineFault            the engine failed this request alone (NaN logits)  (500)
     └── OperatorError          whoever runs the server must mend it
@@ -130,6 +133,10 @@ class Draining(Overloaded):
     """The server finishes what it has and takes nothing new."""
 
 
+class WorkerBusy(Overloaded):
+    """A worker refused a request for want of room: that is load, and no failure of the worker."""
+
+
 class IdentityUnavailable(Overloaded):
     """Who is calling cannot be checked now, because the identity provider is not there."""
 
@@ -146,6 +153,18 @@ class WorkerUnavailable(WorkerError):
     """The worker cannot be reached or went away before anything was generated."""
 
     retry_safe = True
+
+
+class KeyRejected(WorkerUnavailable):
+    """The worker does not accept the key that this server has for it: all requests there will fail."""
+
+
+class AttemptTimeout(WorkerUnavailable):
+    """The worker gave no first token in time; `waited_ns` is how long the attempt had."""
+
+    def __init__(self, message: str, *, waited_ns: int) -> None:
+        super().__init__(message)
+        self.waited_ns = waited_ns
 
 
 class StreamBroken(WorkerError):

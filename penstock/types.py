@@ -73,6 +73,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest alternatives as (token id, logprob), best first."""
+    rank: int = 0
+    """1 for the likeliest token of the vocabulary; 0: the worker does not tell."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,4 +144,10 @@ COMMON_CAPABILITIES = frozenset({
 })  # fmt: skip
 """What an engine usually has. Whether a request needs one of these is looked at only where a worker lacks
 one."""
+GRAMMAR_CAPABILITIES = frozenset({
+    Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
+})  # fmt: skip
+"""What an engine has whose answers can follow a grammar."""
+ENGINE_CAPABILITIES = COMMON_CAPABILITIES | GRAMMAR_CAPABILITIES
+"""What our engine has on a CPU."""
 ALL_CAPABILITIES = frozenset(Capability)

@@ -18,8 +18,8 @@ from penstock.bench.prompts import Prompt, PromptPlan, made, sentence
 from penstock.bench.prompts import probe as probe_prompt
 from penstock.bench.report import level_report
 from penstock.clock import NS_PER_MS, SystemClock, sleep
-from penstock.protocol.openai import decode_chat_event
-from penstock.protocol.sse import EventReader
+from penstock.protocol.server_answers import decode_chat_event
+from penstock.protocol.stream import EventReader
 
 OUTPUT_TOKENS = 64
 PROMPT_TOKENS = 110

@@ -64,6 +64,12 @@ class TextLogprob:
     logprob: float | None
     """None for the first token of a prompt, which nothing precedes."""
     top: tuple[tuple[str, bytes, float], ...] = ()
+    token_id: int = -1
+    """-1: the worker tells of tokens by their text only."""
+    top_ids: tuple[int, ...] = ()
+    """Of `top`, where the token's own is known."""
+    rank: int = 0
+    """1 for the likeliest token of the vocabulary; 0: the worker does not tell."""
 
 
 class ToolCallPiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,4 +296,7 @@ def to_text_logprob(logprob: TokenLogprob, tokenizer: Tokenizer) -> TextLogprob:
         token_bytes=tokenizer.token_bytes(logprob.token_id),
         logprob=logprob.logprob,
         top=tuple((tokenizer.token_text(i), tokenizer.token_bytes(i), value) for i, value in logprob.top),
+        token_id=logprob.token_id,
+        top_ids=tuple(i for i, _ in logprob.top),
+        rank=logprob.rank,
     )

@@ -17,8 +17,9 @@ from penstock.bench.measure import NO_PROMISE, LoadTally, Stopwatch
 from penstock.bench.prompts import Prompt
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import PenstockError
-from penstock.policy.admission.promise import Promise
-from penstock.protocol.openai import UsageBody, decode_chat_event, refusal_text
+from penstock.policy.admission.admit import Promise
+from penstock.protocol.openai import UsageBody
+from penstock.protocol.server_answers import decode_chat_event, refusal_text
 
 REFUSED_PAUSE_S = 0.1
 """What a closed-loop caller waits after a failure, so that instant refusals do not become a spin."""

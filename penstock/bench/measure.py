@@ -21,9 +21,10 @@ import msgspec
 from penstock import rng
 from penstock.bench.client import ApiResponse
 from penstock.clock import Clock
-from penstock.policy.admission.promise import Promise
-from penstock.protocol.openai import ChatEvent, UsageBody, decode_chat_event, error_text, refusal_text
-from penstock.protocol.sse import EventReader
+from penstock.policy.admission.admit import Promise
+from penstock.protocol.openai import UsageBody
+from penstock.protocol.server_answers import ChatEvent, decode_chat_event, error_text, refusal_text
+from penstock.protocol.stream import EventReader
 from penstock.rng import Stream
 
 SAMPLES_MAX = 1_000_000

@@ -3,7 +3,7 @@
 _PLACEMENT = "a constant of placement now (penstock/policy/placement_terms.py)"
 _HEARTBEAT = "a constant now: a silent worker is suspect after 1 s and lost after 2 s"
 _BREAKER = "constants of the breakers now (penstock/policy/resilience/breaker.py)"
-_RETRY = "constants of the retry budget now (penstock/policy/resilience/retry_budget.py)"
+_RETRY = "constants of the retry budget now (penstock/policy/resilience/health.py)"
 _QUARANTINE = "a constant of the quarantine now (penstock/policy/extras/quarantine.py)"
 _HEDGE = "a constant of hedging now (penstock/policy/extras/hedge.py)"
 _QUEUE = "a constant of the queue now (penstock/policy/queueing/terms.py)"

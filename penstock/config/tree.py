@@ -156,8 +156,11 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     """Gateway processes that share the address, for more cores than one; bounds here and in `limits` count
     for each."""
     body_bytes_max: Positive = 8 * 1024 * 1024
+    lameduck_s: Seconds = 10.0
+    """After SIGTERM `/ready` says no at once and requests are served for this long, for load balancers hear
+    of a stop seconds later; then the server drains. Ctrl-C on a loopback address drains at once."""
     drain_timeout_s: Seconds = 30.0
-    """After SIGTERM or Ctrl-C running streams have this long to end."""
+    """So long have running streams to end while the server drains; new requests get 503."""
     slow_client: Literal["pause", "abort"] = "pause"
     """"pause": while a client does not keep up its text is held back, and leaves in one piece when it has
     caught up. "abort": nothing is held back, so that the buffer (1 MiB) fills fifty times sooner and the

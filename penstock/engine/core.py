@@ -9,17 +9,25 @@ anything that this code does not expect is raised, and the process ends.
 
 import logging
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.steps import Prepares, wire_steps
-from penstock.errors import Draining, InvalidRequest, PenstockError
+from penstock.errors import ClientError, Draining, InvalidRequest, PenstockError
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
-from penstock.protocol.worker import ModelInfo, Output, RequestFinished, Stats, Submit
-from penstock.protocol.worker_checks import INT64_MAX, sampling_problem, weight_of
+from penstock.protocol.worker import (
+    INT64_MAX,
+    ModelInfo,
+    Output,
+    RequestFinished,
+    Stats,
+    Submit,
+    sampling_problem,
+    weight_of,
+)
 from penstock.schedule.limits import BatchLimits
 from penstock.schedule.order import waiting_queue
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
@@ -57,6 +65,15 @@ class StepRunner(Protocol):
 
         A runner that also has `launch` and `collect` (see `Steps`) is driven by those.
         """
+        ...
+
+
+@runtime_checkable
+class FollowsGrammars(Protocol):
+    """A runner whose answers can be held to a grammar."""
+
+    def use_grammars(self, tokens: Any) -> None:  # noqa: ANN401
+        """Requests may bring grammars from now on, made for these tokens (`engine/grammar`)."""
         ...
 
 
@@ -119,12 +136,17 @@ class EngineCore:
         """The KV blocks, for the publisher of their events."""
         return self._scheduler.kv
 
-    def submit(self, owner: int, message: Submit, arrived_ns: int) -> None:
-        """Queue a request; one that cannot be taken ends in the next `step` with the reason."""
+    def submit(self, owner: int, message: Submit, arrived_ns: int, grammar: object = None) -> None:
+        """Queue a request; one that cannot be taken ends in the next `step` with the reason.
+
+        `grammar`: what the message's own was compiled to.
+        """
         try:
             if self._draining:
                 raise Draining("this worker is going away")
-            request = _request(message, self._runner.info.vocab_size)
+            if (grammar is None) != (message.grammar is None):
+                raise InvalidRequest("this worker has no grammars", param="grammar")
+            request = _request(message, self._runner.info.vocab_size, grammar)
             # Waiting for the step that ran meanwhile is queueing too.
             self._scheduler.submit(request, arrived_ns=arrived_ns)
         except PenstockError as error:
@@ -234,7 +256,11 @@ class EngineCore:
 
     def _end_with(self, owner: int, request_id: RequestId, error: PenstockError) -> None:
         finish = RequestFinished(
-            reason=FinishReason.ERROR, usage=Usage(), error=str(error), error_kind=type(error).__name__
+            reason=FinishReason.ERROR,
+            usage=Usage(),
+            error=str(error),
+            error_kind=type(error).__name__,
+            param=error.param if isinstance(error, ClientError) else None,
         )
         self._outbox.setdefault(owner, []).append(Output(request_id, (), None, finish))
 
@@ -262,7 +288,7 @@ def _host_limits(info: ModelInfo, config: EngineSettings) -> HostLimits:
     )
 
 
-def _request(message: Submit, vocab_size: int) -> Request:
+def _request(message: Submit, vocab_size: int, grammar: object) -> Request:
     """The scheduler's view of a submission.
 
     Raises:
@@ -300,6 +326,7 @@ def _request(message: Submit, vocab_size: int) -> Request:
         priority=message.priority,
         fairness_key=message.fairness_key,
         fairness_weight=weight_of(message.fairness_weight),
+        grammar=grammar,
     )
 
 

@@ -5,6 +5,7 @@ A plan is a change against these tables. The tables are arrays with one row per 
 decode step is a handful of vector operations however many rows there are; no token is looked at in Python.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from penstock.engine.adjustments import Adjustments, Edits
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
 from penstock.engine.attention.base import AttentionBatch
-from penstock.engine.attention.slots import token_rows
+from penstock.engine.attention.tiles import token_rows
 from penstock.engine.scoring import ScoredChunk
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import BLOCK_TOKENS
@@ -85,6 +86,11 @@ class RowTables:
         A failed row's (-1) is any token that exists.
         """
         self._token_ids[rows, positions] = np.maximum(token_ids, 0)
+
+    def append_forced(self, row: int, position: int, token_ids: Sequence[int]) -> None:
+        """Remember tokens that follow without a draw, as far as the row has room."""
+        room = self._token_ids.shape[1] - position
+        self._token_ids[row, position : position + len(token_ids)] = token_ids[:room]
 
     def adjust(self, logits: Tensor, rows: Int64Array, positions: Int64Array) -> Edits:
         """Change logits as their rows' penalties, biases and minimum lengths say, until `undo`."""

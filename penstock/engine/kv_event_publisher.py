@@ -5,11 +5,26 @@
 
 All of it runs on the step thread. Nothing is collected before a listener subscribes: what was cached by then
 is the first batch, so every subscriber can know all that can be hit.
+
+KV events over ZeroMQ, for routers that are not ours: vLLM's protocol to the frame.
+
+    step thread --publish--> inproc queue --> worker-kv-events: PUB    [topic, sequence, payload]
+                                                            ^   ROUTER <- [id, "", sequence]
+                                       the last BUFFER_STEPS   |          -> [id, "", topic, sequence,
+                                                                          payload]* in order,
+                                                               |             [id, "", "", -1, ""] at the end
+A sequence is 8 bytes, big-endian. PUB is lossy by design: a subscriber sees a gap in the numbers and asks the
+ROUTER for what it missed. The thread sleeps in the poll; the step thread never waits for it.
 """
+
+import logging
+import threading
+from collections import deque
+from typing import Any
 
 from penstock.clock import Clock
 from penstock.config.tree import KVEventsConfig
-from penstock.engine.zmq_publisher import BUFFER_STEPS, ZmqPublisher
+from penstock.errors import ConfigError
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import (
     DEVICE,
@@ -24,6 +39,140 @@ from penstock.kv.events import (
 )
 from penstock.protocol.worker import KVEvents
 from penstock.rng import fresh_seed
+
+SEQUENCE_BYTES = 8
+END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+BUFFER_STEPS = 10_000
+"""Batches (one per step that changed something) kept for subscribers that missed some."""
+QUEUED_MAX = 100_000
+"""Batches queued for one slow subscriber, and for the publishing thread; over it they are dropped."""
+LINGER_MS = 1000
+"""How long the last batches may take to leave when the worker exits."""
+_QUEUE = "inproc://kv-events"
+_STOP = b""
+
+_log = logging.getLogger(__name__)
+
+
+class ZmqPublisher:
+    """Publishes numbered batches from a thread of its own. `publish` and `close` are for one other thread.
+
+    Raises:
+        ConfigError: pyzmq is not installed, or an address cannot be used; it names the key.
+    """
+
+    def __init__(self, config: KVEventsConfig, *, buffer_steps: int = BUFFER_STEPS) -> None:
+        try:
+            import zmq
+        except ImportError as error:
+            raise ConfigError("engine.kv_events.endpoint: needs pyzmq; install penstock[events]") from error
+        self.num_dropped = 0
+        """Batches that the thread could not take in time: subscribers see a gap."""
+        self._zmq: Any = zmq
+        self._context: Any = zmq.Context()
+        self._topic = config.topic.encode()
+        self._kept: deque[Numbered] = deque(maxlen=buffer_steps)
+        self._replay: Any = None
+        try:
+            self._open(config)
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(target=self._run, name="worker-kv-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, batch: Numbered) -> None:
+        """Send one batch; never blocks. When `QUEUED_MAX` of them wait for the thread, it is dropped."""
+        try:
+            frames = (batch.sequence.to_bytes(SEQUENCE_BYTES, "big"), batch.payload)
+            self._queue_in.send_multipart(frames, self._zmq.DONTWAIT)
+        except self._zmq.Again:
+            if not self.num_dropped:
+                _log.warning("KV events come faster than they can be published; from now on some are dropped")
+            self.num_dropped += 1
+
+    def close(self) -> None:
+        """Send what is queued, then close the sockets and end the thread."""
+        self._queue_in.send_multipart((_STOP,))
+        self._thread.join()
+        self._queue_in.close()
+        self._context.term()
+
+    def _open(self, config: KVEventsConfig) -> None:
+        zmq = self._zmq
+        self._queue_in = self._socket(zmq.PUSH, QUEUED_MAX)
+        self._queue_out = self._socket(zmq.PULL, QUEUED_MAX)
+        self._queue_out.bind(_QUEUE)
+        self._queue_in.connect(_QUEUE)
+        self._publish = self._socket(zmq.PUB, QUEUED_MAX)
+        attach = self._publish.connect if config.connect else self._publish.bind
+        self._attach(attach, config.endpoint, "endpoint")
+        if config.replay_endpoint:
+            # Enough for one whole replay: a peer that asks again and again without reading gets gaps.
+            self._replay = self._socket(zmq.ROUTER, (self._kept.maxlen or 0) + 1)
+            self._attach(self._replay.bind, config.replay_endpoint, "replay_endpoint")
+
+    def _socket(self, kind: int, hwm: int) -> Any:  # noqa: ANN401
+        made = self._context.socket(kind)
+        made.set_hwm(hwm)
+        made.linger = LINGER_MS
+        return made
+
+    def _attach(self, attach: Any, address: str, key: str) -> None:  # noqa: ANN401
+        try:
+            attach(address)
+        except self._zmq.ZMQError as error:
+            raise ConfigError(f"engine.kv_events.{key}: {address}: {error.strerror}") from error
+
+    # --- on the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = self._zmq.Poller()
+        poller.register(self._queue_out, self._zmq.POLLIN)
+        if self._replay is not None:
+            poller.register(self._replay, self._zmq.POLLIN)
+        running = True
+        while running:
+            ready = dict(poller.poll())
+            if self._queue_out in ready:
+                running = self._send_one(self._queue_out.recv_multipart())
+            if self._replay is not None and self._replay in ready:
+                self._send_again(self._replay.recv_multipart())
+        for each in (self._publish, self._queue_out, self._replay):
+            if each is not None:
+                each.close()
+
+    def _send_one(self, frames: list[bytes]) -> bool:
+        """Publish one queued batch; False if it was the end."""
+        if frames == [_STOP]:
+            return False
+        sequence, payload = frames
+        self._kept.append(Numbered(int.from_bytes(sequence, "big"), payload))
+        self._publish.send_multipart((self._topic, sequence, payload))
+        return True
+
+    def _send_again(self, request: list[bytes]) -> None:
+        """Answer one request for everything from a sequence number on, as far as it is kept."""
+        if len(request) != 3 or len(request[2]) != SEQUENCE_BYTES:
+            _log.warning("a request for KV events was no request for a replay: ignored")
+            return
+        peer, _, wanted = request
+        first = int.from_bytes(wanted, "big")
+        for sequence, payload in self._kept:
+            if sequence >= first:
+                frames = (peer, b"", self._topic, sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
+                self._replay.send_multipart(frames)
+        self._replay.send_multipart((peer, b"", b"", END_OF_REPLAY, b""))
+
+
+def open_publisher(config: KVEventsConfig) -> ZmqPublisher | None:
+    """The publisher that is configured, if one is.
+
+    Raises:
+        ConfigError: see `ZmqPublisher`.
+    """
+    return ZmqPublisher(config) if config.endpoint else None
+
 
 SNAPSHOT_HASHES_MAX = 65_536
 """Hashes in one message of a snapshot: 2 MiB."""

@@ -21,6 +21,8 @@ class Submitted:
     connection: ConnectionId
     submit: Submit
     arrived_ns: int
+    grammar: object = None
+    """What `submit.grammar` was compiled to, where it has one."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
-from penstock.engine.arrays import as_tensor
+from penstock.engine.arrays import Int64Array, as_tensor
 from penstock.engine.decoder import DecoderLimits
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of
 from penstock.engine.gpu.load import cuda_target, load_on_device
@@ -33,8 +35,12 @@ from penstock.engine.worst_case import blocks_of, largest_step, scoring_step
 from penstock.models.registry import read_spec
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.limits import BatchLimits, resolve_max_running
-from penstock.schedule.plan import SCORED_TOKENS_MAX, StepPlan, StepResult
+from penstock.schedule.plan import SCORED_TOKENS_MAX, Forced, Sampled, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from penstock.engine.grammar.compiler import GrammarTokens
+    from penstock.engine.grammar.rows import GrammarRows
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (stage in words, done, total); total 0 means unknown."""
@@ -62,6 +68,7 @@ class Runner:
         self._step_tokens = parts.step_tokens
         self._tables = RowTables(max_running=parts.info.max_running, max_model_len=parts.info.max_model_len)
         self._sampler = parts.sampler
+        self._grammars: GrammarRows | None = None
 
     @property
     def kernels(self) -> str:
@@ -72,6 +79,7 @@ class Runner:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a plan's step and draw the tokens that it asks for; without work, wait for a copy."""
         self._host.start(plan)
+        self._enter_grammars(plan)
         if not plan.work:
             self._tables.enter(plan)
             return StepResult(plan.step, (), copied=self._host.collect(wait=True))
@@ -84,13 +92,37 @@ class Runner:
         scored = score_chunks(logits[num_samples:], inputs.scored) if inputs.scored else ()
         sampled, logits = (), logits[:num_samples]
         if num_samples:
-            rows = SampleRows.of(self._tables, inputs.sample_rows, inputs.sample_positions)
-            edits = self._tables.adjust(logits, inputs.sample_rows, inputs.sample_positions)
-            token_ids = self._sampler.draw(logits, rows)
-            edits.undo()  # Log-probabilities are the model's own.
-            self._tables.append_tokens(inputs.sample_rows, inputs.sample_positions, token_ids.numpy())
-            sampled = results(logits, token_ids, inputs.sample_rows, self._tables.logprobs)
+            sampled = self._sample(logits, inputs.sample_rows, inputs.sample_positions)
         return StepResult(plan.step, sampled, scored, self._host.collect(wait=False))
+
+    def _sample(self, logits: Tensor, rows: Int64Array, positions: Int64Array) -> tuple[Sampled, ...]:
+        """Draw the tokens at `positions` of `rows`, and remember them and what their grammars force."""
+        tables, grammars = self._tables, self._grammars
+        masks = None if grammars is None else grammars.masks(rows, positions)
+        edits = tables.adjust(logits, rows, positions)
+        token_ids = self._sampler.draw(logits, SampleRows.of(tables, rows, positions, masks))
+        edits.undo()  # Log-probabilities are the model's own.
+        drawn = token_ids.numpy()
+        follows = {} if grammars is None else grammars.take(rows, positions, drawn)
+        tables.append_tokens(rows, positions, drawn)
+        for index, forced in follows.items():
+            if isinstance(forced, Forced) and forced.token_ids:
+                tables.append_forced(int(rows[index]), int(positions[index]) + 1, forced.token_ids)
+        return results(logits, token_ids, rows, tables.logprobs, follows)
+
+    def use_grammars(self, tokens: "GrammarTokens") -> None:
+        """Follow the grammars of requests, which are made for this vocabulary."""
+        from penstock.engine.grammar.rows import GrammarRows  # llguidance may not be installed.
+
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
+        self._grammars = GrammarRows(self.info.max_running, tokens, threads)
+
+    def _enter_grammars(self, plan: StepPlan) -> None:
+        if self._grammars is not None:
+            for row in plan.freed_rows:
+                self._grammars.leave(row)
+            for new in plan.new_rows:
+                self._grammars.enter(new)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -9,18 +9,20 @@ Filters apply in the order top-k, top-p (of what top-k left), min-p. Ties rank b
 exactly as many tokens as it says. All operations look at one row only.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.arrays import Int64Array, as_tensor, int_list
+from penstock.engine.arrays import Int32Array, Int64Array, as_tensor, int_list
 from penstock.engine.inputs import RowTables
 from penstock.engine.scoring import NOT_NUMBERS, logprobs_of
-from penstock.schedule.plan import Sampled
+from penstock.schedule.plan import Forced, Sampled
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow."""
@@ -71,6 +73,26 @@ def _avalanche(x: Tensor) -> Tensor:
 
 
 @dataclass(slots=True, frozen=True)
+class Masks:
+    """Which tokens the rows that draw may draw, where a grammar says so."""
+
+    bits: Int32Array
+    """`[.., words]`, dense: bit t of a row is set where token t may be drawn."""
+    of_row: Int32Array
+    """`[num_rows]` their rows in `bits`; -1: any token."""
+
+    def hide(self, logits: Tensor) -> Tensor:
+        """A copy of the logits, minus infinity where a token may not be drawn."""
+        hidden, vocab_size = logits.clone(), logits.shape[1]
+        index = np.flatnonzero(self.of_row >= 0)
+        as_bytes = np.ascontiguousarray(self.bits[self.of_row[index]]).view(np.uint8)
+        allowed = np.unpackbits(as_bytes, axis=1, count=vocab_size, bitorder="little").astype(np.bool_)
+        where = as_tensor(index)
+        hidden[where] = hidden[where].masked_fill_(as_tensor(~allowed), -torch.inf)
+        return hidden
+
+
+@dataclass(slots=True, frozen=True)
 class SampleRows:
     """The sampling parameters of the rows that draw in one step; arrays of `[num_rows]`."""
 
@@ -81,9 +103,13 @@ class SampleRows:
     seed: npt.NDArray[np.uint64]
     position: Int64Array
     """Of the tokens to be drawn."""
+    masks: Masks | None = None
+    """None: every row may draw any token."""
 
     @classmethod
-    def of(cls, tables: RowTables, rows: Int64Array, positions: Int64Array) -> "SampleRows":
+    def of(
+        cls, tables: RowTables, rows: Int64Array, positions: Int64Array, masks: Masks | None = None
+    ) -> "SampleRows":
         """Gather the parameters of `rows`."""
         return cls(
             tables.temperature[rows],
@@ -92,6 +118,7 @@ class SampleRows:
             tables.min_p[rows],
             tables.seed[rows],
             positions,
+            masks,
         )
 
     def pick(self, index: Int64Array) -> "SampleRows":
@@ -110,8 +137,8 @@ class TokenSampler(Protocol):
     """Draws the next token of every row."""
 
     def draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
-        """`[num_rows]` int64 from `[num_rows, vocab_size]` float32 logits; -1 where they are not finite
-        numbers.
+        """`[num_rows]` int64 from `[num_rows, vocab_size]` float32 logits, which are not changed; -1 where
+        they are not finite numbers.
         """
         ...
 
@@ -126,6 +153,8 @@ class Sampler:
 
     def draw(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """See `TokenSampler`."""
+        if rows.masks is not None:
+            logits = rows.masks.hide(logits)
         token_ids = self._draw(logits, rows)
         return token_ids.masked_fill_(logits.amax(-1).isfinite().logical_not_(), -1)  # A NaN is the maximum.
 
@@ -220,9 +249,16 @@ def _num_kept(scaled: Tensor, values: Tensor, rows: SampleRows) -> Tensor:
 
 
 def results(
-    logits: Tensor, token_ids: Tensor, rows: Int64Array, wanted: list[int | None]
+    logits: Tensor,
+    token_ids: Tensor,
+    rows: Int64Array,
+    wanted: list[int | None],
+    follows: Mapping[int, Forced | str] | None = None,
 ) -> tuple[Sampled, ...]:
-    """Pack what was drawn, with log-probabilities where wanted; a row whose draw is -1 gets an error."""
+    """Pack what was drawn, with log-probabilities where wanted; a row whose draw is -1 gets an error.
+
+    `follows`: by index, what a row's grammar says of what follows, or why the row cannot go on.
+    """
     drawn = int_list(token_ids)
     packed: list[Sampled] = []
     for index, (row, token_id) in enumerate(zip(int_list(as_tensor(rows)), drawn, strict=True)):
@@ -235,4 +271,7 @@ def results(
             one = slice(index, index + 1)
             (logprob,) = logprobs_of(logits[one], token_ids[one], count)
             packed.append(Sampled(row, token_id, logprob))
+    for index, forced in (follows or {}).items():
+        change = {"error": forced} if isinstance(forced, str) else {"forced": forced}
+        packed[index] = msgspec.structs.replace(packed[index], **change)
     return tuple(packed)

@@ -39,11 +39,12 @@ def logprobs_of(logits: Tensor, targets: Tensor, count: int) -> tuple[TokenLogpr
     Alternatives are the likeliest tokens, ties by lowest id.
     """
     logprobs = torch.log_softmax(logits, -1)
-    chosen = float_list(logprobs.gather(1, targets[:, None])[:, 0])
+    at_target = logprobs.gather(1, targets[:, None])
+    chosen, ranks = float_list(at_target[:, 0]), int_list((logprobs > at_target).sum(-1) + 1)
     tops = _top(logprobs, min(count, logprobs.shape[1])) if count > 0 else [()] * len(chosen)
     return tuple(
-        TokenLogprob(token_id, logprob, top)
-        for token_id, logprob, top in zip(int_list(targets), chosen, tops, strict=True)
+        TokenLogprob(token_id, logprob, top, rank)
+        for token_id, logprob, top, rank in zip(int_list(targets), chosen, tops, ranks, strict=True)
     )
 
 

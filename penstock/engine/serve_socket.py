@@ -13,14 +13,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import uvloop
 
 from penstock.clock import Clock
 from penstock.engine.mailbox import Aborted, ConnectionId, DrainAsked, KVEventsAsked, Mailbox, Submitted
-from penstock.protocol.address import Address, UnixAddress
+from penstock.errors import InvalidRequest
+from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
 from penstock.protocol.worker import (
     AbortRequest,
     Challenge,
@@ -45,9 +47,11 @@ from penstock.protocol.worker import (
     decode_to_worker,
     encode,
 )
-from penstock.protocol.worker_auth import NONCE_BYTES, gateway_mac, is_same, worker_mac
 from penstock.rng import fresh_key
 from penstock.types import FinishReason, RequestId, Usage
+
+if TYPE_CHECKING:
+    from penstock.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 
 STATS_INTERVAL_S = 0.5
 """`Stats` go out this often while they change, and not at all while nothing does."""
@@ -95,6 +99,7 @@ class WorkerServer:
         """`shares_port`: another process reserves the port for us and does not listen on it."""
         self.address, self.mailbox, self.limits, self.clock = address, mailbox, limits, clock
         self.num_requests = 0
+        self.grammars: GrammarCompiler | None = None
         self._unproven: dict[ConnectionId, _Connection] = {}
         self._shares_port = shares_port
         self._state: Loading | Ready | WorkerFailed = Loading("starting")
@@ -119,6 +124,10 @@ class WorkerServer:
     def announce(self, state: Loading | Ready | WorkerFailed) -> None:
         """Tell every gateway, now and whenever one connects, how far the worker is."""
         self._loop.call_soon_threadsafe(self._announce, state)
+
+    def use_grammars(self, compiler: "GrammarCompiler") -> None:
+        """Compile the grammars that requests bring. Before the worker is ready."""
+        self.grammars = compiler
 
     def publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats) -> None:
         """Send one step's outputs: one frame and one write for each connection."""
@@ -375,9 +384,37 @@ class _Connection(asyncio.Protocol):
         if refusal := self._server.refusal():
             self._refuse(message.request_id, *refusal)
             return
+        arrived_ns = self._server.clock.now_ns()
         self.living[message.request_id] = False
         self._server.num_requests += 1
-        self._server.mailbox.post(Submitted(self.id, message, self._server.clock.now_ns()))
+        if message.grammar is None or (grammars := self._server.grammars) is None:
+            self._server.mailbox.post(Submitted(self.id, message, arrived_ns))
+        elif (found := grammars.cached(message.cache_salt, message.grammar)) is not None:
+            self._server.mailbox.post(Submitted(self.id, message, arrived_ns, found))
+        else:
+            compiling = grammars.compile(message.cache_salt, message.grammar)
+            loop, done = asyncio.get_running_loop(), partial(self._compiled, message, arrived_ns)
+            compiling.add_done_callback(lambda _: loop.call_soon_threadsafe(done, compiling))
+
+    def _compiled(self, message: Submit, arrived_ns: int, compiling: "Future[CompiledGrammar]") -> None:
+        """A request's grammar is compiled, or cannot be; the request may be gone by now."""
+        grammars = self._server.grammars
+        assert grammars is not None, "something compiled it"
+        assert message.grammar is not None, "something was compiled"
+        error = compiling.exception()
+        compiled = None if error is not None else compiling.result()
+        grammars.keep(message.cache_salt, message.grammar, compiled)
+        if self._transport is None:
+            return  # With the connection, all its requests ended.
+        if self.living[message.request_id]:
+            self._end(message.request_id, RequestFinished(reason=FinishReason.ABORT, usage=Usage()))
+        elif compiled is not None:
+            self._server.mailbox.post(Submitted(self.id, message, arrived_ns, compiled))
+        elif isinstance(error, InvalidRequest):
+            self._end(message.request_id, _failed("InvalidRequest", str(error), error.param))
+        else:
+            assert error is not None, "it is compiled or failed"
+            raise error
 
     def _abort(self, request_ids: tuple[RequestId, ...]) -> None:
         if fresh := tuple(each for each in request_ids if self.living.get(each) is False):
@@ -391,8 +428,17 @@ class _Connection(asyncio.Protocol):
         self._server.mailbox.post(KVEventsAsked(self.id, message.epoch, message.from_sequence))
 
     def _refuse(self, request_id: RequestId, kind: str, message: str) -> None:
-        finish = RequestFinished(reason=FinishReason.ERROR, usage=Usage(), error=message, error_kind=kind)
-        self.send(encode(StepOutput(0, (Output(request_id, (), None, finish),))))
+        self.send(encode(StepOutput(0, (Output(request_id, (), None, _failed(kind, message)),))))
+
+    def _end(self, request_id: RequestId, finish: RequestFinished) -> None:
+        """A request that was let in ends before the engine heard of it."""
+        self.send_outputs(0, [Output(request_id, (), None, finish)])
+
+
+def _failed(kind: str, message: str, param: str | None = None) -> RequestFinished:
+    return RequestFinished(
+        reason=FinishReason.ERROR, usage=Usage(), error=message, error_kind=kind, param=param
+    )
 
 
 def _die_of_bugs(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:

@@ -23,21 +23,21 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from penstock.clock import NS_PER_MS, Clock, SystemClock
-from penstock.engine.core import EngineCore, StepRunner, build_core
-from penstock.engine.kv_event_publisher import KVEventPublisher
+from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_core
+from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
-from penstock.engine.malloc import settle_malloc
+from penstock.engine.memory import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.watchdog import StepWatch
-from penstock.engine.zmq_publisher import open_publisher
 from penstock.errors import EngineFault, OperatorError
-from penstock.protocol.address import parse_address
-from penstock.protocol.launch import WorkerLaunch
-from penstock.protocol.worker import WARMING_UP, Loading, Ready, WorkerFailed
+from penstock.protocol.address import WorkerLaunch, parse_address
+from penstock.protocol.worker import WARMING_UP, Loading, ModelInfo, Ready, WorkerFailed
+from penstock.types import GRAMMAR_CAPABILITIES
 
 EXIT_FAILED = 1
 EXIT_CANNOT_SERVE = 78  # EX_CONFIG of sysexits.h: starting again would fail the same way.
@@ -77,11 +77,11 @@ def main() -> int:
     server.start()
     try:
         publisher = open_publisher(config.kv_events)  # First, for it may be refused.
-        core = load(launch, server, clock)
+        core, info = load(launch, server, clock)
         feed = KVEventPublisher(core.kv, config.kv_events, clock, publisher)
         ready.set()  # First: a peer that sees us ready may order a drain.
         server.publish(0, {}, core.stats())
-        server.announce(Ready(msgspec.structs.replace(core.info, model=launch.model_name)))
+        server.announce(Ready(msgspec.structs.replace(info, model=launch.model_name)))
         watch = StepWatch(config.stall_timeout_s, clock, lambda what: _end_stalled(server, what))
         run_steps(core, mailbox, server, feed, watch)
     except OperatorError as error:
@@ -95,8 +95,8 @@ def main() -> int:
     return 0
 
 
-def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> EngineCore:
-    """Build the runner and the engine around it, telling the gateways about it.
+def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> tuple[EngineCore, ModelInfo]:
+    """Build the runner and the engine around it, telling the gateways about it; and what it can do.
 
     Raises:
         OperatorError: the model cannot be served as it is configured.
@@ -108,10 +108,29 @@ def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> EngineCore
     runner = build(launch.model_path, launch.engine, clock, progress)
     progress(WARMING_UP, 0, 0)
     runner.warm_up()
+    info = _use_grammars(runner, Path(launch.model_path), server)
     core = build_core(runner, launch.engine, launch.hash_key, clock)
     gc.collect()
     gc.freeze()  # What loading made lives as long as the process: no collection looks at it again.
-    return core
+    return core, info
+
+
+def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> ModelInfo:
+    """Let requests bring grammars, if the runner can follow them and the tokenizer is fit for it."""
+    info = runner.info
+    if not isinstance(runner, FollowsGrammars) or not (model_dir / "tokenizer.json").exists():
+        return info
+    try:
+        from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens
+    except ImportError:
+        _log.info("no structured output: it needs llguidance, which the extra 'engine' brings")
+        return info
+    tokens = GrammarTokens.load(model_dir, info.vocab_size)
+    if tokens is None:
+        return info
+    runner.use_grammars(tokens)
+    server.use_grammars(GrammarCompiler(tokens))
+    return msgspec.structs.replace(info, capabilities=info.capabilities | GRAMMAR_CAPABILITIES)
 
 
 def run_steps(
@@ -171,7 +190,7 @@ def read_launch(stdin: int) -> WorkerLaunch:
 
 def _deliver(mail: Submitted | Aborted | DrainAsked, core: EngineCore) -> None:
     if isinstance(mail, Submitted):
-        core.submit(mail.connection, mail.submit, mail.arrived_ns)
+        core.submit(mail.connection, mail.submit, mail.arrived_ns, mail.grammar)
     elif isinstance(mail, Aborted):
         core.abort(mail.connection, mail.request_ids)
     else:

@@ -1,12 +1,12 @@
 """Keeps the locality equal to the registry: each worker's part of the KV index comes, listens and goes with
 the worker.
 
-our workers whose blocks' key is known    their own connection tells their events (backends/engine/kv.py)
+our workers whose blocks' key is known    their own connection tells their events (backends/engine/backend.py)
 others, with an address of KV events      a feed of their own (kv_event_subscriber.py)
 all others                                predictions and audits only
 
 A worker's KV events over ZeroMQ, from vLLM's publisher or any that speaks its protocol (ours:
-engine/zmq_publisher.py).
+engine/kv_event_publisher.py).
 
     SUB     <- [topic, sequence, payload]            lossy, in order; a lost connection is told by the
                                                      socket's monitor

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.backends.base import Backend
-from penstock.backends.engine.auth import WorkerKey
 from penstock.backends.engine.backend import EngineBackend
+from penstock.backends.engine.link import WorkerKey
 from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.external import BackendDependencies, ExternalWorker, make_backend
 from penstock.clock import Clock
@@ -28,8 +28,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
 from penstock.fleet.registry import Registry, Worker
 from penstock.policy.resilience.worker_state import WorkerState
-from penstock.protocol.address import Address, parse_address
-from penstock.protocol.worker_auth import NONCE_BYTES, hash_key_of
+from penstock.protocol.address import NONCE_BYTES, Address, hash_key_of, parse_address
 from penstock.rng import fresh_key
 from penstock.telemetry.log import Log
 from penstock.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ handler, turns errors into responses, and counts and logs every exchange once.
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock import __version__
 from penstock.clock import NS_PER_S, Clock, sleep
@@ -26,13 +26,11 @@ from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
-from penstock.gateway.dispatch.assemble import make_policies
-from penstock.gateway.dispatch.cold_start import ColdStarts
-from penstock.gateway.dispatch.stretched import StretchedPromises
+from penstock.gateway.dispatch.assemble import StretchedPromises, make_policies
+from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.http.errors import error_response
-from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response
+from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import HttpServer, tick_s
-from penstock.gateway.http.tally import outcome_of
 from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller
@@ -63,15 +61,14 @@ class Gateway:
         clock: Clock,
         ids: IdSource,
         log: Log,
-        listeners: Sequence[socket.socket] = (),
         peers: GatewayPeers | None = None,
         hash_key: bytes = b"",
         limits: WireLimits = WIRE_LIMITS,
     ) -> None:
         """Make it; `config.auth` must say who may call, or that everybody may.
 
-        With `members` workers can be drained by hand. `listeners` and `peers` are for one of several
-        processes that share an address. Workers that share `hash_key` name their KV blocks with it.
+        With `members` workers can be drained by hand. `peers` are for one of several processes that share an
+        address. Workers that share `hash_key` name their KV blocks with it.
 
         Raises:
             ConfigError: the keys file cannot be read, or does not go with the tiers.
@@ -117,42 +114,56 @@ class Gateway:
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         admin = Admin(self._services, metrics, registry, members, peers)
         self._routes = Routes(Generate(self._services), self._inspect, admin)
-        self._server = HttpServer(self, config.server, clock=clock, listeners=listeners, limits=limits)
+        self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._tasks = False, set[asyncio.Task[None]]()
         self._pulse: asyncio.Task[None] | None = None
+        self._hurried = asyncio.Event()
 
     @property
     def num_accepted(self) -> int:
         """Requests that were accepted and have not ended."""
         return len(self._dispatcher)
 
-    async def start(self) -> tuple[str, int]:
+    async def start(self, listeners: Sequence[socket.socket] = ()) -> tuple[str, int]:
         """Listen; returns host and port. Models may still be loading: `/ready` says when they are not.
+
+        `listeners` are sockets that listen already, shared with other processes.
 
         Raises:
             ConfigError: the address cannot be listened on.
         """
         await self._policies.start()
         self._kv.start()
-        address = await self._server.start()
+        address = await self._server.start(listeners)
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
         if self._peers is not None:
             await self._peers.start(self._inspect.snapshot)
         return address
 
-    async def stop(self) -> None:
-        """Drain, then stop: running streams may end within `drain_timeout_s`, the rest get a last error
-        event.
+    async def stop(self, *, lameduck_s: float = 0.0, listens: bool = True) -> None:
+        """Leave without a loss:
 
-        Backends are left alone: whoever started them drains them afterwards.
+            lameduck   `/ready` says no, requests are served, for balancers hear of a stop seconds later
+            drain      new requests get 503 `draining`, running streams may end within `drain_timeout_s`
+            end        streams that are left get a last error event; what clients got is settled
+
+        Without `listens` another process accepts from the same socket, and nothing is accepted here.
+        `hurry` goes to the end at once. Backends are left alone: their owner drains them afterwards.
         """
-        self._services.draining = True
-        self._services.cold.close()
-        self._server.begin_drain()
+        services, drain_s = self._services, self._config.server.drain_timeout_s
+        services.leaving = True
+        self._server.close_after_answers()
+        if not listens:
+            self._server.close_listeners()
+        await self._until(lambda: not (listens or self._server.num_connections), lameduck_s)
+        services.draining = True
+        services.cold.close()
+        if not listens:
+            self._server.close_idle()
         self.tenancy.stop()
-        self._dispatcher.drain(self._config.server.drain_timeout_s)
-        await self._drained(self._config.server.drain_timeout_s)
+        self._dispatcher.drain(drain_s)
+        await self._until(lambda: not (self._dispatcher or self._tasks), drain_s)
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         await self._flushed()
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
@@ -163,8 +174,12 @@ class Gateway:
         await self._server.stop()
         await self._policies.stop()
         await self._kv.close()
-        self._services.tokenize.close()
+        services.tokenize.close()
         self._log.flush()
+
+    def hurry(self) -> None:
+        """Stop waiting, in a `stop` that runs."""
+        self._hurried.set()
 
     # --- what the HTTP server calls --------------------------------------------------------------
 
@@ -305,14 +320,15 @@ class Gateway:
                 limit_micros=event.limit_micros,
             )
 
-    async def _drained(self, timeout_s: float) -> None:
-        """Wait until nothing is in flight, or until the timeout."""
+    async def _until(self, happened: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until that has happened, or for so long, or until there is no time."""
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
-        while (self._dispatcher or self._tasks) and self._clock.now_ns() < deadline_ns:
+        while self._clock.now_ns() < deadline_ns and not self._hurried.is_set() and not happened():
             await sleep(0.02)
 
     async def _flushed(self) -> None:
         """Give the last bytes a moment to leave."""
+        self._server.close_idle()
         for _ in range(25):
             if not self._server.num_connections:
                 return

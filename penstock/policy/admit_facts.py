@@ -8,11 +8,37 @@ import msgspec
 
 from penstock.policy.tenant import Degrade, Tenant
 
-DowngradeReason = Literal["queue_depth", "slo", "budget", "context", "complexity", "unavailable"]
+DowngradeReason = Literal[
+    "queue_depth",
+    "slo",
+    "budget",
+    "context",
+    "complexity",
+    "unavailable",
+    "failure",
+    "timeout",
+    "breaker",
+    "busy",
+]
 """Why another model answers. `budget`: the tenant has used most of its money, and the other one is cheaper;
 `context`: the request does not fit the model; `complexity` is the choice of `model: "auto"`; `unavailable`:
-the model has no worker."""
-ShedReason = Literal["slo", "queue_full", "no_worker"]
+the model has no worker; `failure`, `timeout`: it was tried there, and failed or gave nothing in time;
+`breaker`, `busy`: its workers are left alone, since they fail or are slow, or have said that they have no
+room."""
+ShedReason = Literal["slo", "queue_full", "no_worker", "busy"]
+
+
+class RouteTrouble(msgspec.Struct, frozen=True, kw_only=True):
+    """Most of a model's ready workers may not be used now."""
+
+    why: Literal["", "breaker", "busy"] = ""
+    """Why none may; empty: some still may."""
+    since_ns: int = 0
+    """Since when none may."""
+    back_ns: int = 0
+    """When the first of those that have no room may be used again; 0: there are none."""
+    is_panic: bool = False
+    """More than half failed, so that the panic rule would use them all."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +71,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it has the adapter that the request names, if it names one."""
     is_full: bool = False
     """The queue would refuse this request."""
+    trouble: RouteTrouble | None = None
+    """What is wrong with its workers, if most of them may not be used."""
+    back_ns: int = 0
+    """How long it takes until the first of its workers that have no room may be used again."""
 
 
 class AdmitFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +113,8 @@ class Admit:
     """By when after its arrival its first token is due; 0: at no certain time."""
     start_by_ns: int = 0
     """How long after its arrival a start is too late for that; 0: never."""
+    is_strict: bool = False
+    """It is given to no worker that its breaker leaves alone: rather another model answers."""
 
 
 @dataclass(slots=True, frozen=True)

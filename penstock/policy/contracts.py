@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.policy.admit_facts import RouteTrouble
 from penstock.policy.answers import Diverted, Refused
 from penstock.policy.extras.hedge import Hedges
 from penstock.policy.extras.quarantine import InFlightAtCrash, IsolatedRetry
@@ -127,6 +128,8 @@ class RouteLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What nine of the last ten requests took from their start to their first token."""
     is_late: bool = False
     """Whether a request left its queue a short while ago because its start would have been too late."""
+    trouble: RouteTrouble | None = None
+    """What is wrong with its workers, if most of them may not be used."""
 
 
 class Pass(msgspec.Struct, frozen=True, gc=False):
@@ -138,6 +141,8 @@ class Pass(msgspec.Struct, frozen=True, gc=False):
     """By when after its arrival its first token is wanted; 0: at no certain time."""
     start_by_ns: int = 0
     """How long after its arrival a start is too late for that; 0: never."""
+    is_strict: bool = False
+    """It is given to no worker that its breaker leaves alone."""
 
 
 class Admission(Protocol):
@@ -147,6 +152,10 @@ class Admission(Protocol):
         self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]
     ) -> Pass | Diverted | Refused:
         """`look(route)` tells how a model stands for this request. Nothing is booked yet."""
+        ...
+
+    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> str:
+        """Another model that may answer this request in time, since its own cannot; empty: none."""
         ...
 
 
@@ -197,16 +206,22 @@ class Placement(Protocol):
 class Health(Protocol):
     """Which workers are given nothing for now."""
 
-    def blocked(self, now_ns: int, route: str) -> frozenset[WorkerId]:
-        """Of one model's workers; empty rather than all of them."""
+    def blocked(self, now_ns: int, route: str, *, strict: bool = False) -> frozenset[WorkerId]:
+        """Of one model's workers. Of those that failed none rather than most of them, unless `strict`."""
+        ...
+
+    def trouble(self, now_ns: int, route: str) -> RouteTrouble | None:
+        """What is wrong if most of a model's ready workers may not be used; None: nothing."""
         ...
 
     def due_ns(self, route: str) -> int | None:
         """When `blocked` may change by time alone; None if it does not."""
         ...
 
-    def worker(self, route: str, worker_id: WorkerId, *, ready: bool | None) -> None:
-        """A worker is ready or is not; None: it is gone for good."""
+    def worker(
+        self, route: str, worker_id: WorkerId, *, ready: bool | None, is_external: bool = False
+    ) -> None:
+        """A worker is ready or is not; None: it is gone for good. `is_external`: not our engine."""
         ...
 
     def started(self, now_ns: int, route: str, worker_id: WorkerId) -> None:
@@ -344,6 +359,11 @@ class AdmitAll:
         del now_ns, facts, look
         return _PASS
 
+    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> str:
+        """Nowhere."""
+        del now_ns, facts, look
+        return ""
+
 
 class LeastLoaded:
     """Sends every request to the worker with the most free streams, whatever its cache holds."""
@@ -377,15 +397,20 @@ class AllHealthy:
 
     __slots__ = ()
 
-    def blocked(self, now_ns: int, route: str) -> frozenset[WorkerId]:
+    def blocked(self, now_ns: int, route: str, *, strict: bool = False) -> frozenset[WorkerId]:
         """None."""
-        del now_ns, route
+        del now_ns, route, strict
         return _NO_WORKERS
+
+    def trouble(self, now_ns: int, route: str) -> None:
+        """Nothing."""
 
     def due_ns(self, route: str) -> None:
         """Never."""
 
-    def worker(self, route: str, worker_id: WorkerId, *, ready: bool | None) -> None:
+    def worker(
+        self, route: str, worker_id: WorkerId, *, ready: bool | None, is_external: bool = False
+    ) -> None:
         """Nothing is learned."""
 
     def started(self, now_ns: int, route: str, worker_id: WorkerId) -> None:

@@ -2,11 +2,18 @@
 
 Made by whoever reads the configuration (gateway/identity/tenants.py); never changed, only replaced by a
 reload.
+
+What one request of a tenant may ask for: models, adapters and tokens.
+
+How much in a minute or a day is for others.
+
+Each function returns if it may, and raises what the caller has to change if not. A limit of 0 is no limit.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.errors import ContextTooLong, Forbidden, InvalidRequest
 from penstock.types import TenantId
 
 Degrade = Literal["never", "allow", "prefer"]
@@ -53,3 +60,106 @@ class Tenant:
 
 ANONYMOUS = Tenant(id=TenantId(""))
 """The tenant of every request where authentication is off: no limits, one shared cache."""
+
+
+SHOWN_CHARS = 64
+
+
+def may_use_model(tenant: Tenant, model: str) -> bool:
+    """Whether the tenant's allowlist has this model."""
+    return not tenant.models or model in tenant.models
+
+
+def check_model(tenant: Tenant, model: str) -> None:
+    """Refuse a model that is not on the tenant's allowlist.
+
+    Raises:
+        Forbidden: it is not.
+    """
+    if not may_use_model(tenant, model):
+        raise Forbidden(
+            f"The model '{model[:SHOWN_CHARS]}' is not allowed for {_who(tenant)}.",
+            param="model",
+            code="model_not_allowed",
+        )
+
+
+def may_use_adapter(tenant: Tenant, adapter: str) -> bool:
+    """Whether the tenant's allowlist has this adapter."""
+    return not tenant.adapters or adapter in tenant.adapters
+
+
+def check_adapter(tenant: Tenant, adapter: str) -> None:
+    """Refuse an adapter that is not on the tenant's allowlist.
+
+    Raises:
+        Forbidden: it is not.
+    """
+    if not may_use_adapter(tenant, adapter):
+        raise Forbidden(
+            f"The adapter '{adapter[:SHOWN_CHARS]}' is not allowed for {_who(tenant)}.",
+            param="model",
+            code="adapter_not_allowed",
+        )
+
+
+def check_tokens(
+    tenant: Tenant, prompt_tokens: int, max_tokens: int | None, *, param: str = "messages"
+) -> None:
+    """Refuse a prompt, or an answer's asked-for length, that is over the tenant's limits.
+
+    `max_tokens` is what the request says for one choice; None if it says nothing, and then `output_room`
+    clips it.
+
+    Raises:
+        ContextTooLong: the prompt is too long, or it is together with `max_tokens`.
+        InvalidRequest: `max_tokens` is too large.
+    """
+    assert prompt_tokens >= 0, prompt_tokens
+    if 0 < tenant.input_tokens_max < prompt_tokens:
+        raise ContextTooLong(
+            f"The maximum prompt length of {_who(tenant)} is {tenant.input_tokens_max} tokens "
+            f"(input_tokens_max). However, your {param} resulted in {prompt_tokens} tokens. Please reduce "
+            f"the length of the {param}.",
+            param=param,
+        )
+    context = tenant.context_tokens_max
+    if 0 < context <= prompt_tokens:
+        raise ContextTooLong(
+            f"The maximum context length of {_who(tenant)} is {context} tokens (context_tokens_max). However,"
+            f" your {param} resulted in {prompt_tokens} tokens. Please reduce the length of the {param}.",
+            param=param,
+        )
+    if max_tokens is None:
+        return
+    if 0 < tenant.output_tokens_max < max_tokens:
+        raise InvalidRequest(
+            f"Invalid 'max_tokens': the maximum answer length of {_who(tenant)} is "
+            f"{tenant.output_tokens_max} tokens (output_tokens_max), but got {max_tokens}.",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    if 0 < context < prompt_tokens + max_tokens:
+        raise ContextTooLong(
+            f"The maximum context length of {_who(tenant)} is {context} tokens (context_tokens_max). However,"
+            f" you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {param}, "
+            f"{max_tokens} in the completion). Please reduce the length of the {param} or completion.",
+            param=param,
+        )
+
+
+def output_room(tenant: Tenant, prompt_tokens: int, limit: int) -> int:
+    """How long an answer may get that nobody asked a length for: `most`, or what the tenant's limits leave of
+    it.
+
+    At least 1 after `check_tokens`, if `most` is.
+    """
+    if tenant.output_tokens_max:
+        limit = min(limit, tenant.output_tokens_max)
+    if tenant.context_tokens_max:
+        limit = min(limit, tenant.context_tokens_max - prompt_tokens)
+    return limit
+
+
+def _who(tenant: Tenant) -> str:
+    return f"your tier '{tenant.tier}'" if tenant.tier else "your account"

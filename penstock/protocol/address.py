@@ -3,9 +3,31 @@
 Only the notation lives here; `engine/serve_socket.py` listens and `backends/engine/backend.py` connects. What
 goes over TCP is neither encrypted nor signed, so the port belongs on a private network; who may connect is a
 matter of a key (worker_auth.py).
+
+What a launcher tells a new engine worker: one line of JSON on the worker's standard input.
+
+Standard input, because it holds a secret: arguments and environments can be read by other processes.
+The worker keeps reading afterwards; the end of the pipe means that its parent is gone.
+
+How a worker and a gateway show each other that they have the same key, without sending it.
+
+    worker                                gateway
+      |  Challenge(nonce) -->                |   first word on every connection of a worker that has a key
+      |       <-- Proof(nonce, mac)          |   HMAC-SHA256 over both nonces and the side's name (RFC 2104)
+      |  Welcome(mac) -->                    |   then the worker's state, as always
+
+Nonces are fresh on both sides, so nothing that was overheard is of use again. What follows is neither
+encrypted nor signed: the port belongs on a private network or into a tunnel. The key keeps out whoever can
+reach the port and should not.
 """
 
+import hashlib
+import hmac
 from dataclasses import dataclass
+
+import msgspec
+
+from penstock.config.engine_settings import EngineSettings
 
 UNIX_PATH_BYTES_MAX = 107
 """What fits a Linux `sockaddr_un` with its final zero."""
@@ -51,3 +73,63 @@ def parse_address(text: str) -> Address:
     if scheme == "tcp" and host and port.isdecimal() and int(port) <= 65_535:
         return TcpAddress(host.removeprefix("[").removesuffix("]"), int(port))
     raise ValueError(f"{text!r} is not a worker address: unix:/path or tcp:host:port")
+
+
+REAL_RUNNER = "penstock.engine.runner:build_runner"
+
+
+class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that one worker process needs to start."""
+
+    model_path: str
+    """A model directory on this machine; names and hub ids are resolved before."""
+    model_name: str
+    """What clients call it; told back in `ModelInfo.model`."""
+    address: str
+    """Where to listen (see protocol/address.py)."""
+    shares_port: bool = False
+    """The launcher keeps the port of a TCP address (fleet/launchers/process.py), so it is bound with
+    SO_REUSEPORT."""
+    hash_key: bytes
+    """Key of the block-hash chain: a guess at a tenant's prompt cannot be tested without it."""
+    key: bytes = b""
+    """What gateways must prove to have (protocol/address.py); empty: whoever can connect is one."""
+    engine: EngineSettings = EngineSettings()
+    runner: str = REAL_RUNNER
+    """`module:factory` of what computes. Tests name their own, so that a process starts at once."""
+
+
+NONCE_BYTES = 32
+KEY_BYTES_MIN = 16
+_GATEWAY, _WORKER, _HASHES, _LINK = b"penstock gateway", b"penstock worker", b"penstock kv", b"penstock link"
+
+
+def gateway_mac(key: bytes, worker_nonce: bytes, gateway_nonce: bytes) -> bytes:
+    """What proves a gateway."""
+    return _mac(key, _GATEWAY, worker_nonce, gateway_nonce)
+
+
+def worker_mac(key: bytes, worker_nonce: bytes, gateway_nonce: bytes) -> bytes:
+    """What proves a worker."""
+    return _mac(key, _WORKER, worker_nonce, gateway_nonce)
+
+
+def is_same(mac: bytes, expected: bytes) -> bool:
+    """Compared in a time that tells nothing."""
+    return hmac.compare_digest(mac, expected)
+
+
+def hash_key_of(key: bytes) -> bytes:
+    """The key of the block-hash chain for workers that share `key`: they name equal blocks alike."""
+    return hmac.digest(key, _HASHES, hashlib.sha256)
+
+
+def link_key_of(hash_key: bytes) -> bytes:
+    """The key of workers that are launched on TCP ports: who launched them and its gateway processes know
+    `hash_key`. In letters, so that it fits an environment variable.
+    """
+    return hmac.new(hash_key, _LINK, hashlib.sha256).hexdigest().encode()
+
+
+def _mac(key: bytes, side: bytes, worker_nonce: bytes, gateway_nonce: bytes) -> bytes:
+    return hmac.digest(key, side + worker_nonce + gateway_nonce, hashlib.sha256)

@@ -18,6 +18,9 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """See policy/resilience/worker_state.py."""
     stage: str = ""
     """In words: what it is doing, or why it takes no requests."""
+    left_alone: str = ""
+    """In words: why this gateway process gives it nothing, or little, although it is ready; empty: it
+    does."""
     epoch: int = 0
     """Grows whenever it is a new process."""
     address: str = ""

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 import msgspec
 
 from penstock.errors import InvalidRequest, Unsupported
+from penstock.protocol.grammar import Grammar
 from penstock.protocol.openai import ChatRequest, CompletionRequest, ContentPart, GenerationRequest, Message
 from penstock.protocol.parameters import (
     CHAT,
@@ -61,6 +62,16 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """Further parameters that an engine is given by the same names."""
     forced_tool: str | None = None
     """The text is a call's arguments (a function's name), or an array of calls (empty); None: it is text."""
+    param: str = ""
+    """The parameter that asks for `structured`, or for `grammar`."""
+    grammar: Grammar | None = None
+    """What our own engine is given in the place of `structured`; None: the same."""
+
+    def as_grammar(self) -> Grammar | None:
+        """What our own engine is given; None: anything goes."""
+        if self.grammar is not None or not self.structured:
+            return self.grammar
+        return Grammar(form=msgspec.json.encode(self.structured))
 
 
 NO_CONSTRAINT = Constraint()
@@ -128,7 +139,8 @@ def constraint_of(request: GenerationRequest) -> Constraint:
         )
     if not asked and not fields:
         return NO_CONSTRAINT
-    return Constraint(structured=asked[0][1] if asked else {}, fields=fields, forced_tool=forced)
+    name, structured = asked[0] if asked else ("", dict[str, Any]())
+    return Constraint(structured=structured, fields=fields, forced_tool=forced, param=name)
 
 
 def forced_tool(request: ChatRequest) -> str | None:

@@ -1,15 +1,14 @@
-"""The messages of OpenAI's HTTP API, for the server, for the clients of other servers and for the load
-generator.
+"""The messages of OpenAI's HTTP API, as this server takes and writes them; `server_answers` has other
+servers'.
 
 Field names and nesting are OpenAI's. Extensions that vLLM made common (`top_k`, `min_p`, `ignore_eos`, ...)
-are marked. Three sections, because the rules differ:
+are marked. Two sections, because the rules differ:
 
 - requests, as this server accepts them. Anything unknown at the top level is refused; within messages it is
   dropped, for clients send back what some server gave them. Ranges that need no configuration are in the
   types, the others in `openai_validate`; `parameters` says what becomes of each parameter.
 - answers, as this server writes them: every field is always there. The inner objects (usage,
   log-probabilities, tool calls, errors) are the same in both directions, so their fields have defaults.
-- answers, as any server sends them. Lenient: unknown fields are ignored and each known one may be missing.
 
 This module knows no sockets, models or tokens.
 """
@@ -22,6 +21,8 @@ from msgspec import Meta
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Count = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+NumTop = Annotated[int, Meta(ge=0)]
+"""Alternatives to show beside a token."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 SEED_MAX = 2**63 - 1
@@ -156,7 +157,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     messages: list[Message]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_logprobs: NumTop | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -172,8 +173,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """0: the prompt is scored, and nothing is answered."""
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: NumTop | None = None
     best_of: Count | None = None
     add_special_tokens: bool | None = None
 
@@ -256,6 +259,19 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of `prompt_logprobs`, as vLLM shows it."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, for each token of a prompt: itself and the likeliest there. Null for the first, which nothing
+precedes."""
+
+
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The function part of a tool call in an answer; streamed chunks leave out what was sent before."""
 
@@ -290,16 +306,17 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
 
 
-class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`choices[]` of a plain completion."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str
+    prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The whole answer of `/v1/chat/completions`."""
 
     id: str
@@ -309,6 +326,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -387,110 +405,3 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     """The error object, as a response body or as the last event of a stream."""
 
     error: ErrorBody
-
-
-# --- answers of any server -----------------------------------------------------------------------
-
-
-class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Every form in which servers report an error: an object under `error`, a string there, or the object
-    itself.
-    """
-
-    error: ErrorBody | str | None = None
-    error_type: str | None = None
-    message: str | None = None
-    detail: msgspec.Raw | None = None
-    object: str | None = None
-    code: str | int | None = None
-
-
-class AnswerDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """`choices[].delta` of a stream, or `choices[].message`."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[AnswerToolCall] | None = None
-
-
-class ChatEventChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """`choices[]` of a chat event or of a whole chat answer."""
-
-    delta: AnswerDelta | None = None
-    message: AnswerDelta | None = None
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-
-    @property
-    def content(self) -> str:
-        """Its text."""
-        piece = self.delta or self.message
-        return (piece.content if piece else None) or ""
-
-    @property
-    def is_output(self) -> bool:
-        """Whether the model generated something (chunks with only a role or a finish reason are not
-        output).
-        """
-        piece = self.delta or self.message
-        return piece is not None and bool(piece.content or piece.reasoning_content or piece.tool_calls)
-
-
-class ChatEvent(ErrorEvent, frozen=True, kw_only=True):
-    """One event of `/v1/chat/completions`, or the whole answer."""
-
-    model: str | None = None
-    choices: tuple[ChatEventChoice, ...] = ()
-    usage: UsageBody | None = None
-
-
-class CompletionEventChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """`choices[]` of a plain completion's event, with the extensions of vLLM and TensorRT-LLM."""
-
-    text: str | None = None
-    token_ids: list[int] | None = None
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-class CompletionEvent(ErrorEvent, frozen=True, kw_only=True):
-    """One event of `/v1/completions`."""
-
-    model: str | None = None
-    choices: tuple[CompletionEventChoice, ...] = ()
-    usage: UsageBody | None = None
-
-
-class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One model of a server's `/v1/models`."""
-
-    id: str
-    max_model_len: int | None = None
-    parent: str | None = None
-
-
-class ListedModels(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's `/v1/models`."""
-
-    data: tuple[ListedModel, ...] = ()
-
-
-decode_chat_event = msgspec.json.Decoder(ChatEvent).decode
-decode_completion_event = msgspec.json.Decoder(CompletionEvent).decode
-decode_models = msgspec.json.Decoder(ListedModels).decode
-decode_error = msgspec.json.Decoder(ErrorEvent).decode
-
-
-def error_text(error: ErrorBody | str | None) -> str:
-    """The message of an error object; empty if it has none."""
-    return (error.message if isinstance(error, ErrorBody) else error) or ""
-
-
-def refusal_text(status: int, body: bytes) -> str:
-    """One line that says why a server refused a request, from the body of any server's error answer."""
-    try:
-        answer = decode_error(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return f"HTTP {status}: {body[:200].decode(errors='replace').strip()}".rstrip(": ")
-    return error_text(answer.error) or answer.message or f"HTTP {status}"

@@ -95,6 +95,14 @@ def parse_completion(body: bytes, limits: LimitsConfig) -> CompletionRequest:
     prompts_of(request)
     if request.logprobs is not None and request.logprobs > TOP_LOGPROBS_MAX:
         _too_big("logprobs", TOP_LOGPROBS_MAX, request.logprobs)
+    if request.max_tokens == 0 and not (
+        request.echo or getattr(request, "prompt_logprobs", None) is not None
+    ):
+        _refuse(
+            "'max_tokens' may be 0 only to score a prompt, with 'echo' or 'prompt_logprobs'.",
+            "max_tokens",
+            "invalid_value",
+        )
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise Unsupported("'best_of' other than 'n' is not supported by this server.", param="best_of")
     return request
@@ -243,6 +251,7 @@ def _check_generation(request: GenerationRequest, limits: LimitsConfig) -> None:
     if request.response_format is not None:
         _check_depth(request.response_format, "response_format")
     if isinstance(request, RareChatRequest | RareCompletionRequest):
+        _check_prompt_logprobs(request)
         for name in ("structured_outputs", "guided_json"):
             _check_depth(getattr(request, name), name)
     _check_logit_bias(request.logit_bias)
@@ -253,6 +262,18 @@ def _check_generation(request: GenerationRequest, limits: LimitsConfig) -> None:
             f"allowed.",
             "stop_token_ids",
             "array_above_max_length",
+        )
+
+
+def _check_prompt_logprobs(request: GenerationRequest) -> None:
+    wanted: int | None = getattr(request, "prompt_logprobs", None)
+    if wanted is None:
+        return
+    if wanted > TOP_LOGPROBS_MAX:
+        _too_big("prompt_logprobs", TOP_LOGPROBS_MAX, wanted)
+    if request.stream:
+        _refuse(
+            "'prompt_logprobs' is only allowed when 'stream' is false.", "prompt_logprobs", "invalid_value"
         )
 
 

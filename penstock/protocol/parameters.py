@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.errors import Unsupported
-from penstock.protocol.openai import ChatRequest, CompletionRequest, TokenId
+from penstock.protocol.openai import ChatRequest, CompletionRequest, NumTop, TokenId
 from penstock.types import Capability
 
 
@@ -86,8 +86,7 @@ _SHARED = (
     _guided("grammar", str),
     Parameter("bad_words", Fate.NEEDS, ([],), Capability.BAD_WORDS, type=list[str]),
     Parameter("allowed_token_ids", Fate.NEEDS, (), Capability.ALLOWED_TOKEN_IDS, type=list[TokenId]),
-    _refused("prompt_logprobs", instead="/v1/completions with 'echo' and 'logprobs' gives a prompt's "
-    "log-probabilities"),
+    Parameter("prompt_logprobs", Fate.NEEDS, (), Capability.ECHO_LOGPROBS, type=NumTop),
     _refused("use_beam_search", False),
     _refused("length_penalty", 1),
     _refused("early_stopping", False),

@@ -107,6 +107,17 @@ class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """What those workers name their KV blocks with."""
     held: dict[str, float] = {}
     """Workers that are out of service by hand, and how many seconds their streams were given."""
+    is_patient: bool = False
+    """It waits for its workers before it accepts: others do meanwhile."""
+
+
+class StopOrder(msgspec.Struct, frozen=True):
+    """How a gateway process is to stop: see `Gateway.stop`."""
+
+    lameduck_s: float = 0.0
+    listens: bool = False
+    is_hurried: bool = False
+    """At once; it may have been told to stop before."""
 
 
 class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -118,6 +129,8 @@ class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """All workers that the parent has launched and does not end; None: no news."""
     held: dict[str, float] | None = None
     """All workers that are out of service by hand; None: no news."""
+    stop: StopOrder | None = None
+    """Stop; None: go on."""
 
 
 ToParent = Snapshot | Ask | Order

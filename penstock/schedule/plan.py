@@ -36,6 +36,8 @@ class NewRow:
     blocks: tuple[int, ...] = ()
     """Block ids the row starts with, if it enters before its first work: parts of its prefix are still
     loading."""
+    grammar: object = None
+    """What its answer must match, as `engine/grammar` compiled it for the runner; None: anything."""
 
 
 class RowWork(msgspec.Struct, frozen=True, gc=False):
@@ -88,6 +90,15 @@ class StepPlan:
         return sum(work.num_tokens for work in self.work)
 
 
+class Forced(msgspec.Struct, frozen=True, gc=False):
+    """What a row's grammar says about what follows the token that was drawn."""
+
+    token_ids: tuple[int, ...] = ()
+    """Tokens that must follow. They are known without a draw: the next step computes them as one chunk."""
+    complete: bool = False
+    """Nothing may follow: the answer ends here."""
+
+
 class Sampled(msgspec.Struct, frozen=True, gc=False):
     """What the sampler drew for one row."""
 
@@ -95,7 +106,9 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
     token_id: int
     logprob: TokenLogprob | None = None
     error: str | None = None
-    """The row's logits were not numbers: this request fails, the others go on."""
+    """The row's logits were not numbers, or its grammar cannot go on: this request fails, the others go
+    on."""
+    forced: Forced | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -24,6 +24,9 @@ CHARGE_PLANS = 4
 """While several tenants wait, what those that run were given is counted this often: it takes time."""
 FRESH_PLANS = 2
 """And in each of the first plans after an arrival."""
+FORCED_TOKENS_MAX = 64
+"""A row of at most so many tokens that its grammar forced is computed beside the rows that decode, as it is
+one of them; more wait as a prompt does."""
 
 
 class Planner:
@@ -246,6 +249,7 @@ class Planner:
     def _plan_running(self, step: StepBuilder) -> None:
         """One token for every row that decodes, then chunks for running prompts while their share lasts."""
         prompts: list[Request] = []
+        forced: list[Request] = []  # Rows that decode, and whose grammar has given them several tokens.
         decoding: list[Request] = []  # Since the last that needed a block: added at once.
         for request in self._batch.running.copy():  # Victims leave the list meanwhile.
             if request.status is _LOADING and not self._end_loading(request, step.planned_ns):
@@ -255,7 +259,7 @@ class Planner:
             if known >= request.num_tokens_max:
                 continue  # Its last token is drawn, or on its way.
             if known - planned > 1:
-                prompts.append(request)
+                (forced if _is_forced(request, known) else prompts).append(request)
             elif planned % BLOCK_TOKENS:  # There is room behind the token before, in the same block.
                 if request.status is _RUNNING:  # Else it gave way to somebody before it.
                     decoding.append(request)
@@ -264,6 +268,11 @@ class Planner:
                 decoding.clear()
                 self._extend_or_preempt(request, 1, step)
         step.add_all_decoding(decoding)
+        for request in forced:
+            if self.wants_rest or not step.budget:
+                break
+            if request.status is _RUNNING:
+                self._extend_or_preempt(request, min(request.num_pending, step.budget), step)
         self._open_prompts(step, prompts)
         for request in prompts:
             if self.wants_rest or not step.takes_prompts:
@@ -476,3 +485,12 @@ class Planner:
         self._counters.prompt_tokens += request.num_prompt
         self._counters.cached_tokens += request.num_cached
         self._counters.host_cached_tokens += request.num_host_cached
+
+
+def _is_forced(request: Request, known: int) -> bool:
+    """Whether all that a row owes is tokens that its grammar has forced."""
+    return (
+        request.grammar is not None
+        and request.num_planned >= request.num_prompt
+        and known - request.num_planned <= FORCED_TOKENS_MAX
+    )

@@ -51,6 +51,8 @@ class Request:
     """Whose share this work counts against."""
     fairness_weight: float = 1.0
     """How much that share is worth, where the engine's own configuration does not say."""
+    grammar: object = None
+    """What its answer must match: see `NewRow.grammar`."""
 
     num_prompt: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)  # Only ever asked for membership.
@@ -62,6 +64,8 @@ class Request:
     """Leading tokens whose KV is stored once the plans in flight are over."""
     num_drawing: int = 0
     """Tokens that the plans in flight draw. They are not known yet."""
+    num_void: int = 0
+    """Further draws in flight that do not count: the grammar has forced tokens into their places."""
     last_used: Epoch = NEVER
     """The last step that reads or writes its blocks."""
     num_tokens_max: int = 0
@@ -138,7 +142,7 @@ class Request:
         """
         assert 0 <= num_computed <= len(self.tokens), f"{num_computed} tokens of {len(self.tokens)}"
         self.num_computed = self.num_planned = num_computed
-        self.num_drawing = 0
+        self.num_drawing = self.num_void = 0
 
     @property
     def wants_scores(self) -> bool:
@@ -167,6 +171,21 @@ class Request:
     def num_generated(self) -> int:
         """Tokens that were drawn so far, a stop token included."""
         return len(self.tokens) - self.num_prompt
+
+    def take_draw(self) -> bool:
+        """Count a draw that is over; False: it does not count."""
+        if self.num_void:
+            self.num_void -= 1
+            return False
+        assert self.num_drawing > 0, f"{self.request_id}: a draw that was not planned"
+        self.num_drawing -= 1
+        return True
+
+    def void_draws(self) -> None:
+        """Tokens are known now where the draws in flight would have put theirs."""
+        assert not self.num_void, f"{self.request_id}: more is in flight than may be"
+        self.num_void += self.num_drawing
+        self.num_drawing = 0
 
     def move_to(self, status: Status) -> None:
         """Change the status along `TRANSITIONS`; anything else is a bug."""

@@ -38,7 +38,7 @@ from penstock.schedule.batch import Batch
 from penstock.schedule.fast_forward import DecodeFastForward, Draw
 from penstock.schedule.flight import FLIGHTS_MAX, Flight
 from penstock.schedule.limits import BatchLimits
-from penstock.schedule.plan import RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
+from penstock.schedule.plan import Forced, RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
 from penstock.schedule.planner import FRESH_PLANS, Planner
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import WaitingQueue
@@ -213,10 +213,8 @@ class Scheduler:
                 self._manager.publish_computed(request.table, request.tokens, computed)
             if scores is not None:
                 outputs.append(self._score(request, scores, work.num_computed, now_ns))
-            if draw is not None:
-                request.num_drawing -= 1
-                if request.status is _RUNNING:
-                    outputs.append(self._append(request, draw, now_ns))
+            if draw is not None and request.take_draw() and request.status is _RUNNING:
+                outputs.append(self._append(request, draw, now_ns))
         assert next(drawn, None) is None, "more was sampled than was asked for"
         assert next(scored, None) is None, "more was scored than was asked for"
         if not self._flights:
@@ -314,7 +312,7 @@ class Scheduler:
         work = [work for flight in pairs for owner, work in flight if owner is request]
         name = request.request_id
         assert request.num_planned - request.num_computed == sum(each.num_tokens for each in work), name
-        assert request.num_drawing == sum(each.samples for each in work), name
+        assert request.num_drawing + request.num_void == sum(each.samples for each in work), name
         assert len(request.tokens) + request.num_drawing <= request.num_tokens_max, f"{name}: planned too far"
         assert request.num_pending > 0, f"{name}: more is planned than will be known"
 
@@ -334,11 +332,13 @@ class Scheduler:
                 continue  # As in `apply`.
             request.num_computed += 1
             request.num_steps += 1
-            request.num_drawing -= 1
+            if not request.take_draw():
+                continue
             token, tokens = draw.token_id, request.tokens
             if (
                 request.first_token_ns is None
                 or draw.error is not None
+                or draw.forced is not None
                 or len(tokens) + 1 >= request.num_tokens_max
                 or token in request.stop_token_ids
             ):
@@ -383,19 +383,49 @@ class Scheduler:
         self._counters.generated_tokens += 1
         if request.first_token_ns is None:
             request.first_token_ns = now_ns
-        if len(tokens) < request.num_tokens_max and token not in request.stop_token_ids:
-            return RequestOutput(request.request_id, (token,), draw.logprob)
-        return self._ended_by(request, token, draw.logprob, now_ns)
+        if len(tokens) >= request.num_tokens_max or token in request.stop_token_ids:
+            return self._ended_by(request, token, draw.logprob, now_ns, draw.forced)
+        output = RequestOutput(request.request_id, (token,), draw.logprob)
+        if draw.forced is not None:
+            self._follow(request, draw.forced, output, now_ns)
+        return output
+
+    def _follow(self, request: Request, forced: Forced, output: RequestOutput, now_ns: int) -> None:
+        """What the grammar forces behind a token: more tokens, without a draw, or the end."""
+        room = request.num_tokens_max - len(request.tokens)
+        assert room > 0, f"{request.request_id} ended with its last token"
+        assert forced.token_ids or forced.complete, "what forces nothing is not told"
+        news = forced.token_ids[:room]
+        if news:
+            request.void_draws()
+            request.tokens.extend(news)
+            output.token_ids += news
+            self._counters.generated_tokens += len(news)
+        if forced.complete and news == forced.token_ids:
+            self._end(request, FinishReason.STOP, output, now_ns)
+        elif len(news) == room:
+            self._end(request, FinishReason.LENGTH, output, now_ns)
+
+    def _end(self, request: Request, reason: FinishReason, output: RequestOutput, now_ns: int) -> None:
+        """End a request behind the tokens of `output`."""
+        last = self._finish(request, reason, now_ns)
+        output.finish, output.usage = last.finish, last.usage
 
     def _ended_by(
-        self, request: Request, token: int, logprob: TokenLogprob | None, now_ns: int
+        self,
+        request: Request,
+        token: int,
+        logprob: TokenLogprob | None,
+        now_ns: int,
+        forced: Forced | None = None,
     ) -> RequestOutput:
-        """The end of a request by its last token, which stops it or fills it up."""
+        """The end of a request by its last token, which stops it, fills it up, or completes its grammar."""
         if token in request.stop_token_ids:
             output = self._finish(request, FinishReason.STOP, now_ns)
             output.stop_token_id = token
             return output
-        output = self._finish(request, FinishReason.LENGTH, now_ns)
+        complete = forced is not None and forced.complete and not forced.token_ids
+        output = self._finish(request, FinishReason.STOP if complete else FinishReason.LENGTH, now_ns)
         output.token_ids, output.logprob = (token,), logprob
         return output
 

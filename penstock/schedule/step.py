@@ -113,7 +113,15 @@ class StepBuilder:
         assert request.row >= 0, f"{request.request_id} has no row"
         tokens = request.tokens[:]
         self._new_rows.append(
-            NewRow(request.request_id, request.row, tokens, request.num_prompt, request.sampling, blocks)
+            NewRow(
+                request.request_id,
+                request.row,
+                tokens,
+                request.num_prompt,
+                request.sampling,
+                blocks,
+                request.grammar,
+            )
         )
 
     def drop(self, request: Request) -> None:

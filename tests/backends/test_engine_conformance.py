@@ -22,8 +22,7 @@ from scripted_worker import DOUBLES, RUNNER
 from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
-from penstock.protocol.address import UnixAddress
-from penstock.protocol.launch import WorkerLaunch
+from penstock.protocol.address import UnixAddress, WorkerLaunch
 
 
 class Workers:

@@ -11,7 +11,7 @@ from penstock.bench.prompts import Prompt
 from penstock.bench.report import LevelReport, level_report
 from penstock.bench.stand_in import Script, StandIn
 from penstock.clock import NS_PER_MS, ManualClock, SystemClock
-from penstock.policy.admission.promise import Promise
+from penstock.policy.admission.admit import Promise
 
 SHAPE = RequestShape(model="scripted", output_tokens=8)
 NO_PROMISE = Promise()

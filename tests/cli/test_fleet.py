@@ -83,7 +83,7 @@ def test_the_worked_example(tmp_path: Path) -> None:
         assert states(server) == {"tiny-0": "ready"}
         server.until(lambda: len(server.workers) == 1, "its process is still there")
         assert ask(server) == 200
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGINT)
         assert server.wait_ended() == 0
         assert "Traceback" not in server.err.read_text()
     finally:
@@ -120,7 +120,7 @@ def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
             server.until(lambda: states(server) == {"tiny-0": "ready", "tiny-1": "ready"}, "it stays away")
         begun = [fleet(server)["models"][0]["ttft_count"] for _ in range(4)]
         assert begun == [16] * 4, "answers of all processes are counted, whichever is asked"
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGINT)
         assert server.wait_ended() == 0
     finally:
         server.close()
@@ -152,7 +152,7 @@ def test_a_worker_on_its_own_with_a_key(tmp_path: Path) -> None:
         assert ask(server) == 200
         assert ask(server, "Tell me of the sea, of its ships, and of all who sail on it. " * 3) == 200
         server.until(lambda: own_events(server) > 0, "its KV events are of no use")
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGINT)
         assert server.wait_ended() == 0
         assert worker.poll() is None, "it is not ours to end"
         worker.send_signal(signal.SIGTERM)

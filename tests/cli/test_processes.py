@@ -31,7 +31,7 @@ def processes(**shared: object) -> GatewayProcesses:
 def test_the_processes_share_their_limits_through_the_parent() -> None:
     async def check() -> None:
         made = processes()
-        await made.start()
+        await made.start([])
         shared = made._config.shared
         assert (shared.store, shared.gateways) == ("parent", 3)
         assert Path(shared.socket).is_socket()
@@ -47,7 +47,7 @@ def test_the_processes_share_their_limits_through_the_parent() -> None:
 def test_redis_stays_redis() -> None:
     async def check() -> None:
         made = processes(store="redis", url="redis://127.0.0.1:1/0")
-        await made.start()
+        await made.start([])
         assert made._config.shared.store == "redis"
         await made.kill()
 

@@ -18,8 +18,8 @@ from penstock.bench.client import ApiAddress, ApiResponse, Client
 from penstock.cli.main import main
 from penstock.cli.wiring.state import load_key
 from penstock.config.presets import resolve
-from penstock.protocol.openai import decode_chat_event
-from penstock.protocol.sse import EventReader
+from penstock.protocol.server_answers import decode_chat_event
+from penstock.protocol.stream import EventReader
 
 DEMO = "penstock-demo"
 KEY, SCRAPE_KEY = "sk-of-this-test-0123", "sk-scrape-of-this-test"
@@ -158,7 +158,7 @@ def test_one_command_to_a_streamed_answer_and_a_clean_end(serve: Callable[..., S
 
     workers = server.workers
     assert len(workers) == 1
-    stream = long_answer(server, 150, then=lambda: server.process.send_signal(signal.SIGTERM))
+    stream = long_answer(server, 150, then=lambda: server.process.send_signal(signal.SIGINT))
     assert stream.ended
     assert stream.error == ""
     assert server.wait_ended() == 0
@@ -202,7 +202,7 @@ def test_a_worker_that_is_down_for_good_is_reported(serve: Callable[..., Server]
     ready = get(server, "/ready")
     assert ready.status == 503
     assert b"SIGKILL" in ready.body
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(signal.SIGINT)
     assert server.wait_ended() == 0
 
 
@@ -287,7 +287,7 @@ def test_sighup_takes_a_new_configuration_and_streams_go_on(
     server.process.send_signal(signal.SIGHUP)
     server.wait_said("the new configuration was not taken")
     assert get(server, "/v1/models", key).status == 200
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(signal.SIGINT)
     assert server.wait_ended() == 0
     assert key not in server.err.read_text()
 
@@ -362,7 +362,7 @@ def test_one_gateway_process_dies_and_the_others_streams_go_on(serve: Callable[.
     assert re.search(r'penstock_workers\{model="penstock-demo",state="ready"\} 1.0', text)
     server.process.send_signal(signal.SIGHUP)
     server.until(lambda: server.err.read_text().count("the new configuration is in force") >= 2, "no reload")
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(signal.SIGINT)
     assert server.wait_ended() == 0
     assert gone(survivor)
 

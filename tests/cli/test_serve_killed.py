@@ -18,8 +18,9 @@ from stand_in_thread import MODEL, Serve, stand_in_engine
 
 from penstock import rng
 from penstock.bench.client import CannotConnect, EndpointError
-from penstock.protocol.openai import UsageBody, decode_chat_event
-from penstock.protocol.sse import EventReader
+from penstock.protocol.openai import UsageBody
+from penstock.protocol.server_answers import decode_chat_event
+from penstock.protocol.stream import EventReader
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -15,7 +15,7 @@ from penstock.cli.commands.top import tables, view_of
 from penstock.cli.console import Column, Fitted, row
 from penstock.cli.main import main
 from penstock.clock import ManualClock
-from penstock.policy.limits.calendar import DAY_NS
+from penstock.policy.limits.budget import DAY_NS
 from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger_sink import SqliteSink

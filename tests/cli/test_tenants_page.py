@@ -14,7 +14,7 @@ from penstock.config.tenancy import TenantConfig, TierConfig
 from penstock.config.tree import Config
 from penstock.errors import ContextTooLong
 from penstock.gateway.identity.tenants import Tenants
-from penstock.policy.limits.tenant_limits import check_tokens
+from penstock.policy.tenant import check_tokens
 
 PAGE = pages.text_of("tenants")
 TIERS, JWT = pages.configs("tenants")

@@ -37,6 +37,8 @@ class Faults:
         self.event: bytes | None = None
         """An event to send then."""
         self.hang = False
+        self.delay_s = 0.0
+        """Say nothing at all for so long."""
         self.drip = False
         """Send comments for ever instead of events."""
         self.close = False
@@ -119,6 +121,7 @@ class StandIn:
             await self.respond(writer, status, body, {"content-type": kind})
             return
         self.requests.append(request)
+        await asyncio.sleep(self.faults.delay_s)
         if self.faults.raw is not None:
             writer.write(self.faults.raw)
             await writer.drain()

@@ -243,8 +243,9 @@ class _FakeStream:
 
 
 def _logprob(token: str, wanted: int) -> TextLogprob:
-    top = tuple((WORDS[i % len(WORDS)], WORDS[i % len(WORDS)].encode(), -1.0 - i) for i in range(wanted))
-    return TextLogprob(token, token.encode(), -0.5, top)
+    others = ((WORDS[i % len(WORDS)], WORDS[i % len(WORDS)].encode(), -1.0 - i) for i in range(wanted - 1))
+    top = ((token, token.encode(), -0.5), *others)[:wanted]
+    return TextLogprob(token, token.encode(), -0.5, top, 1, tuple(range(1, wanted + 1)), 1)
 
 
 _INFO = ModelInfo(

@@ -15,7 +15,7 @@ import torch
 from engine_driver import Driver
 
 from penstock.engine.host_store import ThreadHostStore
-from penstock.engine.malloc import settle_malloc
+from penstock.engine.memory import settle_malloc
 from penstock.rng import stream
 from penstock.types import SamplingParams
 

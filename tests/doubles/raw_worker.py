@@ -17,8 +17,7 @@ from free_port import free_port
 from step_gate import ENVIRONMENT
 
 from penstock.config.engine_settings import EngineSettings
-from penstock.protocol.address import Address, TcpAddress, UnixAddress
-from penstock.protocol.launch import WorkerLaunch
+from penstock.protocol.address import Address, TcpAddress, UnixAddress, WorkerLaunch
 from penstock.protocol.worker import (
     FrameDecoder,
     FromWorker,

@@ -57,6 +57,8 @@ class Serve:
         port: int = 0,
         processes: int = 1,
         command: Sequence[str] = COMMAND,
+        lameduck_s: float = 0.0,
+        drain_timeout_s: float = 1.0,
     ) -> None:
         """`tenants`: what the configuration says of each, in YAML's flow style; `sections`: more lines of
         it.
@@ -67,8 +69,9 @@ class Serve:
         keys = place / "keys.jsonl"
         self.keys = {name: add(keys, tenant=name).key for name in tenants}
         worker = f"{{url: '{engine.url}', engine: vllm, served_model: {engine.MODEL}}}"
+        times = f"lameduck_s: {lameduck_s}, drain_timeout_s: {drain_timeout_s}"
         self._lines = [
-            f"server: {{port: {port}, trust_local: true, drain_timeout_s: 1, processes: {processes}}}",
+            f"server: {{port: {port}, trust_local: true, processes: {processes}, {times}}}",
             f"auth: {{keys_file: {keys}, secret: {'x' * 20}}}",
             "log: {access: false}",
             f"models: [{{path: penstock-demo-mini, name: {MODEL}, replicas: 0, workers: [{worker}]}}]",
@@ -82,12 +85,13 @@ class Serve:
         entries = ", ".join(f"{{id: {name}, {facts}}}" for name, facts in tenants.items())
         self.config.write_text("\n".join([*self._lines, f"tenants: [{entries}]"]))
 
-    def start(self) -> None:
+    def start(self, *argv: str) -> None:
         """Does not wait until it is ready."""
         self.server = Server(
             self._place,
             "-c",
             str(self.config),
+            *argv,
             command=self._command,
             PENSTOCK_STATE_DIR=str(self._place / "state"),
         )

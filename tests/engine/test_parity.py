@@ -222,6 +222,7 @@ def test_prompt_logprobs_equal_transformers(kernels: str, step_tokens: int, tmp_
             ours[token_id] = logprob
         assert float((ours - expected[position]).abs().max()) <= 1e-4
         assert each.logprob == float(ours[each.token_id])
+        assert each.rank == 1 + int((ours > each.logprob).sum())
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])

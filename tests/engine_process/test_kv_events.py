@@ -11,8 +11,7 @@ from raw_worker import Client, raw_worker, submit
 
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.tree import KVEventsConfig
-from penstock.engine.kv_event_publisher import KVEventPublisher
-from penstock.engine.zmq_publisher import BUFFER_STEPS, ZmqPublisher, open_publisher
+from penstock.engine.kv_event_publisher import BUFFER_STEPS, KVEventPublisher, ZmqPublisher, open_publisher
 from penstock.errors import ConfigError
 from penstock.kv.cache.block_pool import BlockPool
 from penstock.kv.cache.manager import KVManager

@@ -9,11 +9,11 @@ from conformance import Recorder, Requests
 from raw_worker import RawWorker, raw_worker, submit
 
 from penstock.backends.base import Phase
-from penstock.backends.engine.auth import WorkerKey
 from penstock.backends.engine.backend import EngineBackend
+from penstock.backends.engine.link import WorkerKey
 from penstock.clock import SystemClock
+from penstock.protocol.address import gateway_mac, worker_mac
 from penstock.protocol.worker import Challenge, Proof, Ready, Welcome
-from penstock.protocol.worker_auth import gateway_mac, worker_mac
 from penstock.rng import fresh_key
 from penstock.types import FinishReason
 

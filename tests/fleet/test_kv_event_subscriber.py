@@ -15,8 +15,7 @@ from kv_talker import KVTalker
 
 from penstock.clock import SystemClock
 from penstock.config.tree import KVEventsConfig, LogConfig
-from penstock.engine.kv_event_publisher import KVEventPublisher
-from penstock.engine.zmq_publisher import ZmqPublisher
+from penstock.engine.kv_event_publisher import KVEventPublisher, ZmqPublisher
 from penstock.errors import ConfigError
 from penstock.fleet.kv_watch import END_OF_REPLAY, KVEventSubscriber
 from penstock.kv.cache.manager import KVManager

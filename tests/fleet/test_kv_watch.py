@@ -16,7 +16,7 @@ from scripted_worker import Bench, bench
 from penstock.backends.base import GenerateRequest
 from penstock.clock import SystemClock
 from penstock.config.tree import KVEventsConfig, LogConfig
-from penstock.engine.zmq_publisher import ZmqPublisher
+from penstock.engine.kv_event_publisher import ZmqPublisher
 from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.registry import Registry
 from penstock.kv.events import Numbered

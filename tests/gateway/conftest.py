@@ -130,7 +130,7 @@ class RunningGateway:
         self.host, self.port = await self.gateway.start()
         self._ready.set()
         await self._stop.wait()
-        await self.gateway.stop()
+        await self.gateway.stop(lameduck_s=self._lameduck_s)
         await self.close_backends()
 
     async def make_backends(self):
@@ -170,12 +170,15 @@ class RunningGateway:
 
         asyncio.run_coroutine_threadsafe(poll(), self.loop).result(11)
 
-    def begin_stop(self) -> None:
+    _lameduck_s = 0.0
+
+    def begin_stop(self, lameduck_s: float = 0.0) -> None:
+        self._lameduck_s = lameduck_s
         self.loop.call_soon_threadsafe(self._stop.set)
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            self.begin_stop()
+            self.begin_stop(self._lameduck_s)
             self._thread.join(20)
         assert not self._thread.is_alive()
 

@@ -2,12 +2,14 @@
 sockets.
 """
 
+import importlib.util
 import json
 import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from engine_stand_ins import OpenAIStandIn, until
 from fake_backend import FakeBackend
@@ -22,9 +24,10 @@ from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.backends.http.limits import HttpBackendLimits
 from penstock.protocol.parameters import CHAT, COMPLETION
-from penstock.types import COMMON_CAPABILITIES, Capability
+from penstock.types import ENGINE_CAPABILITIES, Capability
 
-PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "api.md").read_text()
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 NEEDED = {
     "stream_options": {"stream": True},
@@ -80,7 +83,11 @@ def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
             provided = make_backend(worker, self.tokenizer, backend_tools(HttpBackendLimits(probe_s=0.05)))
             provided.open()
             await until(lambda: provided.status.ready)
-            return {"tiny": FakeBackend(self.clock, script=self._recorded), "provided": provided}
+            tiny = FakeBackend(self.clock, script=self._recorded)
+            assert tiny.status.info is not None
+            able = msgspec.structs.replace(tiny.status.info, capabilities=ENGINE_CAPABILITIES)
+            tiny.status.info = able
+            return {"tiny": tiny, "provided": provided}
 
         async def close_backends(self) -> None:
             await self.backends["provided"].close()
@@ -91,7 +98,13 @@ def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
     running.stop()
 
 
-def test_the_tables_have_every_parameter() -> None:
+def test_the_tables_are_those_of_the_code() -> None:
+    spec = importlib.util.spec_from_file_location("api_page", ROOT / "scripts" / "api_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    api_page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(api_page)
+    assert api_page.written(PAGE) == PAGE, "run: python scripts/api_page.py"
     assert set(TABLES["chat"]) == {each.name for each in CHAT}
     assert set(TABLES["completion"]) == {each.name for each in COMPLETION}
 
@@ -145,7 +158,7 @@ HERE = {
 
 def test_the_capabilities_of_each_engine() -> None:
     dialects = (VllmDialect, SglangDialect, TgiDialect, TrtllmDialect, TritonDialect, OpenAIDialect)
-    sets = [COMMON_CAPABILITIES, *(dialect.capabilities for dialect in dialects)]
+    sets = [ENGINE_CAPABILITIES, *(dialect.capabilities for dialect in dialects)]
     found = {name: [cell == "yes" for cell in cells] for name, cells in rows("Capabilities").items()}
     assert found == {each.value: [each in known for known in sets] for each in Capability}
 

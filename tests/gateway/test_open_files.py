@@ -13,8 +13,8 @@ import pytest
 from stand_in_thread import MODEL, Serve, stand_in_engine
 
 from penstock.bench.client import ApiAddress
-from penstock.protocol.openai import decode_chat_event
-from penstock.protocol.sse import EventReader
+from penstock.protocol.server_answers import decode_chat_event
+from penstock.protocol.stream import EventReader
 
 pytestmark = pytest.mark.timeout(120)
 TENANT = "acme"

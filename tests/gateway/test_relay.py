@@ -165,11 +165,17 @@ def test_streams_finish_during_a_drain(start, kit):
     running = start(config, step_s=0.001)
     raw, idler = kit.Raw(running), kit.Raw(running)
     idler.send(kit.get("/ready"))
-    idler.read_until(b'"ready"')
+    idler.read_until(b"}]}")
     raw.send(kit.post(CHAT, kit.chat(stream=True, max_tokens=100)))
     raw.read_until(b'"content":" ')
     running.begin_stop()
-    assert idler.read_all().count(b"HTTP/1.1") == 0  # Idle connections close at once.
+    running.wait_until(lambda: running.gateway._services.draining)
+    refused = idler.send(kit.post(CHAT, kit.chat())).read_all()  # A connection that waited for nothing.
+    assert refused.startswith(b"HTTP/1.1 503 ")
+    assert b"connection: close" in refused
+    late = kit.Raw(running)  # And a new one.
+    assert b'"code":"draining"' in late.send(kit.post(CHAT, kit.chat())).read_all()
+    late.close()
     answer = raw.read_all()
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     running.stop()
@@ -177,6 +183,34 @@ def test_streams_finish_during_a_drain(start, kit):
         kit.Raw(running)
     raw.close()
     idler.close()
+
+
+def test_a_lame_duck_is_not_ready_and_serves(start, kit):
+    running = start(kit.make_config(drain_timeout_s=20), step_s=0.001)
+    idler = kit.Raw(running)
+    idler.send(kit.get("/ready"))
+    idler.read_until(b"}]}")
+    running.begin_stop(lameduck_s=60)
+    running.wait_until(lambda: running.gateway._services.leaving)
+    prober = kit.Raw(running)
+    ready = prober.send(kit.get("/ready")).read_all()
+    prober.close()
+    assert ready.startswith(b"HTTP/1.1 503 ")
+    assert b'"status":"draining"' in ready
+    for raw in (idler, kit.Raw(running)):
+        answer = raw.send(kit.post(CHAT, kit.chat(max_tokens=1))).read_all()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" in answer
+        raw.close()
+    holder = kit.Raw(running)
+    holder.send(kit.post(CHAT, kit.chat(stream=True, max_tokens=30_000)))
+    holder.read_until(b'"content":" ')
+    running.call(running.gateway.hurry)
+    answer = holder.read_all()
+    assert b'"code":"draining"' in answer
+    assert answer.endswith(b"\r\n0\r\n\r\n")
+    holder.close()
+    running.stop()
 
 
 @pytest.mark.parametrize("stream", [False, True])

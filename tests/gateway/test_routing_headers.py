@@ -7,8 +7,8 @@ import pytest
 from penstock.config.flow import LimitsConfig
 from penstock.config.routing import AdmissionConfig, AutoConfig, AutoModel, ModelRoute, RoutingConfig
 from penstock.errors import Forbidden, InvalidRequest, NotFound
-from penstock.gateway.api.hints import Hints, read_hints
-from penstock.gateway.http.served_headers import Served
+from penstock.gateway.api.job import Hints, read_hints
+from penstock.gateway.http.exchange import Served
 from penstock.gateway.models.auto_model import AutoModels, features_of
 from penstock.policy.queueing.terms import BandTerms
 from penstock.policy.tenant import ANONYMOUS, Tenant
@@ -66,7 +66,7 @@ def test_a_session_is_named_by_the_user_if_by_no_header(headers, user, session) 
 
 
 def test_a_session_name_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr("penstock.gateway.api.hints.SESSION_BYTES_MAX", 4)
+    monkeypatch.setattr("penstock.gateway.api.job.SESSION_BYTES_MAX", 4)
     assert read_hints({}, "someone") == Hints(session="some")
     with pytest.raises(InvalidRequest, match=r"x-penstock-session.*1 to 4 characters"):
         read_hints({b"x-penstock-session": b"five5"}, None)

@@ -14,8 +14,7 @@ from redis_process import RedisProcess
 from penstock.config.flow import SharedConfig
 from penstock.gateway.shared.keeper import StoreError
 from penstock.gateway.shared.redis_store import DAY_KEPT_MS, MONTH_KEPT_MS, RedisSpending
-from penstock.policy.limits.budget import Spent
-from penstock.policy.limits.calendar import month_of
+from penstock.policy.limits.budget import Spent, month_of
 from penstock.types import TenantId
 
 DAY = 20_634

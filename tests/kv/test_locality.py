@@ -2,11 +2,11 @@
 
 from kv_talker import KVTalker
 
+from penstock.kv.hashing import PromptKeys
 from penstock.kv.index.block_names import EngineBlockNames, Stored
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prefix_index import Held, Tier
-from penstock.kv.index.prompt_keys import PromptKeys
 from penstock.kv.index.worker_cache_view import WorkerCacheView
 from penstock.types import WorkerId
 

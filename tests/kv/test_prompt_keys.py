@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
-from penstock.kv.hashing import BlockHasher, token_bytes
-from penstock.kv.index.prompt_keys import CanonicalHasher, PromptKeyMaker, namespace_of, own_keys
+from penstock.kv.hashing import (
+    BlockHasher,
+    CanonicalHasher,
+    PromptKeyMaker,
+    namespace_of,
+    own_keys,
+    token_bytes,
+)
 
 KEY = b"0123456789abcdef"
 OWN = BlockHasher(key=KEY, identity="m float32")

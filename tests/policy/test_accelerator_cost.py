@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S
-from penstock.policy.limits.accelerator_cost import (
+from penstock.policy.lifecycle.machine_costs import (
     HOUR_NS,
     AcceleratorCost,
     ReportedCost,

@@ -28,7 +28,7 @@ def tripped(made: Breaker, now_ns: int = 0) -> int:
 
 
 def test_half_of_ten_attempts_open_it_and_nine_do_not() -> None:
-    made = breaker()
+    made = breaker(in_a_row=11)
     for i in range(9):
         made.failed(i)
     assert not made.blocks(9)
@@ -42,8 +42,41 @@ def test_half_of_ten_attempts_open_it_and_nine_do_not() -> None:
     assert not mixed.blocks(30), "a third"
 
 
-def test_what_is_older_than_the_window_does_not_count() -> None:
+def test_five_failures_in_a_row_are_enough_however_rare_requests_are() -> None:
     made = breaker()
+    for i in range(4):
+        made.failed(60 * i * S)
+    made.began(300 * S, 50 * MS, peers_fine=fine)
+    for i in range(4):
+        made.failed((400 + 60 * i) * S)
+    assert not made.blocks(600 * S)
+    made.failed(660 * S)
+    assert made.blocks(661 * S)
+    assert made.why == "its attempts fail"
+
+
+def test_a_key_that_is_not_accepted_opens_it_at_once() -> None:
+    made = breaker()
+    made.reject(S, "no such key")
+    assert made.blocks(2 * S)
+    assert (made.state, made.why) == (BreakerState.OPEN, "no such key")
+
+
+def test_an_attempt_that_was_given_up_failed_if_it_was_slow_for_this_worker() -> None:
+    made = breaker()
+    made.gave_up(0, 60 * S)
+    for i in range(16):
+        made.began(i, 100 * MS, peers_fine=fine)
+    for _ in range(20):
+        made.gave_up(S, 250 * MS)
+    assert not made.blocks(S), "nothing is known of these: they were within three times the usual"
+    for _ in range(5):
+        made.gave_up(S, 400 * MS)
+    assert made.blocks(S)
+
+
+def test_what_is_older_than_the_window_does_not_count() -> None:
+    made = breaker(in_a_row=11)
     for i in range(9):
         made.failed(i)
     made.failed(11 * S)

@@ -8,8 +8,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from penstock.clock import NS_PER_S
 from penstock.config.ledger import ModelPrice, PricesConfig
 from penstock.errors import BudgetExhausted
-from penstock.policy.limits.budget import BudgetRefusal, BudgetReservation, BudgetTerms, Spent, TenantBudgets
-from penstock.policy.limits.calendar import DAY_NS, day_of
+from penstock.policy.limits.budget import (
+    DAY_NS,
+    BudgetRefusal,
+    BudgetReservation,
+    BudgetTerms,
+    Spent,
+    TenantBudgets,
+    day_of,
+)
 from penstock.policy.limits.price import PriceList
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage

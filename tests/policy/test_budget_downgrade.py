@@ -4,8 +4,7 @@ import pytest
 
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
-from penstock.policy.admission.budget_downgrade import BudgetDowngrade
-from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.gate import BudgetDowngrade, Gate, ModelFacts
 from penstock.policy.answers import Diverted, Queued, Refused
 from penstock.policy.contracts import Policies
 from penstock.policy.flow import RequestFacts

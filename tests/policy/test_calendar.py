@@ -3,7 +3,7 @@ from datetime import date, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.policy.limits.calendar import DAY_NS, day_of, first_day, month_of
+from penstock.policy.limits.budget import DAY_NS, day_of, first_day, month_of
 
 EPOCH = date(1970, 1, 1)
 

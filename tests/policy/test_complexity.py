@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from penstock.config.routing import AutoConfig, AutoModel
 from penstock.policy.extras.complexity import AutoTerms, ComplexityRouter, Features
-from penstock.policy.placement.decision_log import ComplexityChoice
+from penstock.policy.placement.pick import ComplexityChoice
 
 MODELS = (
     AutoModel(model="small", up_to=0.15),

@@ -41,7 +41,7 @@ class Blocking(AllHealthy):
     def __init__(self, *workers: WorkerId) -> None:
         self.workers = frozenset(workers)
 
-    def blocked(self, now_ns: int, route: str) -> frozenset[WorkerId]:
+    def blocked(self, now_ns: int, route: str, *, strict: bool = False) -> frozenset[WorkerId]:
         return self.workers
 
 

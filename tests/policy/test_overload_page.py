@@ -8,7 +8,7 @@ import re
 
 import pages
 
-from penstock.policy.admission import admit, promise
+from penstock.policy.admission import admit
 from penstock.policy.admission.admit import AdmissionControl
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.queueing.terms import QueueTerms, band_terms
@@ -36,7 +36,7 @@ def test_the_bands_are_as_the_table_says() -> None:
 
 
 def test_every_number_in_the_prose_is_the_default_of_its_setting() -> None:
-    constants = {name.lower(): value for part in (admit, promise) for name, value in vars(part).items()}
+    constants = {name.lower(): value for part in (admit, admit) for name, value in vars(part).items()}
     told = re.findall(r"`(\w+)` \((\d+(?:\.\d+)?)(%| %)?\)", PAGE)
     assert len(told) >= 8
     for name, value, percent in told:

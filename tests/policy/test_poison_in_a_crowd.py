@@ -18,8 +18,7 @@ from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Evict, Settled
-from penstock.policy.resilience.health import FleetHealth, HealthTerms
-from penstock.policy.resilience.retry_budget import RetryTerms
+from penstock.policy.resilience.health import FleetHealth, HealthTerms, RetryTerms
 from penstock.types import RequestId, Usage, WorkerId
 
 POISON = RequestId("poison")

@@ -11,8 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.errors import InvalidRequest, Overloaded
-from penstock.policy.limits.rate_headers import duration
-from penstock.policy.limits.rate_limit import Limiter, LimitRefusal, LimitReservation, RateTerms
+from penstock.policy.limits.rate_limit import Limiter, LimitRefusal, LimitReservation, RateTerms, duration
 from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.types import TenantId
 

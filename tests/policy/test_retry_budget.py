@@ -4,8 +4,7 @@ from hypothesis import strategies as st
 from penstock.clock import NS_PER_S
 from penstock.config.health import HealthConfig
 from penstock.errors import WorkerUnavailable
-from penstock.policy.resilience.health import FleetHealth
-from penstock.policy.resilience.retry_budget import RetryBudget, RetryTerms
+from penstock.policy.resilience.health import FleetHealth, RetryBudget, RetryTerms
 from penstock.rng import stream
 from penstock.types import WorkerId
 

@@ -5,14 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ContextTooLong, Forbidden, InvalidRequest
-from penstock.policy.limits.tenant_limits import (
+from penstock.policy.tenant import (
+    ANONYMOUS,
+    Tenant,
     check_adapter,
     check_model,
     check_tokens,
     may_use_model,
     output_room,
 )
-from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.types import TenantId
 
 

@@ -21,6 +21,8 @@ from penstock.protocol.openai import (
     ModelList,
     TopLogprob,
     UsageBody,
+)
+from penstock.protocol.server_answers import (
     decode_chat_event,
     decode_completion_event,
     decode_error,

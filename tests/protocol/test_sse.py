@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.sse import EventReader, EventTooLong
+from penstock.protocol.stream import EventReader, EventTooLong
 
 EVENT = st.lists(st.text("abc :{}é", max_size=12), min_size=1, max_size=3)
 

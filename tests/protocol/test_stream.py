@@ -15,8 +15,7 @@ from penstock.protocol.openai import (
     TopLogprob,
     UsageBody,
 )
-from penstock.protocol.sse import DONE, event
-from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
+from penstock.protocol.stream import DONE, ChatChunks, CompletionChunks, StreamHead, event
 
 GOLDEN = Path(__file__).parent / "golden"
 NASTY = 'quote " back \\ line\nfeed \u2028 tab\t é 水 🌊 </script> \x00'

@@ -6,7 +6,7 @@ import hmac
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.worker_auth import gateway_mac, hash_key_of, is_same, link_key_of, worker_mac
+from penstock.protocol.address import gateway_mac, hash_key_of, is_same, link_key_of, worker_mac
 
 KEYS = st.binary(min_size=16, max_size=40)
 NONCES = st.binary(min_size=32, max_size=32)

@@ -90,7 +90,7 @@ def test_who_fails_everything_is_left_alone_and_used_again_when_it_is_well() -> 
     tried = [record for record in result.records if record.attempts > 1]
     unanswered = [record for record in result.records if record.outcome is not Outcome.FINISHED]
     # As many as it takes to judge, and those that look whether it is well again.
-    assert 10 <= len(tried) + len(unanswered) <= 16
+    assert 5 <= len(tried) + len(unanswered) <= 16
     late = [record for record in result.records if record.at_ns > 20 * NS_PER_S]
     assert {record.outcome for record in late} == {Outcome.FINISHED}
     assert bad in {record.worker for record in late}

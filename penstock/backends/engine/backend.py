@@ -3,21 +3,23 @@
 Owns the connection (made again whenever it is lost) and which stream gets which output. It neither starts
 nor restarts the process: a launcher does (fleet/launchers), and says through `report` what the socket
 cannot tell.
+
+A worker's KV events at the gateway: which ones were heard, what to ask for next, and who wants to know.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
 
+import msgspec
 from msgspec.structs import replace
 
 from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, end_streams, nothing
-from penstock.backends.engine.auth import Handshake, LinkRefused, WorkerKey
-from penstock.backends.engine.kv import KVEventListener, KVSubscription
-from penstock.backends.engine.link import WorkerLink
+from penstock.backends.engine.link import Handshake, LinkRefused, WorkerKey, WorkerLink
 from penstock.backends.engine.stream import EngineStream
 from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.clock import Clock, sleep
 from penstock.errors import WorkerUnavailable
+from penstock.kv.events import KVEventBatch, decode_batch
 from penstock.kv.hashing import token_bytes
 from penstock.protocol.address import Address
 from penstock.protocol.worker import (
@@ -29,15 +31,59 @@ from penstock.protocol.worker import (
     FromWorker,
     KVEvents,
     Loading,
+    ProtocolError,
     Ready,
     Stats,
     StepOutput,
     Submit,
+    SubscribeKVEvents,
     Welcome,
     WorkerFailed,
 )
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import RequestId
+
+KVEventListener = Callable[[KVEventBatch], None]
+"""Applies one batch to an index of one worker. What it knows is replaced by a batch that opens with
+`AllBlocksCleared`: so it needs neither numbers nor word of a lost connection."""
+
+
+_NO_EPOCH = -1
+"""Of no worker: asks for a snapshot."""
+
+
+class KVSubscription:
+    """One listener's place in the order of one worker's events, over any number of connections and
+    restarts.
+    """
+
+    __slots__ = ("_epoch", "_listener", "_next")
+
+    def __init__(self, listener: KVEventListener) -> None:
+        self._listener = listener
+        self._epoch, self._next = 0, 0
+
+    def request(self) -> SubscribeKVEvents:
+        """What to send on a new connection."""
+        return SubscribeKVEvents(self._epoch, self._next)
+
+    def push(self, news: KVEvents) -> None:
+        """Pass the next message on.
+
+        Raises:
+            ProtocolError: there is a gap, or it holds no batch.
+        """
+        if not news.snapshot and (news.epoch, news.sequence) != (self._epoch or news.epoch, self._next):
+            raise ProtocolError(f"KV events {self._next} were expected, got {news.sequence}")
+        try:
+            batch = decode_batch(news.payload)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"no batch of KV events: {error}") from error
+        # Half a snapshot is no state to continue from.
+        self._epoch = _NO_EPOCH if news.more else news.epoch
+        self._next = news.sequence + 1
+        self._listener(batch)
+
 
 RECONNECT_MIN_S = 0.01
 RECONNECT_MAX_S = 0.5
@@ -170,6 +216,7 @@ class EngineBackend:
                 priority=request.priority,
                 fairness_key=request.fairness_key,
                 fairness_weight=request.fairness_weight,
+                grammar=request.constraint.as_grammar(),
             )
         )
         stream = EngineStream(request, sink, self._tokenizer, self._clock, self._leave)

@@ -4,21 +4,28 @@ What is sent in one tick of the event loop leaves in one write. The link's owner
 message and of the end; after the end a link is spent, and a new one is made. A worker that says nothing any
 more is asked for a sign of life, then doubted, then given up: whatever it may say later, nobody listens on
 that connection.
+
+The gateway's side of the handshake with a worker that has a key (see protocol/address.py).
 """
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from penstock.backends.heartbeat import Beat, Heartbeat, HeartbeatTerms
-from penstock.protocol.address import Address, UnixAddress
+from penstock.protocol.address import Address, UnixAddress, gateway_mac, is_same, worker_mac
 from penstock.protocol.worker import (
     MAX_FRAME_BYTES,
+    Challenge,
     FrameDecoder,
     FromWorker,
     Ping,
     Pong,
+    Proof,
     ProtocolError,
     ToWorker,
+    Welcome,
     decode_from_worker,
     encode,
 )
@@ -207,3 +214,51 @@ class WorkerLink(asyncio.Protocol):
     def _give_up(self, beats: int) -> None:
         self._why = f"the worker has given no sign of life for {beats * self._config.interval_s:.3g} s"
         self.abort()
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerKey:
+    """The key that a gateway shares with a worker, and where it takes nonces from."""
+
+    key: bytes = field(repr=False)
+    nonce: Callable[[], bytes] = field(repr=False, compare=False)
+
+
+class LinkRefused(Exception):
+    """The peer is not to be trusted, or does not trust us; in words for the operator."""
+
+
+class Handshake:
+    """One connection's. Without a key anybody who asks for none is trusted."""
+
+    __slots__ = ("_expected", "_key", "is_over")
+
+    def __init__(self, key: WorkerKey | None) -> None:
+        self._key = key
+        self._expected: bytes | None = None
+        self.is_over = key is None
+        """The worker may speak."""
+
+    @property
+    def is_unanswered(self) -> bool:
+        """We have shown our key, and heard nothing since."""
+        return self._expected is not None and not self.is_over
+
+    def take(self, message: FromWorker) -> Proof | None:
+        """One message before (or instead of) the worker's state; what to answer.
+
+        Raises:
+            Refused: one of the two has no key, or not the same.
+        """
+        if isinstance(message, Challenge):
+            if self._key is None:
+                raise LinkRefused("it wants a key: set api_key_env of the worker")
+            nonce = self._key.nonce()
+            self._expected = worker_mac(self._key.key, message.nonce, nonce)
+            return Proof(nonce, gateway_mac(self._key.key, message.nonce, nonce))
+        if not isinstance(message, Welcome) or self._expected is None:
+            raise LinkRefused("it has no key, and this gateway has one for it: was it started with one?")
+        if not is_same(message.mac, self._expected):
+            raise LinkRefused("its key is not the one that api_key_env names")
+        self.is_over = True
+        return None

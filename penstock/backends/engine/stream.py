@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, to_text_logprob
 from penstock.clock import Clock
 from penstock.errors import (
+    ClientError,
     ContextTooLong,
     Draining,
     EngineFault,
@@ -224,11 +225,26 @@ class EngineStream:
             return Finish(reason=FinishReason.STOP, usage=finish.usage, stop=matched)
         if finish.reason is FinishReason.ERROR:
             error = _KINDS.get(finish.error_kind or "", EngineFault)(finish.error or "no reason given")
+            if isinstance(error, ClientError):
+                error = self._named(error, finish.param)
             return Finish(reason=finish.reason, usage=finish.usage, error=error, resume=self._resume())
         stop = finish.stop_token_id
         if stop in self._tokenizer.eos_ids:
             stop = None  # The model's own end-of-text token is not a stop token of the request.
         return Finish(reason=finish.reason, usage=finish.usage, stop=stop)
+
+    def _named(self, error: ClientError, param: str | None) -> ClientError:
+        """The error as the client knows its parameters: `param` is the field of ours that is wrong."""
+        asked_by = self._request.constraint.param
+        error.param = param
+        if param is not None and param.partition(".")[0] == "grammar" and asked_by:
+            keyword = param.partition(".")[2]
+            where = {"response_format": ".json_schema.schema", "structured_outputs": f".{keyword}"}
+            error.param = asked_by + (where.get(asked_by, "") if keyword else "")
+            return InvalidRequest(
+                f"Invalid '{error.param}': {error}.", param=error.param, code="invalid_value"
+            )
+        return error
 
     def _stop_here(self, last: Delta, matched: str) -> None:
         self._sink.on_delta(last)

@@ -21,12 +21,18 @@ import msgspec
 
 from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, TextLogprob, to_text_logprob
 from penstock.backends.http.client import HttpExchange
-from penstock.backends.http.dialects.base import AnswerReader, Piece, ReportedUsage, SaidError
-from penstock.backends.http.dialects.worker_errors import error_of, said_in
+from penstock.backends.http.dialects.base import (
+    AnswerReader,
+    Piece,
+    ReportedUsage,
+    SaidError,
+    error_of,
+    said_in,
+)
 from penstock.backends.http.handler import FailureKind, HttpFailure
 from penstock.clock import Clock
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
-from penstock.protocol.sse import EventReader, EventTooLong
+from penstock.protocol.stream import EventReader, EventTooLong
 from penstock.text.detokenizer import IncrementalDetokenizer, PieceTokens, StopChecker, detokenizer
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, TokenLogprob, Usage

@@ -45,7 +45,7 @@ from penstock.config.presets import resolve
 from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
 from penstock.errors import ConfigError
 from penstock.planning.step_time import fit, write_steps
-from penstock.policy.admission.promise import Promise
+from penstock.policy.admission.admit import Promise
 
 _TERMS = ("a step", "a token", "a row", "a KV token read", "a pair in a chunk's attention")
 

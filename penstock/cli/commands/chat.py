@@ -18,8 +18,9 @@ from penstock.cli.commands.remote import Unusable, add_remote_flags, connect, no
 from penstock.cli.flags import Commands, Help, number
 from penstock.clock import NS_PER_S, Clock, SystemClock
 from penstock.errors import ConfigError, PenstockError
-from penstock.protocol.openai import ChatEvent, UsageBody, decode_chat_event, error_text
-from penstock.protocol.sse import EventReader
+from penstock.protocol.openai import UsageBody
+from penstock.protocol.server_answers import ChatEvent, decode_chat_event, error_text
+from penstock.protocol.stream import EventReader
 
 STDIN_CHARS_MAX = 8 * 1024 * 1024
 MESSAGES_MAX = 2000

@@ -16,7 +16,7 @@ from penstock.cli.flags import default_url
 from penstock.cli.wiring.state import load_key
 from penstock.errors import PenstockError
 from penstock.protocol.fleet import DrainOrder, FleetReport
-from penstock.protocol.openai import decode_models, refusal_text
+from penstock.protocol.server_answers import decode_models, refusal_text
 
 
 class Unusable(PenstockError):

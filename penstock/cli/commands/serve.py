@@ -29,26 +29,32 @@ from penstock.errors import ConfigError
 from penstock.fleet.launchers.process import Spares
 
 
-def serve_until_stopped(config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config]) -> int:
+def serve_until_stopped(
+    config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config], *, takes_over: bool = False
+) -> int:
     """Serve until told to stop; the exit code.
 
-    `reread` makes the configuration anew from where it came, for SIGHUP.
+    `reread` makes the configuration anew from where it came, for SIGHUP. With `takes_over` it replaces the
+    server that runs on its port.
 
     Raises:
         OperatorError: the configuration or a model cannot be served.
         WorkerUnavailable: a worker does not come up.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, clock, started_ns, reread))
+        return runner.run(_serve(config, clock, started_ns, reread, takes_over=takes_over))
 
 
-async def _serve(config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config]) -> int:
+async def _serve(
+    config: Config, clock: Clock, started_ns: int, reread: Callable[[], Config], *, takes_over: bool
+) -> int:
     spares = Spares()
     try:
         await spares.begin(early_threads(config))
         from penstock.cli.wiring.serving import Serving  # Takes as long as a worker's imports.
 
-        return await Serving(config, clock, started_ns, reread, spares).run()
+        serving = Serving(config, clock, started_ns, reread, spares, takes_over=takes_over)
+        return await serving.run()
     finally:
         await spares.close()
 
@@ -169,7 +175,8 @@ environment:
   PENSTOCK_HOST, PENSTOCK_PORT
 
 SIGHUP reads the configuration again (tenants, keys, prices, budgets, workers); streams go on.
-Ctrl-C or SIGTERM lets running answers end, then stops; a second one stops at once.
+SIGTERM: /ready says no, requests are served for server.lameduck_s more (Ctrl-C on loopback: not at all),
+then running answers end; a second one gives them a last error event and stops at once.
 exit code: 0 stopped cleanly, 1 could not serve, 2 wrong configuration, 130 stopped at once
 
 examples:
@@ -215,6 +222,7 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--api-key", metavar="KEY", help="better: PENSTOCK_API_KEY (other users can read command lines)"
     )
     door.add_argument("--no-auth", action="store_true", help="let everybody in (loopback addresses only)")
+    door.add_argument("--take-over", action="store_true", help="once ready, replace the serve on this port")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--name", help="what clients call the model (default: last part of MODEL)")
     engine.add_argument(
@@ -258,4 +266,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     check_local_models(config.models)
 
-    return serve_until_stopped(config, clock, started_ns, lambda: effective_config(args))
+    return serve_until_stopped(
+        config, clock, started_ns, lambda: effective_config(args), takes_over=args.take_over
+    )

@@ -122,17 +122,20 @@ def _worker_table(workers: Sequence[WorkerRow]) -> Fitted:
 def _worker_row(worker: WorkerRow) -> Row:
     """What the worker is doing, if that is more than its state says, stands on a line below."""
     tells = worker.state != "ready" and worker.stage not in ("", worker.state)
+    state, style = worker.state, STYLES.get(worker.state, "")
+    if worker.left_alone:
+        state, style = "left alone", "red"
     return row(
         worker.id,
         worker.engine,
-        _text(worker.state, STYLES.get(worker.state, "")),
+        _text(state, style),
         _count(worker.running),
         _count(worker.waiting),
         _share(worker.kv_blocks_used, worker.kv_blocks_total),
         _count(None if worker.tokens_per_s is None else round(worker.tokens_per_s)),
         "-" if worker.age_s is None else f"{worker.age_s:,.0f} s",
         str(worker.restarts),
-        below=worker.stage if tells else "",
+        below=worker.stage if tells else worker.left_alone,
     )
 
 
@@ -163,7 +166,8 @@ columns:
   heard      since the worker last said anything; -: nobody has said
 
 states:
-  starting, loading, warming, ready, suspect (it does not answer as it should), draining, gone
+  starting, loading, warming, ready, suspect (it does not answer as it should), draining, gone;
+  left alone: ready, but its breaker is open or it has no room, so it is given nothing or little
 
 Ctrl-C ends it. Where standard output is no terminal it looks once.
 exit code: 0 also after Ctrl-C, 1 no server or no answer, 2 wrong usage

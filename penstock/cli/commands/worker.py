@@ -9,8 +9,8 @@ import uvloop
 
 from penstock import rng
 from penstock.backends.base import BackendStatus, Phase
-from penstock.backends.engine.auth import WorkerKey
 from penstock.backends.engine.backend import EngineBackend
+from penstock.backends.engine.link import WorkerKey
 from penstock.cli import console
 from penstock.cli.flags import Commands, Help, number, size
 from penstock.cli.wiring.progress import loading_display
@@ -25,9 +25,15 @@ from penstock.errors import ConfigError
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.process import WorkerProcess, stderr_line
 from penstock.fleet.launchers.supervised import SupervisedWorker
-from penstock.protocol.address import Address, TcpAddress, parse_address
-from penstock.protocol.launch import WorkerLaunch
-from penstock.protocol.worker_auth import KEY_BYTES_MIN, NONCE_BYTES, hash_key_of
+from penstock.protocol.address import (
+    KEY_BYTES_MIN,
+    NONCE_BYTES,
+    Address,
+    TcpAddress,
+    WorkerLaunch,
+    hash_key_of,
+    parse_address,
+)
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import ModelName, WorkerId
 

@@ -1,8 +1,8 @@
 """One of several gateway processes of a server (`server.processes`):
 `python -m penstock.cli.wiring.gateway_process`.
 
-Started by cli/wiring/processes.py, which tells it everything on standard input. The end of that pipe means
-that the parent is gone, and this process with it; SIGTERM drains it.
+Started by cli/wiring/processes.py, which tells it everything on standard input, also when to stop. The end of
+that pipe means that the parent is gone, and this process with it. SIGTERM drains it, a second one ends it.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.found import attached
 from penstock.gateway.app import Gateway
 from penstock.gateway.shared.peers import GatewayPeers
-from penstock.protocol.peers import ChildLaunch, ChildReport, WorkerAt
-from penstock.protocol.worker_auth import link_key_of
+from penstock.protocol.address import link_key_of
+from penstock.protocol.peers import ChildLaunch, ChildReport, StopOrder, WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import WorkerId
@@ -69,30 +69,49 @@ async def _serve(launch: ChildLaunch) -> int:
         clock=clock,
         ids=rng.IdSource(),
         log=log,
-        listeners=[socket.socket(fileno=number) for number in launch.listeners],
         peers=GatewayPeers(launch.parent),
         hash_key=launch.hash_key,
     )
-    stop = asyncio.Event()
+    stop = _Stop(gateway)
     discovery = Discovery(members, clock, log)
     fleet = _Fleet(config, parts, launch, registry, members, discovery, tools)
     parent = _Parent(gateway, fleet, stop, log)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, stop.on_signal)
     loop.add_reader(STDIN, parent.on_readable)
     await fleet.apply()
-    await gateway.start()
+    if launch.is_patient:
+        await wait_for_attached(registry, config.models, log, timeout_s=config.fleet.connect_timeout_s)
+    await gateway.start([socket.socket(fileno=number) for number in launch.listeners])
     gc_tuning.freeze_gc()
     telling = asyncio.create_task(_tell_of_attached(config, registry, log)) if launch.index == 0 else None
-    await stop.wait()
+    await stop.asked.wait()
     if telling is not None:
         telling.cancel()
     if parent.is_gone:
         return EXIT_ORPHANED
     discovery.stop()
-    await gateway.stop()
+    await gateway.stop(lameduck_s=stop.order.lameduck_s, listens=stop.order.listens)
     await members.close(0.0)
     return 0
+
+
+class _Stop:
+    """When and how this process stops: as the parent says, or by SIGTERM, when the others go on listening."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.asked, self.order = asyncio.Event(), StopOrder()
+        self._gateway = gateway
+
+    def on_signal(self) -> None:
+        self.take(StopOrder(is_hurried=self.asked.is_set()))
+
+    def take(self, order: StopOrder) -> None:
+        if not self.asked.is_set():
+            self.order = order
+        if order.is_hurried:
+            self._gateway.hurry()
+        self.asked.set()
 
 
 async def _tell_of_attached(config: Config, registry: Registry, log: Log) -> None:
@@ -174,7 +193,7 @@ class _Parent:
     end is the parent's.
     """
 
-    def __init__(self, gateway: Gateway, fleet: _Fleet, stop: asyncio.Event, log: Log) -> None:
+    def __init__(self, gateway: Gateway, fleet: _Fleet, stop: _Stop, log: Log) -> None:
         self.is_gone = False
         self._gateway, self._fleet, self._stop, self._log = gateway, fleet, stop, log
         self._rest = b""
@@ -186,11 +205,15 @@ class _Parent:
         if not data or len(self._rest) > LAUNCH_BYTES_MAX:
             asyncio.get_running_loop().remove_reader(STDIN)
             self.is_gone = True
-            self._stop.set()
+            self._stop.asked.set()
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            task = asyncio.create_task(self._take(msgspec.json.decode(line, type=ChildReport)))
+            news = msgspec.json.decode(line, type=ChildReport)
+            if news.stop is not None:
+                self._stop.take(news.stop)
+                continue
+            task = asyncio.create_task(self._take(news))
             self._news.add(task)
             task.add_done_callback(self._news.discard)
 

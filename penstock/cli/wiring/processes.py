@@ -13,7 +13,6 @@ queue are reset.
 
 import asyncio
 import contextlib
-import signal
 import socket
 import sys
 import tempfile
@@ -25,9 +24,8 @@ import msgspec
 
 from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
-from penstock.errors import ConfigError, OperatorError
+from penstock.errors import OperatorError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
-from penstock.gateway.http.server import BACKLOG
 from penstock.gateway.shared.local_store import LeaseServer
 from penstock.protocol.peers import (
     Ask,
@@ -37,6 +35,7 @@ from penstock.protocol.peers import (
     ModelNumbers,
     Order,
     Snapshot,
+    StopOrder,
     Sum,
     WorkerAt,
     decode_to_parent,
@@ -107,7 +106,7 @@ class ProcessStats:
 
 
 class GatewayProcesses:
-    """`start` binds the address, `open` starts the processes, `stop` drains them, `kill` leaves nothing."""
+    """`start` takes the sockets, `open` starts the processes, `stop` drains them, `kill` leaves nothing."""
 
     def __init__(self, config: Config, clock: Clock, log: Log, *, hash_key: bytes) -> None:
         """`hash_key` is what the launched workers name their KV blocks with."""
@@ -127,7 +126,7 @@ class GatewayProcesses:
         self._server: asyncio.Server | None = None
         self._running: dict[int, Process] = {}
         self._supervisors: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._stopping = self._is_patient = False
 
     @property
     def num_streams(self) -> int:
@@ -154,39 +153,22 @@ class GatewayProcesses:
         )
         return msgspec.structs.replace(config, shared=shared)
 
-    async def start(self) -> tuple[str, int]:
-        """Listen; connections wait until there is a process. Returns the address.
-
-        Raises:
-            ConfigError: the address cannot be listened on.
-        """
+    async def start(self, listeners: Sequence[socket.socket]) -> None:
+        """Take sockets that listen; connections wait until there is a process."""
+        self._listeners = list(listeners)
         self._server = await asyncio.start_unix_server(self._hear, self._path)
         if self._config.shared.store == "parent":
             await self._leases.start()
-        host, port = self._config.server.host, self._config.server.port
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-            for family, _, _, _, address in dict.fromkeys(found):
-                port = self._listeners[0].getsockname()[1] if self._listeners else int(address[1])
-                self._listeners.append(
-                    socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
-                )
-        except OSError as error:
-            message = f"server: cannot listen on {host} port {port}: {error.strerror or error}"
-            raise ConfigError(message) from error
-        bound = self._listeners[0].getsockname()
-        return str(bound[0]), int(bound[1])
 
-    async def open(self, workers: Sequence[WorkerAt]) -> None:
-        """Start every process in front of these workers; returns when all of them listen.
+    async def open(self, workers: Sequence[WorkerAt], *, is_patient: bool = False) -> None:
+        """Start every process in front of these workers; returns when all of them listen. Patient ones wait
+        for the workers before that.
 
         Raises:
             OperatorError: one does not come up.
         """
         count = self._config.server.processes
-        self._workers = tuple(workers)
+        self._workers, self._is_patient = tuple(workers), is_patient
         self._supervisors = [asyncio.create_task(self._supervise(index)) for index in range(count)]
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -225,19 +207,18 @@ class GatewayProcesses:
             if process.stdin is not None:
                 process.stdin.write(msgspec.json.encode(news) + b"\n")
 
-    async def stop(self) -> None:
-        """Drain: every process ends its answers, up to `drain_timeout_s`."""
+    async def stop(self, *, lameduck_s: float = 0.0, listens: bool = True) -> None:
+        """Let every process stop as `Gateway.stop` says, all at the same time."""
         self._stopping = True
-        for listener in self._listeners:
-            listener.close()
-        processes = list(self._running.values())
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-        waits = [asyncio.ensure_future(process.wait()) for process in processes]
+        self._tell(ChildReport(stop=StopOrder(lameduck_s, listens)))
+        waits = [asyncio.ensure_future(process.wait()) for process in self._running.values()]
         if waits:
-            await asyncio.wait(waits, timeout=self._config.server.drain_timeout_s + SPARE_S)
+            await asyncio.wait(waits, timeout=lameduck_s + self._config.server.drain_timeout_s + SPARE_S)
         await self.kill()
+
+    def hurry(self) -> None:
+        """Stop waiting, in a `stop` that runs."""
+        self._tell(ChildReport(stop=StopOrder(is_hurried=True)))
 
     async def kill(self) -> None:
         """End everything now. Idempotent."""
@@ -284,6 +265,7 @@ class GatewayProcesses:
             parent=self._path,
             hash_key=self._hash_key,
             held=self._held,
+            is_patient=self._is_patient,
         )
         # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
         process = await asyncio.create_subprocess_exec(

@@ -1,7 +1,7 @@
 """The life of a `penstock serve` process: listen, load, tell, serve, drain, stop.
 
-    start ─> loading ─> ready (banner) ─> first Ctrl-C: draining ─> stopped, exit 0
-                │                                     └─ second Ctrl-C: stop now, exit 130
+    start ─> loading ─> ready (banner) ─> first SIGTERM or Ctrl-C: lameduck, draining ─> stopped, exit 0
+                │                                     └─ a second one: last words, exit 130
                 └─ a model cannot be served: exit 1 or 2; Ctrl-C: stop, exit 0
 
 A model that goes down for good does not end the process: /ready answers 503, requests for it get an
@@ -26,9 +26,10 @@ from rich.console import Console
 
 from penstock import gc_tuning, rng
 from penstock.cli import console
+from penstock.cli.wiring.handover import Handover, begin_takeover
 from penstock.cli.wiring.progress import loading_display
 from penstock.cli.wiring.signals import StopSignals, on_signal
-from penstock.cli.wiring.state import forget_key, save_key, with_secret
+from penstock.cli.wiring.state import forget_key, load_key, save_key, with_secret
 from penstock.cli.wiring.wire import Stack
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.hosts import is_loopback
@@ -145,6 +146,8 @@ def reachable(host: str) -> str:
 
 
 EXIT_ABORTED = 130
+LAST_WORDS_S = 3.0
+"""After a second signal: last events, and what clients got."""
 SPARE_FILES = 512
 """File descriptors that are needed beside one per connection."""
 
@@ -159,9 +162,11 @@ class Serving:
         started_ns: int,
         reread: Callable[[], Config],
         spares: Spares,
+        *,
+        takes_over: bool = False,
     ) -> None:
         """`reread` makes the configuration anew from where it came, for SIGHUP; `spares` are processes for
-        workers.
+        workers. With `takes_over` it follows the server that runs on its port, if one does.
 
         Raises:
             OperatorError: the configuration or a model cannot be served.
@@ -170,11 +175,12 @@ class Serving:
         self._clock, self._started_ns, self._reread = clock, started_ns, reread
         self._reloading: asyncio.Task[None] | None = None
         self._reload_wanted = False
-        self._new_key = ""
-        self._port = 0
+        self._new_key, self._is_taken = "", False
+        self._port, self._takes_over = 0, takes_over
         if not names_callers(config.auth):
             # Settings made sure that this is a loopback address.
-            self._new_key = f"sk-{rng.fresh_token()}"
+            kept = load_key(config.server.host, config.server.port) if takes_over else ""
+            self._new_key = kept or f"sk-{rng.fresh_token()}"
         config = self._config = self._completed(config)
         self._log = Log(
             config.log,
@@ -195,22 +201,40 @@ class Serving:
         self._check_open_files()
         with StopSignals(self._say_draining) as signals, on_signal(signal.SIGHUP, self._begin_reload):
             try:
-                host, port = await self._stack.start()
-                self._port = port
-                if self._new_key:
-                    save_key(port, self._new_key)
+                takeover = await begin_takeover(self._config.server) if self._takes_over else None
+                host, self._port = await self._stack.start(takeover)
+                if self._new_key and takeover is None:
+                    save_key(self._port, self._new_key)
                 is_loaded = await self._loaded(signals)
                 await self._spares.close()
                 if is_loaded:
                     gc_tuning.freeze_gc()
-                    self._show_banner(host, port)
-                    await signals.drain.wait()
-                    return await self._drained(signals)
+                    if takeover is not None:
+                        await self._stack.take_over(takeover)
+                        self._log.info("took over from the server that ran here")
+                    return await self._served(signals, host)
                 return 0
             finally:
-                if self._new_key:
+                if self._new_key and not self._is_taken:
                     forget_key(self._port)
                 await self._stack.abort()  # After a drain there is nothing left to do.
+
+    async def _served(self, signals: StopSignals, host: str) -> int:
+        """Serve until asked to stop, or until another server has taken over."""
+
+        def taken() -> None:
+            self._is_taken = True
+            self._log.info("another server has taken over; this one drains")
+            signals.drain.set()
+
+        handover = Handover(self._stack.listeners, taken, self._log)
+        handover.open(self._port)
+        try:
+            self._show_banner(host, self._port)
+            await signals.drain.wait()
+        finally:
+            handover.close()
+        return await self._drained(signals)
 
     async def _loaded(self, signals: StopSignals) -> bool:
         """Wait for the models; False if asked to stop before they were ready."""
@@ -227,17 +251,26 @@ class Serving:
                 stopping.cancel()
 
     async def _drained(self, signals: StopSignals) -> int:
-        draining = asyncio.create_task(self._stack.drain())
+        """Stop without a loss; a second signal shortens it to what must be said and written down."""
+        lameduck_s = self._lameduck_s(signals.first)
+        draining = asyncio.create_task(self._stack.drain(lameduck_s=lameduck_s, listens=not self._is_taken))
         aborting = asyncio.create_task(signals.abort.wait())
         await asyncio.wait([draining, aborting], return_when=asyncio.FIRST_COMPLETED)
         aborting.cancel()
         if draining.done():
             draining.result()
             return 0
+        self._stack.hurry()
+        await asyncio.wait([draining], timeout=LAST_WORDS_S)
         draining.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await draining
         return EXIT_ABORTED
+
+    def _lameduck_s(self, first: signal.Signals | None) -> float:
+        server = self._config.server
+        is_at_a_desk = first is signal.SIGINT and is_loopback(server.host)
+        return 0.0 if is_at_a_desk else server.lameduck_s
 
     def _completed(self, config: Config) -> Config:
         """The configuration with what is made on this machine where it says nothing: a key, the secret."""
@@ -266,9 +299,11 @@ class Serving:
             else:
                 await self._stack.reload(config)
 
-    def _say_draining(self) -> None:
+    def _say_draining(self, first: signal.Signals) -> None:
         streams = self._stack.num_streams
         what = f"draining {streams} stream{'s' if streams != 1 else ''}" if streams else "stopping"
+        if lameduck_s := self._lameduck_s(first):
+            what += f"; requests are served for {lameduck_s:g} s more"
         console.err().print(f"\n{what} (Ctrl-C again to stop now)", markup=False)
 
     def _show_banner(self, host: str, port: int) -> None:

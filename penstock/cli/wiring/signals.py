@@ -26,15 +26,17 @@ def on_signal(number: signal.Signals, callback: Callable[[], None]) -> Generator
 class StopSignals:
     """Two events for one event loop. `drain` is set first, `abort` by a second signal."""
 
-    def __init__(self, on_drain: Callable[[], None]) -> None:
+    def __init__(self, on_drain: Callable[[signal.Signals], None]) -> None:
         self.drain = asyncio.Event()
         self.abort = asyncio.Event()
+        self.first: signal.Signals | None = None
+        """Which signal asked first; None: none, or another server takes over."""
         self._on_drain = on_drain
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -42,9 +44,10 @@ class StopSignals:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if self.drain.is_set():
             self.abort.set()
             return
+        self.first = number
         self.drain.set()
-        self._on_drain()
+        self._on_drain(number)

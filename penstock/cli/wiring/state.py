@@ -73,9 +73,7 @@ KEY_BYTES_MAX = 4096
 def save_key(port: int, key: str) -> None:
     """Write the key down; a machine that does not let us is no reason not to serve."""
     with contextlib.suppress(OSError):
-        directory = _directory()
-        directory.mkdir(mode=0o700, exist_ok=True)
-        if not _is_private(directory):
+        if (directory := runtime_directory()) is None:
             return
         path = directory / f"key-{port}"
         path.unlink(missing_ok=True)
@@ -102,6 +100,16 @@ def forget_key(port: int) -> None:
     """Remove the key again."""
     with contextlib.suppress(OSError):
         (_directory() / f"key-{port}").unlink(missing_ok=True)
+
+
+def runtime_directory() -> Path | None:
+    """Where this user's running servers keep what ends with them; None: there is no place for that."""
+    directory = _directory()
+    with contextlib.suppress(OSError):
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if _is_private(directory):
+            return directory
+    return None
 
 
 def _directory() -> Path:

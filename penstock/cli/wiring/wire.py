@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import errno
 import os
+import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ import msgspec
 from penstock import __version__, rng
 from penstock.backends.base import BackendStatus, Phase
 from penstock.cli.wiring.fleet_log import FleetLog
+from penstock.cli.wiring.handover import Takeover
 from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, wait_for_attached
 from penstock.cli.wiring.processes import GatewayProcesses
 from penstock.cli.wiring.progress import LoadingDisplay
@@ -31,7 +33,7 @@ from penstock.config.reload import with_members
 from penstock.config.state import state_directory
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
-from penstock.fleet.launchers.base import LaunchedWorker, Launcher
+from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerStopped
 from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.process import Spares, TakeSpare, WorkerLogs, no_spare
 from penstock.fleet.launchers.ray import RayLauncher
@@ -40,6 +42,7 @@ from penstock.fleet.registry import Registry, Worker
 from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.found import attached, launched
 from penstock.gateway.app import Gateway
+from penstock.gateway.http.server import bound_sockets
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.peers import LaunchNote, Order, WorkerAt
 from penstock.telemetry.log import Log
@@ -111,6 +114,7 @@ class Stack:
         self._processes = (
             GatewayProcesses(config, clock, log, hash_key=hash_key) if config.server.processes > 1 else None
         )
+        self.listeners: Sequence[socket.socket] = ()
         self._gateway = self._processes or Gateway(
             config,
             models,
@@ -135,22 +139,44 @@ class Stack:
             return self._processes.num_streams
         return sum(worker.backend.num_streams for worker in self._registry)
 
-    async def start(self) -> tuple[str, int]:
+    async def start(self, takeover: Takeover | None = None) -> tuple[str, int]:
         """Listen, then start the workers; returns the address. Models are still loading.
+
+        In a takeover another server accepts on the same sockets until `take_over` is called.
 
         Raises:
             ConfigError: the address cannot be listened on, or there is no place for workers.
         """
-        try:
-            address = await self._gateway.start()
-        except ConfigError as error:
-            raise _friendlier(error, self._config.server) from error
-        await self._apply_models()
+        if takeover is None:
+            try:
+                self.listeners = await bound_sockets(self._config.server)
+            except ConfigError as error:
+                raise _friendlier(error, self._config.server) from error
+        else:
+            self.listeners = takeover.listeners
+        bound = self.listeners[0].getsockname()
         if self._processes is not None:
+            await self._processes.start(self.listeners)
             self._registry.listen(lambda _: self._tell_processes())
             self._processes.on_order = self._take_order
+        elif takeover is None:
+            await self._gateway.start(self.listeners)
+        await self._apply_models()
+        if self._processes is not None and takeover is None:
             await self._processes.open(self._launched_at())
-        return address
+        return str(bound[0]), int(bound[1])
+
+    async def take_over(self, takeover: Takeover) -> None:
+        """The models are ready: accept connections, then let the other server go.
+
+        Raises:
+            OperatorError: it does not answer, or a gateway process does not start.
+        """
+        if self._processes is not None:
+            await self._processes.open(self._launched_at(), is_patient=True)
+        else:
+            await self._gateway.start(self.listeners)
+        await takeover.finish()
 
     def _launched_at(self) -> list[WorkerAt]:
         """The launched workers that gateway processes are to know; those that are out of service by hand are
@@ -259,13 +285,18 @@ class Stack:
             if worker.backend.failure is None:  # Otherwise `wait_ready` is about to raise it.
                 display.update(name, status)
 
-        await worker.wait_ready(show)
-        show(worker.backend.status)
+        with contextlib.suppress(WorkerStopped):  # By hand, or by a new configuration: others go on.
+            await worker.wait_ready(show)
+            show(worker.backend.status)
 
-    async def drain(self) -> None:
-        """Take nothing new, let answers end (up to `drain_timeout_s`), then stop everything."""
-        await self._gateway.stop()
+    async def drain(self, *, lameduck_s: float, listens: bool) -> None:
+        """Stop as `Gateway.stop` says, then stop everything."""
+        await self._gateway.stop(lameduck_s=lameduck_s, listens=listens)
         await self._close(timeout_s=0.0)
+
+    def hurry(self) -> None:
+        """End what a `drain` waits for: streams get a last event, and what clients got is settled."""
+        self._gateway.hurry()
 
     async def abort(self) -> None:
         """Stop everything now. A worker that does not listen dies with this process (see LocalLauncher)."""

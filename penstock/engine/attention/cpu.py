@@ -27,8 +27,7 @@ from penstock.engine.arrays import as_tensor
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.attention.chunk import ChunkAttention
 from penstock.engine.attention.decode import DecodeAttention
-from penstock.engine.attention.slots import slot_indices
-from penstock.engine.attention.tiles import TILE_TOKENS, TileShape
+from penstock.engine.attention.tiles import TILE_TOKENS, TileShape, slot_indices
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import QKRotary, RotaryWeights
 from penstock.models.spec import AttentionSpec

@@ -29,6 +29,7 @@ class LogprobTargets:
     targets: Tensor
     """`[n]` int64 on the host, as are the rest: whose log-probability."""
     chosen: Tensor
+    ranks: Tensor
     values: Tensor
     """`[n, max(counts)]`"""
     ids: Tensor
@@ -39,7 +40,7 @@ class LogprobTargets:
         count = self.counts[index]
         pairs = zip(int_list(self.ids[index])[:count], float_list(self.values[index])[:count], strict=True)
         top = tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
-        return TokenLogprob(int(self.targets[index]), float(self.chosen[index]), top)
+        return TokenLogprob(int(self.targets[index]), float(self.chosen[index]), top, int(self.ranks[index]))
 
 
 class LogprobReader:
@@ -51,6 +52,7 @@ class LogprobReader:
         sizes = {
             "targets": (rows, torch.int64),
             "chosen": (rows, torch.float32),
+            "ranks": (rows, torch.int64),
             "values": (rows * _ALTERNATIVES, torch.float32),
             "ids": (rows * _ALTERNATIVES, torch.int64),
             "healthy": (rows, torch.bool),
@@ -60,11 +62,15 @@ class LogprobReader:
     def read(self, logits: Tensor, targets: Tensor, counts: list[int]) -> LogprobTargets:
         """Start copying those of `targets` `[n]` under the unscaled distributions `[n, vocab_size]`."""
         logprobs = torch.log_softmax(logits, -1)
-        chosen = logprobs.gather(1, targets[:, None])[:, 0]
+        chosen = logprobs.gather(1, targets[:, None])
+        ranks = (logprobs > chosen).sum(-1) + 1
         # One at least: what is not asked for is not looked at.
         values, ids = logprobs.topk(min(max(*counts, 1), logits.shape[1]), dim=-1)
         healthy = logits.amax(-1).isfinite()  # A NaN anywhere is the maximum.
-        found = {"targets": targets, "chosen": chosen, "values": values, "ids": ids, "healthy": healthy}
+        found = {
+            "targets": targets, "chosen": chosen[:, 0], "ranks": ranks, "values": values, "ids": ids,
+            "healthy": healthy,
+        }  # fmt: skip
         return LogprobTargets(counts, **{name: self._to_host(name, tensor) for name, tensor in found.items()})
 
     def _to_host(self, name: str, tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from penstock.engine.arrays import Int64Array
 from penstock.engine.attention.base import AttentionBatch, Int32Array
 from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.frequencies import rotary_angles
+from penstock.engine.layers.rotary import rotary_angles
 from penstock.engine.native.library import (
     Epilogue,
     Layer,

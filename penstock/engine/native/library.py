@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 7
+ABI_VERSION = 8
 _OUT_OF_BOUNDS = -2
 
 
@@ -161,9 +161,9 @@ class PsSample(Structure):
 
     _fields_ = [
         ("logits", c_void_p), ("temperature", c_void_p), ("top_k", c_void_p), ("top_p", c_void_p),
-        ("min_p_bound", c_void_p), ("keys", c_void_p), ("token_ids", c_void_p),
-        ("rows", c_int64), ("vocab", c_int64), ("ld_logits", c_int64), ("greedy_below", c_float),
-        ("reserved", c_int32),
+        ("min_p_bound", c_void_p), ("keys", c_void_p), ("masks", c_void_p), ("mask_rows", c_void_p),
+        ("token_ids", c_void_p), ("rows", c_int64), ("vocab", c_int64), ("ld_logits", c_int64),
+        ("ld_masks", c_int64), ("greedy_below", c_float), ("reserved", c_int32),
     ]  # fmt: skip
 
 

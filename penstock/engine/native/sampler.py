@@ -29,14 +29,18 @@ class NativeSampler:
         keys = bounds = None
         if (rows.temperature >= GREEDY_BELOW).any():  # Else neither is looked at.
             keys, bounds = key_pairs(rows.seed, rows.position), min_p_bounds(rows)
-        token_ids = np.empty(num_rows, np.int64)
+        token_ids, masks = np.empty(num_rows, np.int64), rows.masks
         self._kernels.sample(
             PsSample(
                 logits=logits.data_ptr(), temperature=rows.temperature.ctypes.data,
                 top_k=rows.top_k.ctypes.data, top_p=rows.top_p.ctypes.data,
                 min_p_bound=None if bounds is None else bounds.ctypes.data,
-                keys=None if keys is None else keys.ctypes.data, token_ids=token_ids.ctypes.data,
-                rows=num_rows, vocab=vocab_size, ld_logits=logits.stride(0), greedy_below=GREEDY_BELOW,
+                keys=None if keys is None else keys.ctypes.data,
+                masks=None if masks is None else masks.bits.ctypes.data,
+                mask_rows=None if masks is None else masks.of_row.ctypes.data,
+                token_ids=token_ids.ctypes.data, rows=num_rows, vocab=vocab_size,
+                ld_logits=logits.stride(0), ld_masks=0 if masks is None else masks.bits.shape[1],
+                greedy_below=GREEDY_BELOW,
             )
         )  # fmt: skip
         return as_tensor(token_ids)

@@ -11,9 +11,14 @@ from typing import Protocol
 from penstock.backends.base import BackendStatus
 from penstock.backends.engine.backend import EngineBackend
 from penstock.config.engine_settings import EngineSettings
-from penstock.protocol.address import Address
-from penstock.protocol.launch import REAL_RUNNER
+from penstock.errors import WorkerUnavailable
+from penstock.protocol.address import REAL_RUNNER, Address
 from penstock.types import ModelName, WorkerId
+
+
+class WorkerStopped(WorkerUnavailable):
+    """It was stopped, as it was asked to be."""
+
 
 ProgressCallback = Callable[[BackendStatus], None]
 
@@ -59,6 +64,7 @@ class LaunchedWorker(Protocol):
 
         Raises:
             OperatorError: it cannot serve what it was told to.
+            WorkerStopped: it was asked to stop before.
             WorkerUnavailable: it did not come up, or stays down after too many crashes.
         """
         ...
@@ -69,7 +75,7 @@ class Launcher(Protocol):
 
     @property
     def link_key(self) -> bytes:
-        """What its workers' connections are proven with (protocol/worker_auth.py); empty where nobody else
+        """What its workers' connections are proven with (protocol/address.py); empty where nobody else
         can reach them.
         """
         ...

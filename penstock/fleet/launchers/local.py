@@ -13,9 +13,7 @@ from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.process import ReservedPort, TakeSpare, WorkerLogs, WorkerProcess, no_spare
 from penstock.fleet.launchers.supervised import SupervisedWorker, SupervisingLauncher
-from penstock.protocol.address import UnixAddress
-from penstock.protocol.launch import WorkerLaunch
-from penstock.protocol.worker_auth import link_key_of
+from penstock.protocol.address import UnixAddress, WorkerLaunch, link_key_of
 
 
 class LocalLauncher(SupervisingLauncher):

@@ -37,8 +37,7 @@ from urllib.parse import quote
 import msgspec
 
 from penstock.clock import NS_PER_S, Clock
-from penstock.protocol.address import Address, TcpAddress, UnixAddress
-from penstock.protocol.launch import REAL_RUNNER, WorkerLaunch
+from penstock.protocol.address import REAL_RUNNER, Address, TcpAddress, UnixAddress, WorkerLaunch
 
 
 class ReservedPort:

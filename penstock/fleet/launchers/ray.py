@@ -25,9 +25,7 @@ from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.process import TAIL_LINES, WorkerLogs, describe_exit, stderr_line
 from penstock.fleet.launchers.ray_home import WorkerHome
 from penstock.fleet.launchers.supervised import SupervisedWorker, SupervisingLauncher
-from penstock.protocol.address import Address, TcpAddress, parse_address
-from penstock.protocol.launch import WorkerLaunch
-from penstock.protocol.worker_auth import link_key_of
+from penstock.protocol.address import Address, TcpAddress, WorkerLaunch, link_key_of, parse_address
 
 NODE_LABEL = "ray.io/node-id"
 KNOCK_TIMEOUT_S = 5.0

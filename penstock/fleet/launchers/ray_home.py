@@ -11,7 +11,7 @@ from collections import deque
 import msgspec
 
 from penstock.fleet.launchers.process import ReservedPort, WorkerProcess
-from penstock.protocol.launch import WorkerLaunch
+from penstock.protocol.address import WorkerLaunch
 
 LINES_MAX = 1000
 """Lines that nobody has fetched; older ones go first."""

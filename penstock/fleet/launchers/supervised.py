@@ -20,7 +20,7 @@ from typing import Protocol
 from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import CheckpointError, ConfigError, OperatorError, PenstockError, WorkerUnavailable
-from penstock.fleet.launchers.base import ProgressCallback, WorkerSpec
+from penstock.fleet.launchers.base import ProgressCallback, WorkerSpec, WorkerStopped
 from penstock.fleet.launchers.process import EXIT_CANNOT_SERVE, WorkerLogs
 from penstock.protocol.address import Address
 from penstock.types import WorkerId
@@ -182,7 +182,7 @@ class SupervisedWorker:
         self._supervisor.cancel()
         await asyncio.wait([self._supervisor])
         await self._process.close()
-        self._down = WorkerUnavailable("the worker was stopped")
+        self._down = WorkerStopped("the worker was stopped")
         self.backend.report(stage="stopped")
 
     def _on_change(self) -> None:

@@ -20,7 +20,7 @@ from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
-from penstock.policy.placement.decision_log import explain, explain_choice
+from penstock.policy.placement.pick import explain, explain_choice
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
 from penstock.protocol.peers import ModelNumbers
 from penstock.telemetry.metrics import Metrics
@@ -57,7 +57,12 @@ class Admin:
         if self._peers is not None:
             total = await self._peers.sum()
             numbers, gone = total.models, frozenset(total.gone)
-        workers = [_worker(worker, now_ns, wall_ns) for worker in self._registry]
+        left_alone = dict[WorkerId, str]()
+        for model in self._services.models:
+            left_alone |= self._services.dispatcher.left_alone(model.name)
+        workers = [
+            _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, "")) for worker in self._registry
+        ]
         report = FleetReport(
             version=__version__,
             workers=workers + self._drained(gone),
@@ -153,7 +158,7 @@ def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
     )
 
 
-def _worker(worker: Worker, now_ns: int, wall_ns: int) -> WorkerReport:
+def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str) -> WorkerReport:
     status = worker.backend.status
     stats = status.stats
     return WorkerReport(
@@ -162,6 +167,7 @@ def _worker(worker: Worker, now_ns: int, wall_ns: int) -> WorkerReport:
         engine=worker.engine,
         state=worker.state.value,
         stage=worker.stage,
+        left_alone=left_alone,
         epoch=worker.epoch,
         address=worker.address,
         identity=status.info.identity if status.info is not None else "",

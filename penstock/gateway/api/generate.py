@@ -15,12 +15,9 @@ import msgspec
 from penstock.backends.base import GenerateRequest, Sink, TextLogprob
 from penstock.clock import NS_PER_S
 from penstock.errors import ContextTooLong
-from penstock.gateway.api.hints import Hints, read_hints
-from penstock.gateway.api.job import Job, facts_of, requests_of, uses_tools
+from penstock.gateway.api.job import Hints, Job, facts_of, read_hints, requests_of, uses_tools
 from penstock.gateway.api.services import Services
-from penstock.gateway.http.exchange import Exchange
-from penstock.gateway.http.served_headers import Served
-from penstock.gateway.http.tally import Tally
+from penstock.gateway.http.exchange import Exchange, Served, Tally
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (
     chat_max_tokens,
@@ -30,12 +27,18 @@ from penstock.gateway.models.prepare import (
     completion_prompt,
 )
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.relay.collect import WholeChat, WholeCompletion
-from penstock.gateway.relay.logprobs import Echo
-from penstock.gateway.relay.relay import ChatSink, CompletionLogprobsSink, StreamReply, TextSink
+from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
+from penstock.gateway.relay.relay import (
+    ChatSink,
+    CompletionLogprobsSink,
+    CountingSink,
+    Echo,
+    StreamReply,
+    TextSink,
+    UsageWriter,
+)
 from penstock.gateway.relay.reply import Context, Reply
-from penstock.gateway.relay.usage_chunks import CountingSink, UsageWriter
-from penstock.kv.index.prompt_keys import PromptKeys
+from penstock.kv.hashing import PromptKeys
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.limits.rate_limit import SLICE_TOKENS
 from penstock.policy.requests.request import Request
@@ -93,6 +96,7 @@ class Generate:
                 prompts=[prompt],
                 max_tokens=[max_tokens],
                 logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+                prompt_logprobs=getattr(request, "prompt_logprobs", None),
                 needs=capabilities,
                 constraint=constraint,
                 body=body,
@@ -130,7 +134,7 @@ class Generate:
                 prompts=prompts,
                 max_tokens=max_tokens,
                 logprobs=request.logprobs,
-                prompt_logprobs=request.logprobs if request.echo else None,
+                prompt_logprobs=_scored(request),
                 needs=capabilities,
                 constraint=constraint,
                 body=body,
@@ -229,6 +233,8 @@ class Generate:
         if not job.request.stream and job.num_choices == 1:
             # Limits and budgets are looked at between slices, so pieces end where those do.
             piece_tokens = math.gcd(PIECE_TOKENS, SLICE_TOKENS)
+        if job.only_scores:
+            sinks = [ScoringSink(sink) for sink in sinks]
         return list(zip(requests_of(job, piece_tokens), sinks, strict=True))
 
     async def _retarget(
@@ -315,6 +321,13 @@ def _checked(model: ServedModel, request: GenerationRequest, needs: Sequence[Nee
     return wanted
 
 
+def _scored(request: CompletionRequest) -> int | None:
+    """Alternatives to ask for beside each token of the prompt; None: it is not scored."""
+    shown: int | None = getattr(request, "prompt_logprobs", None)
+    echoed = request.logprobs if request.echo else None
+    return shown if echoed is None else max(echoed, shown or 0)
+
+
 def _session_word(request: GenerationRequest) -> object:
     """What in the body names the conversation: OpenAI's `prompt_cache_key` is for requests that share a
     beginning.
@@ -357,7 +370,12 @@ def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
 
 def _chat_whole(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
     parsers = [_parser(job) for _ in range(job.num_choices)]
-    reply = WholeChat(context, parsers=parsers, with_logprobs=job.logprobs is not None)
+    reply = WholeChat(
+        context,
+        parsers=parsers,
+        with_logprobs=job.logprobs is not None,
+        num_prompt_top=job.shown_prompt_logprobs,
+    )
     return reply, reply.sinks
 
 
@@ -375,7 +393,12 @@ def _completion_stream(context: Context, job: Job, echoes: Sequence[Echo]) -> tu
 
 def _completion_whole(context: Context, job: Job, echoes: Sequence[Echo]) -> tuple[Reply, Sequence[Sink]]:
     by_choice = [echoes[i // job.choices_per_prompt] for i in range(job.num_choices)]
-    reply = WholeCompletion(context, echoes=by_choice, with_logprobs=job.logprobs is not None)
+    reply = WholeCompletion(
+        context,
+        echoes=by_choice,
+        with_logprobs=job.logprobs is not None,
+        num_prompt_top=job.shown_prompt_logprobs,
+    )
     return reply, reply.sinks
 
 
@@ -395,6 +418,7 @@ def _echoes(
             TextLogprob(tokenizer.token_text(prompt[0]), tokenizer.token_bytes(prompt[0]), None)
             if request.logprobs is not None
             else None,
+            request.logprobs or 0,
         )
         for text, prompt in zip(texts, prompts, strict=True)
     ]

@@ -1,6 +1,21 @@
-"""The endpoints that look: models, tokens, health, readiness, metrics, status and the landing page."""
+"""The endpoints that look: models, tokens, health, readiness, metrics, status and the landing page.
 
+What `GET /health` says: does every model have an engine that works, or one that will again by itself?
+
+    ok        every worker of it is ready (or was told to drain), and is used
+    degraded  one is ready, and others are not; or none is ready *yet*: it loads, or is being restarted; or
+              some are left alone by this process, because they fail, are slow or have no room
+    down      none will be ready again by itself: each has been given up (its restarts were in vain, it cannot
+              serve what it was told to), or hangs: is connected and does not answer
+
+One model that is down makes `/health` a 503: only somebody from outside can help, by starting this process
+anew. `/ready` is the other question, whether requests should be sent here now; a model that loads is healthy
+and not ready.
+"""
+
+import enum
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -10,21 +25,90 @@ import msgspec
 from penstock.clock import NS_PER_S
 from penstock.errors import Forbidden, InvalidRequest
 from penstock.fleet.members import Members
-from penstock.fleet.registry import Worker
-from penstock.gateway.api.health import HealthStatus, gateway_health
+from penstock.fleet.registry import RouteWorkers, Worker
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import check_token_ids, render
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
-from penstock.policy.limits.tenant_limits import check_model, may_use_model
-from penstock.policy.tenant import Tenant
+from penstock.policy.resilience.worker_state import WorkerState
+from penstock.policy.tenant import Tenant, check_model, may_use_model
 from penstock.protocol.openai import DetokenizeAnswer, ModelList, TokenizeAnswer, TokenizeRequest
 from penstock.protocol.openai_validate import parse_detokenize, parse_tokenize
 from penstock.protocol.peers import ModelNumbers, Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
+from penstock.types import WorkerId
+
+REASONS_MAX = 8
+"""Workers that are named per model."""
+
+
+class HealthStatus(enum.StrEnum):
+    """See the module."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    DOWN = "down"
+
+
+_ORDER = tuple(HealthStatus)  # From good to bad.
+
+
+class ModelHealth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One model in `/health`."""
+
+    name: str
+    status: HealthStatus
+    reasons: tuple[str, ...] = ()
+    """One for each worker that is not as it should be, at most `REASONS_MAX`."""
+
+
+class HealthReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /health`."""
+
+    status: HealthStatus
+    """The worst of the models'."""
+    models: tuple[ModelHealth, ...]
+
+
+LeftAlone = Callable[[str], Mapping[WorkerId, str]]
+"""Workers of a model that are ready and given nothing, or little, and why: `FleetHealth.left_alone`."""
+
+
+def gateway_health(routes: Iterable[RouteWorkers], left_alone: LeftAlone) -> HealthReport:
+    """The health of every model, and the worst of them. O(workers)."""
+    models = tuple(model_health(workers, left_alone(workers.name)) for workers in routes)
+    return HealthReport(
+        status=max((model.status for model in models), key=_ORDER.index, default=HealthStatus.OK),
+        models=models,
+    )
+
+
+def model_health(workers: RouteWorkers, left_alone: Mapping[WorkerId, str]) -> ModelHealth:
+    """The health of one model."""
+    wrong = [worker for worker in workers if worker.state not in _RIGHT]
+    if not len(workers):
+        return ModelHealth(name=workers.name, status=HealthStatus.DEGRADED, reasons=("there is no worker",))
+    if not wrong and not left_alone:
+        status = HealthStatus.OK
+    elif not workers.is_ready and all(map(_is_lost, workers)):
+        status = HealthStatus.DOWN
+    else:
+        status = HealthStatus.DEGRADED
+    reasons = [f"{worker.id} is {worker.state}: {worker.stage}" for worker in wrong]
+    reasons += [f"{worker_id} is left alone: {why}" for worker_id, why in left_alone.items()]
+    return ModelHealth(name=workers.name, status=status, reasons=tuple(reasons[:REASONS_MAX]))
+
+
+_RIGHT = (WorkerState.READY, WorkerState.DRAINING)
+
+
+def _is_lost(worker: Worker) -> bool:
+    """Whether it will not serve again by itself, as far as can be known from here."""
+    return worker.state in (WorkerState.GONE, WorkerState.SUSPECT) or worker.backend.status.is_given_up
+
 
 NOTES_MAX = 20
 """Notes of all workers of a model together."""
@@ -173,9 +257,10 @@ class Inspect:
 
     async def health(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /health`: 200 while every model works or will again by itself, else 503; see
-        gateway/api/health.py.
+        gateway/api/inspect.py.
         """
-        found = gateway_health(model.workers for model in self._services.models)
+        services = self._services
+        found = gateway_health((model.workers for model in services.models), services.dispatcher.left_alone)
         status = 503 if found.status is HealthStatus.DOWN else 200
         exchange.respond(Response(status=status, body=msgspec.json.encode(found)))
 
@@ -186,7 +271,7 @@ class Inspect:
         """
         models = [_readiness(model) for model in self._services.models]
         status = "ready" if all(model.ready for model in models) else "loading"
-        if self._services.draining:
+        if self._services.leaving:
             status = "draining"
         body = msgspec.json.encode(Readiness(status=status, models=models))
         exchange.respond(Response(status=200 if status == "ready" else 503, body=body))
@@ -244,7 +329,7 @@ class Inspect:
             connections=numbers.connections,
             streams=numbers.streams,
             processes=numbers.processes,
-            draining=services.draining,
+            draining=services.leaving,
             auth=self.auth,
             models=[_state(model, services.clock.wall_ns()) for model in services.models],
             workers=[_line(worker) for model in services.models for worker in model.workers],
@@ -257,7 +342,7 @@ class Inspect:
         return TenantStatus(
             tenant=tenant.id,
             tier=tenant.tier,
-            draining=services.draining,
+            draining=services.leaving,
             auth=self.auth,
             streams=services.limiter.num_live(tenant.id),
             spent_day_micros=day_micros,

@@ -1,24 +1,102 @@
-"""A request that has been checked against its model: what flow control and its worker are given of it."""
+"""A request that has been checked against its model: what flow control and its worker are given of it.
 
-from collections.abc import Sequence
+What a client says about how its request may be treated: in headers, and the session also by the body's
+`prompt_cache_key` or `user`.
+
+x-penstock-degrade: never | allow | prefer      whether a smaller model may answer
+x-penstock-max-wait-ms: 2000                    the longest that it waits for its first token
+x-penstock-session: 7f3a                        the conversation it belongs to, whose worker it goes to among
+                                                equals
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.gateway.api.hints import Hints
-from penstock.gateway.http.exchange import Exchange
-from penstock.gateway.http.served_headers import Served
+from penstock.clock import NS_PER_MS
+from penstock.errors import InvalidRequest
+from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import choice_seed, sampling
 from penstock.gateway.models.served import ServedModel
-from penstock.kv.index.prompt_keys import PromptKeys
+from penstock.kv.hashing import PromptKeys
 from penstock.policy.flow import RequestFacts
-from penstock.policy.tenant import Tenant
+from penstock.policy.tenant import Degrade, Tenant
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.openai import ChatRequest, GenerationRequest
 from penstock.rng import fresh_seed
 from penstock.telemetry.catalog import Endpoint
 from penstock.types import RequestId
+
+_DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
+_DIGITS_MAX = 12
+SESSION_BYTES_MAX = 256
+"""Of `x-penstock-session`; of a longer `user`, that many characters name the session."""
+MAX_WAIT_MS_MAX = 600_000
+
+
+class Hints(msgspec.Struct, frozen=True, kw_only=True):
+    """The client's words; without them the tenant's defaults count."""
+
+    degrade: Degrade | None = None
+    max_wait_ns: int = 0
+    """0: it does not say."""
+    session: str = ""
+    """The conversation: the header's, else `user`; empty: neither."""
+
+
+NO_HINTS = Hints()
+
+
+def read_hints(headers: Mapping[bytes, bytes], user: object) -> Hints:
+    """Read the headers (names in lower case) beside the body's `user`, which may be anything.
+
+    Raises:
+        InvalidRequest: one of them says what it cannot say.
+    """
+    degrade, max_wait = headers.get(b"x-penstock-degrade"), headers.get(b"x-penstock-max-wait-ms")
+    session = headers.get(b"x-penstock-session")
+    named = user[:SESSION_BYTES_MAX] if isinstance(user, str) else ""
+    if degrade is None and max_wait is None and session is None and not named:
+        return NO_HINTS
+    return Hints(
+        degrade=None if degrade is None else _degrade(degrade),
+        session=named if session is None else _read_session(session, SESSION_BYTES_MAX),
+        max_wait_ns=0 if max_wait is None else _max_wait_ns(max_wait, MAX_WAIT_MS_MAX),
+    )
+
+
+def _degrade(value: bytes) -> Degrade:
+    found = _DEGRADE.get(value.strip().lower())
+    if found is None:
+        raise _wrong("x-penstock-degrade", "one of never, allow, prefer", value)
+    return found
+
+
+def _read_session(value: bytes, len_max: int) -> str:
+    name = value.strip()
+    if not 0 < len(name) <= len_max:
+        raise _wrong("x-penstock-session", f"1 to {len_max} characters", value)
+    return name.decode("latin-1")
+
+
+def _max_wait_ns(value: bytes, most_ms: int) -> int:
+    digits = value.strip()
+    if not digits.isdigit() or len(digits) > _DIGITS_MAX or not 0 < int(digits) <= most_ms:
+        raise _wrong("x-penstock-max-wait-ms", f"a whole number from 1 to {most_ms}", value)
+    return int(digits) * NS_PER_MS
+
+
+def _wrong(header: str, expected: str, value: bytes) -> InvalidRequest:
+    shown = value[:32].decode("latin-1")
+    return InvalidRequest(
+        f"Invalid header '{header}': expected {expected}, but got {shown!r}.",
+        param=header,
+        code="invalid_value",
+    )
+
 
 TOKEN_BYTES = 8
 """What one prompt token of a waiting request takes: a place in a tuple."""
@@ -43,6 +121,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     constraint: Constraint = NO_CONSTRAINT
     body: bytes
     """The request as it came."""
+
+    @property
+    def shown_prompt_logprobs(self) -> int | None:
+        """VLLM's `prompt_logprobs`: alternatives beside each token of the prompt; None: it is not asked
+        for.
+        """
+        return getattr(self.request, "prompt_logprobs", None)
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether nothing is answered: what is asked for is the log-probabilities of the prompt."""
+        return self.request.max_tokens == 0
 
     @property
     def choices_per_prompt(self) -> int:

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from penstock.clock import Clock
 from penstock.config.tree import Config
 from penstock.errors import Draining
-from penstock.gateway.dispatch.cold_start import ColdStarts
 from penstock.gateway.dispatch.dispatcher import Dispatcher
+from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.gate import Gate
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.rate_limit import Limiter
-from penstock.policy.placement.decision_log import ComplexityChoice, DecisionLog
+from penstock.policy.placement.pick import ComplexityChoice, DecisionLog
 from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
@@ -43,7 +43,10 @@ class Services:
     log: Log
     falls_back: bool = False
     """Whether any model has another one to fall back to."""
+    leaving: bool = False
+    """The server was told to stop: `/ready` says no."""
     draining: bool = False
+    """It takes no new requests."""
 
     def check_draining(self) -> None:
         """Refuse new work once the server is going away.

@@ -1,29 +1,104 @@
-"""Wires the decisions of one gateway together, from its configuration."""
+"""Wires the decisions of one gateway together, from its configuration.
 
-from collections.abc import Mapping
+The placements of this gateway's models, and what is seen of their decisions: metrics, a sampled log line,
+explanations.
+
+Says in the log when a machine is too slow for what is promised, and what holds there instead
+(policy/admission/admit.py).
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.clock import Clock
+from penstock import rng
+from penstock.clock import NS_PER_MS, NS_PER_S, Clock
+from penstock.config.branch import extended
+from penstock.config.placement import PlacementConfig
+from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.fleet.registry import Registry
 from penstock.gateway.dispatch.dispatcher import Dispatcher
-from penstock.gateway.dispatch.placements import Placements
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.limits import SharedLimits
 from penstock.gateway.shared.spending import Spending
 from penstock.kv.index.locality import KVLocality
+from penstock.policy.admission.admit import IDLE_FACTOR
 from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.contracts import LeastLoaded, Placement
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
-from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.placement.pick import Decision, DecisionLog
+from penstock.policy.placement.route import Locality, Router
+from penstock.policy.placement.score import score_policy
+from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.rng import fresh_seed, stream
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import ModelName
+
+
+class Placements:
+    """Makes the placement of every model, by its name."""
+
+    def __init__(
+        self,
+        config: PlacementConfig,
+        *,
+        metrics: Metrics,
+        log: Log,
+        seed: int,
+        locality: Callable[[str], Locality | None] = lambda _: None,
+    ) -> None:
+        """`seed` fixes every chance there is; `locality` tells where a model's prompts are cached, if anybody
+        knows.
+        """
+        config = self._config = extended(config, PlacementTerms)
+        self._metrics, self._log, self._seed = metrics, log, seed
+        self._locality = locality
+        self.decisions = DecisionLog(
+            kept_max=config.decisions_kept,
+            log_every=config.log_every,
+            decided=self._count,
+            write=self._write,
+        )
+        """The last ones, to be explained."""
+
+    def of(self, route: str) -> Placement:
+        """A model's own."""
+        config = self._config
+        if config.policy == "least_loaded":
+            return LeastLoaded()
+        draw = rng.stream(self._seed, f"placement/{route}").randrange
+        return Router(route, config, draw, locality=self._locality(route), log=self.decisions)
+
+    def _count(self, decision: Decision) -> None:
+        self._metrics.placed(decision.route, decision.config.policy, decision.choice.reason)
+        picked = decision.picked
+        if picked is not None and decision.looked_up and decision.choice.reason not in ("none", "hold"):
+            matched = picked.device_tokens + picked.host_tokens
+            self._metrics.matched(decision.route, matched / max(1, decision.request.prompt_tokens))
+
+    def _write(self, decision: Decision) -> None:
+        picked, choice = decision.picked, decision.choice
+        score = 0.0
+        if picked is not None:
+            score = score_policy(decision.config).score(decision.request, picked).total
+        self._log.info(
+            "placed",
+            request_id=decision.request_id,
+            model=decision.route,
+            worker=picked.worker if picked is not None else "",
+            reason=choice.reason,
+            score=round(score, 4),
+            candidates=len(decision.candidates),
+            cached_tokens=picked.device_tokens + picked.host_tokens if picked is not None else 0,
+            prompt_tokens=decision.request.prompt_tokens,
+        )
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -131,3 +206,31 @@ def _facts(models: Mapping[ModelName, ServedModel], name: str) -> ModelFacts | N
         capabilities=model.workers.capabilities,
         kinds=model.workers.kinds,
     )
+
+
+PROMPT_TOKENS = 256
+"""The prompt that the log speaks of: an ordinary question with its instructions."""
+
+
+class StretchedPromises:
+    """One line for each model, as soon as it is known."""
+
+    def __init__(self, config: AdmissionConfig, log: Log) -> None:
+        self._config, self._log = config, log
+        self._said: set[str] = set()
+
+    def look(self, model: str, lane: ModelQueue | None) -> None:
+        """See what the model's requests have taken so far."""
+        target_ms = self._config.ttft_target_ms
+        if lane is None or not target_ms or model in self._said:
+            return
+        holds_ns = IDLE_FACTOR * lane.pace.idle_ttft_ns(PROMPT_TOKENS, PROMPT_TOKENS)
+        if holds_ns > target_ms * NS_PER_MS:
+            self._said.add(model)
+            self._log.warning(
+                "this machine is too slow for the promised time to the first token",
+                model=model,
+                promised_s=target_ms / 1000,
+                holds_s=round(holds_ns / NS_PER_S, 2),
+                prompt_tokens=PROMPT_TOKENS,
+            )

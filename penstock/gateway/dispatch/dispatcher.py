@@ -4,10 +4,12 @@
     on_first_output, on_tokens, on_attempt_failed, on_ended <── the replies ──> Driver
 
 The driver decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know.
+
+What the driver writes down and counts, of this gateway: the ledger and the metrics.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -15,7 +17,6 @@ from penstock.backends.base import GenerateRequest, Sink
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import PenstockError
 from penstock.fleet.registry import Registry
-from penstock.gateway.dispatch.records import GatewayRecords
 from penstock.gateway.dispatch.worker_feed import WorkerFeed
 from penstock.gateway.relay.reply import FallBackTo, Reply, StreamSlots
 from penstock.policy.answers import Diverted, FallBack, Refused, Start
@@ -23,13 +24,105 @@ from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import PolicyStack
-from penstock.policy.record import Outcome
+from penstock.policy.limits.price import PriceList
+from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.requests.request import Request
 from penstock.telemetry.catalog import OutcomeLabel as Answer
 from penstock.telemetry.ledger import Ledger
+from penstock.telemetry.ledger_segment import Progress
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
-from penstock.types import FinishReason, RequestId, WorkerId
+from penstock.types import FinishReason, RequestId, Usage, WorkerId
+
+
+class GatewayRecords:
+    """See `driver.Records`.
+
+    All that one turn of the event loop accepted is written to the journal together.
+    """
+
+    def __init__(self, ledger: Ledger, prices: PriceList, metrics: Metrics, clock: Clock) -> None:
+        self._ledger, self._prices, self._metrics, self._clock = ledger, prices, metrics, clock
+
+    def opened(self, request: Request) -> None:
+        """See `driver.Records`."""
+        self._ledger.open(opening_record(request.facts, self._clock.wall_ns()))
+
+    def progressed(self, request: Request) -> None:
+        """See `driver.Records`."""
+        facts = request.facts
+        usage = Usage(
+            prompt_tokens=facts.prompt_tokens,
+            cached_tokens=request.cached_tokens,
+            completion_tokens=request.completion_tokens,
+        )
+        self._ledger.slice(
+            Progress(
+                request_id=facts.id,
+                at_ns=self._clock.wall_ns(),
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                completion_tokens=usage.completion_tokens,
+                cost_micros=self._prices.cost_micros(facts.route, usage),
+                worker=request.worker,
+            )
+        )
+
+    def closed(self, request: Request, machine_micros: int) -> None:
+        """See `driver.Records`."""
+        record = request.record(self._clock.wall_ns())
+        if version := self._prices.version:
+            record = replace(record, price_version=version, accelerator_cost_micros=machine_micros)
+        self._ledger.close(record)
+        self._ledger.flush()
+
+    def flush(self) -> None:
+        """Write what was opened, before any of it is started."""
+        self._ledger.flush()
+
+    def predicted(self, request: Request, error: float) -> None:
+        """See `driver.Records`."""
+        self._metrics.predicted(request.facts.route, error)
+
+    def refused(self, route: str, reason: str) -> None:
+        """See `driver.Records`."""
+        self._metrics.refused(route, reason)
+
+    def diverted(self, route: str, why: str) -> None:
+        """See `driver.Records`."""
+        self._metrics.diverted(route, why)
+
+    def evicted(self, route: str, reason: str) -> None:
+        """See `driver.Records`."""
+        self._metrics.evicted(route, reason)
+
+    def tried_again(self, request: Request) -> None:
+        """See `driver.Records`."""
+        count = self._metrics.migrated if request.has_begun else self._metrics.retried
+        count(request.facts.route)
+
+
+def opening_record(facts: RequestFacts, wall_ns: int) -> UsageRecord:
+    """What is known of a request when it is accepted. It stands if this process is never heard of again."""
+    tenant, requested = facts.tenant, facts.requested_model or facts.route
+    return UsageRecord(
+        request_id=facts.id,
+        ended_ns=wall_ns,
+        tenant=tenant.id,
+        tier=tenant.tier,
+        key_prefix=facts.key_prefix,
+        user=facts.user,
+        endpoint=facts.endpoint,
+        requested_model=requested,
+        served_model=facts.route,
+        route_reason=facts.diverted if requested != facts.route else "",
+        adapter=facts.adapter,
+        band=tenant.band,
+        outcome=Outcome.FAILED,
+        error="GatewayLost",
+        choices=facts.choices,
+    )
+
 
 Streams = Sequence[tuple[GenerateRequest, Sink]]
 """One for each choice, and what takes its output."""
@@ -112,6 +205,7 @@ class Dispatcher:
         False: it stays.
         """
         if not self._driver.move(self._clock.now_ns(), facts, facts.diverted):
+            self._dispatch_soon()
             return False
         old = _reply_of(request)
         reply, streams = start()
@@ -119,6 +213,10 @@ class Dispatcher:
         self._take(reply, streams, facts.id)
         self._dispatch_soon()
         return True
+
+    def left_alone(self, model: str) -> Mapping[WorkerId, str]:
+        """Workers of a model that are ready and given nothing, or little, and why."""
+        return self._health.left_alone(self._clock.now_ns(), model)
 
     def heartbeat(self, ticks: int) -> None:
         """Let every reply that was silent for `ticks` calls show that it lives."""
@@ -282,6 +380,8 @@ class Dispatcher:
         try:
             await making
         except PenstockError as error:  # It does not fit the other model, so it waits on.
+            self.control.stay(request.id)
+            self._dispatch_soon()
             self._log.info("a request that waits cannot fall back", error=error, request_id=request.id)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
             self._log.bug("a prompt could not be made for another model", error, request_id=request.id)

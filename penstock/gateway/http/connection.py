@@ -25,9 +25,8 @@ from penstock.gateway.http.cors import Cors
 from penstock.gateway.http.errors import HttpFault, error_response
 from penstock.gateway.http.exchange import CONTINUE, Exchange, RequestHead, Response
 from penstock.gateway.http.flush import RelayTerms
-from penstock.gateway.http.open_files import ConnectionVerdict, room_of
 from penstock.gateway.http.peer import FIRST_LOOK_S, LAST_LOOK_S, PROBES_S, end_when_unacknowledged, is_gone
-from penstock.gateway.http.wire_limits import WireLimits
+from penstock.gateway.http.wire_limits import ConnectionVerdict, WireLimits, room_of
 
 LINGER_S = 2
 WRITE_HIGH_WATER_BYTES = 64 * 1024
@@ -41,10 +40,8 @@ _TOO_MANY = Overloaded("Too many connections. Try again in a moment.", retry_aft
 _NO_PARSER = httptools.HttpRequestParser(object())
 
 
-class ConnectionState(
-    enum.IntEnum
-):  # Of int, for a plain Enum's hash is a call into Python, ten times per request.
-    """Where a connection is in the life of a request."""
+class ConnectionState(enum.IntEnum):
+    """Where a connection is in the life of a request. A plain Enum's hash would be a call into Python."""
 
     IDLE = enum.auto()
     HEAD = enum.auto()
@@ -136,9 +133,8 @@ class Connection(asyncio.Protocol):
         peer: tuple[object, ...] | str | None = transport.get_extra_info("peername")
         self._client = str(peer[0]) if isinstance(peer, tuple) else "local"
         server = self._server
-        self._transport.set_write_buffer_limits(
-            high=min(WRITE_HIGH_WATER_BYTES, server.terms.buffer_bytes_max)
-        )
+        high = min(WRITE_HIGH_WATER_BYTES, server.terms.buffer_bytes_max)
+        self._transport.set_write_buffer_limits(high=high)
         server.connections.add(self)
         self._wait(server.limits.keepalive_timeout_s)
         room = ConnectionVerdict.SERVE if found is None else room_of(found.fileno())
@@ -339,12 +335,15 @@ class Connection(asyncio.Protocol):
             self._num_sent, self._stuck_ns = num_sent, now_ns
         return now_ns - self._stuck_ns > timeout_ns > 0
 
-    def drain(self) -> None:
-        """Close when what is in flight has been answered; at once if nothing is."""
+    def close_after_answer(self) -> None:
+        """See `HttpServer.close_after_answers`."""
+        if self._exchange is not None:
+            self._exchange.close_after()
+
+    def close_if_idle(self) -> None:
+        """Close if nothing is in flight."""
         if self._state is ConnectionState.IDLE:
             self._transport.close()
-        elif self._exchange is not None:
-            self._exchange.close_after()
 
     # --- inside ----------------------------------------------------------------------------------
 

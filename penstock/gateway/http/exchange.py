@@ -3,21 +3,180 @@
 An exchange is answered once: by `respond`, or by `begin_stream`, any number of writes and `end`. If the
 client leaves before that, `on_disconnect` is called at once and everything written later goes nowhere.
 It knows how a response is framed; sockets, parsing and timeouts belong to `connection.py`.
+
+Which model answered, and why, as the client is told: in headers, and once more in a stream's last usage
+chunk.
+
+    x-penstock-model: small                     the model that answers; the body's `model` says the same
+    x-penstock-requested-model: large           what was asked for, if that is another one
+    x-penstock-downgrade: slo                   why: queue_depth, slo, budget, context, complexity,
+                                                unavailable, failure, timeout, breaker, busy
+    x-penstock-route: complexity=0.31 (code .20, question .11)      how `model: "auto"` was decided
+    x-penstock-queue-ms: 12                     how long it waited here for a worker
+
+What one generation request used and how it went: the source of its metrics and of its line in the access
+log.
 """
 
 import enum
 import http
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
+from urllib.parse import quote
 
 import msgspec
 
+from penstock.clock import NS_PER_MS
+from penstock.errors import ClientError, Overloaded, WorkerUnavailable
 from penstock.gateway.http.flush import RelayTerms
-from penstock.gateway.http.served_headers import Served
-from penstock.gateway.http.tally import Tally
-from penstock.protocol.sse import HEARTBEAT
+from penstock.policy.admit_facts import DowngradeReason
+from penstock.policy.requests.request import UsageSum
+from penstock.protocol.openai import CachedTokens, UsageBody
+from penstock.protocol.stream import HEARTBEAT
+from penstock.telemetry.catalog import Endpoint, OutcomeLabel
+from penstock.telemetry.metrics import RequestMeasurement
+from penstock.types import FinishReason, Usage
+
+_SAFE = "/:@!$&'()*+,;=~"
 
 Headers = tuple[tuple[bytes, bytes], ...]
+
+
+class _Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the last usage chunk has under `penstock`."""
+
+    model: str
+    requested_model: str = ""
+    downgrade: str = ""
+    route: str = ""
+    queue_ms: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """Who answers a request.
+
+    Filled in as it becomes known; read when the response begins, and when a stream ends.
+    """
+
+    model: str
+    requested: str
+    downgrade: DowngradeReason | None = None
+    """Why another model answers than was asked for; None if none does."""
+    route: str = ""
+    """How it was chosen, if it was: `Choice.explain()`."""
+    queue_ns: int | None = None
+    """From its arrival to its (last) start on a worker; None before."""
+
+    def headers(self) -> Headers:
+        """The response's headers, as far as the facts are known."""
+        found = [(b"x-penstock-model", _value(self.model))]
+        if self.requested != self.model:
+            found.append((b"x-penstock-requested-model", _value(self.requested)))
+        if self.downgrade is not None:
+            found.append((b"x-penstock-downgrade", self.downgrade.encode()))
+        if self.route:
+            found.append((b"x-penstock-route", self.route.encode()))
+        if self.queue_ns is not None:
+            found.append((b"x-penstock-queue-ms", b"%d" % self._queue_ms()))
+        return tuple(found)
+
+    def facts(self) -> bytes:
+        """The same as JSON, for clients that do not see headers."""
+        return msgspec.json.encode(
+            _Facts(
+                model=self.model,
+                requested_model=self.requested if self.requested != self.model else "",
+                downgrade=self.downgrade or "",
+                route=self.route,
+                queue_ms=self._queue_ms() if self.queue_ns is not None else None,
+            )
+        )
+
+    def _queue_ms(self) -> int:
+        return round((self.queue_ns or 0) / NS_PER_MS)
+
+
+def _value(name: str) -> bytes:
+    """A model's name in a header: as it is if it is ASCII, else percent-encoded (RFC 3986)."""
+    return (name if name.isascii() else quote(name, safe=_SAFE)).encode()
+
+
+_OUTCOMES: Mapping[FinishReason, OutcomeLabel] = {
+    FinishReason.STOP: OutcomeLabel.STOP,
+    FinishReason.LENGTH: OutcomeLabel.LENGTH,
+    FinishReason.TOOL_CALLS: OutcomeLabel.TOOL_CALLS,
+    FinishReason.BUDGET: OutcomeLabel.BUDGET,
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Filled while the request runs. Times are the gateway's clock in nanoseconds."""
+
+    model: str
+    endpoint: Endpoint
+    num_choices: int = 1
+    started_ns: int
+    first_ns: int | None = None
+    """When the first output of any choice came."""
+    ended_ns: int | None = None
+    outcome: OutcomeLabel | None = None
+    usages: UsageSum = field(default_factory=UsageSum)
+
+    def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
+        """A choice's stream is over.
+
+        The first choice's ending stands for the request, if nothing worse happens.
+        """
+        self.usages.ended(index, usage)
+        if index == 0 and self.outcome is None:
+            self.outcome = _OUTCOMES.get(reason)
+
+    def usage(self) -> UsageBody:
+        """The sum: every prompt once, every choice's answer."""
+        total = self.usages.total()
+        return UsageBody(
+            prompt_tokens=total.prompt_tokens,
+            completion_tokens=total.completion_tokens,
+            total_tokens=total.prompt_tokens + total.completion_tokens,
+            prompt_tokens_details=CachedTokens(total.cached_tokens),
+        )
+
+    def ttft_ns(self) -> int | None:
+        """Arrival to first output, if there was one."""
+        return None if self.first_ns is None else self.first_ns - self.started_ns
+
+    def record(self, now_ns: int) -> RequestMeasurement:
+        """The request as it is counted; `now_ns` is its end."""
+        usage, first, longest = self.usages.total(), self.usages.of(0), self.usages.longest
+        ended_ns = now_ns if self.ended_ns is None else self.ended_ns
+        tpot_ns = None
+        if self.first_ns is not None and longest > 1:
+            tpot_ns = (ended_ns - self.first_ns) // (longest - 1)
+        return RequestMeasurement(
+            endpoint=self.endpoint,
+            outcome=self.outcome or OutcomeLabel.ERROR,
+            duration_ns=now_ns - self.started_ns,
+            queue_ns=None if first is None else first.queue_ns,
+            ttft_ns=self.ttft_ns(),
+            tpot_ns=tpot_ns,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            generated_tokens=usage.completion_tokens,
+        )
+
+
+def outcome_of(error: Exception) -> OutcomeLabel:
+    """How a request that failed with this error is counted."""
+    if isinstance(error, ClientError):
+        return OutcomeLabel.REJECTED
+    if isinstance(error, Overloaded | WorkerUnavailable):
+        return OutcomeLabel.SHED
+    return OutcomeLabel.ERROR
+
+
 JSON = b"application/json"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 EVENTS = b"text/event-stream; charset=utf-8"

@@ -28,12 +28,8 @@ class HttpServer:
         config: ServerConfig,
         *,
         clock: Clock,
-        listeners: Sequence[socket.socket] = (),
         limits: WireLimits = WIRE_LIMITS,
     ) -> None:
-        """`listeners` are sockets that listen already, shared with other processes; without any it makes its
-        own.
-        """
         self._config = config
         self._clock = clock
         self._connections: set[Connection] = set()
@@ -46,7 +42,6 @@ class HttpServer:
             clock=clock,
             connections=self._connections,
         )
-        self._shared = listeners
         self._listeners: list[asyncio.Server] = []
         self._tick: asyncio.TimerHandle | None = None
         self._tick_s = tick_s(
@@ -58,42 +53,42 @@ class HttpServer:
         """Open connections, idle ones included."""
         return len(self._connections)
 
-    async def start(self) -> tuple[str, int]:
-        """Listen. Returns the address, with the port that was taken if 0 was asked for.
+    async def start(self, listeners: Sequence[socket.socket] = ()) -> tuple[str, int]:
+        """Accept connections. Returns the address, with the port that was taken if 0 was asked for.
+
+        `listeners` are sockets that listen already, shared with other processes; without any it makes its
+        own.
 
         Raises:
             ConfigError: the address cannot be listened on.
         """
         loop = asyncio.get_running_loop()
-        host, port = self._config.host, self._config.port
-        try:
-            for shared in self._shared:
-                self._listeners.append(
-                    await loop.create_server(self._connection, sock=shared, backlog=BACKLOG)
-                )
-            if not self._shared:
-                self._listeners.append(
-                    await loop.create_server(self._connection, host, port, backlog=BACKLOG)
-                )
-        except OSError as error:
-            raise ConfigError(
-                f"server: cannot listen on {host} port {port}: {error.strerror or error}"
-            ) from error
+        for each in listeners or await bound_sockets(self._config):
+            self._listeners.append(await loop.create_server(self._connection, sock=each, backlog=BACKLOG))
         self._tick = loop.call_later(self._tick_s, self._on_tick)
         bound = self._listeners[0].sockets[0].getsockname()
         return str(bound[0]), int(bound[1])
 
-    def begin_drain(self) -> None:
-        """Accept nothing new, close idle connections, and let the others close after their answer."""
+    def close_after_answers(self) -> None:
+        """From now on every connection closes after the answer that it waits for, or the next one."""
         self._context.draining = True
+        for connection in list(self._connections):
+            connection.close_after_answer()
+
+    def close_listeners(self) -> None:
+        """Accept nothing new: another process listens on the same socket."""
         for listener in self._listeners:
             listener.close()
+
+    def close_idle(self) -> None:
+        """Close connections that wait for no answer."""
         for connection in list(self._connections):
-            connection.drain()
+            connection.close_if_idle()
 
     async def stop(self) -> None:
         """Cut every connection that is left and release the socket."""
-        self.begin_drain()
+        self.close_after_answers()
+        self.close_listeners()
         if self._tick is not None:
             self._tick.cancel()
         for connection in list(self._connections):
@@ -115,3 +110,25 @@ def tick_s(*timeouts_s: float) -> float:
     """How often to look at deadlines: often enough that the shortest is kept within a quarter."""
     shortest = min((timeout for timeout in timeouts_s if timeout > 0), default=TICK_S_MAX)
     return min(TICK_S_MAX, shortest / 4)
+
+
+async def bound_sockets(config: ServerConfig) -> list[socket.socket]:
+    """Sockets that listen on the configured address: one for each address that the host's name stands for.
+
+    Raises:
+        ConfigError: it cannot be listened on.
+    """
+    host, port, made = config.host, config.port, list[socket.socket]()
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, _, _, _, address in dict.fromkeys(found):
+            number = made[0].getsockname()[1] if made else int(address[1])
+            made.append(socket.create_server((str(address[0]), number), family=family, backlog=BACKLOG))
+    except OSError as error:
+        for each in made:
+            each.close()
+        message = f"server: cannot listen on {host} port {port}: {error.strerror or error}"
+        raise ConfigError(message) from error
+    return made

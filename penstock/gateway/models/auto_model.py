@@ -5,9 +5,8 @@ from collections.abc import Callable
 from penstock.config.routing import AUTO, RoutingConfig
 from penstock.errors import NotFound
 from penstock.policy.extras.complexity import ComplexityRouter, Features
-from penstock.policy.limits.tenant_limits import check_model, may_use_model
-from penstock.policy.placement.decision_log import ComplexityChoice
-from penstock.policy.tenant import Tenant
+from penstock.policy.placement.pick import ComplexityChoice
+from penstock.policy.tenant import Tenant, check_model, may_use_model
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ModelCard
 
 _CHARS_PER_TOKEN = 3

@@ -21,8 +21,7 @@ import msgspec
 
 from penstock.errors import ContextTooLong, InvalidRequest, Overloaded
 from penstock.gateway.models.served import ServedModel
-from penstock.policy.limits.tenant_limits import check_tokens, output_room
-from penstock.policy.tenant import ANONYMOUS, Tenant
+from penstock.policy.tenant import ANONYMOUS, Tenant, check_tokens, output_room
 from penstock.protocol.needs import text_only
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ToolSpec
 from penstock.protocol.worker import ModelInfo
@@ -242,9 +241,11 @@ def completion_max_tokens(
         ContextTooLong: it does not fit.
         InvalidRequest: the tenant may not have answers that long.
     """
-    check_tokens(tenant, num_prompt, request.max_tokens, param="prompt")
-    room = _room(request.max_tokens, num_prompt, info, tenant, "prompt")
-    return room if request.max_tokens else min(COMPLETION_MAX_TOKENS, room)
+    # A prompt is scored with its answer's first token, which is dropped: `ScoringSink`.
+    asked = None if request.max_tokens is None else max(1, request.max_tokens)
+    check_tokens(tenant, num_prompt, asked, param="prompt")
+    room = _room(asked, num_prompt, info, tenant, "prompt")
+    return room if asked is not None else min(COMPLETION_MAX_TOKENS, room)
 
 
 def check_sampling(request: GenerationRequest, max_tokens: int, info: ModelInfo) -> None:

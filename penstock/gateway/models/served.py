@@ -19,9 +19,15 @@ from penstock.config.routing import RoutingConfig
 from penstock.errors import ConfigError, InvalidRequest, NotFound, WorkerUnavailable
 from penstock.fleet.registry import RouteWorkers
 from penstock.gateway.models.auto_model import AutoModels
-from penstock.policy.limits.tenant_limits import check_adapter, check_model, may_use_adapter, may_use_model
-from penstock.policy.placement.decision_log import ComplexityChoice
-from penstock.policy.tenant import ANONYMOUS, Tenant
+from penstock.policy.placement.pick import ComplexityChoice
+from penstock.policy.tenant import (
+    ANONYMOUS,
+    Tenant,
+    check_adapter,
+    check_model,
+    may_use_adapter,
+    may_use_model,
+)
 from penstock.protocol.openai import CallerLimits, GenerationRequest, ModelCard
 from penstock.protocol.worker import ModelInfo
 from penstock.rng import fresh_key

@@ -3,11 +3,18 @@
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
-from penstock.backends.base import Delta, Finish, TextLogprob, ToolCallPiece
+from penstock.backends.base import Delta, Finish, Sink, TextLogprob, ToolCallPiece
 from penstock.gateway.http.errors import error_response
 from penstock.gateway.http.exchange import Response
-from penstock.gateway.relay.logprobs import Echo, chat_logprobs, completion_logprobs, echoed_logprobs
+from penstock.gateway.relay.relay import (
+    Echo,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    prompt_logprobs,
+)
 from penstock.gateway.relay.reply import Context, Reply
 from penstock.protocol.openai import (
     AnswerMessage,
@@ -17,6 +24,7 @@ from penstock.protocol.openai import (
     ChatChoice,
     CompletionAnswer,
     CompletionChoice,
+    PromptLogprobs,
 )
 from penstock.text.tools import Text, ToolEvent, ToolParser
 from penstock.types import FinishReason
@@ -84,6 +92,25 @@ class CollectSink:
         self._reply.choice_finished(self._index, finish)
 
 
+class ScoringSink:
+    """Passes on the log-probabilities of a prompt, and drops the token that a worker has to draw for them."""
+
+    __slots__ = ("_sink",)
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def on_delta(self, delta: Delta) -> None:
+        """More output."""
+        self._sink.on_delta(delta if delta.prompt_logprobs else Delta("", ()))
+
+    def on_finish(self, finish: Finish) -> None:
+        """The end: of as many tokens as were asked for, whatever was drawn."""
+        reason = FinishReason.LENGTH if finish.reason is FinishReason.STOP else finish.reason
+        usage = replace(finish.usage, completion_tokens=0)
+        self._sink.on_finish(replace(finish, reason=reason, usage=usage, stop=None))
+
+
 class WholeReply(Reply):
     """A reply that is one JSON body."""
 
@@ -111,14 +138,20 @@ class WholeReply(Reply):
 class WholeChat(WholeReply):
     """A chat completion in one piece."""
 
-    __slots__ = ("_parsers", "_with_logprobs")
+    __slots__ = ("_num_prompt_top", "_parsers", "_with_logprobs")
 
     def __init__(
-        self, context: Context, *, parsers: Sequence[ToolParser | None], with_logprobs: bool
+        self,
+        context: Context,
+        *,
+        parsers: Sequence[ToolParser | None],
+        with_logprobs: bool,
+        num_prompt_top: int | None = None,
     ) -> None:
         super().__init__(context)
         self._parsers = parsers
         self._with_logprobs = with_logprobs
+        self._num_prompt_top = num_prompt_top
 
     def answer(self) -> ChatAnswer:
         """The body."""
@@ -130,6 +163,7 @@ class WholeChat(WholeReply):
             system_fingerprint=self.context.head.fingerprint,
             choices=[self._choice(i, sink) for i, sink in enumerate(self.sinks)],
             usage=self.tally.usage(),
+            prompt_logprobs=_shown_prompt(self.sinks[0], self._num_prompt_top),
         )
 
     def _choice(self, index: int, sink: CollectSink) -> ChatChoice:
@@ -162,12 +196,20 @@ class WholeChat(WholeReply):
 class WholeCompletion(WholeReply):
     """Plain completions in one piece."""
 
-    __slots__ = ("_echoes", "_with_logprobs")
+    __slots__ = ("_echoes", "_num_prompt_top", "_with_logprobs")
 
-    def __init__(self, context: Context, *, echoes: Sequence[Echo], with_logprobs: bool) -> None:
+    def __init__(
+        self,
+        context: Context,
+        *,
+        echoes: Sequence[Echo],
+        with_logprobs: bool,
+        num_prompt_top: int | None = None,
+    ) -> None:
         super().__init__(context)
         self._echoes = echoes
         self._with_logprobs = with_logprobs
+        self._num_prompt_top = num_prompt_top
 
     def answer(self) -> CompletionAnswer:
         """The body."""
@@ -189,4 +231,9 @@ class WholeCompletion(WholeReply):
             text=echo.text + sink.text,
             logprobs=completion_logprobs(shown, 0) if self._with_logprobs else None,
             finish_reason=sink.reason.value,
+            prompt_logprobs=_shown_prompt(sink, self._num_prompt_top),
         )
+
+
+def _shown_prompt(sink: CollectSink, num_top: int | None) -> PromptLogprobs | None:
+    return None if num_top is None else prompt_logprobs(sink.prompt_logprobs, num_top)

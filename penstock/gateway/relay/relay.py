@@ -6,23 +6,120 @@ transport's buffer, whose bound is checked at every write (exchange.py). docs/de
 
 The response's head is held back until the first output, so that a worker which fails before it is an honest
 503 and not a broken 200. A heartbeat sends it too, if the first output takes long.
+
+vLLM's `stream_options.continuous_usage_stats`: every chunk of a stream has the usage until there.
+
+The chunks of the other sinks are written as they are; only their last field is put in. Rare, so it may cost
+more.
+
+Log-probabilities in OpenAI's two shapes.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 import msgspec
 
-from penstock.backends.base import Delta, Finish, TextLogprob, ToolCallPiece
+from penstock.backends.base import Delta, Finish, Sink, TextLogprob, ToolCallPiece
 from penstock.gateway.http.errors import error_body, error_response
 from penstock.gateway.http.exchange import Exchange
-from penstock.gateway.relay.logprobs import Echo, chat_logprobs, completion_logprobs, echoed_logprobs
 from penstock.gateway.relay.reply import Context, Reply
-from penstock.protocol.openai import AnswerToolCall, CalledFunction
-from penstock.protocol.sse import DONE, HEARTBEAT, event
-from penstock.protocol.stream import ChatChunks, CompletionChunks
+from penstock.protocol.openai import (
+    AnswerToolCall,
+    CalledFunction,
+    ChatLogprobs,
+    CompletionLogprobs,
+    ContentLogprob,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
+from penstock.protocol.stream import DONE, HEARTBEAT, ChatChunks, CompletionChunks, event
 from penstock.rng import IdSource
 from penstock.text.tools import ParsedToolCall, ToolEvent, ToolParser
 from penstock.types import FinishReason
+
+LOWEST = -9999.0
+"""What OpenAI writes for a probability of zero, which JSON has no logarithm of."""
+
+
+@dataclass(slots=True, frozen=True)
+class Echo:
+    """What is shown of a prompt in front of its answers."""
+
+    text: str = ""
+    first: TextLogprob | None = None
+    """The prompt's first token, where log-probabilities are shown too: it has none, and those that follow
+    do."""
+    num_top: int = 0
+    """Alternatives that are shown beside each token; more may have been asked for, for `prompt_logprobs`."""
+
+
+def chat_logprobs(logprobs: Sequence[TextLogprob]) -> ChatLogprobs:
+    """`choices[].logprobs` of a chat answer or chunk."""
+    return ChatLogprobs(
+        [
+            ContentLogprob(
+                token=item.token,
+                logprob=_shown(item.logprob),
+                bytes=list(item.token_bytes),
+                top_logprobs=[TopLogprob(t, _shown(p), list(b)) for t, b, p in item.top],
+            )
+            for item in logprobs
+        ]
+    )
+
+
+def completion_logprobs(logprobs: Sequence[TextLogprob], offset: int) -> CompletionLogprobs:
+    """`choices[].logprobs` of a plain completion; the first token stands at character `offset`."""
+    offsets: list[int] = []
+    for item in logprobs:
+        offsets.append(offset)
+        offset += len(item.token)
+    return CompletionLogprobs(
+        text_offset=offsets,
+        token_logprobs=[None if item.logprob is None else _shown(item.logprob) for item in logprobs],
+        tokens=[item.token for item in logprobs],
+        top_logprobs=[None if item.logprob is None else _tops(item) for item in logprobs],
+    )
+
+
+def prompt_logprobs(following: Sequence[TextLogprob], count: int) -> PromptLogprobs:
+    """VLLM's `prompt_logprobs`, of a prompt's tokens from the second on, with `count` alternatives each."""
+    return [None, *(_by_id(item, count) for item in following)]
+
+
+def _by_id(item: TextLogprob, count: int) -> dict[str, PromptLogprob]:
+    ranked = zip(item.top_ids[:count], item.top, strict=False)
+    found = {
+        str(token_id): PromptLogprob(logprob=_shown(logprob), rank=rank, decoded_token=text)
+        for rank, (token_id, (text, _, logprob)) in enumerate(ranked, start=1)
+    }
+    own = PromptLogprob(logprob=_shown(item.logprob), rank=item.rank or None, decoded_token=item.token)
+    return {str(item.token_id): own} | found
+
+
+def _tops(item: TextLogprob) -> dict[str, float]:
+    """The likeliest tokens, and the token itself, by their text; of tokens with one text the likeliest."""
+    found: dict[str, float] = {}
+    for text, _, logprob in item.top:
+        found.setdefault(text, _shown(logprob))
+    found.setdefault(item.token, _shown(item.logprob))
+    return found
+
+
+def echoed_logprobs(echo: Echo, following: Sequence[TextLogprob]) -> list[TextLogprob]:
+    """The prompt's tokens: its first, and `following`; nothing where no prompt is shown."""
+    if echo.first is None:
+        return []
+    return [echo.first, *(replace(each, top=each.top[: echo.num_top]) for each in following)]
+
+
+def _shown(logprob: float | None) -> float:
+    assert logprob is not None, "only a prompt's first token has no log-probability"
+    return max(logprob, LOWEST)
+
 
 _encode = msgspec.json.Encoder().encode
 
@@ -299,3 +396,61 @@ def _prose(item: ToolEvent | str) -> str:
     if isinstance(item, str):
         return item
     return "" if isinstance(item, ParsedToolCall) else item.text
+
+
+_END = b'"usage":null}\n\n'
+
+
+class _Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """As vLLM writes it: the details come with the last chunk of all."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class UsageWriter:
+    """Stands before an exchange, for the sinks of one reply.
+
+    Holds nothing back, for what is held has no usage of its own.
+    """
+
+    holds = False
+
+    def __init__(self, exchange: Exchange, num_prompt: int) -> None:
+        self._exchange, self._num_prompt = exchange, num_prompt
+        self.num_generated = 0
+        """Of all choices."""
+
+    def as_exchange(self) -> Exchange:
+        """For a sink, which uses nothing else of one."""
+        return cast(Exchange, self)
+
+    def write(self, data: bytes) -> None:
+        """Write one chunk."""
+        if data.endswith(_END):
+            usage = _Usage(
+                prompt_tokens=self._num_prompt,
+                completion_tokens=self.num_generated,
+                total_tokens=self._num_prompt + self.num_generated,
+            )
+            data = b'%b"usage":%b}\n\n' % (data[: -len(_END)], _encode(usage))
+        self._exchange.write(data)
+
+
+class CountingSink:
+    """Counts a choice's tokens before its chunk is written."""
+
+    __slots__ = ("_sink", "_writer")
+
+    def __init__(self, sink: Sink, writer: UsageWriter) -> None:
+        self._sink, self._writer = sink, writer
+
+    def on_delta(self, delta: Delta) -> None:
+        """More output."""
+        self._writer.num_generated += len(delta.token_ids)
+        self._sink.on_delta(delta)
+
+    def on_finish(self, finish: Finish) -> None:
+        """The end."""
+        self._sink.on_finish(finish)

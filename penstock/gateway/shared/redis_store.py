@@ -24,8 +24,7 @@ from typing import Any, cast
 from penstock.config.flow import SharedConfig
 from penstock.errors import ConfigError
 from penstock.gateway.shared.keeper import StoreError
-from penstock.policy.limits.budget import Spent
-from penstock.policy.limits.calendar import month_of
+from penstock.policy.limits.budget import Spent, month_of
 from penstock.policy.limits.lease import LeaseAsk, LeaseGrant, LeaseReply
 
 SCRIPT = """

@@ -26,9 +26,16 @@ import msgspec
 
 from penstock.errors import WorkerError
 from penstock.kv.events import DEVICE, HOST, AllBlocksCleared, BlockStored, KVEventBatch
-from penstock.kv.hashing import TOKEN_BYTES, BlockHasher, token_bytes
+from penstock.kv.hashing import (
+    KEY_BYTES,
+    TOKEN_BYTES,
+    BlockHasher,
+    CanonicalHasher,
+    PromptKeys,
+    own_keys,
+    token_bytes,
+)
 from penstock.kv.index.prefix_index import Tier
-from penstock.kv.index.prompt_keys import KEY_BYTES, CanonicalHasher, PromptKeys, own_keys
 from penstock.types import BLOCK_TOKENS
 
 _ID_MASK = (1 << 8 * KEY_BYTES) - 1
@@ -104,7 +111,7 @@ def decode_events(payload: bytes) -> list[Event]:
 
 
 def events_of_engine(batch: KVEventBatch) -> list[Event]:
-    """Our engine's events, which came decoded (backends/engine/kv.py)."""
+    """Our engine's events, which came decoded (backends/engine/backend.py)."""
     found: list[Event] = []
     for event in batch.events:
         if isinstance(event, BlockStored):

@@ -7,7 +7,7 @@ object.
     fleet      add(worker, ...) -> Residency, which receives the worker's KV events;   remove(worker)
 
 Pure: gateway and simulator use this same object. It fulfils what a placement asks for
-(`policy/placement/locality.py`), where workers go by their ids; inside they are numbers.
+(`policy/placement/route.py`), where workers go by their ids; inside they are numbers.
 """
 
 import hashlib
@@ -17,11 +17,10 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 
-from penstock.kv.hashing import BlockHasher
+from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys
 from penstock.kv.index.block_names import BlockNames, EngineBlockNames, ExternalBlockNames
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held, Match, PrefixIndex
-from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys
 from penstock.kv.index.worker_cache_view import WorkerCacheView
 from penstock.types import WorkerId
 

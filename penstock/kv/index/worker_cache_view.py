@@ -13,7 +13,7 @@ Where the request was sent, its blocks are *predicted*. Every answer says how mu
 (`audit`): that confirms predictions or ends them, tells how large a silent worker's cache is, and how far
 this worker's index can be trusted.
 
-Pure: told by backends/engine/kv.py, whose order is certain (`hear`), or by fleet/kv_watch.py
+Pure: told by backends/engine/backend.py, whose order is certain (`hear`), or by fleet/kv_watch.py
 (`live`, `again`, `end_of_replay`).
 """
 
@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, StrEnum
 from types import MappingProxyType
 
+from penstock.kv.hashing import PromptKeys
 from penstock.kv.index.block_names import (
     BlockNames,
     Cleared,
@@ -33,7 +34,6 @@ from penstock.kv.index.block_names import (
 )
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.prefix_index import PrefixIndex
-from penstock.kv.index.prompt_keys import PromptKeys
 from penstock.types import BLOCK_TOKENS
 
 AUDIT_WEIGHT = 0.05

@@ -8,6 +8,8 @@
 | its queue is full | divert if allowed, else 429 | divert, else 429 | 429 |
 | costs more than a fallback in time, and the budget nears its end | divert if allowed | divert | as above |
 | has no worker | wait if the queue does, else divert, else 503 | divert, else as the queue | as the queue |
+| has only workers that fail | divert if allowed, else admit | divert, else admit | admit |
+| has only workers without room for too long | divert if allowed, else 429 | divert, else 429 | 429 |
 
 "In time" is what the request says itself, else the promise to its band and tier (promise.py). Its wait is
 what goes before it in its band, at the pace at which the band's requests start now: nothing is predicted that
@@ -18,6 +20,16 @@ that such a request fits.
 
 Pure and deterministic; the facts are handed in, and a fallback's are asked for only when it comes into
 question.
+
+What a request is promised: when its first token comes, and how fast the others follow.
+
+    promise     by band and tier, as configured: 500 ms to the first token, 50 ms per further one
+    on a worker never less than `IDLE_FACTOR` times what the same request takes on an idle one
+
+So the promise to a long prompt grows with its own computation, and a slow machine promises what it was
+measured to do: one rule for both. Goodput is what was answered within the promise.
+
+When whoever was turned away is told to come back. Pure.
 """
 
 from typing import Literal
@@ -25,12 +37,87 @@ from typing import Literal
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.routing import AdmissionConfig, ModelRoute
-from penstock.policy.admission.promise import IDLE_FACTOR, Promises
-from penstock.policy.admission.retry_after import RetryAfterSchedule
-from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Decision, Divert, Shed
-from penstock.policy.limits.tenant_limits import may_use_model
-from penstock.policy.tenant import Degrade, Tenant
+from penstock.config.routing import AdmissionConfig, ModelRoute, TtftTarget
+from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Decision, Divert, RouteTrouble, Shed
+from penstock.policy.tenant import Degrade, Tenant, may_use_model
+
+IDLE_FACTOR = 2.5
+"""No promise is shorter than this many times what the same request takes on an idle worker, as measured: what
+a long prompt or a slow machine is promised."""
+
+
+class Promise(msgspec.Struct, frozen=True, gc=False):
+    """In nanoseconds; 0 promises nothing."""
+
+    ttft_ns: int = 0
+    """From arrival to the first token."""
+    tpot_ns: int = 0
+    """Mean time per token after the first."""
+
+    def on(self, factor: float, idle_ttft_ns: int, idle_tpot_ns: int) -> "Promise":
+        """What holds for a request that takes so long on an idle worker."""
+        return Promise(
+            self.ttft_ns and max(self.ttft_ns, round(factor * idle_ttft_ns)),
+            self.tpot_ns and max(self.tpot_ns, round(factor * idle_tpot_ns)),
+        )
+
+    def is_kept(self, ttft_ns: int, tpot_ns: int) -> bool:
+        """Whether an answer with these times was in time. `tpot_ns` is 0 for a single token."""
+        in_time = not self.ttft_ns or ttft_ns <= self.ttft_ns
+        return in_time and (not self.tpot_ns or tpot_ns <= self.tpot_ns)
+
+
+class Promises:
+    """The promises of a configuration.
+
+    The narrowest target that says a time counts: band and tier, tier, band, all.
+    """
+
+    __slots__ = ("_all", "_found", "_targets")
+
+    def __init__(self, config: AdmissionConfig) -> None:
+        self._all = TtftTarget(ttft_ms=config.ttft_target_ms, tpot_ms=config.tpot_target_ms)
+        self._targets = {(target.band, target.tier): target for target in config.targets}
+        self._found: dict[tuple[str, str], Promise] = {}
+
+    def of(self, *, tier: str, band: str) -> Promise:
+        """The promise to a request of this tier and band, as configured."""
+        keys = [key for key in ((band, tier), ("", tier), (band, "")) if any(key)]
+        wider = [target for key in keys if (target := self._targets.get(key)) is not None]
+        wider.append(self._all)
+        ttft_ms = next(each.ttft_ms for each in wider if each.ttft_ms is not None)
+        tpot_ms = next(each.tpot_ms for each in wider if each.tpot_ms is not None)
+        return Promise(round(ttft_ms * NS_PER_MS), round(tpot_ms * NS_PER_MS))
+
+
+class RetryAfterSchedule:
+    """When whoever was turned away is to come back: one after the other, not all at once.
+
+    By tenant, because one that hammers must not send all others away for a minute: what others have booked
+    delays a tenant's next promise to twice its own wait at most.
+    """
+
+    __slots__ = ("_kept", "_until", "_wait_ns_max")
+
+    def __init__(self, *, wait_ns_max: int, kept: int) -> None:
+        """`kept`: pairs of model and tenant that are remembered; over it the oldest is forgotten."""
+        self._wait_ns_max, self._kept = wait_ns_max, kept
+        self._until: dict[tuple[str, str], int] = {}
+
+    def book(self, now_ns: int, who: tuple[str, str], wait_ns: int, each_ns: int) -> int:
+        """When to come back, at least `wait_ns` from now; the next one comes `each_ns` later."""
+        everybody = (who[0], "\0")
+        others_ns = min(self._until.get(everybody, 0), now_ns + 2 * wait_ns)
+        at_ns = max(now_ns + wait_ns, self._until.get(who, 0), others_ns)
+        at_ns = min(at_ns, now_ns + self._wait_ns_max)
+        assert now_ns <= at_ns, "nobody is told to have come before"
+        for key in (who, everybody):
+            self._until.pop(key, None)  # To the end: the oldest is dropped first.
+            self._until[key] = at_ns + each_ns
+        while len(self._until) > self._kept:
+            del self._until[next(iter(self._until))]
+        return at_ns
+
 
 QUEUE_SHARE = 0.3
 """Of the promise as configured, what a request may wait for its start; the rest is its worker's. The same for
@@ -88,6 +175,10 @@ class AdmissionControl:
         may_divert = _degrade_of(facts) != "never"
         if not route.ready:
             return self._without_worker(facts, may_divert=may_divert)
+        if route.trouble is not None and route.trouble.why:
+            decided = self._in_trouble(facts, route.trouble, may_divert=may_divert)
+            if decided is not None:
+                return decided
         if facts.is_cheaper is not None and may_divert:
             for found in self._fallbacks(facts):
                 if facts.is_cheaper(found.model) and self._judge(facts, found).fits:
@@ -105,7 +196,25 @@ class AdmissionControl:
         if may_divert and _degrade_of(facts) == "prefer" and (sooner := self._much_sooner(facts)):
             return sooner
         expected_ns = _expected_ns(route) if route.has_ahead else 0
-        return Admit(expected_ns, verdict.promised_ns, verdict.start_by_ns)
+        # Rather another model than a worker that fails, where there is one: the panic rule is for the rest.
+        is_strict = route.trouble is not None and may_divert and self._first_that_fits(facts) is not None
+        return Admit(expected_ns, verdict.promised_ns, verdict.start_by_ns, is_strict)
+
+    def elsewhere(self, facts: AdmitFacts) -> str:
+        """The first fallback that would answer in time, where that is allowed; empty: none."""
+        found = self._first_that_fits(facts) if _degrade_of(facts) != "never" else None
+        return found.model if found is not None else ""
+
+    def _in_trouble(self, facts: AdmitFacts, trouble: RouteTrouble, *, may_divert: bool) -> Decision | None:
+        """None of its workers may be used. None: it is let in all the same, if it would be otherwise."""
+        assert trouble.why, "most is not all"
+        found = self._first_that_fits(facts) if may_divert else None
+        if found is not None:
+            return Divert(found.model, trouble.why)
+        route, wait_max_ns = facts.requested, self._times(facts, facts.requested)[2]
+        if trouble.why == "busy" and 0 < wait_max_ns < route.back_ns:
+            return Shed(429, route.back_ns, "busy")
+        return None
 
     def _judge(self, facts: AdmitFacts, route: Candidate) -> _Verdict:
         promised_ns, start_by_ns, wait_max_ns = self._times(facts, route)
@@ -152,7 +261,7 @@ class AdmissionControl:
         found: list[Candidate] = []
         for model in self.chain(facts.tenant, facts.requested.model, needs_tools=facts.needs_tools):
             candidate = facts.candidate(model) if model not in facts.tried else None
-            if candidate is not None and candidate.ready and _holds(candidate):
+            if candidate is not None and _is_able(candidate) and _holds(candidate):
                 found.append(candidate)
         return found
 
@@ -215,6 +324,11 @@ def effective_degrade(asked: Degrade | None, tenant: Tenant) -> Degrade:
 
 def _degrade_of(facts: AdmitFacts) -> Degrade:
     return effective_degrade(facts.degrade, facts.tenant)
+
+
+def _is_able(candidate: Candidate) -> bool:
+    """Whether it has a worker that may be used."""
+    return candidate.ready > 0 and (candidate.trouble is None or not candidate.trouble.why)
 
 
 def _holds(candidate: Candidate) -> bool:

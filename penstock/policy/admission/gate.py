@@ -2,6 +2,9 @@
 comes out.
 
 FlowControl.arrive ──> Gate.decide ──> Admission
+
+Tenants whose budget nears its end are sent to cheaper models, where they allow that, so that it lasts
+longer.
 """
 
 import math
@@ -14,13 +17,40 @@ from penstock.config.flow import QueueConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.errors import Overloaded, PenstockError, WorkerUnavailable
 from penstock.policy.admission.admit import AdmissionControl, effective_degrade
-from penstock.policy.admission.budget_downgrade import BudgetDowngrade
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.answers import Diverted, Refused
 from penstock.policy.contracts import Pass, RouteLoad
 from penstock.policy.flow import RequestFacts
+from penstock.policy.limits.budget import TenantBudgets
+from penstock.policy.limits.price import PriceList
 from penstock.policy.queueing.fair_queue import default_level, ordered_bands
 from penstock.policy.tenant import Degrade, Tenant
+from penstock.types import Usage
+
+_CHOSEN = ("", "complexity")
+"""A request that was sent on for another reason stays where that put it."""
+
+
+class BudgetDowngrade:
+    """Knows the budgets and the prices."""
+
+    __slots__ = ("_budgets", "_prices")
+
+    def __init__(self, budgets: TenantBudgets, prices: PriceList) -> None:
+        self._budgets, self._prices = budgets, prices
+
+    def cheaper_for(self, now_ns: int, facts: RequestFacts) -> Callable[[str], bool] | None:
+        """Whether another model would cost less for this request, at its longest; None if its tenant need not
+        save.
+        """
+        tenant = facts.tenant
+        if not (tenant.budget_day_micros or tenant.budget_month_micros) or facts.diverted not in _CHOSEN:
+            return None
+        if not self._budgets.nears_end(now_ns, tenant):
+            return None
+        usage = Usage(prompt_tokens=facts.prompt_tokens, completion_tokens=facts.max_tokens * facts.choices)
+        cost_max = self._prices.cost_micros(facts.route, usage)
+        return lambda model: self._prices.cost_micros(model, usage) < cost_max
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,10 +108,24 @@ class Gate:
         self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]
     ) -> Pass | Diverted | Refused:
         """Let it in, send it on, or turn it away."""
+        admit_facts = self._admit_facts(now_ns, facts, look)
+        decision = self._admission.decide(now_ns, admit_facts)
+        if isinstance(decision, Admit):
+            start_by_ns = decision.start_by_ns if admit_facts.requested.ready else 0
+            return Pass(decision.predicted_ns, decision.first_token_ns, start_by_ns, decision.is_strict)
+        if isinstance(decision, Divert):
+            return Diverted(facts.id, decision.model, decision.why)
+        return Refused(facts.id, "admission", _error(decision, facts.route))
+
+    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> str:
+        """See `contracts.Admission`."""
+        return self._admission.elsewhere(self._admit_facts(now_ns, facts, look))
+
+    def _admit_facts(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> AdmitFacts:
         band = self._band(facts.tenant.band)
-        requested = self._candidate(facts, facts.route, look)
+        requested = self._candidate(now_ns, facts, facts.route, look)
         assert requested is not None, f"{facts.route} is not served"
-        admit_facts = AdmitFacts(
+        return AdmitFacts(
             tenant=facts.tenant,
             requested=requested,
             band=band,
@@ -93,15 +137,8 @@ class Gate:
             waits_for_worker=self._waits_for_worker,
             tried=frozenset((facts.requested_model,)) if facts.diverted else frozenset(),
             is_cheaper=self._thrift and self._thrift.cheaper_for(now_ns, facts),
-            candidate=lambda model: self._candidate(facts, model, look),
+            candidate=lambda model: self._candidate(now_ns, facts, model, look),
         )
-        decision = self._admission.decide(now_ns, admit_facts)
-        if isinstance(decision, Admit):
-            start_by_ns = decision.start_by_ns if requested.ready else 0
-            return Pass(decision.predicted_ns, decision.first_token_ns, start_by_ns)
-        if isinstance(decision, Divert):
-            return Diverted(facts.id, decision.model, decision.why)
-        return Refused(facts.id, "admission", _error(decision, facts.route))
 
     def longer(
         self,
@@ -135,7 +172,7 @@ class Gate:
         return name if name in self._timeouts else self._default
 
     def _candidate(
-        self, request: RequestFacts, model: str, look: Callable[[str], RouteLoad]
+        self, now_ns: int, request: RequestFacts, model: str, look: Callable[[str], RouteLoad]
     ) -> Candidate | None:
         facts = self._facts(model)
         if facts is None:
@@ -156,6 +193,8 @@ class Gate:
             max_model_len=facts.max_model_len,
             can_serve=facts.can_serve(request.adapter, request.needs),
             is_full=route.is_full,
+            trouble=route.trouble,
+            back_ns=max(1, route.trouble.back_ns - now_ns) if route.trouble is not None else 0,
         )
 
 
@@ -167,6 +206,7 @@ def _error(shed: Shed, model: str) -> PenstockError:
         "queue_full": "its queue is full",
         "slo": "it could not answer in time",
         "no_worker": "it has no worker",
+        "busy": "its workers have no room",
     }[shed.why]
     return Overloaded(
         f"The model '{model}' is busy: {why}. Try again in {max(1, math.ceil(seconds))} s.",

@@ -24,7 +24,7 @@ from penstock.policy.extras.complexity_marks import (
     tools_mark,
     words_of,
 )
-from penstock.policy.placement.decision_log import ComplexityChoice
+from penstock.policy.placement.pick import ComplexityChoice
 
 _CHARS_PER_TOKEN = 4
 """Good enough for one mark: the model, and so its tokenizer, is not chosen yet."""

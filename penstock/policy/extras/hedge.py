@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from penstock.clock import NS_PER_MS
 from penstock.config.branch import extended
 from penstock.config.health import HealthConfig
-from penstock.policy.estimates.quantile_window import AMOUNT_MAX, QuantileWindow
+from penstock.policy.estimates.output_length import AMOUNT_MAX, QuantileWindow
 from penstock.types import RequestId
 
 _UNIT = 1_000_000

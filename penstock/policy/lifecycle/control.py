@@ -30,10 +30,9 @@ from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.record import Outcome
-from penstock.policy.requests.account import Accounts
 from penstock.policy.requests.endings import Action, Evict, Settled
 from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Request, charge, victims, work_of
+from penstock.policy.requests.request import Accounts, Request, charge, victims, work_of
 from penstock.types import RequestId, Usage, WorkerId
 
 _DECIDED = {Outcome.CANCELLED: Event.CANCEL, Outcome.EVICTED: Event.EVICT}
@@ -65,7 +64,9 @@ class FlowControl:
         self._config, self._policies = queue_terms(config), policies or Policies()
         self._accounts = Accounts(self._policies)
         self._requests: dict[RequestId, Request] = {}
-        self._fallbacks = Fallbacks(self._policies, self._accounts, self._requests, self._look)
+        self._fallbacks = Fallbacks(
+            self._policies, self._accounts, self._requests, self._look, retries_max=self._config.retries_max
+        )
         self._lanes: dict[str, ModelQueue] = {}
         self._dirty: dict[str, ModelQueue] = {}
         self._timers: list[tuple[int, int, ModelQueue]] = []
@@ -154,8 +155,17 @@ class FlowControl:
         moved = self._fallbacks.move(now_ns, facts, lane)
         if moved is None:
             return False
+        request = self._requests[facts.id]
+        request.attempts_elsewhere = request.attempts
         self._advance(now_ns, self._requests[facts.id], Event.MOVE, Change(moved=moved))
         return True
+
+    def stay(self, request_id: RequestId) -> None:
+        """It was to move, and cannot: it waits on where it is."""
+        request = self._requests.get(request_id)
+        if request is not None and request_id in request.lane.leaving:
+            request.lane.leaving.discard(request_id)
+            self._touch(request.lane)
 
     def drain(self, now_ns: int, deadline_ns: int) -> None:
         """Refuse what is new from now on; accepted requests may run until the deadline, then they are
@@ -169,7 +179,8 @@ class FlowControl:
         """Take a worker's report; None: it is gone, and what ran there will be reported by `failed`."""
         lane = self._lane(now_ns, route)
         lane.set_worker(now_ns, worker_id, view)
-        self._policies.health.worker(route, worker_id, ready=None if view is None else view.ready)
+        ready, is_external = (None, False) if view is None else (view.ready, view.is_external)
+        self._policies.health.worker(route, worker_id, ready=ready, is_external=is_external)
         self._touch(lane)
 
     def first_output(self, now_ns: int, request_id: RequestId, *, cached_tokens: int | None = None) -> None:
@@ -266,26 +277,20 @@ class FlowControl:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        event = Event.FAIL
+        event, leaves = Event.FAIL, None
         if request.state is not State.QUEUED:
             self._end_extras(now_ns, request, self._pending)
             self._lost(now_ns, request, request.worker, error, usage)
-            event = (self._try_again(now_ns, request) if retry else None) or Event.FAIL
+            if retry:
+                event, leaves = self._fallbacks.next_try(now_ns, request, error)
         if event is Event.FAIL:
             request.error = request.error or type(error).__name__
         answer = self._advance(now_ns, request, event, Change(usage=usage, error=error))
         if event is Event.FAIL:
             return _settled(answer)
+        if leaves is not None:
+            self._pending.append(leaves)
         return Requeued(request_id, request.attempts, request.has_begun)
-
-    def _try_again(self, now_ns: int, request: Request) -> Event | None:
-        """How a request whose worker failed may be tried again; None if it may not."""
-        if request.state not in (State.STARTED, State.STREAMING):
-            return None
-        if request.has_begun:
-            return Event.MIGRATE if request.migrations < self._policies.migrations_max else None
-        may_retry = request.attempts <= self._config.retries_max and self._policies.health.may_retry(now_ns)
-        return Event.RETRY if may_retry else None
 
     # --- by the clock -----------------------------------------------------------------------------
 
@@ -397,8 +402,8 @@ class FlowControl:
                 why = f"waited {waited_s:.1f} s, and could not be answered in time any more"
                 error = Evicted(why, retry_after_s=lane.retry_after_s())
             self._evict(now_ns, self._requests[work.id], reason, error, actions)
-        if lane.down_ns is not None and lane.queue.num_waiting:
-            self._look_elsewhere(now_ns, lane, lane.down_ns, actions)
+        if lane.queue.num_waiting:
+            self._look_elsewhere(now_ns, lane, actions)
         while (start := lane.next_start(now_ns)) is not None:
             work, room = start
             request = self._requests[work.id]
@@ -414,13 +419,13 @@ class FlowControl:
             self._timers_set += 1
             heappush(self._timers, (due_ns, self._timers_set, lane))
 
-    def _look_elsewhere(self, now_ns: int, lane: ModelQueue, down_ns: int, actions: list[Action]) -> None:
-        """No worker is left: what waits falls back to another model under the rules of admission, else it
-        waits on.
+    def _look_elsewhere(self, now_ns: int, lane: ModelQueue, actions: list[Action]) -> None:
+        """If no worker is left, or none may be used: what waits falls back to another model under the rules
+        of admission, else it waits on.
         """
-        found, stay, more = self._fallbacks.ask(now_ns, lane, down_ns)
+        found, stay, more = self._fallbacks.ask(now_ns, lane)
         actions += found
-        if self._config.no_worker == "refuse":
+        if lane.down_ns is not None and self._config.no_worker == "refuse":
             for request in stay:
                 self._evict(now_ns, request, "no_worker", _no_worker(lane.route), actions)
         if more:

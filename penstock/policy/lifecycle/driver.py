@@ -148,6 +148,7 @@ class Driver:
             return False
         route = request.facts.route
         if not self.control.move(now_ns, facts):
+            self.control.stay(facts.id)
             return False
         self._records.diverted(route, why)
         return True

@@ -1,22 +1,29 @@
-"""Requests that wait for a model whose last worker is gone: another model may answer them, under the rules of
-admission.
+"""Requests that their own model cannot answer: another model may, under the rules of admission.
 
-Which one is admission's to say; the driver makes the prompt anew for it, since it has another tokenizer and
-template, and moves the request. All the while it waits where it was: should a worker come back meanwhile, or
-the other model not let it in, nothing is lost.
+    no worker is left      what waits is asked once; should a worker come back meanwhile it starts there
+    none may be used       they fail, are slow, or have no room (`Health.trouble`): the same, but it starts
+                           nowhere until the other model has answered whether it takes it
+    an attempt failed      or gave nothing in time, and the model has no other worker for it: at once
+
+Which model is admission's to say; the driver makes the prompt anew for it, since it has another tokenizer and
+template, and moves the request. All the while it waits where it was: should the other model not let it in,
+nothing is lost. It takes nothing of the retry budget: what keeps it from multiplying an overload is that the
+other model lets in what it can answer in time. Nothing falls back that has given output.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import msgspec
 
+from penstock.errors import AttemptTimeout, PenstockError, WorkerBusy
+from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.answers import Diverted, FallBack, Refused
-from penstock.policy.contracts import Pass, Policies, RouteLoad
-from penstock.policy.flow import RequestFacts, State
+from penstock.policy.contracts import Health, Pass, Policies, RouteLoad
+from penstock.policy.flow import Event, RequestFacts, State
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.requests.account import Accounts, Holds
-from penstock.policy.requests.request import Request, work_of
+from penstock.policy.requests.request import Accounts, Holds, Request, work_of
 from penstock.types import RequestId
 
 ASKED_MAX = 32
@@ -24,6 +31,9 @@ ASKED_MAX = 32
 next."""
 Look = Callable[[int, RequestFacts], Callable[[str], RouteLoad]]
 """How models stand for a request: `contracts.Admission.decide` asks."""
+
+_WHY: Mapping[type[PenstockError], DowngradeReason] = {AttemptTimeout: "timeout", WorkerBusy: "busy"}
+"""Why another model answers, by what ended the attempt; of any other error "failure"."""
 
 
 class Moved(msgspec.Struct, frozen=True, gc=False):
@@ -38,41 +48,92 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
 class Fallbacks:
     """Those of one flow control."""
 
-    __slots__ = ("_accounts", "_look", "_policies", "_requests")
+    __slots__ = ("_accounts", "_look", "_policies", "_requests", "_retries_max")
 
     def __init__(
-        self, policies: Policies, accounts: Accounts, requests: Mapping[RequestId, Request], look: Look
+        self,
+        policies: Policies,
+        accounts: Accounts,
+        requests: Mapping[RequestId, Request],
+        look: Look,
+        *,
+        retries_max: int,
     ) -> None:
-        """`requests` are all accepted ones, by reference."""
+        """`requests` are all accepted ones, by reference; `retries_max` bounds the tries at one model."""
+        self._retries_max = retries_max
         self._policies, self._accounts, self._requests, self._look = policies, accounts, requests, look
 
-    def ask(self, now_ns: int, lane: ModelQueue, down_ns: int) -> tuple[list[FallBack], list[Request], bool]:
-        """What waits for a model that has had no worker since `down_ns`: which requests could go elsewhere,
-        which could not, and whether there are more to ask. Each is asked once while the model is down.
+    def ask(self, now_ns: int, lane: ModelQueue) -> tuple[list[FallBack], list[Request], bool]:
+        """What waits for a model that has no worker, or none that may be used: which requests could go
+        elsewhere, which could not, and whether there are more to ask. Each is asked once while that lasts.
         """
         found, stay = list[FallBack](), list[Request]()
+        why, since_ns = _unusable(now_ns, lane, self._policies.health)
+        if not why:
+            return found, stay, False
         for work in lane.waiting():
             request = self._requests[work.id]
-            if request.asked_ns == down_ns or request.has_begun:
+            if request.asked_ns == since_ns or request.has_begun:
                 continue
             if len(found) + len(stay) == ASKED_MAX:
                 return found, stay, True
-            request.asked_ns, facts = down_ns, request.facts
-            verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
-            if isinstance(verdict, Diverted):
-                found.append(FallBack(facts.id, verdict.route, verdict.why))
+            request.asked_ns = since_ns
+            leaves = self._without_worker if why == "unavailable" else self.leave
+            if (action := leaves(now_ns, request, why)) is not None:
+                found.append(action)
             else:
                 stay.append(request)
         return found, stay, False
 
+    def next_try(self, now_ns: int, request: Request, error: PenstockError) -> tuple[Event, FallBack | None]:
+        """How a request whose worker failed is tried again, `FAIL` if it is not; and whether at another
+        model.
+        """
+        if request.state not in (State.STARTED, State.STREAMING):
+            return Event.FAIL, None
+        if request.has_begun:
+            may_move = request.migrations < self._policies.migrations_max
+            return (Event.MIGRATE if may_move else Event.FAIL), None
+        lane, health = request.lane, self._policies.health
+        lane.failed(request.worker, request.work)
+        may_retry = request.attempts - request.attempts_elsewhere <= self._retries_max
+        has_other = lane.has_other(now_ns, request.work)
+        if may_retry and has_other and health.may_retry(now_ns):
+            return Event.RETRY, None
+        if (leaves := self.leave(now_ns, request, _WHY.get(type(error), "failure"))) is not None:
+            return Event.RETRY, leaves
+        if isinstance(error, WorkerBusy):  # It is told when there is room: sooner nobody need ask.
+            return Event.FAIL, None
+        may_retry = may_retry and not has_other and health.may_retry(now_ns)
+        return (Event.RETRY if may_retry else Event.FAIL), None
+
+    def leave(self, now_ns: int, request: Request, why: DowngradeReason) -> FallBack | None:
+        """Let it leave for another model, if one may answer it and would in time; it starts nowhere until it
+        has moved, or stays.
+        """
+        facts = request.facts
+        if request.has_begun or facts.id in request.lane.leaving:
+            return None
+        route = self._policies.admission.elsewhere(now_ns, facts, self._look(now_ns, facts))
+        if not route:
+            return None
+        request.lane.leaving.add(facts.id)
+        return FallBack(facts.id, route, why)
+
+    def _without_worker(self, now_ns: int, request: Request, why: DowngradeReason) -> FallBack | None:
+        """Its model has no worker at all: admission's rules for that."""
+        facts = request.facts
+        verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
+        return FallBack(facts.id, verdict.route, verdict.why) if isinstance(verdict, Diverted) else None
+
     def move(self, now_ns: int, facts: RequestFacts, lane: ModelQueue) -> Moved | None:
-        """What it becomes to wait in that queue; None if it has a worker by now, has ended, or is not let in
-        there.
+        """What it becomes to wait in that queue; None if a worker has come back, it has ended, or it is not
+        let in there.
         """
         request = self._requests.get(facts.id)
         if request is None or request.state is not State.QUEUED or request.has_begun:
             return None
-        if request.lane.down_ns is None or lane is request.lane:
+        if lane is request.lane or (request.lane.down_ns is None and facts.id not in request.lane.leaving):
             return None
         verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
         if not isinstance(verdict, Pass):
@@ -85,3 +146,11 @@ class Fallbacks:
             return None
         work.output_tokens = holds.expected
         return Moved(facts, lane, work, holds)
+
+
+def _unusable(now_ns: int, lane: ModelQueue, health: Health) -> tuple[DowngradeReason | Literal[""], int]:
+    """Why none of a model's workers may be used, and since when; empty: one may."""
+    if lane.down_ns is not None:
+        return "unavailable", lane.down_ns
+    trouble = health.trouble(now_ns, lane.route)
+    return (trouble.why, trouble.since_ns) if trouble is not None else ("", 0)

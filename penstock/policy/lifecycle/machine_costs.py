@@ -1,25 +1,242 @@
-"""What the workers' time costs, and whose it was: drives `policy/limits/accelerator_cost.py` with what the
+"""What the workers' time costs, and whose it was: drives `policy/lifecycle/machine_costs.py` with what the
 gateway sees.
 
 Our own workers tell what each request took. Of others the gateway sees tokens, not steps: a prompt counts as
 work when its first output comes, and each slice of an answer as the tokens computed, each of which read the
 context before it.
+
+What a worker's time costs, shared out to the requests that it worked for, so that the parts sum to the
+bill.
+
+    bill = price per hour * time
+         = requests (their shares) + platform (probes and the like, and what rounding leaves) + idle (nothing
+         ran)
+
+Time is cut into intervals (between two reports of the worker's `Stats`, or any others). While at least one
+request runs, time goes into the interval's pot. At the interval's end, the pot is divided among the requests
+by the work that they had done in it, w_r / sum(w); a request that ends in between takes its proportion of
+what the pot has until then. A busy interval in which no work was reported (a long prompt under way) is
+divided equally among what runs.
+
+Everything is counted in price times nanoseconds, in whole numbers: nothing is lost between the accounts, and
+a request's share is rounded down to whole millionths of the currency once, when it ends; what that leaves
+goes to `platform`.
+
+Other gateways may use the same worker. Then a part of the time is theirs: as many of the requests that run
+there. That is an estimate, for the number is as old as the worker's last report. A worker that tells by
+itself what each request took needs none of this, and its shares are right however many gateways there are:
+`ReportedCost`.
+
+The weight of work follows the law of step times (schedule/): w = a * tokens computed + b * KV tokens read, so
+that of two requests with equal tokens the one with the longer context costs more.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
-from penstock.policy.limits.accelerator_cost import (
-    HOUR_NS,
-    AcceleratorCost,
-    ReportedCost,
-    share_micros,
-    work_weight,
-)
 from penstock.policy.limits.price import PriceList
 from penstock.policy.requests.request import Request
-from penstock.types import RequestId, WorkerId
+from penstock.types import TOKEN_WEIGHT, RequestId, WorkerId
+
+HOUR_NS = 3600 * NS_PER_S
+"""Units of price times nanoseconds in one millionth of the currency."""
+KV_TOKEN_WEIGHT = 1
+"""Beside `TOKEN_WEIGHT`; a fitted law of step times knows better: hand its ratio in."""
+
+
+def work_weight(
+    *, computed_tokens: int, kv_tokens_read: int, token: int = TOKEN_WEIGHT, kv_token: int = KV_TOKEN_WEIGHT
+) -> int:
+    """The weight of some work: tokens run through the model, and for each of them the tokens that its
+    attention read.
+    """
+    return token * computed_tokens + kv_token * kv_tokens_read
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class WorkerCostAccount:
+    """Where one worker's bill went. All amounts in millionths of the currency times `HOUR_NS`."""
+
+    bill: int
+    requests: int
+    """Of requests that ended."""
+    running: int
+    """Shares of requests that still run, and the open interval's pot."""
+    idle: int
+    platform: int
+    elsewhere: int = 0
+    """Of requests of other gateways."""
+
+    def micros(self) -> "WorkerCostAccount":
+        """The same in millionths, rounded down."""
+        return WorkerCostAccount(
+            bill=self.bill // HOUR_NS,
+            requests=self.requests // HOUR_NS,
+            running=self.running // HOUR_NS,
+            idle=self.idle // HOUR_NS,
+            platform=self.platform // HOUR_NS,
+            elsewhere=self.elsewhere // HOUR_NS,
+        )
+
+
+@dataclass(slots=True)
+class _Reported:
+    is_platform: bool
+    weight: int = 0
+    """Work in the open interval."""
+    share: int = 0
+    """From intervals that are over."""
+
+
+class AcceleratorCost:
+    """One worker's time, from `now_ns` on."""
+
+    def __init__(self, now_ns: int, micros_per_hour: int) -> None:
+        assert micros_per_hour >= 0, micros_per_hour
+        self._price = micros_per_hour
+        self._seen_ns = now_ns
+        self._running: dict[RequestId, _Reported] = {}
+        self._weight = self._pot = 0
+        self._others = 0
+        self._bill = self._requests = self._idle = self._platform = self._elsewhere = 0
+
+    def reprice(self, now_ns: int, micros_per_hour: int) -> None:
+        """From now on it costs this much."""
+        self._pass_time(now_ns)
+        self._price = micros_per_hour
+
+    def beside(self, now_ns: int, num_requests: int) -> None:
+        """So many requests run there altogether, as the worker says: those that are not known here are
+        others'.
+        """
+        self._pass_time(now_ns)
+        self._others = max(0, num_requests - len(self._running))
+
+    def started(self, now_ns: int, request_id: RequestId, *, is_platform: bool = False) -> None:
+        """The worker has a request. `is_platform`: nobody pays for it (a probe, a hedge that lost)."""
+        assert request_id not in self._running, request_id
+        self._pass_time(now_ns)
+        self._running[request_id] = _Reported(is_platform)
+
+    def worked(self, request_id: RequestId, weight: int) -> None:
+        """It has done this much for a request since the last call (`work_weight`)."""
+        assert weight >= 0, weight
+        self._running[request_id].weight += weight
+        self._weight += weight
+
+    def interval(self, now_ns: int) -> None:
+        """An interval is over: divide its pot. Costs O(running); call it every second or so."""
+        self._pass_time(now_ns)
+        total, pot = self._weight, self._pot
+        if not self._running:
+            assert pot == 0, pot  # Whoever was last took it all.
+            return
+        for running in self._running.values():
+            share = pot * running.weight // total if total else pot // len(self._running)
+            running.share += share
+            running.weight = 0
+            self._pot -= share
+        self._weight = 0
+        assert self._pot >= 0, "shares add up to no more than the pot"
+        self._platform += self._pot  # What dividing whole numbers left.
+        self._pot = 0
+
+    def settle(self, now_ns: int, request_id: RequestId) -> int:
+        """A request is over (or left this worker); its cost in millionths."""
+        self._pass_time(now_ns)
+        running = self._running.pop(request_id)
+        num = len(self._running) + 1
+        share = self._pot * running.weight // self._weight if self._weight else self._pot // num
+        if num == 1:
+            share = self._pot
+        self._pot -= share
+        self._weight -= running.weight
+        assert self._pot >= 0 <= self._weight, "a share is a part of the pot"
+        total = running.share + share
+        if running.is_platform:
+            self._platform += total
+            return 0
+        micros, rest = divmod(total, HOUR_NS)
+        self._requests += total - rest
+        self._platform += rest
+        return micros
+
+    def accounts(self, now_ns: int) -> WorkerCostAccount:
+        """Where the money went until now; the parts sum to the bill."""
+        self._pass_time(now_ns)
+        running = self._pot + sum(running.share for running in self._running.values())
+        return WorkerCostAccount(
+            bill=self._bill,
+            requests=self._requests,
+            running=running,
+            idle=self._idle,
+            platform=self._platform,
+            elsewhere=self._elsewhere,
+        )
+
+    def _pass_time(self, now_ns: int) -> None:
+        amount = self._price * (now_ns - self._seen_ns)
+        assert amount >= 0, "time goes forward"
+        self._seen_ns = now_ns
+        self._bill += amount
+        if not self._running and not self._others:
+            self._idle += amount
+            return
+        mine = amount * len(self._running) // (len(self._running) + self._others)
+        assert 0 <= mine <= amount, "others pay for their part"
+        self._pot += mine
+        self._elsewhere += amount - mine
+
+
+class ReportedCost:
+    """The time of one worker that counts itself how long it had work, and what each request took of that.
+
+    Every gateway hears the same, so each of them knows the bill and the idle part; a request's share is known
+    to the one gateway that it came through. What of the busy time no request pays is the platform's: probes,
+    attempts that lost, workers that died.
+    """
+
+    def __init__(self, now_ns: int, micros_per_hour: int) -> None:
+        self._price = micros_per_hour
+        self._began_ns = now_ns
+        self._reported_ns: int | None = None
+        self._has_work = True
+        self._counted_ns = 0
+        self.busy = self.idle = 0
+        """In price times nanoseconds, as in `WorkerCostAccount`; neither ever falls."""
+
+    def reprice(self, now_ns: int, micros_per_hour: int) -> None:
+        """From now on it costs this much."""
+        self.pass_time(now_ns)
+        self._price = micros_per_hour
+
+    def report(self, now_ns: int, busy_ns: int, *, has_work: bool) -> None:
+        """It says that it had work for `busy_ns` since its start; less than before: it was started anew."""
+        before_ns = busy_ns if self._reported_ns is None else self._reported_ns
+        new_ns = busy_ns - before_ns if busy_ns >= before_ns else busy_ns
+        self._reported_ns, self._has_work = busy_ns, has_work
+        assert new_ns >= 0, "a worker's time only grows"
+        self._counted_ns += new_ns
+        self.busy += self._price * new_ns
+        self.pass_time(now_ns)
+
+    def pass_time(self, now_ns: int) -> None:
+        """Without work, what it did not tell of was idle.
+
+        Should some of that turn out to have been busy, idle time stands still until the clock has caught up.
+        With work, the next report will tell.
+        """
+        idle_ns = now_ns - self._began_ns - self._counted_ns
+        if idle_ns > 0 and not self._has_work:
+            self._counted_ns += idle_ns
+            self.idle += self._price * idle_ns
+
+
+def share_micros(device_ns: int, micros_per_hour: int) -> int:
+    """What so much of a worker's time costs, in millionths, rounded down."""
+    return device_ns * micros_per_hour // HOUR_NS
+
 
 INTERVAL_NS = NS_PER_S
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.config.tree import Config
-from penstock.policy.admission.budget_downgrade import BudgetDowngrade
-from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.gate import BudgetDowngrade, Gate, ModelFacts
 from penstock.policy.contracts import Placement, Policies
 from penstock.policy.estimates.output_length import OutputLengths
 from penstock.policy.extras.hedge import Hedges, Tell

@@ -11,14 +11,21 @@ failed before only if there is no other
    drawn by chance (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001)
 4. one decision in a hundred takes any that is not much worse, so that what is known of all workers stays
 fresh
+
+The last decisions, by request: what `GET /admin/explain/{request_id}` answers from.
+
+Bounded; knows no transport.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import msgspec
 
-from penstock.policy.placement.score import RequestFacts, Score, ScorePolicy, WorkerFacts
+from penstock.policy.placement.score import RequestFacts, Score, ScorePolicy, WorkerFacts, score_policy
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.types import RequestId
 
@@ -213,3 +220,143 @@ def _less_loaded(candidates: Sequence[WorkerFacts], near: Sequence[int], draw: D
     ):
         return near[second]
     return near[first]
+
+
+PER_REQUEST_MAX = 8
+"""Decisions that are kept of one request (attempts, holds): the last so many."""
+
+
+@dataclass(slots=True, frozen=True)
+class ComplexityChoice:
+    """The model that was chosen for a request that named none, and why (extras/complexity.py)."""
+
+    model: str
+    complexity: float
+    parts: tuple[tuple[str, float], ...]
+    """What each mark added (or took off), those that did; largest first."""
+    passed_over: tuple[str, ...] = ()
+    """Models that would have come before, and may not answer: not allowed, without tools, not ready, or too
+    small."""
+
+    def explain(self) -> str:
+        """For a log line or a header: `complexity=0.31 (code .20, tokens .05, simple -.05)`."""
+        parts = ", ".join(f"{name} {_short(value)}" for name, value in self.parts)
+        return f"complexity={self.complexity:.2f}" + (f" ({parts})" if parts else "")
+
+
+class DecisionLog:
+    """One for all models of a gateway."""
+
+    __slots__ = ("_chosen", "_decided", "_kept", "_kept_max", "_log_every", "_until_log", "_write")
+
+    def __init__(
+        self,
+        *,
+        kept_max: int,
+        log_every: int = 0,
+        decided: Callable[[Decision], None] | None = None,
+        write: Callable[[Decision], None] | None = None,
+    ) -> None:
+        """Keep the decisions of `kept_max` requests.
+
+        `decided` hears of each one, `write` of one in `log_every`.
+        """
+        self._kept: OrderedDict[RequestId, list[Decision]] = OrderedDict()
+        self._chosen: OrderedDict[RequestId, ComplexityChoice] = OrderedDict()
+        self._kept_max, self._decided = kept_max, decided
+        self._log_every = self._until_log = log_every if write is not None else 0
+        self._write = write
+
+    def add(self, decision: Decision) -> None:
+        """A decision was made."""
+        if self._decided is not None:
+            self._decided(decision)
+        if self._log_every:
+            self._until_log -= 1
+            if self._until_log <= 0 and self._write is not None:
+                self._until_log = self._log_every
+                self._write(decision)
+        if not self._kept_max:
+            return
+        mine = self._kept.get(decision.request_id)
+        if mine is None:
+            if len(self._kept) >= self._kept_max:
+                self._kept.popitem(last=False)
+            self._kept[decision.request_id] = [decision]
+        else:
+            if len(mine) >= PER_REQUEST_MAX:
+                del mine[0]
+            mine.append(decision)
+
+    def chose(self, request_id: RequestId, choice: ComplexityChoice) -> None:
+        """The model was chosen for a request that named none."""
+        if self._kept_max:
+            if len(self._chosen) >= self._kept_max:
+                self._chosen.popitem(last=False)
+            self._chosen[request_id] = choice
+
+    def choice_of(self, request_id: RequestId) -> ComplexityChoice | None:
+        """How its model was chosen; None if it named one, is not known, or was too long ago."""
+        return self._chosen.get(request_id)
+
+    def of(self, request_id: RequestId) -> Sequence[Decision]:
+        """What was decided about a request, oldest first; nothing if it is not known, or was too long ago."""
+        return tuple(self._kept.get(request_id, ()))
+
+    def __len__(self) -> int:
+        """Requests that something is kept of."""
+        return len(self._kept)
+
+
+def explain(decision: Decision) -> dict[str, Any]:
+    """A decision as plain data: its candidates with the parts of their scores, best first, and why one of
+    them was picked.
+    """
+    policy, choice = score_policy(decision.config), decision.choice
+    scores = score_all(policy, decision.request, decision.candidates)
+    rows: list[tuple[float, int, dict[str, Any]]] = []
+    for worker, score in zip(decision.candidates, scores, strict=True):
+        row: dict[str, Any] = {"worker": worker.worker}
+        if score is None:
+            row["filtered"] = worker.filtered
+        else:
+            row |= {
+                "score": round(-score.total if policy.name == "weighted" else score.total, 6),
+                "parts": {name: round(term, 6) for name, term in zip(policy.terms, score.terms, strict=True)},
+                "ttft_s": round(score.ttft_s, 6),
+            }
+        row["facts"] = {
+            name: value
+            for name, value in msgspec.to_builtins(worker).items()
+            if name not in ("worker", "number", "filtered")
+        }
+        rows.append((score.total if score is not None else float("inf"), worker.number, row))
+    picked = decision.picked
+    return {
+        "request_id": decision.request_id,
+        "model": decision.route,
+        "at_ns": decision.at_ns,
+        "policy": policy.name,
+        "worker": picked.worker if picked is not None and choice.reason != "none" else "",
+        "reason": choice.reason,
+        "hold_s": choice.hold_s,
+        "request": msgspec.to_builtins(decision.request),
+        "draws": list(decision.draws),
+        "candidates": [row for _, _, row in sorted(rows, key=lambda entry: entry[:2])],
+    }
+
+
+def explain_choice(choice: ComplexityChoice) -> dict[str, Any]:
+    """How a model was chosen, as plain data: the complexity, what each mark added to it, and which models
+    came before and could not answer.
+    """
+    return {
+        "model": choice.model,
+        "complexity": round(choice.complexity, 6),
+        "parts": {name: round(value, 6) for name, value in choice.parts},
+        "passed_over": list(choice.passed_over),
+    }
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}".replace("0.", ".", 1)

@@ -13,11 +13,16 @@ size of the fleet. Load is what `CapacityTable` has booked since dispatch; repor
 A worker that is alone gets what fits on it: no prompt is hashed, looked up, predicted or audited, and nothing
 is learned, because nothing could be chosen by it. Its own events keep the index up to date for the day when
 another worker comes.
+
+Where parts of prompts are cached, as a placement asks for it; and where sessions and adapters were
+last.
 """
 
-from collections.abc import Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
@@ -25,14 +30,106 @@ from penstock.config.placement import PlacementConfig
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
 from penstock.policy.contracts import Hold
 from penstock.policy.estimates.speed import Ran, Speeds
-from penstock.policy.placement.decision_log import DecisionLog
-from penstock.policy.placement.locality import NOTHING_LOCATED, LastWorkers, Locality, Located, NoLocality
-from penstock.policy.placement.pick import Choice, Decision, Draw, choose, choose_only, score_all
+from penstock.policy.placement.pick import Choice, Decision, DecisionLog, Draw, choose, choose_only, score_all
 from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity, can_resume_at, uncached_tokens
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
+
+
+class Located(Protocol):
+    """Which workers have how much of one prompt."""
+
+    def of(self, worker: WorkerId) -> Held:
+        """What this worker has, in blocks."""
+        ...
+
+    def holders(self, limit: int) -> Sequence[tuple[WorkerId, Held]]:
+        """Up to `most` workers that have something, longest prefix first."""
+        ...
+
+
+class Locality(Protocol):
+    """Who has what: `kv.locality.KVLocality`.
+
+    `keys` is what `Arrival.keys` holds: `kv.prompt_keys.PromptKeys`.
+    """
+
+    def match(self, now_ns: int, keys: object) -> Located:
+        """Look a prompt up."""
+        ...
+
+    def sent(self, now_ns: int, worker: WorkerId, keys: object) -> None:
+        """The prompt was sent there, so the worker will soon have it."""
+        ...
+
+    def answered(self, now_ns: int, worker: WorkerId, keys: object, cached_tokens: int) -> None:
+        """The prompt was computed there, and so many of its tokens were cached."""
+        ...
+
+
+class _NothingLocated:
+    """Nobody has anything."""
+
+    __slots__ = ()
+
+    def of(self, worker: WorkerId) -> Held:
+        del worker
+        return NOTHING_HELD
+
+    def holders(self, limit: int) -> Sequence[tuple[WorkerId, Held]]:
+        del limit
+        return ()
+
+
+NOTHING_LOCATED: Located = _NothingLocated()
+
+
+class NoLocality:
+    """Knows of no caches: placement goes by load, sessions and adapters."""
+
+    __slots__ = ()
+
+    def match(self, now_ns: int, keys: object) -> Located:
+        """Nothing."""
+        del now_ns, keys
+        return NOTHING_LOCATED
+
+    def sent(self, now_ns: int, worker: WorkerId, keys: object) -> None:
+        """Not remembered."""
+
+    def answered(self, now_ns: int, worker: WorkerId, keys: object, cached_tokens: int) -> None:
+        """Not remembered."""
+
+
+class LastWorkers:
+    """By name (of a session, of an adapter) the worker that had it last, for a while.
+
+    Bounded: the oldest are forgotten.
+    """
+
+    __slots__ = ("_last", "_limit", "_ttl_ns")
+
+    def __init__(self, *, ttl_s: float, limit: int) -> None:
+        self._last: OrderedDict[str, tuple[WorkerId, int]] = OrderedDict()
+        self._ttl_ns, self._limit = int(ttl_s * NS_PER_S), limit
+
+    def of(self, now_ns: int, name: str) -> WorkerId | None:
+        """None: nobody, or too long ago."""
+        found = self._last.get(name)
+        return found[0] if found is not None and found[1] > now_ns else None
+
+    def put(self, now_ns: int, name: str, worker: WorkerId) -> None:
+        """This worker has it now."""
+        self._last.pop(name, None)
+        if len(self._last) >= self._limit:
+            self._last.popitem(last=False)
+        self._last[name] = (worker, now_ns + self._ttl_ns)
+
+    def __len__(self) -> int:
+        return len(self._last)
+
 
 _WIDE = 64
 """Workers that are looked at, least loaded first, when no candidate may have the request."""

@@ -58,6 +58,8 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     adapter: str = ""
     needs: frozenset[str] = frozenset()
     """Capabilities that its worker must have (`types.Capability`)."""
+    is_strict: bool = False
+    """It is given to no worker that its breaker leaves alone: another model may answer it."""
     goes_on: bool = False
     """It was begun on a worker that is lost: only one that goes on behind its last token can have it."""
     identity: str = ""

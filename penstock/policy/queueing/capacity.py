@@ -47,6 +47,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """It can go on with what another worker of its identity began."""
     identity: str = ""
     """What it computes (kv/hashing.py); empty: it does not tell."""
+    is_external: bool = False
+    """It does not run our engine."""
     adapters_served: frozenset[str] | None = None
     """Adapters that it takes requests for, loaded or not; None: those that it has or can load."""
     capabilities: frozenset[str] = frozenset()

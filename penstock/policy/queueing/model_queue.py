@@ -43,7 +43,8 @@ class ModelQueue:
 
     __slots__ = (
         "_config", "_down_ns", "_found", "_health", "_holds", "_last_ns", "_no_worker_ns", "_now_ns",
-        "_suspects", "avoid", "gap_ns", "held", "pace", "placement", "queue", "rooms", "route", "timer_ns",
+        "_suspects", "avoid", "gap_ns", "held", "leaving", "pace", "placement", "queue", "rooms", "route",
+        "timer_ns",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +64,8 @@ class ModelQueue:
         """Too large for the room there was for too long: a worker is kept free for it."""
         self.avoid: dict[RequestId, set[WorkerId]] = {}
         """Requests that were tried before -> the workers where that failed."""
+        self.leaving: set[RequestId] = set()
+        """Requests whose prompt is being made for another model: they are started nowhere meanwhile."""
         self._suspects: dict[RequestId, _Tried] = {}
         """Requests under suspicion that have given nothing since."""
         self.timer_ns: int | None = None
@@ -154,6 +157,15 @@ class ModelQueue:
         if work.id in self._suspects:
             self._suspects[work.id].worker = None
 
+    def has_other(self, now_ns: int, work: Work) -> bool:
+        """Whether a worker where it has not failed could have it now, or will."""
+        blocked = self._health.blocked(now_ns, self.route, strict=True)
+        avoid = self.avoid.get(work.id, _NOBODY)
+        return any(
+            room.view.ready and room.id not in blocked and room.id not in avoid and room.is_able(work)
+            for room in self.rooms
+        )
+
     def suspect(self, work: Work, trial: IsolatedRetry | None) -> None:
         """It waits, and may be what a worker died of: until its next output it is beside others only as
         `trial` says.
@@ -168,6 +180,7 @@ class ModelQueue:
     def forget(self, work: Work) -> None:
         """It has ended."""
         self.avoid.pop(work.id, None)
+        self.leaving.discard(work.id)
         self._suspects.pop(work.id, None)
 
     def begin(self, now_ns: int, worker_id: WorkerId, work: Work) -> None:
@@ -272,6 +285,7 @@ class ModelQueue:
             backlog_ns=self.pace.backlog_ns,
             first_ns=self.pace.first_ns(),
             is_late=self.pace.is_late(now_ns, level),
+            trouble=self._health.trouble(now_ns, self.route),
         )
 
     def _share(self) -> float | None:
@@ -342,7 +356,9 @@ class ModelQueue:
 
     def _blocked(self, now_ns: int, work: Work) -> frozenset[WorkerId]:
         """Workers that this request must not be given to now."""
-        blocked = self._health.blocked(now_ns, self.route)
+        if self.leaving and work.id in self.leaving:
+            return frozenset(room.id for room in self.rooms)
+        blocked = self._health.blocked(now_ns, self.route, strict=work.is_strict)
         if not self._suspects or (tried := self._suspects.get(work.id)) is None:
             return blocked
         alone = tried.trial is IsolatedRetry.ALONE

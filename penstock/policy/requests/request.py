@@ -1,10 +1,22 @@
-"""One accepted request: its facts, where it is, what is held for it, and what its usage record is made of."""
+"""One accepted request: its facts, where it is, what is held for it, and what its usage record is made of.
+
+What is held for a request while it lives: tokens of its tenant's limits, and money of its budget, slice by
+slice.
+
+Knows limits, budgets and prices as `parts` names them, and nothing of queues and workers.
+
+What a request's streams used, as their workers counted it, over all choices and all workers that it ran
+on.
+"""
 
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
-from penstock.policy.contracts import Pass
+from penstock.errors import PenstockError
+from penstock.policy.answers import Refused
+from penstock.policy.contracts import MoneyHold, Pass, Policies, Refusal, TokenHold
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.queueing.band import Work, cost
 from penstock.policy.queueing.capacity import WorkerCapacity
@@ -12,9 +24,165 @@ from penstock.policy.queueing.kv_pressure import RunningStream, blocks_to_free, 
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome, UsageRecord
-from penstock.policy.requests.account import Holds
-from penstock.policy.requests.usage_sum import UsageSum
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
+
+
+class Holds:
+    """What one request holds."""
+
+    __slots__ = ("budgeted", "expected", "money", "tokens")
+
+    def __init__(self, tokens: TokenHold, money: MoneyHold, *, expected: int, budgeted: int) -> None:
+        self.tokens, self.money = tokens, money
+        self.expected = expected
+        """Answer tokens that its fair share was charged for."""
+        self.budgeted = budgeted
+        """Answer tokens that the budget holds money for."""
+
+    def undo(self, now_ns: int) -> None:
+        """It was refused after all."""
+        self.tokens.undo(now_ns)
+        self.money.undo(now_ns)
+
+
+class Accounts:
+    """Opens, grows and settles them."""
+
+    __slots__ = ("_policies",)
+
+    def __init__(self, policies: Policies) -> None:
+        self._policies = policies
+
+    def open(self, now_ns: int, facts: RequestFacts) -> Holds | Refused:
+        """Hold what a request is expected to need, or nothing."""
+        policies, tenant = self._policies, facts.tenant
+        longest = facts.max_tokens * facts.choices
+        expected = facts.choices * policies.lengths.expect(tenant.id, facts.route, facts.max_tokens)
+        held = policies.limits.reserve(now_ns, tenant, facts.prompt_tokens, expected, request_id=facts.id)
+        if (error := _error_of(held)) is not None:
+            return Refused(facts.id, "limits", error)
+        tokens = cast("TokenHold", held)
+        budgeted = min(policies.slice_tokens, longest)
+        price = self._price(facts.route, facts.prompt_tokens, facts.cached_tokens, budgeted)
+        reserved = policies.budgets.reserve(now_ns, tenant, price)
+        if (error := _error_of(reserved)) is not None:
+            tokens.undo(now_ns)
+            return Refused(facts.id, "budget", error)
+        money = cast("MoneyHold", reserved)
+        return Holds(tokens, money, expected=expected, budgeted=budgeted)
+
+    def next_slice(
+        self, now_ns: int, facts: RequestFacts, holds: Holds, total: int, cached_tokens: int
+    ) -> bool:
+        """Hold money for the slice that begins after `total` answer tokens; False: there is none left."""
+        longest = facts.max_tokens * facts.choices
+        holds.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
+        price = self._price(facts.route, facts.prompt_tokens, max(cached_tokens, 0), holds.budgeted)
+        return holds.money.renew(now_ns, price)
+
+    def settle(self, now_ns: int, route: str, holds: Holds, used: Usage) -> int:
+        """It used so much; returns its price in millionths."""
+        tokens = used.prompt_tokens + used.completion_tokens
+        holds.tokens.settle(now_ns, tokens)
+        price = self._policies.prices.cost_micros(route, used) if tokens else 0
+        holds.money.settle(now_ns, price)
+        return price
+
+    def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
+        usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
+        return self._policies.prices.cost_micros(route, usage)
+
+
+def _error_of(answer: object) -> PenstockError | None:
+    """The error of a refusal; None of anything else."""
+    return cast("Refusal", answer).error() if hasattr(answer, "error") else None
+
+
+_NOTHING = Usage()
+
+
+class UsageSum:
+    """One for each request. A choice is one stream; most requests have one."""
+
+    __slots__ = ("_before", "_usages", "choices_per_prompt")
+
+    def __init__(self, choices_per_prompt: int = 1) -> None:
+        self.choices_per_prompt = choices_per_prompt
+        self._usages: dict[int, Usage] = {}
+        """By index of the choice."""
+        self._before: dict[int, Usage] = {}
+        """Of choices that continue on another worker: what was used until they left the last one."""
+
+    def ended(self, index: int, usage: Usage) -> None:
+        """A choice's stream on its worker is over."""
+        before = self._before.get(index)
+        self._usages[index] = usage if before is None else continued(before, usage)
+
+    def break_off(self, *, has_begun: bool) -> None:
+        """Every choice whose stream was cut continues elsewhere; if none has begun, each begins again."""
+        if has_begun:
+            self._before.update(self._usages)
+        else:
+            self._usages.clear()
+
+    def of(self, index: int) -> Usage | None:
+        """One choice's."""
+        return self._usages.get(index)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest answer."""
+        return max((usage.completion_tokens for usage in self._usages.values()), default=0)
+
+    def total(self) -> Usage:
+        """All choices together: every prompt once, every choice's answer. Times are the first choice's."""
+        if len(self._usages) == 1 and 0 in self._usages:
+            return self._usages[0]
+        usages = list(self._usages.values())
+        firsts = [usage for i, usage in self._usages.items() if i % self.choices_per_prompt == 0]
+        first = self._usages.get(0, _NOTHING)
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in firsts),
+            host_cached_tokens=sum(usage.host_cached_tokens for usage in firsts),
+            queue_ns=first.queue_ns,
+            prefill_ns=first.prefill_ns,
+            decode_ns=first.decode_ns,
+            steps=sum(usage.steps for usage in usages),
+            computed_tokens=sum(usage.computed_tokens for usage in usages),
+            preemptions=sum(usage.preemptions for usage in usages),
+            kv_block_ns=sum(usage.kv_block_ns for usage in usages),
+            device_ns=sum(usage.device_ns for usage in usages),
+        )
+
+
+def continued(before: Usage, after: Usage) -> Usage:
+    """What a stream used that went on on another worker, as if it had never been interrupted: its prompt was
+    read once for it, its answer is one, and the time of the move is part of its decoding. The machines' work
+    is the sum.
+    """
+    if not before.completion_tokens:
+        before, after = after, before  # It gave nothing there: its prompt was read where it did.
+        prefill_ns, decode_ns = before.prefill_ns, before.decode_ns
+    else:
+        prefill_ns = before.prefill_ns
+        decode_ns = before.decode_ns + after.queue_ns + after.prefill_ns + after.decode_ns
+    return Usage(
+        prompt_tokens=before.prompt_tokens,
+        completion_tokens=max(before.completion_tokens, after.completion_tokens),
+        cached_tokens=before.cached_tokens,
+        host_cached_tokens=before.host_cached_tokens,
+        queue_ns=before.queue_ns,
+        prefill_ns=prefill_ns,
+        decode_ns=decode_ns,
+        steps=before.steps + after.steps,
+        computed_tokens=before.computed_tokens + after.computed_tokens,
+        preemptions=before.preemptions + after.preemptions,
+        kv_block_ns=before.kv_block_ns + after.kv_block_ns,
+        device_ns=before.device_ns + after.device_ns,
+    )
+
 
 NO_PROMISE = Pass()
 _MOVES = [[TABLE.get((state, event)) for event in Event] for state in State]
@@ -44,7 +212,8 @@ class Request:
     """One accepted request. `FlowControl` changes it; others read it."""
 
     __slots__ = (
-        "arrived_ns", "asked_ns", "attempt", "attempts", "booked", "cached_tokens", "completion_tokens",
+        "arrived_ns", "asked_ns", "attempt", "attempts", "attempts_elsewhere", "booked", "cached_tokens",
+        "completion_tokens",
         "cost_micros", "dispatched_ns", "ended_ns", "error", "facts", "finish_reason", "first_output_ns",
         "hedge", "hedged_ns", "holds", "io", "lane", "machine_micros", "migrations", "outcome",
         "predicted_ns", "prompt_tokens", "queue_ns", "queued_ns", "reason", "state", "usage", "usages",
@@ -77,7 +246,9 @@ class Request:
         self.hedged_ns = -1
         """When the first attempt was started, if a second one was then started beside it."""
         self.asked_ns = -1
-        """Since when its model had no worker when another model was last looked for."""
+        """Since when its model had no worker to use when another model was last looked for."""
+        self.attempts_elsewhere = 0
+        """Attempts at models that it fell back from."""
         self.cached_tokens = facts.cached_tokens
         """Expected, then as reported."""
         self.completion_tokens = 0
@@ -225,6 +396,7 @@ def work_of(facts: RequestFacts, now_ns: int, expected: int, verdict: Pass = NO_
         session=facts.session,
         adapter=facts.adapter,
         needs=facts.needs,
+        is_strict=verdict.is_strict,
     )
 
 

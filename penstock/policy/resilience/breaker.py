@@ -6,9 +6,12 @@ probed.
 
 It trips when of the attempts of the last ten seconds at least half failed, or at least half had a first token
 that took much longer than is usual for this worker while its peers are fine and take much less: then it is
-the worker and not the load. One probe is let through first, and a few more behind it. A worker that trips
-again stays out for twice as long, up to a bound, and with jitter, so that workers which failed together are
-not probed together. Who calls decides what a failure is: never what the client did.
+the worker and not the load. A few failures in a row are enough where requests are rare, and one is where the
+worker does not accept this server's key.
+
+One probe is let through first, and a few more behind it. A worker that trips again stays out for twice as
+long, up to a bound, and with jitter, so that workers which failed together are not probed together. Who calls
+decides what a failure is: never what the client did.
 
 Pure: time is handed in, and so is the draw for the jitter.
 """
@@ -37,6 +40,8 @@ class BreakerTerms:
     """Parts of the window; the oldest is forgotten as a whole."""
     attempts_min: int = 10
     """With fewer attempts in the window nothing is judged."""
+    in_a_row: int = 5
+    """But so many that failed one after the other, with none between them that did not, are enough."""
     rate: float = 0.5
     """This share of them failed, or was slow: it is left alone."""
     slow_factor: float = 3.0
@@ -125,21 +130,28 @@ class Breaker:
     __slots__ = (
         "_config",
         "_draw",
+        "_in_a_row",
         "_open_ns",
         "_passed",
         "_probes",
-        "_since_ns",
         "_usual_ns",
         "_window",
         "recent_ns",
+        "since_ns",
         "state",
+        "why",
     )
 
     def __init__(self, config: BreakerTerms, draw: Draw) -> None:
         self._config, self._draw = config, draw
         self._window = AttemptWindow(window_ns=round(config.window_s * NS_PER_S), buckets=config.buckets)
         self.state = BreakerState.CLOSED
-        self._since_ns = 0
+        self.since_ns = 0
+        """Since when it is in its state."""
+        self.why = ""
+        """Why it tripped last, in words."""
+        self._in_a_row = 0
+        """Attempts that failed since one did not."""
         self._open_ns = 0
         """How long it stays open this time, or stayed the last time."""
         self._usual_ns = 0
@@ -153,7 +165,7 @@ class Breaker:
     def due_ns(self) -> int | None:
         """When `blocks` may change by time alone; None if it does not."""
         if self.state is BreakerState.OPEN:
-            return self._since_ns + self._open_ns
+            return self.since_ns + self._open_ns
         if self._probes:
             return self._probes[0] + self._probe_ns
         return None
@@ -163,7 +175,7 @@ class Breaker:
         if self.state is BreakerState.CLOSED:
             return False
         if self.state is BreakerState.OPEN:
-            if now_ns < self._since_ns + self._open_ns:
+            if now_ns < self.since_ns + self._open_ns:
                 return True
             self._move(now_ns, BreakerEvent.COOL)
         while self._probes and now_ns >= self._probes[0] + self._probe_ns:
@@ -179,11 +191,10 @@ class Breaker:
         """An attempt has had its first output after so long: it counts as good, or as slow, which trips only
         if its peers are fine.
         """
-        config, usual_ns = self._config, self._usual_ns
+        usual_ns = self._usual_ns
         assert ttft_ns >= 0, ttft_ns
         self.recent_ns += (ttft_ns - self.recent_ns) // _RECENT if self.recent_ns else ttft_ns
-        bound_ns = max(round(usual_ns * config.slow_factor), config.slow_min_ms * NS_PER_MS)
-        slow = usual_ns > 0 and ttft_ns > bound_ns
+        bound_ns, slow = self._slow_ns, self.is_slow(ttft_ns)
         # A slow one counts as just slow, so that a worker for which it becomes usual is taken for it, in
         # time.
         seen_ns = min(ttft_ns, bound_ns) if slow else ttft_ns
@@ -193,6 +204,25 @@ class Breaker:
     def failed(self, now_ns: int) -> None:
         """An attempt failed, before or after its first output, for the worker's reasons."""
         self._count(now_ns, failed=True, slow=False, peers_fine=_never)
+
+    def gave_up(self, now_ns: int, waited_ns: int) -> None:
+        """An attempt was ended because its first output did not come: it failed if that is much longer than
+        is usual here, else nothing is known.
+        """
+        if self.is_slow(waited_ns):
+            self.failed(now_ns)
+        else:
+            self.forget()
+
+    def is_slow(self, ttft_ns: int) -> bool:
+        """Whether a first token that takes so long is much slower than is usual for this worker."""
+        return self._usual_ns > 0 and ttft_ns > self._slow_ns
+
+    def reject(self, now_ns: int, why: str) -> None:
+        """All attempts will fail: no need to count."""
+        self.why = why
+        if self.state is not BreakerState.OPEN:
+            self._move(now_ns, BreakerEvent.TRIP)
 
     def forget(self) -> None:
         """An attempt ended that says nothing of the worker: its client left."""
@@ -205,6 +235,11 @@ class Breaker:
         return 2 * (failures + slows) < attempts * self._config.rate if attempts else True
 
     @property
+    def _slow_ns(self) -> int:
+        config = self._config
+        return max(round(self._usual_ns * config.slow_factor), config.slow_min_ms * NS_PER_MS)
+
+    @property
     def _probe_ns(self) -> int:
         return round(self._config.probe_s * NS_PER_S)
 
@@ -214,13 +249,19 @@ class Breaker:
 
     def _count(self, now_ns: int, *, failed: bool, slow: bool, peers_fine: Callable[[], bool]) -> None:
         self._window.add(now_ns, failed=failed, slow=slow)
+        self._in_a_row = self._in_a_row + 1 if failed else 0
         if self.state is BreakerState.CLOSED:
             if failed or slow:
                 attempts, failures, slows = self._window.sums(now_ns)
-                enough = max(1.0, attempts * self._config.rate)
-                if attempts >= self._config.attempts_min and (
-                    failures >= enough or (slows >= enough and peers_fine())
-                ):
+                enough, is_enough = (
+                    max(1.0, attempts * self._config.rate),
+                    attempts >= self._config.attempts_min,
+                )
+                if self._in_a_row >= self._config.in_a_row or (is_enough and failures >= enough):
+                    self.why = "its attempts fail"
+                    self._move(now_ns, BreakerEvent.TRIP)
+                elif is_enough and slows >= enough and peers_fine():
+                    self.why = "its first tokens take much longer than usual"
                     self._move(now_ns, BreakerEvent.TRIP)
         elif self.state is not BreakerState.OPEN:
             self.forget()
@@ -238,14 +279,14 @@ class Breaker:
             self._open_ns = self._next_open_ns(now_ns, was)
         elif self.state is BreakerState.CLOSED:
             self._window.clear()
-        self._since_ns, self._passed = now_ns, 0
+        self.since_ns, self._passed = now_ns, 0
         self._probes.clear()
 
     def _next_open_ns(self, now_ns: int, was: BreakerState) -> int:
         """Twice as long as the last time, unless it was well for twice that."""
         config = self._config
         first_ns, last_ns = round(config.open_s * NS_PER_S), self._open_ns
-        was_well = was is BreakerState.CLOSED and now_ns - self._since_ns > 2 * last_ns
+        was_well = was is BreakerState.CLOSED and now_ns - self.since_ns > 2 * last_ns
         base_ns = first_ns if not last_ns or was_well else 2 * last_ns
         assert base_ns > 0, "an open breaker is open for a while"
         jittered_ns = base_ns + int(base_ns * config.jitter * self._draw())

@@ -3,22 +3,95 @@ face.
 
 `FlowControl` tells of every attempt: where it was started, when its first output came, how it ended. What
 counts against a worker is what a worker can help: a lost connection, its own faults, first tokens that come
-late. What a client did never counts, and neither does a refusal for want of room.
+late. What a client did never counts, and neither does a refusal for want of room: that is load, and the
+worker is given nothing until the time that it named.
 
 The panic rule (after Envoy's): when more than half of a model's ready workers would be left alone, none is.
-Then it is not the workers, or there is nothing to gain from knowing that it is.
+Then it is not the workers, or there is nothing to gain from knowing that it is. Where another model may
+answer there is something to gain: `trouble` says so, and such requests go by the breakers alone.
+
+How many failed requests may be tried again: a share of those that succeed, so that retries never multiply
+an overload.
+
+A token bucket: every success pays in a tenth of a token, every retry takes one, and a few a second are always
+there, for a fleet that is nearly idle. Over any time the retries are at most `share` x successes +
+`floor_per_s` x seconds + what was saved up (after Finagle's retry budgets). Pure; integers, so that nothing
+drifts.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.health import HealthConfig
-from penstock.errors import PenstockError, WorkerError
+from penstock.errors import AttemptTimeout, KeyRejected, PenstockError, WorkerBusy, WorkerError
+from penstock.policy.admit_facts import RouteTrouble
 from penstock.policy.resilience.breaker import Breaker, BreakerState, BreakerTerms, Draw
-from penstock.policy.resilience.retry_budget import RetryBudget, RetryTerms
 from penstock.types import WorkerId
 
+_UNIT = NS_PER_S
+"""Of the level, per token: a token a second is one unit a nanosecond."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RetryTerms:
+    """How many requests that failed before their first byte may be tried again, on another worker.
+
+    `RETRIES_MAX` of policy/queue_terms.py bounds the tries of each.
+    """
+
+    share: float = 0.1
+    """Of the requests that end well."""
+    floor_per_s: int = 3
+    """So many a second are granted in any case."""
+    saved_max: int = 100
+    """What good times can save up."""
+
+
+class RetryBudget:
+    """One for a gateway. Begins with its floor."""
+
+    __slots__ = ("_cap", "_floor", "_level", "_rate", "_seen_ns", "_share")
+
+    def __init__(self, config: RetryTerms) -> None:
+        self._rate = config.floor_per_s
+        self._floor, self._cap = config.floor_per_s * _UNIT, max(config.saved_max, config.floor_per_s) * _UNIT
+        self._share = round(config.share * _UNIT)
+        self._level, self._seen_ns = self._floor, 0
+
+    def succeeded(self) -> None:
+        """A request has ended well."""
+        assert self._share >= 0, self._share
+        self._level = min(self._cap, self._level + self._share)
+
+    def take(self, now_ns: int) -> bool:
+        """Whether one more may be tried again; then it counts."""
+        self._refill(now_ns)
+        if self._level < _UNIT:
+            return False
+        self._level -= _UNIT
+        assert 0 <= self._level <= self._cap, "a retry is taken from those that are there"
+        return True
+
+    def level(self, now_ns: int) -> float:
+        """Retries that are there."""
+        self._refill(now_ns)
+        return self._level / _UNIT
+
+    def _refill(self, now_ns: int) -> None:
+        """Up to the floor by time, beyond it only by successes."""
+        elapsed_ns, self._seen_ns = max(0, now_ns - self._seen_ns), max(now_ns, self._seen_ns)
+        if self._level < self._floor:
+            self._level = min(self._floor, self._level + elapsed_ns * self._rate)
+
+
 _NONE: frozenset[WorkerId] = frozenset()
+REST_S, REST_MAX_S = 1.0, 60.0
+"""How long a worker that has no room is given nothing: if it does not say, and at most."""
+SLOW_ALONE_NS = NS_PER_S
+"""An external worker without peers is held against its own history alone, and only over this: what runs
+elsewhere does not slow down with our load as a worker of ours does."""
 
 
 class HealthTerms(HealthConfig, frozen=True, kw_only=True):
@@ -33,9 +106,13 @@ class HealthTerms(HealthConfig, frozen=True, kw_only=True):
 class _Route:
     """One model's workers."""
 
-    __slots__ = ("breakers", "known", "ready", "unwell")
+    __slots__ = ("breakers", "external", "known", "ready", "resting", "unwell")
 
     def __init__(self) -> None:
+        self.external: set[WorkerId] = set()
+        """Those that do not run our engine."""
+        self.resting: dict[WorkerId, tuple[int, int]] = {}
+        """Those that have no room -> since when, and until when."""
         self.breakers: dict[WorkerId, Breaker] = {}
         self.known: set[WorkerId] = set()
         """Those that are not gone."""
@@ -55,36 +132,50 @@ class FleetHealth:
         self._routes: dict[str, _Route] = {}
         self.retries = RetryBudget(config.retry)
 
-    def blocked(self, now_ns: int, route: str) -> frozenset[WorkerId]:
-        """Ready workers of the model that are left alone now; none if they would be more than half.
+    def blocked(self, now_ns: int, route: str, *, strict: bool = False) -> frozenset[WorkerId]:
+        """Ready workers of the model that are left alone now. Of those that failed none if they would be more
+        than half, unless `strict`.
 
         Nothing while all are well.
         """
         found = self._routes.get(route)
-        if found is None or not found.unwell:
+        if found is None or not (found.unwell or found.resting):
             return _NONE
-        blocked = frozenset(
-            worker_id
-            for worker_id, breaker in found.unwell.items()
-            if worker_id in found.ready and breaker.blocks(now_ns)
-        )
-        assert len(blocked) <= len(found.ready), "only ready workers are left alone"
-        if len(blocked) > self._config.panic_above * len(found.ready):
-            return _NONE
-        return blocked
+        broken = _broken(found, now_ns)
+        if not strict and len(broken) > self._config.panic_above * len(found.ready):
+            broken = _NONE
+        return broken | _resting(found, now_ns)
+
+    def trouble(self, now_ns: int, route: str) -> RouteTrouble | None:
+        """What is wrong if no more than half of the model's ready workers may be used; None if more may."""
+        found = self._routes.get(route)
+        if found is None or not (found.unwell or found.resting):
+            return None
+        broken, resting, num_ready = _broken(found, now_ns), _resting(found, now_ns), len(found.ready)
+        if len(broken | resting) < num_ready or not num_ready:
+            is_panic = len(broken) > self._config.panic_above * num_ready
+            return RouteTrouble(is_panic=True) if is_panic else None
+        since_ns = [found.breakers[each].since_ns for each in broken]
+        since_ns += [found.resting[each][0] for each in resting]
+        back_ns = min((found.resting[each][1] for each in resting), default=0)
+        why = "busy" if len(resting) == num_ready else "breaker"
+        return RouteTrouble(why=why, since_ns=max(since_ns), back_ns=back_ns)
 
     def due_ns(self, route: str) -> int | None:
         """When `blocked` may change by time alone; None if it does not."""
         found = self._routes.get(route)
-        if found is None or not found.unwell:
+        if found is None or not (found.unwell or found.resting):
             return None
         # Of those that are not ready nothing changes: asked for a time in the past, a driver would wake up
         # for ever.
         times = [breaker.due_ns for worker_id, breaker in found.unwell.items() if worker_id in found.ready]
+        times += [until_ns for worker_id, (_, until_ns) in found.resting.items() if worker_id in found.ready]
         return min((time for time in times if time is not None), default=None)
 
-    def worker(self, route: str, worker_id: WorkerId, *, ready: bool | None) -> None:
-        """A worker is ready or is not; None: it is gone for good."""
+    def worker(
+        self, route: str, worker_id: WorkerId, *, ready: bool | None, is_external: bool = False
+    ) -> None:
+        """A worker is ready or is not; None: it is gone for good. `is_external`: not our engine."""
         found = self._routes.get(route)
         if found is None:
             found = self._routes[route] = _Route()
@@ -93,7 +184,11 @@ class FleetHealth:
         else:
             found.ready.discard(worker_id)
         found.known.add(worker_id)
+        if is_external:
+            found.external.add(worker_id)
         if ready is None:
+            found.external.discard(worker_id)
+            found.resting.pop(worker_id, None)
             found.known.discard(worker_id)
             found.breakers.pop(worker_id, None)
             found.unwell.pop(worker_id, None)
@@ -114,10 +209,15 @@ class FleetHealth:
 
     def ended(self, now_ns: int, route: str, worker_id: WorkerId, error: PenstockError | None) -> None:
         """It ended there: None if it ended well, or its client or this gateway ended it."""
-        if error is None:
-            self._forget(route, worker_id)
-        elif isinstance(error, WorkerError) and (breaker := self._breaker(route, worker_id)) is not None:
-            breaker.failed(now_ns)
+        if isinstance(error, WorkerBusy):
+            self._rest(now_ns, route, worker_id, error.retry_after_s)
+        if isinstance(error, WorkerError) and (breaker := self._breaker(route, worker_id)) is not None:
+            if isinstance(error, KeyRejected):
+                breaker.reject(now_ns, "it does not accept the key that it is given")
+            elif isinstance(error, AttemptTimeout):
+                breaker.gave_up(now_ns, error.waited_ns)
+            else:
+                breaker.failed(now_ns)
             self._note(route, worker_id, breaker)
         else:
             self._forget(route, worker_id)
@@ -136,6 +236,31 @@ class FleetHealth:
             for worker_id in found.ready:
                 breaker = found.breakers.get(worker_id)
                 yield route, worker_id, BreakerState.CLOSED if breaker is None else breaker.state
+
+    def left_alone(self, now_ns: int, route: str) -> dict[WorkerId, str]:
+        """Ready workers of a model that are given nothing, or little, and why, for people."""
+        found = self._routes.get(route)
+        if found is None or not (found.unwell or found.resting):
+            return {}
+        told = {
+            worker_id: f"its breaker is {_STATES[breaker.state]}: {breaker.why}"
+            for worker_id, breaker in found.unwell.items()
+            if worker_id in found.ready
+        }
+        for worker_id in sorted(_resting(found, now_ns) - told.keys()):
+            wait_s = (found.resting[worker_id][1] - now_ns) / NS_PER_S
+            told[worker_id] = f"it has no room for another {wait_s:.0f} s, as it says"
+        return told
+
+    def _rest(self, now_ns: int, route: str, worker_id: WorkerId, retry_after_s: float | None) -> None:
+        found = self._routes.get(route)
+        if found is None or worker_id not in found.known:
+            return
+        wait_s = min(REST_MAX_S, max(REST_S, retry_after_s or 0.0))
+        since_ns, until_ns = found.resting.get(worker_id, (now_ns, 0))
+        if until_ns <= now_ns:
+            since_ns = now_ns
+        found.resting[worker_id] = (since_ns, max(until_ns, now_ns + int(wait_s * NS_PER_S)))
 
     def _breaker(self, route: str, worker_id: WorkerId) -> Breaker | None:
         found = self._routes.get(route)
@@ -160,16 +285,40 @@ class FleetHealth:
             unwell[worker_id] = breaker
 
     def _peers_fine(self, now_ns: int, route: str, worker_id: WorkerId) -> bool:
-        """Whether most others are well, so that a slow one is slow by itself. Without peers nobody can tell.
+        """Whether most others are well, so that a slow one is slow by itself. Without peers only of external
+        workers anything can be said.
 
         When the load grows first outputs take longer everywhere, and somewhere first: a peer that takes
         nearly as long by now has the same load.
         """
         found = self._routes[route]
         peers = [found.breakers.get(each) for each in found.ready if each != worker_id]
+        if not peers:
+            return worker_id in found.external and found.breakers[worker_id].recent_ns > SLOW_ALONE_NS
         late_ns = found.breakers[worker_id].recent_ns / self._config.breaker.slow_factor
         fine = sum(
             peer is None or (not peer.state and peer.is_fine(now_ns) and peer.recent_ns < late_ns)
             for peer in peers
         )
         return 2 * fine > len(peers)
+
+
+_STATES = {BreakerState.OPEN: "open", BreakerState.PROBING: "half-open", BreakerState.TRUSTING: "ramping up"}
+
+
+def _broken(found: _Route, now_ns: int) -> frozenset[WorkerId]:
+    """Ready workers that their breakers leave alone."""
+    return frozenset(
+        worker_id
+        for worker_id, breaker in found.unwell.items()
+        if worker_id in found.ready and breaker.blocks(now_ns)
+    )
+
+
+def _resting(found: _Route, now_ns: int) -> frozenset[WorkerId]:
+    """Ready workers that have no room, as they said. Whose time is over is forgotten."""
+    if not found.resting:
+        return _NONE
+    for worker_id in [each for each, (_, until_ns) in found.resting.items() if until_ns <= now_ns]:
+        del found.resting[worker_id]
+    return frozenset(found.resting.keys() & found.ready)

@@ -4,7 +4,7 @@ prices.
 Which requests of a run were answered as promised: what goodput counts, by what the workers really take and
 not by what gateways learned.
 
-promise   by band and tier (policy/admission/promise.py), never less than `idle_factor` times what an idle
+promise   by band and tier (policy/admission/admit.py), never less than `idle_factor` times what an idle
           worker takes for the request:
 its uncached prompt in steps of its own, and one row's step per further token
 """
@@ -21,7 +21,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 from penstock.planning.step_time import StepShape, StepTime
-from penstock.policy.admission.promise import IDLE_FACTOR, Promise, Promises
+from penstock.policy.admission.admit import IDLE_FACTOR, Promise, Promises
 from penstock.policy.record import Outcome
 from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.sim.report.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of

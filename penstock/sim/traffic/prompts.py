@@ -19,8 +19,7 @@ from struct import iter_unpack
 from typing import overload
 
 from penstock import rng
-from penstock.kv.hashing import PUBLIC, BlockHash, BlockHasher
-from penstock.kv.index.prompt_keys import KEY_BYTES
+from penstock.kv.hashing import KEY_BYTES, PUBLIC, BlockHash, BlockHasher
 from penstock.sim.traffic.request import Segment
 from penstock.types import BLOCK_TOKENS
 

@@ -8,14 +8,13 @@ from penstock import rng
 from penstock.config.branch import extended
 from penstock.config.tree import Config
 from penstock.kv.events import KVEventBatch, Numbered
-from penstock.kv.hashing import BlockHasher
+from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys, own_keys
 from penstock.kv.index.block_names import events_of_engine
 from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
-from penstock.kv.index.prompt_keys import PromptKeyMaker, PromptKeys, own_keys
 from penstock.kv.index.worker_cache_view import WorkerCacheView
 from penstock.policy.contracts import LeastLoaded, Placement
-from penstock.policy.placement.decision_log import DecisionLog
+from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.sim.traffic.prompts import BlockNames

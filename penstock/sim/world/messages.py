@@ -4,11 +4,11 @@ What one worker says of its KV cache on the way to the gateways, and how what is
 
 `WorldSpec.kv_kept` says which channel:
 
-0   Between a gateway and our own workers: one connection, in order (backends/engine/kv.py,
+0   Between a gateway and our own workers: one connection, in order (backends/engine/backend.py,
     engine/kv_event_publisher.py). A gap ends with a message of all that can be hit, sent when the connection
     is there again.
 n   Between a gateway and a publisher over lossy messages (fleet/kv_watch.py,
-    engine/zmq_publisher.py). The next batch shows a gap. The gateway asks for the missing batches and
+    engine/kv_event_publisher.py). The next batch shows a gap. The gateway asks for the missing batches and
     receives them, or, if they are no longer among the last n, forgets everything from before.
 """
 

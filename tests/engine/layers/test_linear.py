@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.layers.activation import SiluMul
 from penstock.engine.layers.linear import torch_linear
+from penstock.engine.layers.mlp import SiluMul
 from penstock.engine.layers.norm import RMSNorm
 from penstock.engine.layers.row_tiles import CANDIDATE_ROWS, RowTiles, agreeing_rows, cancelling
 

@@ -24,17 +24,19 @@ from penstock.backends.http.dialects.base import (
     SaidError,
     ServerFacts,
     refuse,
+    said_by,
 )
-from penstock.backends.http.dialects.worker_errors import said_by
 from penstock.protocol.openai import (
-    AnswerDelta,
     AnswerToolCall,
     CalledFunction,
-    CompletionEventChoice,
     CompletionLogprobs,
     ContentLogprob,
     TopLogprob,
     UsageBody,
+)
+from penstock.protocol.server_answers import (
+    AnswerDelta,
+    CompletionEventChoice,
     decode_chat_event,
     decode_completion_event,
     decode_models,

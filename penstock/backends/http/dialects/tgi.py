@@ -17,10 +17,10 @@ from penstock.backends.http.dialects.base import (
     ReportedUsage,
     ServerFacts,
     refuse,
+    said_by,
 )
 from penstock.backends.http.dialects.openai import finish_of
-from penstock.backends.http.dialects.worker_errors import said_by
-from penstock.protocol.openai import ErrorEvent
+from penstock.protocol.server_answers import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Capability, TokenLogprob
 

@@ -16,10 +16,16 @@ from urllib.parse import quote
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.http.dialects.base import HttpSubmission, Piece, ReportedUsage, ServerFacts, refuse
+from penstock.backends.http.dialects.base import (
+    HttpSubmission,
+    Piece,
+    ReportedUsage,
+    ServerFacts,
+    refuse,
+    said_by,
+)
 from penstock.backends.http.dialects.openai import finish_of
-from penstock.backends.http.dialects.worker_errors import said_by
-from penstock.protocol.openai import ErrorEvent
+from penstock.protocol.server_answers import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import COMMON_CAPABILITIES, Capability, FinishReason
 

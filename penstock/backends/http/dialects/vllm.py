@@ -16,8 +16,9 @@ from penstock.backends.http.dialects.openai import (
     token_id_of,
     top_of,
 )
-from penstock.kv.index.prompt_keys import namespace_of
-from penstock.protocol.openai import CompletionEventChoice, CompletionLogprobs
+from penstock.kv.hashing import namespace_of
+from penstock.protocol.openai import CompletionLogprobs
+from penstock.protocol.server_answers import CompletionEventChoice
 from penstock.types import COMMON_CAPABILITIES, Capability, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode

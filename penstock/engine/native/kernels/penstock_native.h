@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 7
+#define PS_ABI_VERSION 8
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -156,8 +156,10 @@ struct PsSample {
   const double *top_p;       // [rows], 1: off
   const float *min_p_bound;  // [rows], log of min-p: scaled logits below are dropped
   const int32_t *keys;       // [rows, 2] of the counter-based randomness
+  const uint32_t *masks;     // [.., ld_masks]: bit t is set where token t may be drawn; null: all may
+  const int32_t *mask_rows;  // [rows] rows of `masks`; -1: all may
   int64_t *token_ids;        // [rows] out; -1 where the logits are not finite numbers
-  int64_t rows, vocab, ld_logits;
+  int64_t rows, vocab, ld_logits, ld_masks;
   float greedy_below;
   int32_t reserved;
 };

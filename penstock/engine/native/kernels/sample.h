@@ -127,12 +127,14 @@ struct Histogram {
   int32_t *count;  // [kSampleBins]
   int32_t *least;  // [vocab / 16] the bin of each 16's largest
   uint64_t *keys;  // [vocab], of one bin
+  float *masked;   // [vocab] logits of a row with a mask
 
   Histogram(void *scratch, int64_t vocab) {
     mass = (double *)scratch;
     count = (int32_t *)(mass + kSampleBins);
     keys = (uint64_t *)(count + kSampleBins);
     least = (int32_t *)(keys + vocab);
+    masked = (float *)(least + vocab / 16 + 1);
   }
 };
 
@@ -258,8 +260,23 @@ static int64_t find_likeliest(SampleRow &row) {
   return first;
 }
 
+// The logits of the tokens whose bits are set, minus infinity for the others.
+static void mask_logits(const float *logits, const uint32_t *bits, int64_t vocab, float *out) {
+  for (int64_t i = 0; i < vocab; i += 32) {
+    uint32_t word = bits[i / 32];
+    int64_t lanes = vocab - i < 32 ? vocab - i : 32;
+    for (int64_t lane = 0; lane < lanes; lane++)
+      out[i + lane] = word >> lane & 1 ? logits[i + lane] : -__builtin_inff();
+  }
+}
+
 static void sample_row(const PsSample *job, int64_t r, void *scratch) {
   SampleRow row = {job->logits + r * job->ld_logits, job->vocab, 0, job->temperature[r]};
+  if (job->masks && job->mask_rows[r] >= 0) {
+    float *masked = Histogram(scratch, job->vocab).masked;
+    mask_logits(row.logits, job->masks + job->mask_rows[r] * job->ld_masks, job->vocab, masked);
+    row.logits = masked;
+  }
   int64_t likeliest = find_likeliest(row);
   job->token_ids[r] = likeliest;
   if (likeliest < 0 || row.temperature < job->greedy_below) return;

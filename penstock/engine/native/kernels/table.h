@@ -63,7 +63,9 @@ inline int64_t attention_scratch_bytes(int64_t head_dim) {
 
 constexpr int32_t kSampleBins = 4096;  // of the histogram that finds where top-k and top-p cut
 
-inline int64_t sample_scratch_bytes(int64_t vocab) { return kSampleBins * 12 + vocab * 8 + vocab / 4 + 64; }
+inline int64_t sample_scratch_bytes(int64_t vocab) {
+  return kSampleBins * 12 + vocab * 8 + (vocab / 16 + 1) * 4 + vocab * 4 + 64;
+}
 
 extern const KernelTable *table;  // the chosen one
 extern const KernelTable kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx;

@@ -1,0 +1,185 @@
+"""Compiling grammars: on threads, within bounds, and once for each tenant that asks for the same.
+
+A compiled grammar is a matcher in its first state, which every answer gets a copy of. Tenants share nothing:
+whether another one uses a schema cannot be learned from how long it takes.
+"""
+
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from penstock.engine.grammar.source import grammar_text, place_of
+from penstock.errors import CheckpointError, InvalidRequest
+from penstock.protocol.grammar import Grammar
+from penstock.text.tokenizer import Tokenizer
+
+CACHED_MAX = 256
+"""Compiled grammars that are kept, of all tenants."""
+CACHED_PER_TENANT_MAX = 64
+COMPILE_THREADS = 2
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
+"""llguidance's bounds on one grammar: on compiling, on one mask, and on memory (1 to 2 KB a state)."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class GrammarTokens:
+    """A model's vocabulary as grammars see it."""
+
+    library: LLTokenizer
+    tokenizer: Tokenizer
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+
+    @classmethod
+    def load(cls, model_dir: Path, vocab_size: int) -> "GrammarTokens | None":
+        """The vocabulary of the checkpoint in `model_dir`, whose logits have `vocab_size` entries.
+
+        None if grammars are not possible with it, which is logged: no tokenizer, none whose tokens are plain
+        bytes, or one that llguidance reads otherwise than we do.
+        """
+        try:
+            tokenizer = Tokenizer.load(model_dir)
+            text = (model_dir / "tokenizer.json").read_text()
+        except (CheckpointError, OSError, UnicodeDecodeError) as error:
+            _log.info("no structured output: %s", error)
+            return None
+        known, eos_ids = tokenizer.vocab_size, [i for i in tokenizer.eos_ids if 0 <= i < vocab_size]
+        if tokenizer.decoding is None or known > vocab_size or not eos_ids:
+            _log.info("no structured output: this tokenizer's tokens are not plain bytes, or it has no EOS")
+            return None
+        try:
+            library = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_ids)
+        except ValueError as error:
+            _log.warning("no structured output: llguidance cannot read the tokenizer: %s", error)
+            return None
+        # llguidance keeps the byte that no UTF-8 has for itself.
+        ours = b"".join(map(tokenizer.token_bytes, range(known))).replace(b"\xff", b"")
+        if library.decode_bytes(list(range(known))) != ours:
+            _log.warning("no structured output: llguidance reads this tokenizer's tokens differently")
+            return None
+        return cls(library, tokenizer, tuple(eos_ids), vocab_size)
+
+
+@dataclass(slots=True, frozen=True)
+class CompiledGrammar:
+    """A grammar, ready to be followed by any number of answers."""
+
+    first: LLMatcher
+    """In its first state. Never to be changed: answers follow copies."""
+    tokens: GrammarTokens = field(repr=False)
+    marker: bytes = b""
+    marker_ids: tuple[int, ...] = ()
+    """See `Grammar.begins_after`."""
+    begins_within: int = 0
+    may_end_before: bool = False
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for. Thread-safe where it says so; `cached` and `compile` are for one
+    thread.
+    """
+
+    def __init__(self, tokens: GrammarTokens) -> None:
+        self._tokens = tokens
+        self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar-compile")
+        self._cache: OrderedDict[tuple[bytes, bytes], CompiledGrammar] = OrderedDict()
+        self._under_way: dict[tuple[bytes, bytes], Future[CompiledGrammar]] = {}
+
+    def cached(self, tenant: bytes, grammar: Grammar) -> CompiledGrammar | None:
+        """What the tenant had compiled before, if that is still there."""
+        key = _key(tenant, grammar)
+        if (found := self._cache.get(key)) is not None:
+            self._cache.move_to_end(key)
+        return found
+
+    def compile(self, tenant: bytes, grammar: Grammar) -> "Future[CompiledGrammar]":
+        """Compile on a thread; `InvalidRequest` says what cannot be. `keep` takes the result in."""
+        key = _key(tenant, grammar)
+        future = self._under_way.get(key)
+        if future is None:
+            future = self._under_way[key] = self._threads.submit(compile_grammar, grammar, self._tokens)
+        return future
+
+    def keep(self, tenant: bytes, grammar: Grammar, compiled: CompiledGrammar | None) -> None:
+        """Take in what was compiled; None: it could not be."""
+        key = _key(tenant, grammar)
+        self._under_way.pop(key, None)
+        if compiled is None:
+            return
+        self._cache[key] = compiled
+        mine = [each for each in self._cache if each[0] == tenant]
+        if len(mine) > CACHED_PER_TENANT_MAX:
+            del self._cache[mine[0]]
+        if len(self._cache) > CACHED_MAX:
+            self._cache.popitem(last=False)
+
+
+def compile_grammar(grammar: Grammar, tokens: GrammarTokens) -> CompiledGrammar:
+    """Compile a grammar. Any thread.
+
+    Raises:
+        InvalidRequest: it cannot be enforced; `param` is "grammar", or "grammar." and the keyword.
+    """
+    try:
+        text, schema = grammar_text(grammar.form)
+        limits = LLParserLimits(**LIMITS)
+        first = LLMatcher(tokens.library, text, log_level=0, limits=limits)
+        if first.is_error():
+            _refuse(first.get_error(), schema)
+        first.compute_bitmask()  # What the first answer would have to find out.
+        if first.is_error():
+            _refuse(first.get_error(), schema)
+        if first.is_stopped() and not first.is_accepting():
+            raise InvalidRequest("nothing matches it")
+    except InvalidRequest as error:
+        keyword = f"grammar.{error.param}" if error.param else "grammar"
+        raise InvalidRequest(str(error), param=keyword) from None
+    marker = grammar.begins_after
+    return CompiledGrammar(
+        first,
+        tokens,
+        marker=marker.encode(),
+        marker_ids=tokens.tokenizer.encode(marker) if marker else (),
+        begins_within=grammar.begins_within,
+        may_end_before=grammar.may_end_before,
+    )
+
+
+def _refuse(message: str, schema: object) -> None:
+    words = message.partition("\n<")[0].strip()[:400]
+    if schema is None:
+        raise InvalidRequest(f"it cannot be enforced: {words}")
+    place = place_of(schema, words)
+    raise InvalidRequest(
+        f"the schema cannot be enforced{f' at {place}' if place else ''}: {words}", param="json"
+    )
+
+
+def _key(tenant: bytes, grammar: Grammar) -> tuple[bytes, bytes]:
+    return tenant, hashlib.blake2b(msgspec.msgpack.encode(grammar), digest_size=16).digest()
+
+
+def eos_bits(eos_ids: Sequence[int], num_words: int) -> "list[int]":
+    """The words of a mask in which just these tokens' bits are set."""
+    words = [0] * num_words
+    for token_id in eos_ids:
+        words[token_id // 32] |= 1 << token_id % 32
+    return words

@@ -1,0 +1,162 @@
+"""The grammars of a batch: what the sampler may draw, and what follows from what it drew.
+
+    enter    a row's state is made on a thread, while its prompt is computed
+    masks    before a draw: waits for the masks of the rows that draw
+    take     after it: states go on, and the masks of the next draw are computed on a thread, while the next
+             step computes
+
+Bits of tokens are the only thing that the sampler sees. A token that is forced needs no mask: whatever is
+drawn there is replaced.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from llguidance import LLExecutor
+
+from penstock.engine.arrays import Int64Array
+from penstock.engine.grammar.answer import GrammarAnswer
+from penstock.engine.grammar.compiler import CompiledGrammar, GrammarTokens, eos_bits
+from penstock.engine.sampler import Masks
+from penstock.schedule.plan import Forced, NewRow
+
+
+class _Row:
+    """A row whose answer has a grammar. Its fields belong to `job` until that is over."""
+
+    __slots__ = ("answer", "job", "known", "run", "singly")
+
+    def __init__(self, known: int, *, singly: bool) -> None:
+        self.answer: GrammarAnswer | None = None
+        self.known = known
+        """The position of the next token that is to be drawn."""
+        self.run: tuple[int, ...] = ()
+        """The forced tokens before that."""
+        self.singly = singly
+        """Forced tokens are drawn one at a time: each one's log-probability is wanted."""
+        self.job: Future[None] | None = None
+
+
+class GrammarRows:
+    """The grammars of the rows of one runner; one step at a time."""
+
+    def __init__(self, max_running: int, tokens: GrammarTokens, num_threads: int) -> None:
+        num_words = -(-tokens.vocab_size // 32)
+        self._bits = np.zeros((max_running, num_words), np.int32)
+        self._ends = np.array(eos_bits(tokens.eos_ids, num_words), np.uint32).view(np.int32)
+        self._eos_id = tokens.eos_ids[0]
+        self._rows: dict[int, _Row] = {}
+        self._library = LLExecutor(num_threads)
+        # Two threads: a long answer that is read again must not hold the masks of others up.
+        self._entering = ThreadPoolExecutor(1, thread_name_prefix="grammar-enter")
+        self._masking = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+
+    def enter(self, new: NewRow) -> None:
+        """A request has the row from now on."""
+        self.leave(new.row)
+        if new.grammar is None:
+            return
+        assert isinstance(new.grammar, CompiledGrammar)
+        row = _Row(len(new.token_ids), singly=new.sampling.logprobs is not None)
+        self._rows[new.row] = row
+        answer = new.token_ids[new.num_prompt_tokens :]
+        row.job = self._entering.submit(self._make, row, new.row, new.grammar, answer)
+
+    def leave(self, index: int) -> None:
+        """The row is free."""
+        row = self._rows.pop(index, None)
+        if row is not None and row.job is not None:
+            row.job.result()  # It writes where the next request's mask will be.
+
+    def masks(self, rows: Int64Array, positions: Int64Array) -> Masks | None:
+        """What may be drawn at `positions` of `rows`; None: anything."""
+        if not self._rows:
+            return None
+        of_row = np.full(len(rows), -1, np.int32)
+        found: list[tuple[int, int]] = []
+        for i, (index, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            if (row := self._rows.get(index)) is None or position < row.known:
+                continue
+            if row.job is not None:
+                row.job.result()
+                row.job = None
+            answer = row.answer
+            assert answer is not None
+            if answer.wants_mask and not answer.only_ends:
+                of_row[i] = index
+            elif answer.is_free and not answer.grammar.may_end_before:
+                found.append((i, index))
+        for i, index in found:
+            self._bits[index] = ~self._ends
+            of_row[i] = index
+        return Masks(self._bits, of_row) if (of_row >= 0).any() else None
+
+    def take(
+        self, rows: Int64Array, positions: Int64Array, token_ids: Int64Array
+    ) -> "dict[int, Forced | str]":
+        """Go on behind what was drawn. Replaces in `token_ids` what was forced.
+
+        Returns what follows, or why a row cannot go on, by index of `rows`.
+        """
+        follows: dict[int, Forced | str] = {}
+        if not self._rows:
+            return follows
+        wanted: list[int] = []
+        for i, (index, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            if (row := self._rows.get(index)) is None or token_ids[i] < 0:
+                continue
+            if position < row.known:  # Forced by a step before this one, which was on its way already.
+                token_ids[i] = row.run[position - row.known]
+                continue
+            answer = row.answer
+            assert answer is not None
+            if answer.error is None:
+                self._take_one(answer, row, i, token_ids, follows)
+            if answer.error is not None:
+                follows[i] = f"the answer's grammar became too complex: {answer.error}"
+            elif answer.wants_mask:
+                wanted.append(index)
+        if wanted:
+            job = self._masking.submit(self._fill, wanted, [self._rows[index] for index in wanted])
+            for index in wanted:
+                self._rows[index].job = job
+        return follows
+
+    def _take_one(
+        self,
+        answer: GrammarAnswer,
+        row: _Row,
+        i: int,
+        token_ids: Int64Array,
+        follows: "dict[int, Forced | str]",
+    ) -> None:
+        if answer.forced:
+            token_ids[i] = answer.forced[0]
+        elif answer.only_ends:
+            token_ids[i] = self._eos_id
+        answer.take(int(token_ids[i]))
+        row.run = () if row.singly else answer.take_forced()
+        row.known += 1 + len(row.run)
+        if row.run or answer.is_complete:
+            follows[i] = Forced(row.run, answer.is_complete)
+
+    # --- on the threads ---------------------------------------------------------------------------
+
+    def _make(self, row: _Row, index: int, grammar: CompiledGrammar, token_ids: Sequence[int]) -> None:
+        row.answer = GrammarAnswer(grammar, token_ids)
+        if row.answer.wants_mask:
+            self._fill([index], [row])
+
+    def _fill(self, indexes: list[int], rows: list[_Row]) -> None:
+        answers = [row.answer for row in rows if row.answer is not None]
+        bits = self._bits
+        self._library.unsafe_compute_mask_ptr(
+            [(answer.matcher, index) for answer, index in zip(answers, indexes, strict=True)],
+            bits.ctypes.data,
+            bits.strides[0],
+            bits.shape[0],
+        )
+        for answer, index in zip(answers, indexes, strict=True):
+            answer.only_ends = not (bits[index] & ~self._ends).any()
+            answer.check()

@@ -1,0 +1,171 @@
+"""What a request asks its answer to look like, as a grammar of llguidance; what cannot be enforced is
+refused.
+
+Nothing is approximated: llguidance's lenient mode is off, and a keyword that it would pass over stops the
+request. JSON is written in one way, with ", " and ": " between its parts and no other white space: so the
+length of white space is bounded, and what lies between two values is forced.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any, NoReturn, cast
+
+import msgspec
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from penstock.errors import InvalidRequest
+from penstock.protocol.grammar import GRAMMAR_BYTES_MAX
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+CHOICES_MAX = 4096
+MULTIPLE_MAX = 1000
+"""Of `multipleOf`, in units of its last digit: the automaton has as many states, and so has that of the least
+common multiple of several."""
+_JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+_LITERALS = ("enum", "const", "default", "examples")
+"""Keywords whose values are no schemas."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values are schemas by name."""
+
+
+def grammar_text(form: bytes) -> tuple[str, object]:
+    """A grammar of llguidance, and the JSON schema that it is made from, if it is.
+
+    Raises:
+        InvalidRequest: it is not understood, or over a bound. `param` names the keyword of `form`.
+    """
+    if len(form) > GRAMMAR_BYTES_MAX:
+        _refuse(f"it has {len(form)} bytes, and {GRAMMAR_BYTES_MAX} is the bound", "")
+    asked: Any = msgspec.json.decode(form)
+    given = [kind for kind in KINDS if kind in asked and asked[kind] is not None]
+    if len(given) != 1:
+        _refuse(f"expected one of {', '.join(KINDS)}, but got {' and '.join(given) or 'none of them'}", "")
+    for name, value in asked.items():
+        if name not in KINDS and value not in (None, False):
+            _refuse(f"'{str(name)[:64]}' is not supported", str(name)[:64])
+    kind = given[0]
+    return _MAKERS[kind](asked[kind])
+
+
+def place_of(schema: object, message: str) -> str:
+    """Where in a schema the keyword is that llguidance complains of, as a JSON pointer; empty if unknown."""
+    found = ""
+    for path, keyword, value in _keywords(schema):
+        named = f'"{keyword}"' in message
+        if named or (isinstance(value, str) and len(value) > 1 and value in message):
+            return path
+        if not found and keyword in message:
+            found = path
+    return found
+
+
+def _json(schema: object) -> tuple[str, object]:
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            _refuse(f"the schema is not JSON: {error}", "json")
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        _refuse("a schema is an object, or true", "json")
+    schema = cast(dict[str, Any], schema)
+    if "x-guidance" in schema:  # llguidance's own options, which are ours to set.
+        schema = {key: value for key, value in schema.items() if key != "x-guidance"}
+    _check(schema)
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            json.dumps(schema), overrides=cast(Any, _JSON_OPTIONS)
+        ), schema
+    except ValueError as error:
+        _refuse(f"the schema is not supported: {error}", "json")
+
+
+def _json_object(value: object) -> tuple[str, object]:
+    if value is not True:
+        _refuse("expected true", "json_object")
+    return _json({"type": "object"})
+
+
+def _regex(value: object) -> tuple[str, object]:
+    if not isinstance(value, str):
+        _refuse("expected a string", "regex")
+    return LLMatcher.grammar_from_regex(value), None
+
+
+def _choice(value: object) -> tuple[str, object]:
+    values = cast(list[Any], value) if isinstance(value, list) else []
+    if not values or not all(isinstance(each, str) and each for each in values):
+        _refuse("expected an array of strings, none of them empty", "choice")
+    if len(values) > CHOICES_MAX:
+        _refuse(f"it has {len(values)} strings, and {CHOICES_MAX} is the bound", "choice")
+    choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in dict.fromkeys(values))
+    return LLMatcher.grammar_from_lark(f"start: {choices}"), None
+
+
+def _grammar(value: object) -> tuple[str, object]:
+    if not isinstance(value, str) or not value.strip():
+        _refuse("expected a string that is not empty", "grammar")
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(value)), None
+    except Exception as error:  # noqa: BLE001 The converter raises what it likes.
+        _refuse(f"the grammar cannot be read: {error}", "grammar")
+
+
+_MAKERS: Mapping[str, Callable[[object], tuple[str, object]]] = {
+    "json": _json,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}
+
+
+def _check(schema: dict[str, Any]) -> None:
+    """Refuse what llguidance takes and would compute for hours."""
+    multiples: set[int] = set()
+    for path, keyword, value in _keywords(schema):
+        if keyword == "multipleOf" and isinstance(value, int | float) and math.isfinite(value) and value > 0:
+            step = Fraction(str(value))
+            multiples.add(step.numerator if step.denominator == 1 else _digits(value))
+            if math.lcm(*multiples) > MULTIPLE_MAX:
+                _refuse(f"'multipleOf' at {path} is {value}, which is too large to be enforced", "json")
+
+
+def _digits(value: float) -> int:
+    """The digits of a decimal number as one integer."""
+    return int("".join(filter(str.isdigit, f"{value:.15g}".partition("e")[0])) or 1)
+
+
+def _keywords(schema: object, path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(JSON pointer, keyword, value) of every keyword of a schema and of the schemas in it."""
+    todo: list[tuple[str, object]] = [(path, schema)]
+    while todo:
+        here, each = todo.pop()
+        if isinstance(each, list):
+            todo += [(f"{here}/{i}", item) for i, item in enumerate(cast(list[Any], each))]
+        elif isinstance(each, dict):
+            for keyword, value in cast(dict[str, Any], each).items():
+                there = f"{here}/{keyword.replace('~', '~0').replace('/', '~1')}"
+                yield there, keyword, value
+                if keyword in _NAMED and isinstance(value, dict):
+                    named = cast(dict[str, Any], value)
+                    todo += [
+                        (f"{there}/{name.replace('~', '~0').replace('/', '~1')}", inner)
+                        for name, inner in named.items()
+                    ]
+                elif keyword not in _LITERALS:
+                    todo.append((there, value))
+
+
+def _refuse(message: str, keyword: str) -> NoReturn:
+    raise InvalidRequest(message, param=keyword)

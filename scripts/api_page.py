@@ -1,0 +1,139 @@
+"""Writes the tables of docs/api.md from the code: what each engine can do, and what becomes of each
+parameter. `python scripts/api_page.py` after either has changed; tests/gateway/test_api_page.py compares.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from penstock.backends.http.dialects.openai import OpenAIDialect
+from penstock.backends.http.dialects.sglang import SglangDialect
+from penstock.backends.http.dialects.tgi import TgiDialect
+from penstock.backends.http.dialects.triton import TritonDialect
+from penstock.backends.http.dialects.trtllm import TrtllmDialect
+from penstock.backends.http.dialects.vllm import VllmDialect
+from penstock.protocol.parameters import CHAT, COMPLETION, Fate, Parameter
+from penstock.types import ENGINE_CAPABILITIES, Capability
+
+PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+ENGINES = {
+    "our engine": ENGINE_CAPABILITIES,
+    "vLLM": VllmDialect.capabilities,
+    "SGLang": SglangDialect.capabilities,
+    "TGI": TgiDialect.capabilities,
+    "TensorRT-LLM": TrtllmDialect.capabilities,
+    "Triton": TritonDialect.capabilities,
+    "a provider": OpenAIDialect.capabilities,
+}
+_TABLE = re.compile(r"^\|.*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
+OF_VALUES = {"response_format": Capability.JSON_SCHEMA, "tool_choice": Capability.FORCED_TOOLS}
+"""Parameters of which one value needs a capability and another none."""
+ALWAYS_HERE = {"model", "stream", "stream_options", "n", "seed", "max_tokens", "max_completion_tokens"}
+"""Honoured by this server itself, whoever computes."""
+HERE = {
+    "chat": ALWAYS_HERE,
+    "completion": ALWAYS_HERE | {"stop", "include_stop_str_in_output", "prompt", "echo", "best_of"},
+}
+NOTES = {
+    "model": "a model, an adapter of one, or `auto`",
+    "stream_options": "`include_usage`; `continuous_usage_stats` (vLLM's) beside it; "
+    "`include_obfuscation: true` is refused",
+    "n": "each choice is a request of its own",
+    "max_tokens": "0 with `echo` or `prompt_logprobs` of a plain completion: it is scored, not answered",
+    "max_completion_tokens": "goes before `max_tokens`",
+    "stop": "checked by the gateway for every kind of worker",
+    "user": "names the session and stands in the usage records",
+    "messages": "unknown fields within are dropped (a provider gets them); see above",
+    "tools": "a tool's `strict: true`, and types other than `function`, need a provider; "
+    "a forced call obeys its schema on vLLM too",
+    "parallel_tool_calls": "`false`: the answer ends with its first call",
+    "chat_template_kwargs": "variables of the chat template",
+    "metadata": "changes no answer",
+    "safety_identifier": "changes no answer",
+    "prompt_cache_key": "names the session: such requests go to one worker among equals",
+    "store": "a promise to keep the answer",
+    "service_tier": "here tiers belong to tenants",
+    "response_format": "`text` asks for nothing; vLLM: by its `structured_outputs`",
+    "structured_outputs": "vLLM's `json`, `json_object`, `regex`, `choice`, `grammar`; "
+    "see [structured output](structured.md)",
+    "guided_json": "the older spelling; vLLM gets `structured_outputs`",
+    "guided_regex": "the same",
+    "guided_choice": "the same",
+    "guided_grammar": "the same",
+    "tool_choice": "`auto`, `none` everywhere; `required` and a named function need vLLM or a provider",
+    "logprobs": "`top_logprobs` of a plain completion has the token itself too; of one text the likeliest",
+    "reasoning_effort": "where our template has a switch: `chat_template_kwargs`",
+    "prompt_logprobs": "vLLM's, up to 20 alternatives; not in streams",
+    "priority": "the tenant's band sets it",
+    "cache_salt": "made from the tenant",
+    "request_id": "the answer's `x-request-id` has ours",
+    "functions": "use `tools`",
+    "function_call": "use `tool_choice`",
+    "best_of": "only what `n` is",
+    "prompt": "a text, texts, token ids, or lists of them",
+}
+"""What else there is to say of a parameter."""
+
+
+def tables() -> dict[str, str]:
+    """The tables of the page by the heading that they stand under."""
+    return {
+        "Capabilities": _capabilities(),
+        "Parameters of chat completions": _parameters("chat", CHAT),
+        "Parameters of plain completions": _parameters("completion", COMPLETION),
+    }
+
+
+def written(page: str) -> str:
+    """The page with its tables as the code has them."""
+    for heading, table in tables().items():
+        before, found, rest = page.partition(f"## {heading}\n")
+        assert found, f"the page has no section '{heading}'"
+        section, next_heading, after = rest.partition("\n## ")
+        section = _TABLE.sub(lambda _match, table=table: table, section, count=1)
+        page = before + found + section.rstrip("\n") + "\n" + next_heading + after
+    return page
+
+
+def _capabilities() -> str:
+    rows = [
+        [f"`{each}`", *("yes" if each in known else "" for known in ENGINES.values())] for each in Capability
+    ]
+    return _table(["capability", *ENGINES], rows)
+
+
+def _parameters(endpoint: str, parameters: Iterable[Parameter]) -> str:
+    order = list(Fate)
+    ranked = sorted(parameters, key=lambda each: order.index(each.fate))
+    rows = [[f"`{each.name}`", *_fates(endpoint, each), _note(each)] for each in ranked]
+    return _table(["parameter", "our engine", "vLLM", "a provider", ""], rows)
+
+
+def _fates(endpoint: str, parameter: Parameter) -> list[str]:
+    name, fate = parameter.name, parameter.fate
+    if fate is Fate.REFUSED:
+        return ["refused"] * 3
+    passed = "honoured" if name in HERE[endpoint] else "forwarded"
+    if fate is not Fate.NEEDS:
+        return [fate.value, fate.value, passed]
+    needed = parameter.capability or OF_VALUES[name]
+    fates = ["honoured" if needed in ENGINES[engine] else "refused" for engine in ("our engine", "vLLM")]
+    return [*fates, passed if needed in ENGINES["a provider"] else "refused"]
+
+
+def _note(parameter: Parameter) -> str:
+    neutral = [each for each in parameter.neutral if each not in ({}, [], 0)]
+    verb = "asks" if len(neutral) == 1 else "ask"
+    asks_nothing = ", ".join(f"`{json.dumps(each)}`" for each in neutral)
+    said = NOTES.get(parameter.name, "")
+    return "; ".join(filter(None, (said, f"{asks_nothing} {verb} for nothing" if neutral else "")))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |".replace("  |", " |") for cells in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))

@@ -1,0 +1,330 @@
+"""`penstock serve` stops without a loss: a lame duck serves, a drain refuses in words, a second signal
+settles what clients got, and another server takes the port over without a gap.
+"""
+
+import http.client
+import json
+import signal
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from free_port import free_port
+from served import PATIENCE_S, Server
+from stand_in_thread import MODEL, Serve, stand_in_engine
+
+pytestmark = pytest.mark.timeout(240)
+
+KEY = "sk-of-this-test-0123"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client saw of one request."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    tokens: int = 0
+    """Of a stream, by its log-probabilities: each token has one."""
+    last: str = ""
+    """The last event of a stream."""
+    begun: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+def talk(
+    port: int, path: str, body: dict | None = None, key: str = "", answer: Answer | None = None
+) -> Answer:
+    """One request on a connection of its own."""
+    answer = answer or Answer()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    try:
+        connection.request(
+            "GET" if body is None else "POST", path, json.dumps(body) if body else None, headers
+        )
+        response = connection.getresponse()
+        answer.status, answer.headers = response.status, {k.lower(): v for k, v in response.getheaders()}
+        if body is None or not body.get("stream"):
+            answer.body = response.read()
+        else:
+            read_events(response, answer)
+    finally:
+        connection.close()
+        answer.ended.set()
+    return answer
+
+
+def read_events(response: http.client.HTTPResponse, answer: Answer) -> None:
+    for line in response:
+        if not line.startswith(b"data: "):
+            continue
+        answer.last = line.removeprefix(b"data: ").decode().strip()
+        if answer.last != "[DONE]":
+            for choice in json.loads(answer.last).get("choices", ()):
+                answer.tokens += len((choice.get("logprobs") or {}).get("content") or ())
+        answer.begun.set()
+
+
+def begin(port: int, path: str, body: dict, key: str) -> Answer:
+    """A stream that is read by a thread; returns when it has begun."""
+    answer = Answer()
+    threading.Thread(target=talk, args=(port, path, body, key, answer), daemon=True).start()
+    assert answer.begun.wait(PATIENCE_S)
+    return answer
+
+
+def completion(**fields: object) -> dict:
+    return {"model": MODEL, "prompt": "hello", "max_tokens": 2, **fields}
+
+
+# --- the first signal ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_serves_then_refuses_while_streams_end(tmp_path: Path, processes: int) -> None:
+    with stand_in_engine(step_s=0.05) as engine:
+        gateway = Serve(
+            tmp_path / "gateway",
+            engine,
+            {"acme": "weight: 1"},
+            processes=processes,
+            port=(port := free_port()),
+            lameduck_s=1.5,
+            drain_timeout_s=30,
+        )
+        server, key = gateway.server, gateway.keys["acme"]
+        try:
+            server.wait_ready()
+            assert talk(port, "/ready").status == 200
+            stream = begin(port, "/v1/completions", completion(stream=True, max_tokens=100), key)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_said("requests are served for 1.5 s more")
+            server.until(lambda: talk(port, "/ready").status == 503, "still ready")
+            assert b'"draining"' in talk(port, "/ready").body
+            served = talk(port, "/v1/completions", completion(), key)
+            assert (served.status, served.headers["connection"]) == (200, "close")
+            statuses, deadline = [served.status], time.monotonic() + PATIENCE_S
+            while statuses[-1] == 200:
+                assert time.monotonic() < deadline
+                refused = talk(port, "/v1/completions", completion(), key)
+                statuses.append(refused.status)
+            assert not stream.ended.is_set(), "the stream goes on while new requests are refused"
+            assert (refused.status, refused.headers["connection"]) == (503, "close")
+            assert int(refused.headers["retry-after"]) >= 1
+            assert json.loads(refused.body)["error"]["code"] == "draining"
+            assert stream.ended.wait(PATIENCE_S)
+            assert stream.last == "[DONE]"
+            assert server.wait_ended() == 0
+            assert "Traceback" not in server.err.read_text()
+        finally:
+            server.close()
+
+
+# --- the second signal --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_sigterm_settles_what_clients_got(tmp_path: Path, processes: int) -> None:
+    port, ledger = free_port(), tmp_path / "ledger"
+    file = tmp_path / "penstock.yaml"
+    file.write_text(
+        f"models: [{{path: penstock-demo-mini, name: {MODEL}, engine: {{threads: 1}}}}]\n"
+        f"server: {{port: {port}, processes: {processes}}}\n"
+        f"ledger: {{directory: {ledger}}}\n"
+    )
+    server = Server(tmp_path, "-c", str(file), "--api-key", KEY)
+    try:
+        server.wait_ready()
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "Count."}],
+            "stream": True,
+            "max_tokens": 3000,
+            "ignore_eos": True,
+            "logprobs": True,
+        }
+        streams = [begin(port, "/v1/chat/completions", body, KEY) for _ in range(6)]
+        server.until(lambda: all(stream.tokens > 40 for stream in streams), "no tokens")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_said("requests are served for 10 s more (Ctrl-C again to stop now)")
+        time.sleep(0.4)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_ended() == 130
+        for stream in streams:
+            assert stream.ended.wait(PATIENCE_S)
+            assert json.loads(stream.last)["error"]["code"] == "draining"
+    finally:
+        server.close()
+    with sqlite3.connect(ledger / "usage.sqlite") as database:
+        rows = database.execute("SELECT outcome, error, recovered, completion_tokens FROM usage").fetchall()
+    assert {row[:3] for row in rows} == {("failed", "Draining", 0)}
+    assert sorted(row[3] for row in rows) == sorted(stream.tokens for stream in streams)
+
+
+# --- a worker that is drained while it starts -----------------------------------------------------------
+
+
+def test_draining_a_worker_while_it_starts_does_not_end_serve(tmp_path: Path) -> None:
+    port = free_port()
+    server = Server(
+        tmp_path, "penstock-demo-mini", "--name", MODEL, "--port", str(port), "--threads", "1", "--no-auth"
+    )
+    try:
+        server.until(lambda: listens(port), "nobody listens")
+        drained = talk(port, f"/admin/workers/{MODEL}-0/drain", {"timeout_s": 5})
+        assert drained.status == 200, drained.body
+        server.wait_ready()
+        assert talk(port, "/ready").status == 503
+        assert talk(port, f"/admin/workers/{MODEL}-0/undrain", {}).status == 200
+        server.until(lambda: talk(port, "/ready").status == 200, "it does not come back")
+        assert talk(port, "/v1/completions", completion()).status == 200
+    finally:
+        server.close()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+# --- a takeover ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asking() -> Iterator[Callable[..., "Askers"]]:
+    made: list[Askers] = []
+
+    def start(port: int, key: str) -> Askers:
+        made.append(Askers(port, key))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.stop()
+
+
+class Askers:
+    """Clients that ask one request after the other: on a new connection each, and on one that is kept."""
+
+    def __init__(self, port: int, key: str) -> None:
+        self.port, self.key = port, key
+        self.statuses: list[int] = []
+        self.errors: list[str] = []
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(kept,)) for kept in (False, False, True)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, kept: bool) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        headers = {"authorization": f"Bearer {self.key}"}
+        while not self._is_over.is_set():
+            try:
+                connection.request("POST", "/v1/completions", json.dumps(completion()), headers)
+                response = connection.getresponse()
+                response.read()
+                self.statuses.append(response.status)
+            except (OSError, http.client.HTTPException) as error:
+                self.errors.append(repr(error))
+                connection.close()
+            if not kept:
+                connection.close()  # `http.client` connects anew, as after an answer that says close.
+        connection.close()
+
+    def more(self, count: int) -> None:
+        """Wait for so many more answers."""
+        goal, deadline = len(self.statuses) + count, time.monotonic() + PATIENCE_S
+        while len(self.statuses) < goal and not self.errors:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_another_server_takes_over_without_a_gap(
+    tmp_path: Path, processes: int, asking: Callable[[int, str], Askers]
+) -> None:
+    with stand_in_engine(step_s=0.002) as engine:
+        gateway = Serve(
+            tmp_path / "gateway",
+            engine,
+            {"acme": "weight: 1"},
+            processes=processes,
+            port=(port := free_port()),
+            lameduck_s=3,
+            drain_timeout_s=30,
+        )
+        key, old = gateway.keys["acme"], gateway.server
+        try:
+            old.wait_ready()
+            askers = asking(port, key)
+            askers.more(20)
+            stream = begin(port, "/v1/completions", completion(stream=True, max_tokens=1500), key)
+            (tmp_path / "gateway" / "out").rename(tmp_path / "out")
+            (tmp_path / "gateway" / "err").rename(tmp_path / "err")
+            old.out, old.err = tmp_path / "out", tmp_path / "err"
+            gateway.start("--take-over")
+            gateway.server.wait_ready()
+            old.wait_said("another server has taken over")
+            askers.more(50)
+            assert stream.ended.wait(PATIENCE_S)
+            assert stream.last == "[DONE]"
+            assert old.wait_ended() == 0
+            askers.more(50)
+            askers.stop()
+            assert askers.errors == []
+            assert set(askers.statuses) == {200}
+            assert gateway.server.process.poll() is None
+            gateway.server.process.send_signal(signal.SIGINT)
+            assert gateway.server.wait_ended() == 0
+        finally:
+            old.close()
+            gateway.server.close()
+
+
+def test_nothing_to_take_over_is_a_plain_start(tmp_path: Path) -> None:
+    with stand_in_engine() as engine:
+        gateway = Serve(tmp_path / "gateway", engine, {"acme": "weight: 1"}, port=(port := free_port()))
+        gateway.kill()  # Its Unix socket is left behind, and nobody answers there.
+        gateway.start("--take-over")
+        try:
+            gateway.server.wait_ready()
+            assert talk(port, "/v1/completions", completion(), gateway.keys["acme"]).status == 200
+        finally:
+            gateway.kill()
+
+
+def test_a_server_that_cannot_serve_takes_nothing_over(tmp_path: Path) -> None:
+    with stand_in_engine() as engine:
+        gateway = Serve(tmp_path / "gateway", engine, {"acme": "weight: 1"}, port=(port := free_port()))
+        key = gateway.keys["acme"]
+        try:
+            gateway.server.wait_ready()
+            place = tmp_path / "broken"
+            place.mkdir()
+            broken = Server(
+                place,
+                "penstock-demo-mini",
+                "--port",
+                str(port),
+                "--no-auth",
+                "--take-over",
+                "--kv-memory",
+                "1",
+            )
+            assert broken.wait_ended() != 0
+            gateway.server.wait_said("the server that was to take over is gone; this one stays")
+            assert talk(port, "/v1/completions", completion(), key).status == 200
+        finally:
+            gateway.kill()

@@ -1,0 +1,251 @@
+"""Answers that match a grammar are the same answer however they are computed, and always match."""
+
+import json
+import re
+from array import array
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+from engine_driver import Answer, tiny_runner
+
+from penstock.clock import SystemClock
+from penstock.config.engine_settings import EngineSettings
+from penstock.engine.core import EngineCore, build_core
+from penstock.engine.grammar.compiler import CompiledGrammar, GrammarTokens, compile_grammar
+from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
+from penstock.protocol.grammar import Grammar
+from penstock.protocol.worker import Submit
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import FinishReason, RequestId, SamplingParams
+
+MODEL = Path(__file__).parents[3] / "models" / "penstock-demo-mini"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "full_name_of_the_person": {"type": "string", "maxLength": 24},
+        "age_in_years": {"type": "integer", "minimum": 0, "maximum": 150},
+        "favourite_animals": {
+            "type": "array",
+            "items": {"enum": ["cat", "dog"]},
+            "minItems": 1,
+            "maxItems": 3,
+        },
+    },
+    "required": ["full_name_of_the_person", "age_in_years", "favourite_animals"],
+    "additionalProperties": False,
+}
+FORMS: tuple[dict[str, Any], ...] = (
+    {"json": PERSON},
+    {"regex": r"[a-z]{3,12}@[a-z]{2,9}\.com"},
+    {"choice": ["an apple", "an orange", "a pear"]},
+    {"grammar": 'start: "x" ("+" NUMBER)* "."\nNUMBER: /[0-9]{1,3}/'},
+)
+PROMPTS = ("Hello", "Tell me about a person who lives in a small town and has a pet.", "x", "A list:")
+
+
+@cache
+def tokens() -> GrammarTokens:
+    found = GrammarTokens.load(MODEL, 4096)
+    assert found is not None
+    return found
+
+
+@cache
+def compiled(form: bytes, **how: Any) -> CompiledGrammar:
+    return compile_grammar(Grammar(form=form, **how), tokens())
+
+
+class Engine:
+    """The real engine around the demo model, whose requests may have grammars."""
+
+    def __init__(self, **config: object) -> None:
+        settings: dict[str, object] = {"dtype": "float32", "kv_memory_bytes": 8 << 20, "kernels": "torch"}
+        settings |= config
+        runner = tiny_runner(MODEL, **settings)
+        runner.use_grammars(tokens())
+        self.core: EngineCore = build_core(runner, EngineSettings(**settings), b"k" * 32, SystemClock())
+        self.tokenizer = Tokenizer.load(MODEL)
+        self.asked = 0
+
+    def ask(self, *asked: dict[str, Any], until: int | None = None) -> list[Answer]:
+        """Answers to requests that start together; `until`: no longer than until the first has so many
+        tokens.
+        """
+        answers = {}
+        for each in asked:
+            self.asked += 1
+            request_id = RequestId(f"r{self.asked}")
+            answers[request_id] = Answer()
+            grammar = Grammar(form=msgspec.json.encode(each["form"]), **each.get("how", {}))
+            message = Submit(
+                request_id=request_id,
+                prompt=array("i", self.tokenizer.encode(each.get("prompt", "Hello"))).tobytes(),
+                sampling=each["sampling"],
+                resumed=array("i", each.get("resumed", ())).tobytes(),
+                grammar=grammar,
+            )
+            self.core.submit(0, message, 0, compiled(grammar.form, **each.get("how", {})))
+        first = next(iter(answers.values()))
+        while self.core.has_work and (until is None or len(first.token_ids) < until):
+            for output in self.core.step().get(0, []):
+                if (answer := answers.get(output.request_id)) is None:
+                    continue  # Of one that was aborted.
+                answer.token_ids += output.token_ids
+                answer.logprobs += output.logprobs or ()
+                if output.finish is not None:
+                    answer.finish, answer.error = output.finish.reason, output.finish.error
+                    answer.usage = output.finish.usage
+        return list(answers.values())
+
+    def text(self, answer: Answer) -> str:
+        return self.tokenizer.decode(answer.token_ids)
+
+
+def sampling(seed: int, **how: Any) -> SamplingParams:
+    settings = {"temperature": 1.3, "max_tokens": 200, "stop_token_ids": tokens().eos_ids} | how
+    return SamplingParams(seed=seed, **settings)
+
+
+def check(form: dict[str, Any], text: str) -> None:
+    if "json" in form:
+        jsonschema.validate(json.loads(text), form["json"])
+    elif "regex" in form:
+        assert re.fullmatch(form["regex"], text)
+    elif "choice" in form:
+        assert text in form["choice"]
+    else:
+        assert re.fullmatch(r"x(\+[0-9]{1,3})*\.", text)
+
+
+def requests(**how: Any) -> list[dict[str, Any]]:
+    """Every form with every prompt, and every way to draw."""
+    ways = (
+        {"temperature": 0.0},
+        {"temperature": 1.5},
+        {"temperature": 1.0, "top_k": 30, "top_p": 0.9},
+        {"temperature": 1.2, "repetition_penalty": 1.3, "presence_penalty": 0.4, "min_tokens": 3},
+        {"temperature": 0.9, "min_p": 0.02, "logit_bias": ((9, 5.0), (11, -100.0))},
+    )
+    return [
+        {"form": form, "prompt": prompt, "sampling": sampling(i + 7 * j, **ways[(i + j) % len(ways)], **how)}
+        for i, form in enumerate(FORMS)
+        for j, prompt in enumerate(PROMPTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Answer]:
+    engine = Engine()
+    return [engine.ask(each)[0] for each in requests()]
+
+
+def test_every_answer_matches_and_ends_with_stop(alone: list[Answer]) -> None:
+    engine = Engine()
+    for each, answer in zip(requests(), alone, strict=True):
+        assert answer.finish is FinishReason.STOP, (each, engine.text(answer))
+        check(each["form"], engine.text(answer))
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens - len(answer.token_ids) in (0, 1), "all but a stop token"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"overlap": "on"},
+        {"step_tokens": 32, "max_running": 3},
+        {"step_tokens": 64, "max_running": 16, "kv_memory_bytes": 450_000, "overlap": "on"},
+        {"prefix_cache": False},
+        {"host_kv_memory_bytes": 1 << 20, "kv_memory_bytes": 450_000},
+    ],
+    ids=["overlap", "small-steps", "preempted", "no-cache", "host-tier"],
+)
+def test_an_answer_does_not_depend_on_what_else_runs(alone: list[Answer], config: dict[str, Any]) -> None:
+    engine = Engine(**config)
+    for _ in range(2):  # The second time prompts are cached.
+        answers = engine.ask(*requests())
+        assert [each.token_ids for each in answers] == [each.token_ids for each in alone]
+        assert [each.finish for each in answers] == [each.finish for each in alone]
+    if config.get("kv_memory_bytes"):
+        assert engine.core.stats().preemptions > 0
+
+
+def test_log_probabilities_change_no_token_and_are_finite(alone: list[Answer]) -> None:
+    answers = Engine().ask(*requests(logprobs=2))
+    assert [each.token_ids for each in answers] == [each.token_ids for each in alone]
+    for answer in answers:
+        assert [each.token_id for each in answer.logprobs] == answer.token_ids
+        assert all(-1e4 < each.logprob <= 0 for each in answer.logprobs)
+
+
+def test_native_kernels_follow_grammars_too() -> None:
+    try:
+        NativeLibrary()
+    except KernelsUnavailable as why:
+        pytest.skip(str(why))
+    engine = Engine(kernels="native", dtype="bfloat16")
+    for each, answer in zip(requests(), engine.ask(*requests()), strict=True):
+        check(each["form"], engine.text(answer))
+
+
+def test_an_answer_continues_elsewhere_from_any_token(alone: list[Answer]) -> None:
+    first, second = Engine(), Engine()
+    for each, whole in zip(requests()[:6], alone, strict=False):
+        for cut in range(1, len(whole.token_ids) - 1, 5):
+            (part,) = first.ask(each, until=cut)
+            first.core.abort(0, tuple(RequestId(f"r{i}") for i in range(first.asked + 1)))
+            (rest,) = second.ask(each | {"resumed": part.token_ids})
+            assert part.token_ids + rest.token_ids == whole.token_ids
+
+
+def test_a_resumed_answer_may_have_been_cut_within_a_forced_run(alone: list[Answer]) -> None:
+    engine, whole = Engine(), alone[0]
+    for cut in range(1, 12):
+        (rest,) = engine.ask(requests()[0] | {"resumed": whole.token_ids[:cut]})
+        assert rest.token_ids == whole.token_ids[cut:]
+
+
+def test_cut_answers_end_with_length() -> None:
+    engine = Engine()
+    whole = engine.ask(requests()[0])[0]
+    for length in (1, 2, 3, 5, 9, len(whole.token_ids) - 1):
+        asked = requests(max_tokens=length)[0]
+        (answer,) = engine.ask(asked)
+        assert answer.token_ids == whole.token_ids[:length]
+        assert answer.finish is FinishReason.LENGTH
+    (answer,) = engine.ask(requests(max_tokens=len(whole.token_ids))[0])
+    assert answer.finish is FinishReason.STOP
+
+
+def test_forced_tokens_take_no_step_each() -> None:
+    engine = Engine()
+    (answer,) = engine.ask(requests()[0])
+    assert answer.usage is not None
+    assert answer.usage.steps < 0.7 * len(answer.token_ids)
+
+
+def test_a_grammar_begins_behind_a_marker() -> None:
+    engine = Engine()
+    asked = {
+        "form": {"choice": ["left", "right"]},
+        "how": {"begins_after": "</think>", "begins_within": 20},
+        "sampling": sampling(5),
+    }
+    (answer,) = engine.ask(asked)
+    text = engine.text(answer)
+    assert answer.finish is FinishReason.STOP
+    free, _, matched = text.partition("</think>")
+    assert matched in ("left", "right"), text
+    assert len(engine.tokenizer.encode(free)) >= 10
+    (again,) = Engine().ask(asked | {"resumed": answer.token_ids[:8]})
+    assert answer.token_ids[:8] + again.token_ids == answer.token_ids
+
+
+def test_min_tokens_does_not_hold_a_complete_grammar_back() -> None:
+    engine = Engine()
+    (answer,) = engine.ask({"form": {"choice": ["a", "ab"]}, "sampling": sampling(3, min_tokens=50)})
+    assert engine.text(answer) in ("a", "ab")
+    assert answer.finish is FinishReason.STOP
