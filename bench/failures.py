@@ -43,9 +43,10 @@ from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import LaunchedWorker
 from penstock.fleet.launchers.process import Spares
 from penstock.policy.answers import Start
-from penstock.policy.contracts import AllHealthy, Health, Policies
+from penstock.policy.contracts import Health
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.policies import AllHealthy, Policies
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome

@@ -20,12 +20,17 @@ from penstock.kv.index.block_names import Stored
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prefix_index import Tier
-from penstock.policy.contracts import LeastLoaded, Placement
 from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity, WorkerView
+from penstock.policy.queueing.capacity import (
+    CapacityTable,
+    LeastLoaded,
+    Placement,
+    WorkerCapacity,
+    WorkerView,
+)
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 

@@ -23,9 +23,8 @@ from penstock.config.tree import Config
 from penstock.kv.hashing import BlockHasher, PromptKeys, own_keys
 from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
-from penstock.policy.contracts import LeastLoaded, Placement
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity
+from penstock.policy.queueing.capacity import CapacityTable, LeastLoaded, Placement, WorkerCapacity
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import Segment, SimRequest

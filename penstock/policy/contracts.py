@@ -1,12 +1,10 @@
-"""What `FlowControl` is made of beside queue and flows: small contracts, and for each the object that sets no
-limit.
+"""What `FlowControl` asks of limits, budgets, prices, admission and health: contracts, and nothing else.
 
-`Limiter` (rate_limit.py), `OutputLengths`, `Budgets` and `PriceList` fulfil theirs as they are; the admission
-does through `policy/admission/gate.py`. Whoever wires a gateway or a simulation chooses.
+`lifecycle/policies.py` holds one of each. The queue's own contract, of placement, is in
+`queueing/capacity.py`.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -14,15 +12,9 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.policy.admit_facts import RouteTrouble
 from penstock.policy.answers import Diverted, Refused
-from penstock.policy.extras.hedge import Hedges
-from penstock.policy.extras.quarantine import InFlightAtCrash, IsolatedRetry
 from penstock.policy.flow import RequestFacts
-from penstock.policy.limits.rate_limit import SLICE_TOKENS
-from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity
-from penstock.policy.queueing.pace import Pace
 from penstock.policy.tenant import Tenant
-from penstock.types import TenantId, Usage, WorkerId
+from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 
 class Refusal(Protocol):
@@ -159,50 +151,6 @@ class Admission(Protocol):
         ...
 
 
-class Hold(msgspec.Struct, frozen=True, gc=False):
-    """It could start elsewhere, but is better off waiting for this worker, until then at most.
-
-    Whoever is behind it goes on.
-    """
-
-    worker_id: WorkerId
-    until_ns: int
-
-
-class Placement(Protocol):
-    """Which worker of one model a request goes to.
-
-    It is told what became of its choices, and may learn from that.
-    """
-
-    def place(
-        self,
-        now_ns: int,
-        work: Work,
-        rooms: CapacityTable,
-        avoid: Collection[WorkerId],
-        blocked: Collection[WorkerId],
-    ) -> WorkerCapacity | Hold | None:
-        """A worker that the request fits on now; None if there is none.
-
-        Never one that is `blocked`; one to `avoid`, where the request failed, only if there is no other. Sets
-        `work.matched_tokens`. A request whose `hold_ns` is set was held before and is not held again.
-        """
-        ...
-
-    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        """It was sent there, and is booked in `room`."""
-        ...
-
-    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        """Its first output came."""
-        ...
-
-    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
-        """It runs there no more, and used so much; None: it failed, or nothing is known."""
-        ...
-
-
 class Health(Protocol):
     """Which workers are given nothing for now."""
 
@@ -245,223 +193,19 @@ class Health(Protocol):
         ...
 
 
-class CrashPolicy(Protocol):
-    """Which requests are refused because workers died of them: `quarantine.Quarantine`."""
+class IsolatedStarts(Protocol):
+    """Requests under suspicion, which must start apart from others: `extras.quarantine.CrashQuarantine`."""
 
-    def refusal(self, now_ns: int, facts: RequestFacts) -> PenstockError | None:
-        """Why it is refused; None if it is not."""
+    def is_apart(self, request_id: RequestId) -> bool:
+        """Whether it is one of them, and has given nothing since."""
         ...
 
-    def trial(self, now_ns: int, facts: RequestFacts) -> IsolatedRetry | None:
-        """How it is started if it is under suspicion; None if it is not."""
+    def barred(self, route: str, request_id: RequestId) -> frozenset[WorkerId]:
+        """Workers that it must not be given to now, for the sake of others that start there; empty for all
+        that are under no suspicion.
+        """
         ...
 
-    def died(self, now_ns: int, in_flight_at_crash: Sequence[InFlightAtCrash]) -> None:
-        """A worker's process ended, with these requests on it."""
+    def taken(self, route: str) -> frozenset[WorkerId]:
+        """Workers where one of them is starting."""
         ...
-
-    def ended_well(self, facts: RequestFacts) -> None:
-        """It was none of these."""
-        ...
-
-
-class _NoTokenHold:
-    """Holds nothing. One object is enough for all requests."""
-
-    __slots__ = ()
-
-    def renew(self, now_ns: int, num_output_tokens: int) -> None:
-        del now_ns, num_output_tokens
-
-    def settle(self, now_ns: int, actual_tokens: int) -> None:
-        del now_ns, actual_tokens
-
-    def undo(self, now_ns: int) -> None:
-        del now_ns
-
-
-class _NoMoneyHold:
-    """Holds nothing, and is never used up."""
-
-    __slots__ = ()
-
-    def renew(self, now_ns: int, total_micros: int) -> bool:
-        del now_ns, total_micros
-        return True
-
-    def settle(self, now_ns: int, actual_micros: int) -> None:
-        del now_ns, actual_micros
-
-    def undo(self, now_ns: int) -> None:
-        del now_ns
-
-
-_NO_TOKENS, _NO_MONEY = _NoTokenHold(), _NoMoneyHold()
-_PASS = Pass()
-
-
-class NoLimits:
-    """Every tenant may use what it likes."""
-
-    __slots__ = ()
-
-    def reserve(
-        self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, request_id: str = ""
-    ) -> TokenHold:
-        """Nothing to take it from."""
-        del now_ns, tenant, prompt_tokens, output_tokens, request_id
-        return _NO_TOKENS
-
-
-class NoBudgets:
-    """Nobody has a budget."""
-
-    __slots__ = ()
-
-    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> MoneyHold:
-        """Nothing to take it from."""
-        del now_ns, tenant, micros
-        return _NO_MONEY
-
-
-class Free:
-    """A price list on which everything is free."""
-
-    __slots__ = ()
-
-    def cost_micros(self, model: str, usage: Usage) -> int:
-        """Nothing."""
-        del model, usage
-        return 0
-
-
-class LongestAnswers:
-    """Expects every answer to be as long as it may be."""
-
-    __slots__ = ()
-
-    def expect(self, tenant: TenantId, model: str, max_tokens: int) -> int:
-        """The longest."""
-        del tenant, model
-        return max_tokens
-
-    def observe(self, tenant: TenantId, model: str, num_tokens: int) -> None:
-        """Nothing is learned."""
-
-
-class AdmitAll:
-    """Lets everything into the queue, whose own bounds remain."""
-
-    __slots__ = ()
-
-    def decide(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> Pass:
-        """Yes."""
-        del now_ns, facts, look
-        return _PASS
-
-    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> str:
-        """Nowhere."""
-        del now_ns, facts, look
-        return ""
-
-
-class LeastLoaded:
-    """Sends every request to the worker with the most free streams, whatever its cache holds."""
-
-    __slots__ = ()
-
-    def place(
-        self,
-        now_ns: int,
-        work: Work,
-        rooms: CapacityTable,
-        avoid: Collection[WorkerId],
-        blocked: Collection[WorkerId],
-    ) -> WorkerCapacity | None:
-        """The least loaded that it fits on."""
-        del now_ns
-        return rooms.place(work, avoid, blocked)
-
-    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        """Nothing is learned."""
-
-    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        """Nothing is learned."""
-
-    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
-        """Nothing is learned."""
-
-
-class AllHealthy:
-    """Blocks nobody: a worker is used while it says that it is ready."""
-
-    __slots__ = ()
-
-    def blocked(self, now_ns: int, route: str, *, strict: bool = False) -> frozenset[WorkerId]:
-        """None."""
-        del now_ns, route, strict
-        return _NO_WORKERS
-
-    def trouble(self, now_ns: int, route: str) -> None:
-        """Nothing."""
-
-    def due_ns(self, route: str) -> None:
-        """Never."""
-
-    def worker(
-        self, route: str, worker_id: WorkerId, *, ready: bool | None, is_external: bool = False
-    ) -> None:
-        """Nothing is learned."""
-
-    def started(self, now_ns: int, route: str, worker_id: WorkerId) -> None:
-        """Nothing is learned."""
-
-    def began(self, now_ns: int, route: str, worker_id: WorkerId, ttft_ns: int) -> None:
-        """Nothing is learned."""
-
-    def ended(self, now_ns: int, route: str, worker_id: WorkerId, error: PenstockError | None) -> None:
-        """Nothing is learned."""
-
-    def succeeded(self) -> None:
-        """Nothing is learned."""
-
-    def may_retry(self, now_ns: int) -> bool:
-        """Yes."""
-        del now_ns
-        return True
-
-
-_NO_WORKERS = frozenset[WorkerId]()
-
-
-def least_loaded(route: str) -> Placement:
-    """The same for every model: it remembers nothing."""
-    del route
-    return _LEAST_LOADED
-
-
-_LEAST_LOADED = LeastLoaded()
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Policies:
-    """The parts that a `FlowControl` composes."""
-
-    admission: Admission = field(default_factory=AdmitAll)
-    limits: Limits = field(default_factory=NoLimits)
-    budgets: Budgets = field(default_factory=NoBudgets)
-    prices: Prices = field(default_factory=Free)
-    lengths: Lengths = field(default_factory=LongestAnswers)
-    placement: Callable[[str], Placement] = least_loaded
-    """Makes the placement of a model, by its name."""
-    health: Health = field(default_factory=AllHealthy)
-    poison: CrashPolicy | None = None
-    """None: no request is suspected when a worker crashes."""
-    pace: Callable[[], Pace] = Pace
-    """Makes what learns of one model's workers how fast they are."""
-    hedges: Hedges | None = None
-    """None: no request is started beside another attempt of itself."""
-    slice_tokens: int = SLICE_TOKENS
-    """Answer tokens between two looks at the budget."""
-    migrations_max: int = 3
-    """Workers that one stream may lose and still go on."""

@@ -29,6 +29,10 @@ import msgspec
 from penstock.policy.tenant import ANONYMOUS, Degrade, Tenant
 from penstock.types import RequestId
 
+SLICE_TOKENS = 256
+"""Answer tokens that are charged and paid for ahead while a stream runs: one that is over its
+budget ends at the next such boundary."""
+
 
 class State(enum.IntEnum):
     """Where a request is."""

@@ -6,9 +6,9 @@ from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.policy.admission.gate import BudgetDowngrade, Gate, ModelFacts
 from penstock.policy.answers import Diverted, Queued, Refused
-from penstock.policy.contracts import Policies
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.limits.budget import Spent, TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.queueing.capacity import WorkerView

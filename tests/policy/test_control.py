@@ -9,10 +9,11 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import LimitsConfig
 from penstock.errors import Draining, Evicted, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Diverted, Queued, Refused, Requeued, Start, Stop
-from penstock.policy.contracts import AdmitAll, Pass, Policies
+from penstock.policy.contracts import Pass
 from penstock.policy.estimates.output_length import OutputLengths
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.policies import AdmitAll, Policies
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import BandTerms, QueueTerms

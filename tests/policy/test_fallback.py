@@ -7,10 +7,10 @@ from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.answers import FallBack, Queued, Requeued, Start
-from penstock.policy.contracts import Policies
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.fallback import ASKED_MAX
+from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome

@@ -5,9 +5,9 @@ from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, 
 from penstock.errors import Evicted, Overloaded, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.answers import Diverted, Queued, Refused
-from penstock.policy.contracts import Policies
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import BandTerms, QueueTerms
 from penstock.policy.record import Outcome

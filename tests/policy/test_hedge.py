@@ -10,10 +10,10 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.health import HealthConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Requeued, Start
-from penstock.policy.contracts import Policies
-from penstock.policy.extras.hedge import HedgeOutcome, Hedges, HedgeTerms
+from penstock.policy.extras.hedging import HedgeOutcome, Hedges, HedgeTerms
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome

@@ -5,9 +5,9 @@ avoid.
 from collections.abc import Collection
 
 from penstock.clock import NS_PER_MS
-from penstock.policy.contracts import AllHealthy, Hold, LeastLoaded
+from penstock.policy.lifecycle.policies import AllHealthy
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity, WorkerView
+from penstock.policy.queueing.capacity import CapacityTable, Hold, LeastLoaded, WorkerCapacity, WorkerView
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId

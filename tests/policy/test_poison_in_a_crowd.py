@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.errors import CrashingRequest, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Start
-from penstock.policy.contracts import Policies
 from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
-from penstock.policy.contracts import Hold
 from penstock.policy.placement.pick import PER_REQUEST_MAX, REASONS, DecisionLog, explain, replay
 from penstock.policy.placement.route import Router
 from penstock.policy.placement.score import score_policy
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity, WorkerView
+from penstock.policy.queueing.capacity import CapacityTable, Hold, WorkerCapacity, WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 

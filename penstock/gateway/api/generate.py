@@ -40,7 +40,7 @@ from penstock.gateway.relay.relay import (
 from penstock.gateway.relay.reply import Context, Reply
 from penstock.kv.hashing import PromptKeys
 from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.limits.rate_limit import SLICE_TOKENS
+from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.requests.request import Request
 from penstock.policy.tenant import Tenant
 from penstock.protocol.needs import (

@@ -26,7 +26,6 @@ from penstock.gateway.shared.spending import Spending
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.admit import IDLE_FACTOR
 from penstock.policy.admission.gate import Gate, ModelFacts
-from penstock.policy.contracts import LeastLoaded, Placement
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
@@ -34,6 +33,7 @@ from penstock.policy.placement.pick import Decision, DecisionLog
 from penstock.policy.placement.route import Locality, Router
 from penstock.policy.placement.score import score_policy
 from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.queueing.capacity import LeastLoaded, Placement
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.rng import fresh_seed, stream
 from penstock.telemetry.ledger import Ledger

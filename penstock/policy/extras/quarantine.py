@@ -18,21 +18,28 @@ workers: they count once.
 
 Requests are known by the fingerprint of their prompt, which also names tenant and model. Pure; bounded; time
 is handed in.
+
+Crash quarantine on requests' lives: workers that crashed, and which requests they had, go to the
+quarantine, which says which of them are not started again, and how the others are.
 """
 
 import enum
 import hashlib
 import math
 from array import array
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.health import HealthConfig
-from penstock.errors import CrashingRequest
-from penstock.policy.flow import RequestFacts
+from penstock.errors import CrashingRequest, PenstockError, WorkerError
+from penstock.policy.flow import RequestFacts, State
+from penstock.policy.requests.extra import Extra
+from penstock.policy.requests.request import Request
+from penstock.types import RequestId, Usage, WorkerId
 
 Fingerprint = int
 
@@ -97,7 +104,7 @@ class Quarantine:
         """Convictions so far."""
 
     def refusal(self, now_ns: int, facts: RequestFacts) -> CrashingRequest | None:
-        """See `contracts.CrashPolicy`. Looks at the prompt only while there are suspects, which is rare."""
+        """Why a request is refused; None if it is not. Looks at the prompt only while there are suspects."""
         if not self._suspects or (name := fingerprint(facts)) is None:
             return None
         left_s = self.refused_s(now_ns, name)
@@ -109,13 +116,13 @@ class Quarantine:
         )
 
     def trial(self, now_ns: int, facts: RequestFacts) -> IsolatedRetry | None:
-        """See `contracts.CrashPolicy`."""
+        """How a request is started if it is under suspicion; None if it is not."""
         if not self._suspects or (name := fingerprint(facts)) is None:
             return None
         return self.trial_of(now_ns, name)
 
     def died(self, now_ns: int, in_flight_at_crash: Sequence[InFlightAtCrash]) -> None:
-        """See `contracts.CrashPolicy`."""
+        """A worker's process ended, with these requests on it."""
         starting, streaming = list[Fingerprint](), dict[Fingerprint, int]()
         for each in in_flight_at_crash:
             if (name := fingerprint(each.facts)) is None:
@@ -126,7 +133,7 @@ class Quarantine:
         self.strike(now_ns, starting, streaming)
 
     def ended_well(self, facts: RequestFacts) -> None:
-        """See `contracts.CrashPolicy`."""
+        """The request was none of these."""
         if self._suspects and (name := fingerprint(facts)) is not None:
             self.clear(name)
 
@@ -231,3 +238,112 @@ def fingerprint(facts: RequestFacts) -> Fingerprint | None:
         tokens = array("i", prompt).tobytes()
         hasher.update(len(tokens).to_bytes(8, "little") + tokens)
     return int.from_bytes(hasher.digest(), "little")
+
+
+_NOWHERE = frozenset[WorkerId]()
+
+
+@dataclass(slots=True)
+class _Tried:
+    """An accepted request under suspicion that has given nothing since."""
+
+    route: str
+    trial: IsolatedRetry
+    worker: WorkerId | None = None
+    """Where it is starting; None while it waits."""
+
+
+class CrashQuarantine(Extra):
+    """Between flow control and `Quarantine`. Fulfils `contracts.IsolatedStarts` for the queues."""
+
+    __slots__ = ("_apart", "_crashes", "_quarantine")
+
+    def __init__(self, quarantine: Quarantine) -> None:
+        self._quarantine = quarantine
+        self._apart: dict[RequestId, _Tried] = {}
+        self._crashes: dict[WorkerId, tuple[int, list[tuple[Request, InFlightAtCrash]]]] = {}
+        """Those since `evictions` was last called: when, and which requests were there."""
+
+    def refusal(self, now_ns: int, facts: RequestFacts) -> PenstockError | None:
+        """See `Extra`."""
+        return self._quarantine.refusal(now_ns, facts)
+
+    def queued(self, now_ns: int, request: Request) -> None:
+        """See `Extra`: a suspect is started as the quarantine says."""
+        assert request.state is State.QUEUED, f"{request.id} does not wait"
+        if (trial := self._quarantine.trial(now_ns, request.facts)) is not None:
+            self._apart[request.id] = _Tried(request.lane.route, trial)
+
+    def started(self, now_ns: int, request: Request) -> None:
+        """See `Extra`."""
+        if (tried := self._apart.get(request.id)) is None:
+            return
+        assert request.worker not in self.barred(tried.route, request.id), "a suspect is not alone"
+        tried.worker = request.worker
+
+    def first_output(self, now_ns: int, request: Request) -> None:
+        """See `Extra`."""
+        self._apart.pop(request.id, None)
+
+    def left(self, request: Request) -> None:
+        """See `Extra`."""
+        self._apart.pop(request.id, None)
+
+    def attempt_lost(
+        self,
+        now_ns: int,
+        request: Request,
+        worker: WorkerId,
+        error: PenstockError | None,
+        usage: Usage | None,
+    ) -> None:
+        """See `Extra`."""
+        if (tried := self._apart.get(request.id)) is not None:
+            tried.worker = None
+        if not isinstance(error, WorkerError) or not error.died:
+            return
+        given = request.completion_tokens if usage is None else usage.completion_tokens
+        _, in_flight_at_crash = self._crashes.setdefault(worker, (now_ns, []))
+        found = InFlightAtCrash(request.facts, is_starting=request.state is State.STARTED, num_tokens=given)
+        in_flight_at_crash.append((request, found))
+
+    def finished(self, facts: RequestFacts) -> None:
+        """See `Extra`."""
+        self._quarantine.ended_well(facts)
+
+    def evictions(self, now_ns: int) -> Iterator[tuple[Request, str, PenstockError]]:
+        """See `Extra`: a request that crashed a worker does not go on to the next one."""
+        if not self._crashes:
+            return
+        crashes, self._crashes = self._crashes, {}
+        for at_ns, in_flight_at_crash in crashes.values():
+            self._quarantine.died(at_ns, [found for _, found in in_flight_at_crash])
+        for request in [
+            request for _, in_flight_at_crash in crashes.values() for request, _ in in_flight_at_crash
+        ]:
+            if request.state is not State.QUEUED:
+                continue
+            if (error := self._quarantine.refusal(now_ns, request.facts)) is not None:
+                yield request, "quarantine", error
+            else:
+                self.queued(now_ns, request)
+
+    # --- for the queues ---------------------------------------------------------------------------
+
+    def is_apart(self, request_id: RequestId) -> bool:
+        """See `IsolatedStarts`."""
+        return request_id in self._apart
+
+    def barred(self, route: str, request_id: RequestId) -> frozenset[WorkerId]:
+        """See `IsolatedStarts`: one that must be alone is beside no other, and no other is beside it."""
+        if (tried := self._apart.get(request_id)) is None:
+            return _NOWHERE
+        others = [each for key, each in self._apart.items() if key != request_id and each.route == route]
+        if tried.trial is not IsolatedRetry.ALONE:
+            others = [each for each in others if each.trial is IsolatedRetry.ALONE]
+        return frozenset(each.worker for each in others if each.worker is not None)
+
+    def taken(self, route: str) -> frozenset[WorkerId]:
+        """See `IsolatedStarts`."""
+        here = (each.worker for each in self._apart.values() if each.route == route)
+        return frozenset(worker for worker in here if worker is not None)

@@ -18,11 +18,12 @@ from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Evicted, PenstockError, WorkerUnavailable
 from penstock.policy.answers import Abort, Diverted, Queued, Refused, Requeued, Start, Stop
-from penstock.policy.contracts import Pass, Policies, RouteLoad
-from penstock.policy.extras.crash_quarantine import CrashQuarantine
+from penstock.policy.contracts import Pass, RouteLoad
 from penstock.policy.extras.hedging import MARK, Hedging
+from penstock.policy.extras.quarantine import CrashQuarantine
 from penstock.policy.flow import Event, RequestFacts, State
 from penstock.policy.lifecycle.fallback import Fallbacks
+from penstock.policy.lifecycle.policies import Accounts, Policies
 from penstock.policy.lifecycle.transitions import Change, Transitions
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import WorkerView
@@ -32,7 +33,7 @@ from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Action, Evict, Settled
 from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Accounts, Request, charge, victims, work_of
+from penstock.policy.requests.request import Request, charge, victims, work_of
 from penstock.types import RequestId, Usage, WorkerId
 
 _DECIDED = {Outcome.CANCELLED: Event.CANCEL, Outcome.EVICTED: Event.EVICT}
@@ -53,6 +54,7 @@ class FlowControl:
         "_lanes",
         "_pending",
         "_policies",
+        "_quarantine",
         "_requests",
         "_timers",
         "_timers_set",
@@ -76,8 +78,10 @@ class FlowControl:
         self.hedging: Hedging | None = None
         """For the driver, which says which of two attempts won; None if requests are never hedged."""
         extras = list[Extra]()
+        self._quarantine: CrashQuarantine | None = None
         if self._policies.poison is not None:
-            extras.append(CrashQuarantine(self._policies.poison))
+            self._quarantine = CrashQuarantine(self._policies.poison)
+            extras.append(self._quarantine)
         if self._policies.hedges is not None:
             self.hedging = Hedging(
                 self._policies.hedges,
@@ -376,8 +380,9 @@ class FlowControl:
         lane = self._lanes.get(route)
         if lane is None:
             policies = self._policies
+            placement, pace = policies.placement(route), policies.pace()
             lane = self._lanes[route] = ModelQueue(
-                self._config, route, now_ns, policies.placement(route), policies.health, policies.pace()
+                self._config, route, now_ns, placement, policies.health, pace, self._quarantine
             )
         return lane
 

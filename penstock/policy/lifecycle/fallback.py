@@ -19,11 +19,12 @@ import msgspec
 from penstock.errors import AttemptTimeout, PenstockError, WorkerBusy
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.answers import Diverted, FallBack, Refused
-from penstock.policy.contracts import Health, Pass, Policies, RouteLoad
+from penstock.policy.contracts import Health, Pass, RouteLoad
 from penstock.policy.flow import Event, RequestFacts, State
+from penstock.policy.lifecycle.policies import Accounts, Policies
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.requests.request import Accounts, Holds, Request, work_of
+from penstock.policy.requests.request import Holds, Request, work_of
 from penstock.types import RequestId
 
 ASKED_MAX = 32

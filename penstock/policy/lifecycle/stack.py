@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 from penstock.config.tree import Config
 from penstock.policy.admission.gate import BudgetDowngrade, Gate, ModelFacts
-from penstock.policy.contracts import Placement, Policies
 from penstock.policy.estimates.output_length import OutputLengths
-from penstock.policy.extras.hedge import Hedges, Tell
+from penstock.policy.extras.hedging import Hedges, Tell
 from penstock.policy.extras.quarantine import Quarantine
+from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
-from penstock.policy.limits.rate_limit import SLICE_TOKENS, Limiter
+from penstock.policy.limits.rate_limit import Limiter
+from penstock.policy.queueing.capacity import Placement
 from penstock.policy.queueing.pace import Pace
 from penstock.policy.resilience.health import FleetHealth
 

@@ -8,16 +8,16 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.policy.answers import Abort, Start
-from penstock.policy.contracts import Policies
 from penstock.policy.flow import Event, State, Step
 from penstock.policy.lifecycle.fallback import Moved
+from penstock.policy.lifecycle.policies import Accounts, Policies
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Settled
 from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Accounts, Request, blocks_of, charge, charge_matched, count
+from penstock.policy.requests.request import Request, blocks_of, charge, charge_matched, count
 from penstock.types import RequestId, Usage
 
 
@@ -102,7 +102,7 @@ class Transitions:
 
     def _retarget(self, now_ns: int, request: Request, change: Change) -> None:
         assert change.moved is not None, "a move says what it becomes"
-        request.lane.forget(request.work)
+        self._forget(request)
         request.holds.undo(now_ns)
         moved = change.moved
         request.facts, request.lane, request.holds = moved.facts, moved.lane, moved.holds
@@ -153,10 +153,15 @@ class Transitions:
         request.booked = request.work
         self._on_change(lane)
 
+    def _forget(self, request: Request) -> None:
+        request.lane.forget(request.work)
+        for extra in self._extras:
+            extra.left(request)
+
     def _settle(self, now_ns: int, request: Request, change: Change) -> Settled:
         """Exactly once for each accepted request: it is out of the queue and off its worker."""
         del self._requests[request.id]
-        request.lane.forget(request.work)
+        self._forget(request)
         if request.has_begun:  # Also if it waited for another worker to continue.
             request.prompt_tokens = request.facts.prompt_tokens
         used = Usage(

@@ -31,6 +31,7 @@ from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.flow import LimitsConfig
 from penstock.errors import ClientError, InvalidRequest, Overloaded
+from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.limits.bucket import Bucket, TokenSource, ceil_div
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
@@ -90,9 +91,6 @@ _SPREAD = 8
 """A refused client is told to stay away up to 1/8 longer than it must, by its request id."""
 _FIRST_HOLD_NS = NS_PER_S
 """How long a request is taken to run while none of the tenant's has ended."""
-SLICE_TOKENS = 256
-"""Answer tokens that are charged and paid for ahead while a stream runs: one that is over its
-budget ends at the next such boundary."""
 _COLLECT_MIN = 256
 """Tenants below which no idle ones are looked for."""
 

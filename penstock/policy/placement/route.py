@@ -28,13 +28,18 @@ from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.placement import PlacementConfig
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
-from penstock.policy.contracts import Hold
 from penstock.policy.estimates.speed import Ran, Speeds
 from penstock.policy.placement.pick import Choice, Decision, DecisionLog, Draw, choose, choose_only, score_all
 from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity, can_resume_at, uncached_tokens
+from penstock.policy.queueing.capacity import (
+    CapacityTable,
+    Hold,
+    WorkerCapacity,
+    can_resume_at,
+    uncached_tokens,
+)
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
 
 

@@ -9,13 +9,14 @@ output.
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
 from itertools import islice
+from typing import Protocol
 
 import msgspec
 
 from penstock.config.flow import QueueConfig
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.terms import queue_terms
-from penstock.types import RequestId, WorkerId
+from penstock.types import RequestId, Usage, WorkerId
 
 _LOOKS_MAX = 8
 """Workers that are asked whether a request fits, least loaded first."""
@@ -423,3 +424,79 @@ def _blocks_short(room: WorkerCapacity, work: Work) -> int:
     view = room.view
     free = view.kv_blocks_total - view.kv_blocks_used - room.pending_blocks
     return max(0, work.blocks - free) if view.kv_blocks_total else 0
+
+
+class Hold(msgspec.Struct, frozen=True, gc=False):
+    """It could start elsewhere, but is better off waiting for this worker, until then at most.
+
+    Whoever is behind it goes on.
+    """
+
+    worker_id: WorkerId
+    until_ns: int
+
+
+class Placement(Protocol):
+    """Which worker of one model a request goes to.
+
+    It is told what became of its choices, and may learn from that.
+    """
+
+    def place(
+        self,
+        now_ns: int,
+        work: Work,
+        rooms: CapacityTable,
+        avoid: Collection[WorkerId],
+        blocked: Collection[WorkerId],
+    ) -> WorkerCapacity | Hold | None:
+        """A worker that the request fits on now; None if there is none.
+
+        Never one that is `blocked`; one to `avoid`, where the request failed, only if there is no other. Sets
+        `work.matched_tokens`. A request whose `hold_ns` is set was held before and is not held again.
+        """
+
+    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+        """It was sent there, and is booked in `room`."""
+
+    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+        """Its first output came."""
+
+    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
+        """It runs there no more, and used so much; None: it failed, or nothing is known."""
+
+
+class LeastLoaded:
+    """Sends every request to the worker with the most free streams, whatever its cache holds."""
+
+    __slots__ = ()
+
+    def place(
+        self,
+        now_ns: int,
+        work: Work,
+        rooms: CapacityTable,
+        avoid: Collection[WorkerId],
+        blocked: Collection[WorkerId],
+    ) -> WorkerCapacity | None:
+        """The least loaded that it fits on."""
+        del now_ns
+        return rooms.place(work, avoid, blocked)
+
+    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+        """Nothing is learned."""
+
+    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+        """Nothing is learned."""
+
+    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
+        """Nothing is learned."""
+
+
+_LEAST_LOADED = LeastLoaded()
+
+
+def least_loaded(route: str) -> Placement:
+    """The same for every model: it remembers nothing."""
+    del route
+    return _LEAST_LOADED

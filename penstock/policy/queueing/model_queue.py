@@ -5,16 +5,21 @@ Knows requests only as `Work`.
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Overloaded
-from penstock.policy.contracts import Health, Hold, Placement, RouteLoad
-from penstock.policy.extras.quarantine import IsolatedRetry
+from penstock.policy.contracts import Health, IsolatedStarts, RouteLoad
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity, WorkerView, uncached_tokens
+from penstock.policy.queueing.capacity import (
+    CapacityTable,
+    Hold,
+    Placement,
+    WorkerCapacity,
+    WorkerView,
+    uncached_tokens,
+)
 from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.policy.queueing.pace import Pace
 from penstock.policy.queueing.terms import queue_terms
@@ -29,21 +34,12 @@ _PACE = 8
 _NOBODY: Collection[WorkerId] = ()
 
 
-@dataclass(slots=True)
-class _Tried:
-    """A request under suspicion."""
-
-    trial: IsolatedRetry
-    worker: WorkerId | None = None
-    """Where it is starting; None while it waits."""
-
-
 class ModelQueue:
     """What waits for one model, and who could run it."""
 
     __slots__ = (
-        "_config", "_down_ns", "_found", "_health", "_holds", "_last_ns", "_no_worker_ns", "_now_ns",
-        "_suspects", "avoid", "gap_ns", "held", "leaving", "pace", "placement", "queue", "rooms", "route",
+        "_apart", "_config", "_down_ns", "_found", "_health", "_holds", "_last_ns", "_no_worker_ns",
+        "_now_ns", "avoid", "gap_ns", "held", "leaving", "pace", "placement", "queue", "rooms", "route",
         "timer_ns",
     )  # fmt: skip
 
@@ -55,7 +51,10 @@ class ModelQueue:
         placement: Placement,
         health: Health,
         pace: Pace | None = None,
+        apart: IsolatedStarts | None = None,
     ) -> None:
+        """`apart` knows the requests that must start apart from others; None: there are none."""
+        self._apart = apart
         config = self._config = queue_terms(config)
         self.route, self.placement, self._health = route, placement, health
         self.pace = pace or Pace()
@@ -66,8 +65,6 @@ class ModelQueue:
         """Requests that were tried before -> the workers where that failed."""
         self.leaving: set[RequestId] = set()
         """Requests whose prompt is being made for another model: they are started nowhere meanwhile."""
-        self._suspects: dict[RequestId, _Tried] = {}
-        """Requests under suspicion that have given nothing since."""
         self.timer_ns: int | None = None
         """The owner's: when it looks at this lane next."""
         self.gap_ns = 0
@@ -123,8 +120,6 @@ class ModelQueue:
         if work is None:
             return None
         assert room is not None, "what fits has a place"
-        if self._suspects and work.id in self._suspects:
-            self._suspects[work.id].worker = room.id
         self.book(now_ns, work, room)
         self._pace(now_ns)
         return work, room
@@ -141,9 +136,8 @@ class ModelQueue:
         """
         if self.queue.num_waiting:
             return None
-        blocked = self._health.blocked(now_ns, self.route).union(
-            (worker,), (each.worker for each in self._suspects.values() if each.worker is not None)
-        )
+        taken = self._apart.taken(self.route) if self._apart is not None else ()
+        blocked = self._health.blocked(now_ns, self.route).union((worker,), taken)
         room = self.placement.place(now_ns, work, self.rooms, _NOBODY, blocked)
         if room is None or isinstance(room, Hold):
             return None
@@ -154,8 +148,6 @@ class ModelQueue:
         """It failed there, and will wait for another attempt."""
         self.avoid.setdefault(work.id, set()).add(worker_id)
         work.hold_ns = 0
-        if work.id in self._suspects:
-            self._suspects[work.id].worker = None
 
     def has_other(self, now_ns: int, work: Work) -> bool:
         """Whether a worker where it has not failed could have it now, or will."""
@@ -166,22 +158,14 @@ class ModelQueue:
             for room in self.rooms
         )
 
-    def suspect(self, work: Work, trial: IsolatedRetry | None) -> None:
-        """It waits, and may be what a worker died of: until its next output it is beside others only as
-        `trial` says.
-        """
-        if trial is not None:
-            self._suspects[work.id] = _Tried(trial)
-
-    def is_suspect(self, work: Work) -> bool:
-        """Whether it is under suspicion, and has given nothing since."""
-        return work.id in self._suspects
+    def is_apart(self, work: Work) -> bool:
+        """Whether it must start apart from others."""
+        return self._apart is not None and self._apart.is_apart(work.id)
 
     def forget(self, work: Work) -> None:
         """It has ended."""
         self.avoid.pop(work.id, None)
         self.leaving.discard(work.id)
-        self._suspects.pop(work.id, None)
 
     def begin(self, now_ns: int, worker_id: WorkerId, work: Work) -> None:
         """Its first output was seen."""
@@ -189,7 +173,6 @@ class ModelQueue:
         assert room is not None, f"{worker_id} is not known"
         self.pace.began(now_ns, work, room)  # Before the room is looked at, which asks whether it is busy.
         self._begin(worker_id, work)
-        self._suspects.pop(work.id, None)
         self.placement.began(now_ns, work, room)
 
     def _begin(self, worker_id: WorkerId, work: Work) -> None:
@@ -359,11 +342,8 @@ class ModelQueue:
         if self.leaving and work.id in self.leaving:
             return frozenset(room.id for room in self.rooms)
         blocked = self._health.blocked(now_ns, self.route, strict=work.is_strict)
-        if not self._suspects or (tried := self._suspects.get(work.id)) is None:
-            return blocked
-        alone = tried.trial is IsolatedRetry.ALONE
-        others = (each for each in self._suspects.values() if alone or each.trial is IsolatedRetry.ALONE)
-        return blocked.union(each.worker for each in others if each.worker is not None)
+        barred = self._apart.barred(self.route, work.id) if self._apart is not None else None
+        return blocked | barred if barred else blocked
 
     def _is_held(self, work: Work, blocked: Collection[WorkerId]) -> bool:
         """Whether it goes on waiting for the warm worker: that is still there, and still has no room."""
@@ -397,7 +377,7 @@ class ModelQueue:
         if room is None or room.num_free < 1 or now_ns - held.aside_ns >= band.starvation_ns:
             return None, None
         work = self.queue.pop(
-            now_ns, lambda each: each.id not in self._suspects and room.fits(each), above=held.level
+            now_ns, lambda each: not self.is_apart(each) and room.fits(each), above=held.level
         )
         if work is not None:
             work.matched_tokens = 0
@@ -429,9 +409,4 @@ class ModelQueue:
         """Assert that the parts agree. O(n): for tests."""
         self.queue.check_invariants()
         self.rooms.check_invariants()
-        for one in self._suspects.values():
-            beside = sum(each.worker == one.worker for each in self._suspects.values())
-            assert one.worker is None or one.trial is not IsolatedRetry.ALONE or beside == 1, (
-                "it is not alone"
-            )
         assert (self.held is None) == (self.rooms.held is None) or self.held is not None

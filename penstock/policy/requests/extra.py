@@ -45,6 +45,9 @@ class Extra:
     def ending(self, now_ns: int, request: Request) -> Abort | None:
         """Its attempt ends, or is to end. Returns what else of it must be aborted."""
 
+    def left(self, request: Request) -> None:
+        """It is in its model's queue and at its workers no more: it has ended, or moves to another model."""
+
     def finished(self, facts: RequestFacts) -> None:
         """A request ended well."""
 

@@ -218,7 +218,7 @@ class OrderChecks:
             return False
         avoided = room.id in look.blocked or room.id in look.lane.avoid.get(work.id, ())
         # A suspect of quarantine waits for a worker where no other one is being tried.
-        if avoided or work.hold_ns > look.now_ns or look.lane.is_suspect(work):
+        if avoided or work.hold_ns > look.now_ns or look.lane.is_apart(work):
             return False
         if booked or room.others:
             if (

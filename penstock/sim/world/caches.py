@@ -13,10 +13,10 @@ from penstock.kv.index.block_names import events_of_engine
 from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import WorkerCacheView
-from penstock.policy.contracts import LeastLoaded, Placement
 from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.queueing.capacity import LeastLoaded, Placement
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import SimRequest
 from penstock.sim.world.messages import KVUpdate

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.config.tree import Config
-from penstock.policy.contracts import Placement
+from penstock.policy.queueing.capacity import Placement
 from penstock.policy.record import UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.request import RequestRecord, SimRequest

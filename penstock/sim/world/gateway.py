@@ -19,7 +19,7 @@ from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnav
 from penstock.kv.events import Numbered
 from penstock.policy.admission.gate import ModelFacts
 from penstock.policy.answers import Diverted, FallBack, Refused, Start
-from penstock.policy.extras.hedge import HedgeOutcome
+from penstock.policy.extras.hedging import HedgeOutcome
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from penstock.clock import NS_PER_MS
 from penstock.config.engine_terms import promised
 from penstock.config.tree import Config
-from penstock.policy.contracts import Placement
+from penstock.policy.queueing.capacity import Placement
 from penstock.policy.tenant import Tenant
 from penstock.sim.world.worker import SimWorkerSpec
 

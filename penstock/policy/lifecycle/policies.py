@@ -1,0 +1,250 @@
+"""The policies of one `FlowControl`, each by its contract; and what reserves and settles by them.
+
+A policy that is left out sets no limit. Whoever wires a gateway or a simulation chooses (stack.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+from penstock.errors import PenstockError
+from penstock.policy.answers import Refused
+from penstock.policy.contracts import (
+    Admission,
+    Budgets,
+    Health,
+    Lengths,
+    Limits,
+    MoneyHold,
+    Pass,
+    Prices,
+    Refusal,
+    RouteLoad,
+    TokenHold,
+)
+from penstock.policy.extras.hedging import Hedges
+from penstock.policy.extras.quarantine import Quarantine
+from penstock.policy.flow import SLICE_TOKENS, RequestFacts
+from penstock.policy.queueing.capacity import Placement, least_loaded
+from penstock.policy.queueing.pace import Pace
+from penstock.policy.requests.request import Holds
+from penstock.policy.tenant import Tenant
+from penstock.types import TenantId, Usage, WorkerId
+
+
+class _NoTokenHold:
+    """Holds nothing. One object is enough for all requests."""
+
+    __slots__ = ()
+
+    def renew(self, now_ns: int, num_output_tokens: int) -> None:
+        del now_ns, num_output_tokens
+
+    def settle(self, now_ns: int, actual_tokens: int) -> None:
+        del now_ns, actual_tokens
+
+    def undo(self, now_ns: int) -> None:
+        del now_ns
+
+
+class _NoMoneyHold:
+    """Holds nothing, and is never used up."""
+
+    __slots__ = ()
+
+    def renew(self, now_ns: int, total_micros: int) -> bool:
+        del now_ns, total_micros
+        return True
+
+    def settle(self, now_ns: int, actual_micros: int) -> None:
+        del now_ns, actual_micros
+
+    def undo(self, now_ns: int) -> None:
+        del now_ns
+
+
+_NO_TOKENS, _NO_MONEY, _PASS = _NoTokenHold(), _NoMoneyHold(), Pass()
+_NO_WORKERS = frozenset[WorkerId]()
+
+
+class NoLimits:
+    """Every tenant may use what it likes."""
+
+    __slots__ = ()
+
+    def reserve(
+        self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, request_id: str = ""
+    ) -> TokenHold:
+        """Nothing to take it from."""
+        del now_ns, tenant, prompt_tokens, output_tokens, request_id
+        return _NO_TOKENS
+
+
+class NoBudgets:
+    """Nobody has a budget."""
+
+    __slots__ = ()
+
+    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> MoneyHold:
+        """Nothing to take it from."""
+        del now_ns, tenant, micros
+        return _NO_MONEY
+
+
+class Free:
+    """A price list on which everything is free."""
+
+    __slots__ = ()
+
+    def cost_micros(self, model: str, usage: Usage) -> int:
+        """Nothing."""
+        del model, usage
+        return 0
+
+
+class LongestAnswers:
+    """Expects every answer to be as long as it may be."""
+
+    __slots__ = ()
+
+    def expect(self, tenant: TenantId, model: str, max_tokens: int) -> int:
+        """The longest."""
+        del tenant, model
+        return max_tokens
+
+    def observe(self, tenant: TenantId, model: str, num_tokens: int) -> None:
+        """Nothing is learned."""
+
+
+class AdmitAll:
+    """Lets everything into the queue, whose own bounds remain."""
+
+    __slots__ = ()
+
+    def decide(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> Pass:
+        """Yes."""
+        del now_ns, facts, look
+        return _PASS
+
+    def elsewhere(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> str:
+        """Nowhere."""
+        del now_ns, facts, look
+        return ""
+
+
+class AllHealthy:
+    """Blocks nobody: a worker is used while it says that it is ready."""
+
+    __slots__ = ()
+
+    def blocked(self, now_ns: int, route: str, *, strict: bool = False) -> frozenset[WorkerId]:
+        """None."""
+        del now_ns, route, strict
+        return _NO_WORKERS
+
+    def trouble(self, now_ns: int, route: str) -> None:
+        """Nothing."""
+
+    def due_ns(self, route: str) -> None:
+        """Never."""
+
+    def worker(
+        self, route: str, worker_id: WorkerId, *, ready: bool | None, is_external: bool = False
+    ) -> None:
+        """Nothing is learned."""
+
+    def started(self, now_ns: int, route: str, worker_id: WorkerId) -> None:
+        """Nothing is learned."""
+
+    def began(self, now_ns: int, route: str, worker_id: WorkerId, ttft_ns: int) -> None:
+        """Nothing is learned."""
+
+    def ended(self, now_ns: int, route: str, worker_id: WorkerId, error: PenstockError | None) -> None:
+        """Nothing is learned."""
+
+    def succeeded(self) -> None:
+        """Nothing is learned."""
+
+    def may_retry(self, now_ns: int) -> bool:
+        """Yes."""
+        del now_ns
+        return True
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Policies:
+    """The parts that a `FlowControl` composes."""
+
+    admission: Admission = field(default_factory=AdmitAll)
+    limits: Limits = field(default_factory=NoLimits)
+    budgets: Budgets = field(default_factory=NoBudgets)
+    prices: Prices = field(default_factory=Free)
+    lengths: Lengths = field(default_factory=LongestAnswers)
+    placement: Callable[[str], Placement] = least_loaded
+    """Makes the placement of a model, by its name."""
+    health: Health = field(default_factory=AllHealthy)
+    poison: Quarantine | None = None
+    """None: no request is suspected when a worker crashes."""
+    pace: Callable[[], Pace] = Pace
+    """Makes what learns of one model's workers how fast they are."""
+    hedges: Hedges | None = None
+    """None: no request is started beside another attempt of itself."""
+    slice_tokens: int = SLICE_TOKENS
+    """Answer tokens between two looks at the budget."""
+    migrations_max: int = 3
+    """Workers that one stream may lose and still go on."""
+
+
+class Accounts:
+    """Opens, grows and settles them."""
+
+    __slots__ = ("_policies",)
+
+    def __init__(self, policies: Policies) -> None:
+        self._policies = policies
+
+    def open(self, now_ns: int, facts: RequestFacts) -> Holds | Refused:
+        """Hold what a request is expected to need, or nothing."""
+        policies, tenant = self._policies, facts.tenant
+        longest = facts.max_tokens * facts.choices
+        expected = facts.choices * policies.lengths.expect(tenant.id, facts.route, facts.max_tokens)
+        held = policies.limits.reserve(now_ns, tenant, facts.prompt_tokens, expected, request_id=facts.id)
+        if (error := _error_of(held)) is not None:
+            return Refused(facts.id, "limits", error)
+        tokens = cast("TokenHold", held)
+        budgeted = min(policies.slice_tokens, longest)
+        price = self._price(facts.route, facts.prompt_tokens, facts.cached_tokens, budgeted)
+        reserved = policies.budgets.reserve(now_ns, tenant, price)
+        if (error := _error_of(reserved)) is not None:
+            tokens.undo(now_ns)
+            return Refused(facts.id, "budget", error)
+        money = cast("MoneyHold", reserved)
+        return Holds(tokens, money, expected=expected, budgeted=budgeted)
+
+    def next_slice(
+        self, now_ns: int, facts: RequestFacts, holds: Holds, total: int, cached_tokens: int
+    ) -> bool:
+        """Hold money for the slice that begins after `total` answer tokens; False: there is none left."""
+        assert total >= 0 <= cached_tokens + 1, "counts are of tokens; -1 is not known"
+        longest = facts.max_tokens * facts.choices
+        holds.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
+        price = self._price(facts.route, facts.prompt_tokens, max(cached_tokens, 0), holds.budgeted)
+        return holds.money.renew(now_ns, price)
+
+    def settle(self, now_ns: int, route: str, holds: Holds, used: Usage) -> int:
+        """It used so much; returns its price in millionths."""
+        tokens = used.prompt_tokens + used.completion_tokens
+        assert tokens >= 0, used
+        holds.tokens.settle(now_ns, tokens)
+        price = self._policies.prices.cost_micros(route, used) if tokens else 0
+        holds.money.settle(now_ns, price)
+        return price
+
+    def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
+        usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
+        return self._policies.prices.cost_micros(route, usage)
+
+
+def _error_of(answer: object) -> PenstockError | None:
+    """The error of a refusal; None of anything else."""
+    return cast("Refusal", answer).error() if hasattr(answer, "error") else None
