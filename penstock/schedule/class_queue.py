@@ -87,11 +87,6 @@ class ClassQueue:
         """See `WaitingQueue.weight_of`."""
         return self._weights.get(request.fairness_key, request.fairness_weight)
 
-    @property
-    def is_contended(self) -> bool:
-        """See `WaitingQueue.is_contended`: within a class, for age decides between classes."""
-        return any(each.shares.is_contended for each in self._waiting.values())
-
     def served(self, key: str) -> float:
         """What the key was served in all classes together, in computed prompt tokens."""
         return sum(each.shares.served(key) for each in self._classes.values())

@@ -99,11 +99,6 @@ class FairWaitingQueue:
         """See `WaitingQueue.weight_of`."""
         return self._weights.get(request.fairness_key, request.fairness_weight)
 
-    @property
-    def is_contended(self) -> bool:
-        """See `WaitingQueue.is_contended`."""
-        return len(self._waiting) > 1
-
     def served(self, key: str) -> float:
         """The key's counter, in computed prompt tokens."""
         return self._served(key) / (PROMPT_COST * UNIT)

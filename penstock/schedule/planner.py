@@ -20,10 +20,6 @@ from penstock.types import BLOCK_TOKENS, RequestId
 
 _RUNNING, _LOADING = Status.RUNNING, Status.LOADING
 _NO_BOUND = 1 << 60
-CHARGE_PLANS = 4
-"""While several tenants wait, what those that run were given is counted this often: it takes time."""
-FRESH_PLANS = 2
-"""And in each of the first plans after an arrival."""
 FORCED_TOKENS_MAX = 64
 """A row of at most so many tokens that its grammar forced is computed beside the rows that decode, as it is
 one of them; more wait as a prompt does."""
@@ -53,9 +49,7 @@ class Planner:
             batch.manager.pool, limits.preemptions_max, quota.is_over, queue.served_to, limits.step_tokens
         )
         self._row_share = RowShare(batch, queue)
-        self.fresh_plans = 0
-        """So many of the next plans charge what was given: a tenant that just came has the counter of those
-        that wait, and is next once those of them that run have got their next token."""
+        self._takers: dict[RequestId, Request] = {}  # Those that wait and may take a row, oldest first.
         self._paused: dict[RequestId, Request] = {}
         self._pausing: list[Request] = []  # Those that still have a row.
         self.wants_rest = False
@@ -109,16 +103,9 @@ class Planner:
         """
         if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots or self._pausing:
             return 0
-        head = self._queue.peek()
-        if head is not None and self._row_share.may_yield_to(head):
+        if any(map(self._row_share.may_yield_to, self._takers.values())):
             return 0
-        if self._queue.is_contended:
-            until_charge = 0 if self.fresh_plans else -(self._plans + 1) % CHARGE_PLANS
-            return min(until_charge, self._num_undisturbed(head))
-        return self._num_undisturbed(head)
-
-    def _num_undisturbed(self, head: Request | None) -> int:
-        """The same, by the head of the queue."""
+        head = self._queue.peek()
         if head is None or len(self._batch.running) >= self._limits.max_running:
             return _NO_BOUND
         if self._held is not None and self._is_held(head):
@@ -130,7 +117,6 @@ class Planner:
         """What planning so many steps leaves behind, at most `num_decode_only`."""
         assert num_steps > 0, num_steps
         self._plans += num_steps
-        self.fresh_plans = max(0, self.fresh_plans - num_steps)
         self.wants_rest, self._at_rest = False, True
         self._unparked_at = self._batch.releases
         for _ in range(num_steps if self.reserve.rho else 0):
@@ -157,6 +143,7 @@ class Planner:
         if request.in_batch:
             self._pausing.append(request)
             return
+        self._takers.pop(request.request_id, None)
         if not self._quota.remove(request):
             self._queue.remove(request)
         self._paused[request.request_id] = request
@@ -180,10 +167,12 @@ class Planner:
         else:
             self.charge_running()
             self._queue.requeue(request)
+            self.wait_for_row(request)
 
-    def forget_paused(self, request: Request) -> None:
-        """A paused request has ended."""
-        if self._paused.pop(request.request_id, None) is None:
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        self._takers.pop(request.request_id, None)
+        if request.is_paused and self._paused.pop(request.request_id, None) is None:
             self._pausing.remove(request)
 
     def pause_running(self) -> None:
@@ -194,57 +183,66 @@ class Planner:
             self._give_up(request, self._clock.now_ns())
             self._paused[request.request_id] = request
 
-    def _share_rows(self, step: StepBuilder) -> None:
-        """Let waiting tenants have rows of those that have more than their share (`RowShare`).
+    def wait_for_row(self, request: Request) -> None:
+        """A request is in the queue; if it may take a row, it need not be its head for that."""
+        if request.takes_row:
+            self._takers[request.request_id] = request
 
-        Whoever yields waits again only afterwards: by its tenant's counter it might be the next.
+    def _share_rows(self, step: StepBuilder) -> None:
+        """Let waiting requests that may take a row have those of tenants with more (`RowShare`).
+
+        Whoever yields waits again only afterwards, behind the others that may take one: so rows go round.
         """
         yielded: list[Request] = []
-        if self._queue.is_contended and (self.fresh_plans or not self._plans % CHARGE_PLANS):
-            self.charge_running()  # Who is next depends on it.
-        self.fresh_plans = max(0, self.fresh_plans - 1)
-        while not self._cap.is_lowered and (head := self._queue.peek()) is not None and self._lacks_row(head):
-            if not self._row_share.may_yield_to(head):
+        worst = _NO_BOUND
+        for taker in [*self._takers.values()]:
+            if self._cap.is_lowered or not self._lacks_rows():
                 break
-            match = self._manager.match_prefix(head.table, head.tokens, head.num_skippable)
-            if self._is_over_quota(head, match) and self._quota.park(head):
-                self._queue.remove(head)
+            if taker.priority >= worst:
+                continue  # One of its class has none and found none.
+            victim = self._row_share.victim(taker)
+            if victim is None:
+                if taker.fairness_key not in self._batch.rows_by_tenant:
+                    worst = taker.priority
                 continue
-            victim = self._row_share.victim(head)
-            if victim is None or not self._fits_in_place_of(victim, head, match):
-                break
+            match = self._manager.match_prefix(taker.table, taker.tokens, taker.num_skippable)
+            if self._is_over_quota(taker, match) or not self._fits_in_place_of(victim, taker, match):
+                continue
             if not self._at_rest or self._manager.pool.num_draining:
                 self.wants_rest = True
                 break
-            self._swap(victim, head, step)
+            self._swap(victim, taker, step)
             yielded.append(victim)
         for request in yielded:
             self._queue.requeue(request)
+            self.wait_for_row(request)
 
-    def _lacks_row(self, head: Request) -> bool:
-        """Whether the head of the queue cannot start beside those that run."""
+    def _lacks_rows(self) -> bool:
+        """Whether what waits cannot start beside those that run."""
+        head = self._queue.peek()
         is_full = len(self._batch.running) >= self._limits.max_running
-        return is_full or self._is_held(head) or self._is_blocked(head)
+        return is_full or (head is not None and (self._is_held(head) or self._is_blocked(head)))
 
-    def _fits_in_place_of(self, victim: Request, head: Request, match: PrefixMatch) -> bool:
-        """Whether the head's known tokens fit beside those that run, without the victim: see `_try_start`."""
+    def _fits_in_place_of(self, victim: Request, taker: Request, match: PrefixMatch) -> bool:
+        """Whether the taker's known tokens fit beside those that run, less the victim (`_try_start`)."""
         reserved = sum([self.reserve.blocks_owed(each) for each in self._batch.running if each is not victim])
-        missing = blocks_for(len(head.tokens)) - match.num_present
+        missing = blocks_for(len(taker.tokens)) - match.num_present
         freed = self._victims.blocks_freed(victim) - len({*match.blocks} & {*victim.table.blocks})
         return missing + reserved <= self._manager.num_available_after(match) + freed
 
-    def _swap(self, victim: Request, head: Request, step: StepBuilder) -> None:
-        """Give the victim's row to the head, which is computed with this step's running prompts."""
+    def _swap(self, victim: Request, taker: Request, step: StepBuilder) -> None:
+        """Give the victim's row to the taker, which is computed with this step's running prompts."""
         victim.num_yields += 1
+        victim.takes_row = True
         self._counters.yields += 1
         self._give_up(victim, step.planned_ns)
-        popped = self._queue.pop()
-        assert popped is head, "it was the head a moment ago"
+        if not self._quota.remove(taker):
+            self._queue.remove(taker)
         # What the victim gave up may be a part of what was found.
-        self._start(head, self._manager.match_prefix(head.table, head.tokens, head.num_skippable))
-        head.count_blocks(step.planned_ns, len(head.table.blocks))
-        self._let_back(head.salt)
-        step.enter(head)
+        self._start(taker, self._manager.match_prefix(taker.table, taker.tokens, taker.num_skippable))
+        taker.count_blocks(step.planned_ns, len(taker.table.blocks))
+        self._let_back(taker.salt)
+        step.enter(taker)
 
     def _plan_running(self, step: StepBuilder) -> None:
         """One token for every row that decodes, then chunks for running prompts while their share lasts."""
@@ -355,6 +353,7 @@ class Planner:
             self._paused[request.request_id] = request
         else:
             self._queue.requeue(request)
+            self.wait_for_row(request)
 
     def _give_up(self, request: Request, now_ns: int, *, preempted: bool = False) -> None:
         """Out of the batch; its full blocks stay cached."""
@@ -464,6 +463,7 @@ class Planner:
 
     def _start(self, request: Request, match: PrefixMatch) -> None:
         """Put the request into the batch, where it runs, or loads a part of its prefix first."""
+        self._takers.pop(request.request_id, None)
         self._batch.enter(request, match)
         if request.started_ns is None:
             request.num_host_cached = match.num_host_tokens

@@ -59,11 +59,6 @@ class WaitingQueue(Protocol):
         """How much its tenant's share of the rows is worth; 0 where shares do not count."""
         ...
 
-    @property
-    def is_contended(self) -> bool:
-        """Whether several tenants wait, so that what they are charged says who is next."""
-        ...
-
     def __len__(self) -> int:
         """How many wait."""
         ...
@@ -141,11 +136,6 @@ class OrderedQueue:
     def weight_of(self, request: Request) -> float:
         """See `WaitingQueue.weight_of`."""
         return 0.0
-
-    @property
-    def is_contended(self) -> bool:
-        """See `WaitingQueue.is_contended`."""
-        return False
 
     def __len__(self) -> int:
         """See `WaitingQueue.__len__`."""

@@ -34,46 +34,46 @@ class RowShare:
     def __init__(self, batch: Batch, queue: WaitingQueue) -> None:
         self._batch, self._queue = batch, queue
 
-    def victim(self, head: Request) -> Request | None:
-        """Who yields its row to the head of the queue now, once nothing is in flight; None: nobody.
+    def victim(self, taker: Request) -> Request | None:
+        """Who yields its row to the taker now, once nothing is in flight; None: nobody.
 
         The tenant with the most rows for its weight, of that the request that yielded least often, of those
         the one with the least to compute again. O(rows).
         """
-        if not self.may_yield_to(head):
+        if not self.may_yield_to(taker):
             return None
-        found = [each for each in self._batch.running if self._yields(each, head)]
+        found = [each for each in self._batch.running if self._yields(each, taker)]
         return max(found, key=self._rank) if found else None
 
-    def may_yield_to(self, head: Request) -> bool:
-        """Whether anybody may yield to the head, now or after more steps in which nobody comes or goes."""
-        rows, own = self._batch.rows_by_tenant, head.fairness_key
-        if not self._queue.weight_of(head) or len(rows) == (own in rows):
+    def may_yield_to(self, taker: Request) -> bool:
+        """Whether anybody may yield to the taker, now or after more steps in which nobody comes or goes."""
+        rows, own = self._batch.rows_by_tenant, taker.fairness_key
+        if not self._queue.weight_of(taker) or len(rows) == (own in rows):
             return False  # Shares do not count in this order, or nobody else has a row.
         return any(
             each.fairness_key != own
-            and each.priority >= head.priority
-            and (own not in rows or self._has_more(each, head))
+            and each.priority >= taker.priority
+            and (own not in rows or self._has_more(each, taker))
             for each in self._batch.running
         )
 
-    def _has_more(self, each: Request, head: Request) -> bool:
-        """Whether its tenant would still have as many rows as the head's, each by its weight."""
+    def _has_more(self, each: Request, taker: Request) -> bool:
+        """Whether its tenant would still have as many rows as the taker's, each by its weight."""
         rows, weight_of = self._batch.rows_by_tenant, self._queue.weight_of
-        left, more = rows[each.fairness_key] - 1, rows.get(head.fairness_key, 0) + 1
-        return left * weight_of(head) >= more * weight_of(each)
+        left, more = rows[each.fairness_key] - 1, rows.get(taker.fairness_key, 0) + 1
+        return left * weight_of(taker) >= more * weight_of(each)
 
-    def _yields(self, each: Request, head: Request) -> bool:
-        if each.fairness_key == head.fairness_key or each.priority < head.priority:
+    def _yields(self, each: Request, taker: Request) -> bool:
+        if each.fairness_key == taker.fairness_key or each.priority < taker.priority:
             return False
         drawn = each.num_drawn_here
         if each.status is not Status.RUNNING or drawn < (BLOCK_TOKENS if each.num_yields else 1):
             return False
         if each.num_tokens_max - len(each.tokens) <= BLOCK_TOKENS:
             return False  # Its row is free soon.
-        if self._has_more(each, head):
+        if self._has_more(each, taker):
             return True
-        has_row = head.fairness_key in self._batch.rows_by_tenant
+        has_row = taker.fairness_key in self._batch.rows_by_tenant
         return not has_row and drawn >= TURN_TOKENS and not each.num_planned % BLOCK_TOKENS
 
     def _rank(self, each: Request) -> tuple[int, float, int, int, tuple[int, int, int]]:

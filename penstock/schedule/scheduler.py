@@ -39,7 +39,7 @@ from penstock.schedule.fast_forward import DecodeFastForward, Draw
 from penstock.schedule.flight import FLIGHTS_MAX, Flight
 from penstock.schedule.limits import BatchLimits
 from penstock.schedule.plan import Forced, RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
-from penstock.schedule.planner import FRESH_PLANS, Planner
+from penstock.schedule.planner import Planner
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.quota import KVQuota
@@ -105,7 +105,7 @@ class Scheduler:
         request.table = self._manager.open(request.salt, public_tokens=request.public_tokens)
         self._planner.charge_running()
         self._queue.push(request)
-        self._planner.fresh_plans = FRESH_PLANS
+        self._planner.wait_for_row(request)
         self._requests[request.request_id] = request
 
     def abort(self, request_id: RequestId) -> RequestOutput | None:
@@ -438,8 +438,7 @@ class Scheduler:
         request.move_to(Status.FINISHED)
         self._planner.reserve.estimate.learn(request)
         self._planner.charge_generated(request)
-        if request.is_paused:
-            self._planner.forget_paused(request)
+        self._planner.forget(request)
         if was_in_batch:
             self._batch.leave(request)
             self._batch.release(request, bad=error is not None)

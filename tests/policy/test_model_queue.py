@@ -163,12 +163,10 @@ def flooded(view: WorkerView, **terms) -> ModelQueue:
     return lane
 
 
-def test_a_tenant_below_its_part_is_started_although_all_slots_are_taken() -> None:
+def test_a_tenant_that_runs_nothing_is_started_although_all_slots_are_taken() -> None:
     lane = flooded(WorkerView(max_running=16))
     push_all(lane, "small", 20)
-    assert start_all(lane) == [f"small-{number}" for number in range(8)], "half of 16 slots"
-    lane.set_worker(0, A, WorkerView(max_running=16, running=16, waiting=8))
-    assert start_all(lane) == []
+    assert start_all(lane) == ["small-0"], "its further ones are next when a slot is free"
 
 
 def test_an_engine_is_given_so_many_streams_per_row_at_most() -> None:
@@ -180,15 +178,13 @@ def test_an_engine_is_given_so_many_streams_per_row_at_most() -> None:
 
 def test_an_external_worker_has_slots_that_are_kept_for_tenants_that_run_nothing() -> None:
     lane = flooded(WorkerView())
-    push_all(lane, "small", 4)
-    assert start_all(lane) == ["small-0"], "its further ones wait as everybody's do"
     for number in range(3):
         push_all(lane, f"t{number}", 2)
-    assert start_all(lane) == ["t0-0"], "an eighth of 16 slots is two"
+    assert start_all(lane) == ["t0-0", "t1-0"], "an eighth of 16 slots is two"
 
 
-def test_streams_of_other_gateways_count_as_one_tenants() -> None:
+def test_also_beside_the_streams_of_other_gateways() -> None:
     lane = ModelQueue(QueueTerms(worker_credit=0), "m", 0, LeastLoaded(), AllHealthy())
     lane.set_worker(0, A, WorkerView(max_running=16, running=16, waiting=4))
     push_all(lane, "small", 20)
-    assert len(start_all(lane)) == 8
+    assert start_all(lane) == ["small-0"]

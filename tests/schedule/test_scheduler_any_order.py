@@ -75,6 +75,7 @@ requests = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 60),
         "priority": st.integers(0, 2),
         "salt": st.sampled_from([b"", b"", b"bob"]),
+        "takes_row": st.booleans(),
         "public": st.sampled_from([0, 0, 16, 24, 100]),
         "seed": st.integers(0, 3),
         "stop_token_ids": st.sampled_from(STOPS),

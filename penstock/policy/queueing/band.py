@@ -66,10 +66,9 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     """Of the worker that it was started on last: where it goes on must be the same, or its tokens would be
     another model's."""
 
-    beyond_slots: bool = False
-    """Its tenant has less than its part of the model, so a worker may be given it beyond its slots."""
-    is_only: bool = False
-    """Its tenant runs nothing else of the model."""
+    takes_row: bool = False
+    """Its tenant ran nothing else of the model when it was started: a worker may be given it beyond its
+    slots, and our engine lets it have a row of another tenant."""
 
     number: int = 0
     """By order of the first push."""

@@ -70,7 +70,7 @@ class WorkerCapacity:
         self.slots = 0
         """Streams that it may be given."""
         self.limit = 0
-        """Those, and what tenants below their part may be given beyond them (`Work.beyond_slots`)."""
+        """Those, and what may be given beyond them to tenants that run nothing else (`Work.takes_row`)."""
         self.booked = 0
         """Streams given by us and not ended."""
         self.others = 0
@@ -105,12 +105,6 @@ class WorkerCapacity:
         """Whether a stream of some tenant could be started."""
         return self.view.ready and not self.held and self.booked + self.others < self.limit
 
-    def limit_for(self, work: Work) -> int:
-        """Streams that may run with this one. Only an engine of ours takes rows back from those that run."""
-        if not work.beyond_slots:
-            return self.slots
-        return self.limit if work.is_only or self.view.max_running else self.slots
-
     def is_able(self, work: Work) -> bool:
         """Whether it can do what the request needs."""
         return not work.needs or work.needs <= self.view.capabilities
@@ -125,9 +119,9 @@ class WorkerCapacity:
             return False
         if not taken:
             return True
-        if self.busy and not work.beyond_slots:
+        if self.busy and not work.takes_row:
             return False
-        free = self.limit_for(work) - taken
+        free = (self.limit if work.takes_row else self.slots) - taken
         if free < work.streams and free < self.slots:
             return False
         total = view.kv_blocks_total
@@ -257,7 +251,7 @@ class CapacityTable:
         return (rank[3] for rank in self._open_to(work))
 
     def _open_to(self, work: Work) -> "list[_Rank]":
-        return self._beyond if work.beyond_slots else self._open
+        return self._beyond if work.takes_row else self._open
 
     def book(self, room: WorkerCapacity, work: Work) -> None:
         """It was started there."""

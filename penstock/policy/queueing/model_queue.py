@@ -126,6 +126,8 @@ class ModelQueue:
 
     def book(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """It is started there."""
+        line = self.queue.band_of(work).line(work.tenant)
+        work.takes_row = line is not None and line.num_running == work.streams
         self.rooms.book(room, work)
         self.pace.started(now_ns, work, room)
         self.placement.started(now_ns, work, room)
@@ -287,33 +289,19 @@ class ModelQueue:
         num_active = sum(band.num_active for band in self.queue.bands)
         return _OVER * rooms.num_slots / num_active if num_active > 1 else None
 
-    def _part(self) -> float:
-        """The streams of a tenant, for its weight, up to which workers are given more than they have slots
-        for: what one of those here has of all slots; 0 of a tenant that is alone. Streams of other gateways
-        count as one tenant's.
-        """
-        num_active = sum(band.num_active for band in self.queue.bands) + (self.rooms.num_others > 0)
-        return self.rooms.num_slots / num_active if num_active > 1 else 0.0
-
     def _fits_beyond(self, work: Work) -> bool:
-        """Whether it could be started although all slots are taken: its tenant has less than its part, so it
-        never waits for streams of others to end.
+        """Whether it could be started although all slots are taken: its tenant runs nothing, so it never
+        waits for streams of others to end.
         """
         line = self.queue.band_of(work).line(work.tenant)
-        running, part = line.num_running if line is not None else 0, self._part()
-        if not part or (running and running + work.streams > part * work.weight):
-            return False
-        if work.hold_ns > self._now_ns:
-            return False  # It waits for a warm worker by choice.
-        work.beyond_slots, work.is_only = True, not running
-        work.hold_ns = work.hold_ns or 1  # It waits for no warm worker.
-        if self._finds_place(work):
-            return True
-        work.beyond_slots = False
-        return False
+        if (line is not None and line.num_running) or work.hold_ns > self._now_ns:
+            return False  # In the latter case it waits for a warm worker by choice.
+        work.takes_row = True
+        work.hold_ns = work.hold_ns or 1  # It is not held now.
+        return self._finds_place(work)
 
     def _fits(self, work: Work) -> bool:
-        work.beyond_slots = False
+        work.takes_row = False
         return self._finds_place(work)
 
     def _finds_place(self, work: Work) -> bool:

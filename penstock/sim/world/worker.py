@@ -322,6 +322,7 @@ class SimWorker:
             priority=submission.priority,
             fairness_key=submission.fairness_key,
             fairness_weight=submission.fairness_weight,
+            takes_row=submission.takes_row,
         )
         try:
             self.scheduler.submit(request, arrived_ns=arrived_ns)
