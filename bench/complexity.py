@@ -17,11 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.config.routing import AutoConfig, AutoModel
+from penstock.config.routing import AutoModel
 from penstock.policy.extras.complexity import ComplexityRouter, Features
 
 DATA = Path(__file__).parent / "data" / "complexity.jsonl"
 COST_RATIO = 8.0
+UP_TO = 0.195
 """Of a token of the large model to one of the small: the usual gap between a 7B and a 70B model."""
 
 
@@ -76,10 +77,9 @@ def load(path: Path = DATA) -> list[Labelled]:
     return msgspec.json.decode(b"[" + b",".join(path.read_bytes().splitlines()) + b"]", type=list[Labelled])
 
 
-def default_router(cost_ratio: float = COST_RATIO) -> ComplexityRouter:
+def default_router() -> ComplexityRouter:
     """Two models and the default bound between them."""
-    models = (AutoModel(model="small", up_to=0.15), AutoModel(model="large", cost=cost_ratio))
-    return ComplexityRouter(AutoConfig(models=models))
+    return ComplexityRouter((AutoModel(model="small", up_to=UP_TO), AutoModel(model="large")))
 
 
 def score(router: ComplexityRouter, requests: Sequence[Labelled], cost_ratio: float = COST_RATIO) -> Score:

@@ -36,7 +36,7 @@ from penstock.backends.base import Delta, Finish, GenerateRequest
 from penstock.backends.engine.backend import EngineBackend
 from penstock.cli.wiring.wire import Stack
 from penstock.clock import NS_PER_S, SystemClock
-from penstock.config.health import HealthConfig
+from penstock.config.fleet import HealthConfig
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, EngineConfig, LogConfig, ModelConfig, ServerConfig
 from penstock.errors import WorkerUnavailable

@@ -90,7 +90,7 @@ def used(number: int) -> Progress:
 async def ledger_us(directory: Path, num: int, batch: int, *, deliver: bool) -> tuple[float, float]:
     """(loop's CPU, all threads' CPU) in microseconds per request."""
     deliver_ms = 50 if deliver else 60_000
-    config, log = LedgerConfig(directory=str(directory), fsync_ms=100), Log(LogConfig(level="warning"), CLOCK)
+    config, log = LedgerConfig(directory=str(directory)), Log(LogConfig(level="warning"), CLOCK)
     ledger = Ledger(config, CLOCK, log, limits=LedgerLimits(deliver_ms=deliver_ms))
     await ledger.start()
     facts = [(accepted(i), used(i), ended(i)) for i in range(num)]

@@ -52,15 +52,12 @@ from penstock.protocol.stream import EventReader
 from penstock.telemetry import ledger_segment
 from penstock.types import Usage
 
-PRICE = PricesConfig(
-    version="bench", models=(ModelPrice(model="*", input=1.0, cached_input=0.25, output=4.0),)
-)
+PRICE = PricesConfig(models=(ModelPrice(model="*", input=1.0, cached_input=0.25, output=4.0),))
 TIER = TierConfig(
     name="limited",
     requests_per_minute=1_000_000,
     tokens_per_minute=100_000_000,
     concurrent_max=10_000,
-    input_tokens_max=10_000,
     output_tokens_max=10_000,
     context_tokens_max=20_000,
     budget_per_day=1e6,

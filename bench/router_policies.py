@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from penstock.config.engine_settings import EngineSettings
-from penstock.config.placement import PlacementConfig
-from penstock.config.routing import RoutingConfig
+from penstock.config.routing import PlacementConfig, RoutingConfig
 from penstock.config.tree import Config
 from penstock.kv.hashing import BlockHasher, PromptKeys, own_keys
 from penstock.kv.index.limits import KVIndexLimits

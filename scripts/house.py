@@ -35,17 +35,23 @@ NATIVE = (".cpp", ".h")
 COUNT_SETTINGS = """
 import json, msgspec, typing
 from penstock.config.tree import Config
-seen, todo, num_keys = set(), [Config], 0
+def is_section(kind):
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+def parts(kind):
+    return [part for each in typing.get_args(kind) for part in [each, *parts(each)]]
+seen, todo, num_keys, num_headings = set(), [Config], 0, 0
 while todo:
     kind = todo.pop()
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        if kind not in seen:
-            seen.add(kind)
-            num_keys += len(kind.__struct_fields__)
-            todo += typing.get_type_hints(kind).values()
-    else:
-        todo += typing.get_args(kind)
-print(json.dumps({"keys": num_keys, "sections": len(seen)}))
+    if is_section(kind) and kind not in seen:
+        seen.add(kind)
+        hints = typing.get_type_hints(kind)
+        for name in kind.__struct_fields__:
+            todo += [part for part in [hints[name], *parts(hints[name])] if is_section(part)]
+            if name in kind.__annotations__:
+                num_headings += any(map(is_section, [hints[name], *parts(hints[name])]))
+                num_keys += 1
+        todo += kind.__bases__
+print(json.dumps({"keys": num_keys, "headings": num_headings, "sections": len(seen)}))
 """
 ROWS = {
     "files_on_a_requests_way": "Files on a chat request's way, in all",
@@ -93,9 +99,15 @@ def count_sources(root: Path) -> dict[str, object]:
 
 
 def count_settings(root: Path) -> dict[str, object]:
-    """Fields of every struct that the type of the configuration reaches, each struct once."""
+    """Fields of every struct that the type of the configuration reaches, each where it is declared, without
+    the headings: those that hold sections (`server`) or lists of them (`models`).
+    """
     found = json.loads(_run(root, "-c", COUNT_SETTINGS))
-    return {"settings": found["keys"], "config_sections": found["sections"]}
+    return {
+        "settings": found["keys"] - found["headings"],
+        "config_headings": found["headings"],
+        "config_sections": found["sections"],
+    }
 
 
 def trace_request(root: Path) -> dict[str, object]:

@@ -56,7 +56,6 @@ LIMITED = TierConfig(
     requests_per_minute=100_000_000,
     tokens_per_minute=10_000_000_000,
     concurrent_max=100_000,
-    input_tokens_max=100_000,
     output_tokens_max=100_000,
     context_tokens_max=200_000,
     weight=4.0,

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from penstock.config.fleet_checks import fleet_problems
-from penstock.config.flow import queue_problems
-from penstock.config.ledger_checks import price_problems
+from penstock.config.fleet import WORKERS_MAX, discover_problems, worker_problems
+from penstock.config.flow import queue_problems, shared_problems
+from penstock.config.ledger import price_problems
 from penstock.config.presets import served_name
 from penstock.config.routing import routing_problems
 from penstock.config.tenancy import access_problems, host_problems, tenant_problems
-from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig
+from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig
 from penstock.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def check(config: Config) -> None:
         ),
         *_limit_problems(config),
         *_model_problems(config),
-        *fleet_problems(config.models, config.fleet),
+        *_fleet_problems(config.models),
         *routing_problems(config.routing, config.admission, [served_name(model) for model in config.models]),
         *price_problems(config.prices),
     ]
@@ -54,13 +54,7 @@ def _origin_problems(origins: Sequence[str]) -> Iterator[str]:
 def _limit_problems(config: Config) -> Iterator[str]:
     if config.limits.n_max > config.limits.concurrent_max:
         yield "limits.n_max: above limits.concurrent_max, so such a request could never run"
-    if config.shared.store == "redis" and not config.shared.url:
-        yield "shared.url: needed with shared.store redis; set it or PENSTOCK_SHARED_URL"
-    if config.shared.timeout_s >= config.shared.gateway_ttl_s / 3:
-        yield (
-            "shared.gateway_ttl_s: at least three times shared.timeout_s, or a gateway that waits is not "
-            "counted"
-        )
+    yield from shared_problems(config.shared)
 
 
 def _model_problems(config: Config) -> Iterator[str]:
@@ -120,3 +114,28 @@ def _kv_event_problems(engine: EngineConfig, key: str, listening: dict[str, str]
             yield f"{key}.{name}: {address} is taken by {listening[address]}"
         else:
             listening[address] = f"{key}.{name}"
+
+
+def _fleet_problems(models: Sequence[ModelConfig]) -> Iterator[str]:
+    """One line for each thing that is wrong."""
+    taken: dict[tuple[str, str], str] = {}
+    count = 0
+    for i, model in enumerate(models):
+        count += model.replicas + len(model.workers)
+        if not model.replicas and not model.workers and not model.discover:
+            yield f"models[{i}].replicas: 0, and there are no workers: nobody would answer"
+        for j, discover in enumerate(model.discover):
+            yield from discover_problems(discover, f"models[{i}].discover[{j}]")
+        if model.replicas > 1 and model.engine.kv_events.endpoint:
+            yield f"models[{i}].engine.kv_events.endpoint: {model.replicas} replicas cannot share one address"
+        for j, worker in enumerate(model.workers):
+            key = f"models[{i}].workers[{j}]"
+            yield from worker_problems(worker, key)
+            # One server may have several models; the same one under the same name twice would count its
+            # capacity twice.
+            same = (worker.url.rstrip("/"), worker.served_model or model.name or model.path)
+            if same in taken:
+                yield f"{key}.url: {worker.url} is {taken[same]} already"
+            taken.setdefault(same, key)
+    if count > WORKERS_MAX:
+        yield f"models: {count} workers are configured, which is over the bound of {WORKERS_MAX}"

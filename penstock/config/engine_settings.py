@@ -1,12 +1,14 @@
-"""The settings of one engine as it runs: the section `engine`, and the constants beside it, which only tests
-and simulations change.
+"""An engine's settings as it runs: the section `engine`, what the rest of the configuration means for it, and
+the constants beside it, which only tests and simulations change.
 """
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
-from penstock.config.tree import EngineConfig
+from penstock.config.routing import AdmissionConfig
+from penstock.config.tree import Config, EngineConfig
 
 
 class EngineSettings(EngineConfig, frozen=True, kw_only=True):
@@ -16,6 +18,10 @@ class EngineSettings(EngineConfig, frozen=True, kw_only=True):
     """Plan and launch a step while the one before computes. "auto": on for a GPU, off on the CPU."""
     max_waiting: int = 1024
     """Requests queued in the engine at most; one more is refused as overloaded."""
+    graphs_max: int = 64
+    """CUDA graphs kept at most; 0: every kernel of every step is launched by itself."""
+    fair_weights: dict[str, float] = {}  # noqa: RUF012 - msgspec copies it.
+    """Tenants whose share of the engine is not 1, by id."""
     priority_ageing_s: float = 10.0
     """Waiting this long makes up for one priority class."""
     starvation_s: float = 60.0
@@ -36,3 +42,36 @@ class EngineSettings(EngineConfig, frozen=True, kw_only=True):
     def configured(self) -> EngineConfig:
         """What of it stands in the configuration."""
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.__struct_fields__})
+
+
+SHARED_KV_QUOTA = 0.5
+"""Share of the KV cache that one of several tenants may hold, if no setting says it."""
+Engine = TypeVar("Engine", bound=EngineConfig)
+
+
+def with_quota(engine: Engine, config: Config) -> Engine:
+    """The engine's settings with its tenants' KV quota decided: half the cache where there may be several
+    tenants.
+
+    Half, because then no tenant alone can keep the others from starting, and a lone one in the evening still
+    has half.
+    """
+    if engine.kv_quota_fraction:
+        return engine
+    auth = config.auth
+    many = len(config.tenants) + len(auth.keys) > 1 or bool(auth.keys_file or auth.jwt.issuer)
+    return replace(engine, kv_quota_fraction=SHARED_KV_QUOTA if many else 1.0)
+
+
+def promised(engine: Engine, admission: AdmissionConfig) -> Engine:
+    """The engine's settings with what its gateway promises, where they do not say otherwise."""
+    if engine.tpot_target_ms is not None:
+        return engine
+    return replace(engine, tpot_target_ms=admission.tpot_target_ms)
+
+
+def share_of(engine: Engine, replicas: int, cores: int) -> Engine:
+    """The engine's settings for one of several replicas on one machine: they share its cores."""
+    if replicas == 1 or engine.threads or not cores:
+        return engine
+    return replace(engine, threads=max(1, cores // replicas))

@@ -7,9 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.config.branch import Branch, Count, Positive, Seconds
-
-Share = Annotated[float, Meta(ge=0, le=1)]
+from penstock.config.branch import Branch, Positive, Seconds
 
 
 class BandConfig(Branch, frozen=True, kw_only=True):
@@ -20,11 +18,9 @@ class BandConfig(Branch, frozen=True, kw_only=True):
     order: Annotated[int, Meta(ge=-1000, le=1000)]
     """Smaller goes first; also the priority that the engine is given. Running streams of bands below 0 are
     never stopped to make room in KV memory."""
-    floor: Count = 0
-    """Streams that it may always run: under it, it goes before bands that are over theirs. Lent while it has
-    no work."""
-    share: Share = 0.0
-    """The floor as a share of the model's slots; the larger of the two counts."""
+    floor: Annotated[float, Meta(ge=0, le=1_000_000)] = 0.0
+    """Streams that it may always run, below 1 as a share of the model's slots: under it, it goes before bands
+    that are over theirs. Lent while it has no work."""
     requests_max: Positive = 1024
     """Requests that wait; one more is refused as overloaded."""
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 60.0
@@ -42,8 +38,8 @@ class QueueConfig(Branch, frozen=True, kw_only=True):
 
     bands: Annotated[tuple[BandConfig, ...], Meta(min_length=1, max_length=16)] = (
         BandConfig(name="system", order=-2, floor=2, requests_max=256, timeout_s=30),
-        BandConfig(name="priority", order=-1, share=0.25),
-        BandConfig(name="default", order=0, share=0.1, requests_max=2048),
+        BandConfig(name="priority", order=-1, floor=0.25),
+        BandConfig(name="default", order=0, floor=0.1, requests_max=2048),
         BandConfig(name="bulk", order=1, requests_max=4096, timeout_s=300),
     )
     """Tenants of a band that is not here get the last band that has order 0 or less, else the first."""
@@ -53,13 +49,9 @@ class QueueConfig(Branch, frozen=True, kw_only=True):
     """Share of a model's rows that a tenant leaves free for others who are active too, once it runs half as
     much again as its part: their next request need not wait for one of its streams to end. 0 lends every
     row."""
-    no_worker: Literal["wait", "refuse"] = "wait"
-    """What requests do while no worker of their model is ready."""
     no_worker_wait_s: Seconds = 30.0
-    """How long they wait for one, then 503."""
-    shed_kv_above: Annotated[float, Meta(ge=0.9, le=1)] = 0.97
-    """Share of a worker's KV blocks in use over which streams of lower bands end for the sake of higher ones,
-    down to 0.9; 1 never."""
+    """How long requests wait while no worker of their model is ready, then 503. 0: not at all, unless they
+    ran on a worker that is lost."""
 
 
 class LimitsConfig(Branch, frozen=True, kw_only=True):
@@ -77,20 +69,20 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
     OpenAI."""
 
 
+PARENT = "parent:"
+"""What begins the `url` that a process of `penstock serve --processes` is given: its parent's socket."""
+
+
 class SharedConfig(Branch, frozen=True, kw_only=True):
     """Rate limits and budgets that several gateways share.
 
     No request waits for the store; see docs/limits.md and docs/ledger.md.
     """
 
-    store: Literal["none", "redis", "parent"] = "none"
-    """"none": every gateway counts for itself. "redis": all gateways with the same `url` and `prefix` count
-    together, budgets too. "parent": the processes of one `penstock serve --processes` do, which sets this by
-    itself."""
     url: str = ""
-    """Of Redis: "redis://host:6379/0", "rediss://user:password@host:6380/0", "unix:///run/redis.sock"."""
-    socket: str = ""
-    """Unix socket of the parent; set by `penstock serve --processes`."""
+    """Of the Redis through which all gateways with the same `url` and `prefix` count together, budgets too:
+    "redis://host:6379/0", "rediss://user:password@host:6380/0", "unix:///run/redis.sock". Empty: each
+    gateway counts for itself, and the processes of one `penstock serve --processes` count together."""
     prefix: Annotated[str, Meta(min_length=1, max_length=128)] = "penstock"
     """Begins the names of all keys in the store."""
     gateways: Positive = 1
@@ -100,21 +92,25 @@ class SharedConfig(Branch, frozen=True, kw_only=True):
     """While the store does not answer. "local-share": this gateway's part of the rate, by the number of
     gateways that was known last. "closed": what it had leased, then nothing. "open": no limit; what was used
     is charged later."""
-    lease_s: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
-    """A gateway leases this many seconds' worth of a limit (or, while few gateways share, its part of a
-    quarter of the burst). All of them together overshoot by at most one lease each."""
-    timeout_s: Annotated[float, Meta(gt=0, le=60)] = 0.25
-    """The store is away when it has not answered for this long."""
-    retry_s: Annotated[float, Meta(ge=0.01, le=60)] = 0.5
-    """How often it is asked while it is away."""
-    gateway_ttl_s: Annotated[float, Meta(ge=1)] = 30.0
-    """A gateway that has not asked anything for this long is counted no more."""
-    asks_max: Annotated[int, Meta(ge=1, le=10_000)] = 512
-    """Questions in one message to the store."""
-    gateways_max: Positive = 1024
-    """Gateways that the parent's store takes connections from."""
-    frame_bytes_max: Positive = 1024 * 1024
-    """One message to or from the parent's store."""
+
+    @property
+    def store(self) -> Literal["none", "redis", "parent"]:
+        """Who keeps what is shared."""
+        if not self.url:
+            return "none"
+        return "parent" if self.url.startswith(PARENT) else "redis"
+
+    @property
+    def socket(self) -> str:
+        """Unix socket of the parent's store."""
+        return self.url.removeprefix(PARENT)
+
+
+def shared_problems(shared: SharedConfig) -> Iterator[str]:
+    """One line for each thing that is wrong."""
+    scheme = shared.url.partition("://")[0]
+    if shared.url and scheme not in ("redis", "rediss", "unix"):
+        yield "shared.url: expected redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
 
 
 def queue_problems(queue: QueueConfig) -> Iterator[str]:
@@ -128,5 +124,45 @@ def queue_problems(queue: QueueConfig) -> Iterator[str]:
                 f"queue.bands[{i}].name: {band.name!r} is the name of queue.bands[{seen[band.name]}] already"
             )
         seen.setdefault(band.name, i)
-    if sum(band.share for band in queue.bands) > 1:
-        yield "queue.bands: their shares add up to more than 1, so not all floors could be honoured"
+    if sum(band.floor for band in queue.bands if band.floor < 1) > 1:
+        yield "queue.bands: floors that are shares add up to more than 1, so not all could be honoured"
+
+
+_QUEUE = "a constant of the queue now (penstock/policy/queueing/terms.py)"
+_TOKENIZE = "a constant now (penstock/gateway/models/prepare.py)"
+RETIRED: dict[str, str] = {
+    "queue.bands[].starvation_s": "follows from `queue.bands[].order` now",
+    "queue.bands[].protected": "follows from `queue.bands[].order` now",
+    "queue.bands[].bytes_max": _QUEUE,
+    "queue.bands[].share": "`queue.bands[].floor` below 1 is a share",
+    "shared.store": "there is a store where there is a `shared.url`, and `penstock serve --processes` shares "
+    "its limits by itself",
+    "shared.socket": "`penstock serve --processes` finds its socket by itself",
+    **{
+        f"shared.{key}": "a constant now (penstock/policy/limits/store_terms.py)"
+        for key in ("lease_s", "timeout_s", "retry_s", "gateway_ttl_s", "asks_max")
+    },
+    "shared.gateways_max": "fixed at 1024",
+    "shared.frame_bytes_max": "fixed at 1 MiB",
+    **{
+        f"queue.{key}": _QUEUE
+        for key in (
+            "bytes_max", "tenant_share", "when_full", "tenants_kept", "skips_max", "skip_s", "aside_max",
+            "retries_max", "worker_credit", "shed_kv_above", "shed_kv_to", "shed_max",
+        )
+    },
+    "queue.no_worker": "`queue.no_worker_wait_s` of 0 refuses at once",
+    "queue.foreign_concurrency": "a constant now: 64; a worker has `models[].workers[].max_running`",
+    **{
+        f"limits.{key}": "a constant now (penstock/protocol/openai_validate.py)"
+        for key in (
+            "stop_max", "stop_chars_max", "stop_token_ids_max", "messages_max", "tools_max",
+            "top_logprobs_max", "logit_bias_max", "json_values_max", "json_depth_max", "prompts_max",
+        )
+    },
+    "limits.session_bytes_max": "a constant now: 256",
+    "limits.tokenize_inline_bytes": _TOKENIZE,
+    "limits.tokenize_waiting_max": _TOKENIZE,
+    "rate_limits.burst_s": "now `limits.burst_s`",
+    "rate_limits.*": "a constant now (penstock/policy/limits/rate_limit.py and output_length.py)",
+}  # fmt: skip

@@ -82,6 +82,8 @@ class _Checker:
 
     def value(self, value: object, kind: inspect.Type, path: str) -> object:
         kind = _bare(kind)
+        if isinstance(kind, inspect.UnionType) and isinstance(value, dict):  # A section that may be absent.
+            kind = next((each for each in kind.types if isinstance(each, inspect.StructType)), kind)
         if isinstance(value, (int, float)) and not (math.isfinite(value) and abs(value) <= NUMBER_MAX):
             raise ConfigError(f"{path}: {_shown(value)} is not a usable number")
         if isinstance(kind, inspect.StructType) and value is None:
@@ -91,6 +93,9 @@ class _Checker:
         if isinstance(kind, inspect.VarTupleType) and isinstance(value, list):
             items = cast(list[object], value)
             return [self.value(item, kind.item_type, f"{path}[{i}]") for i, item in enumerate(items)]
+        if isinstance(value, dict):  # It may have been a section once.
+            self.retired += retired(path, cast(object, value))
+            return cast(object, value)
         return value
 
     def _section(self, section: dict[object, object], kind: inspect.StructType, path: str) -> object:

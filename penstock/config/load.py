@@ -4,6 +4,9 @@ What an operator wrote wrong is said with the file, the line or the dotted key, 
 keys and values may be is in `tree.py` alone; settings that contradict each other are for `checks.py`.
 """
 
+import ast
+import functools
+import inspect
 import re
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +17,7 @@ import yaml
 
 from penstock.config.branch import Branch
 from penstock.config.keys import checked, explained
-from penstock.config.notes import Notes, read_notes
+from penstock.config.retired import SECTIONS
 from penstock.config.tenancy import key_problem
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
@@ -110,6 +113,36 @@ def _keys(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
         if problem := key_problem(key):
             raise ConfigError(f"{name}: {problem}")
     return keys
+
+
+Notes = Mapping[tuple[str, str], str]
+"""(class, field) -> note; (class, "") is the note of the class."""
+
+
+@functools.cache
+def read_notes() -> Notes:
+    """All notes; none if the source is not installed."""
+    try:
+        sources = [inspect.getsource(module) for module in SECTIONS]
+    except OSError:
+        return {}
+    notes: dict[tuple[str, str], str] = {}
+    for node in (node for source in sources for node in ast.parse(source).body):
+        if isinstance(node, ast.ClassDef):
+            notes[node.name, ""] = ast.get_docstring(node) or ""
+            notes |= {(node.name, field): note for field, note in _field_notes(node).items()}
+    return notes
+
+
+def _field_notes(node: ast.ClassDef) -> dict[str, str]:
+    """A field's note is the string that stands below it."""
+    notes: dict[str, str] = {}
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            notes[field.target.id] = inspect.cleandoc(str(below.value.value))
+    return notes
 
 
 def dump_config(config: Config) -> str:

@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from penstock.config.retired_engine import RETIRED_ENGINE
-from penstock.config.retired_policies import RETIRED_POLICIES
+from penstock.config import fleet, flow, ledger, routing, tenancy, tree
 
-RETIRED: Mapping[str, str] = {**RETIRED_ENGINE, **RETIRED_POLICIES}
+SECTIONS = (tree, fleet, flow, routing, tenancy, ledger)
+"""The files that declare sections of the configuration, each with its retired keys."""
+RETIRED: Mapping[str, str] = {path: why for module in SECTIONS for path, why in module.RETIRED.items()}
 """Dotted path -> sentence, which names settings in backticks. `[]` stands for an entry of a list, `section.*`
 for a section that is gone: for the section itself, and for its keys without a sentence of their own."""
 

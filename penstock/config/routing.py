@@ -3,12 +3,11 @@
 import difflib
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from penstock.config.branch import Branch
-from penstock.config.placement import PlacementConfig
 
 Milliseconds = Annotated[float, Meta(ge=0, le=86_400_000)]
 Weight = Annotated[float, Meta(ge=0, le=1)]
@@ -72,26 +71,26 @@ class AutoModel(Branch, frozen=True, kw_only=True):
     up_to: Weight = 1.0
     """It answers requests of at most this complexity, unless a smaller model does. The last one answers the
     rest."""
-    cost: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
-    """Of a token, relative to the other models."""
+    tiers: Annotated[tuple[str, ...], Meta(max_length=256)] = ()
+    """Tiers that get no smaller model than this one."""
 
 
-class AutoConfig(Branch, frozen=True, kw_only=True):
-    """`model: "auto"`: the model is chosen by how complex the request looks. docs/routing.md has the
-    story.
-    """
+class PlacementConfig(Branch, frozen=True, kw_only=True):
+    """Which worker a request goes to: filter, score, pick. docs/routing.md has the story."""
 
-    models: Annotated[tuple[AutoModel, ...], Meta(max_length=16)] = ()
-    """From small to large. Empty: there is no "auto"."""
-    tiers: Annotated[dict[str, str], Meta(max_length=256)] = {}  # noqa: RUF012 - msgspec copies it.
-    """Tier -> the model that it gets at least."""
+    policy: Literal["ttft", "weighted", "least_loaded"] = "ttft"
+    """"ttft": the least expected time to first token. "weighted": a weighted sum of four marks.
+    "least_loaded": free streams alone."""
 
 
 class RoutingConfig(Branch, frozen=True, kw_only=True):
     """Which model answers instead of which, and what "auto" is."""
 
     models: Annotated[tuple[ModelRoute, ...], Meta(max_length=64)] = ()
-    auto: AutoConfig = AutoConfig()
+    """Models that may be replaced, or that lack something."""
+    auto: Annotated[tuple[AutoModel, ...], Meta(max_length=16)] = ()
+    """`model: "auto"`: the model is chosen by how complex the request looks (docs/routing.md), among these,
+    from small to large. Empty: there is no "auto"."""
     placement: PlacementConfig = PlacementConfig()
 
 
@@ -136,19 +135,20 @@ def _loop(start: str, next_of: dict[str, str]) -> list[str]:
     return []
 
 
-def _auto_problems(auto: AutoConfig, known: Sequence[str]) -> Iterator[str]:
-    names = [model.model for model in auto.models]
+def _auto_problems(auto: Sequence[AutoModel], known: Sequence[str]) -> Iterator[str]:
+    names = [model.model for model in auto]
     for i, name in enumerate(names):
-        yield from _unknown(f"routing.auto.models[{i}].model", name, known)
+        yield from _unknown(f"routing.auto[{i}].model", name, known)
         if name in names[:i]:
-            yield f"routing.auto.models[{i}].model: {name!r} is there twice"
-    cuts = [model.up_to for model in auto.models[:-1]]
+            yield f"routing.auto[{i}].model: {name!r} is there twice"
+    cuts = [model.up_to for model in auto[:-1]]
     if any(later <= earlier for earlier, later in pairwise(cuts)):
-        yield "routing.auto.models: `up_to` must rise from each model to the next"
+        yield "routing.auto: `up_to` must rise from each model to the next"
     if names and AUTO in known:
-        yield f"routing.auto.models: {AUTO!r} is the name of a model, and of the choice between them"
-    for tier, least in auto.tiers.items():
-        yield from _unknown(f"routing.auto.tiers.{tier}", least, names)
+        yield f"routing.auto: {AUTO!r} is the name of a model, and of the choice between them"
+    tiers = [tier for model in auto for tier in model.tiers]
+    for tier in sorted({tier for tier in tiers if tiers.count(tier) > 1}):
+        yield f"routing.auto: the tier {tier!r} stands at two models"
 
 
 def _target_problems(admission: AdmissionConfig) -> Iterator[str]:
@@ -166,3 +166,37 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> Iterator[str]:
         near = difflib.get_close_matches(name, known, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
         yield f"{key}: no model {name!r} here{meant}"
+
+
+_PLACEMENT = "a constant of placement now (penstock/policy/placement_terms.py)"
+_ADMISSION = "a constant of admission now (penstock/policy/admission/admit.py and promise.py)"
+_COMPLEXITY = "a constant now (penstock/policy/extras/complexity.py)"
+RETIRED: dict[str, str] = {
+    "routing.placement.ttft.*": _PLACEMENT,
+    "routing.placement.weighted.*": _PLACEMENT,
+    **{
+        f"routing.placement.{key}": _PLACEMENT
+        for key in (
+            "holders_max", "least_loaded", "tie", "explore", "hold_ms_max", "holds_max", "host_cost",
+            "adapter_load_ms", "prefill_tokens_per_s", "step_ms", "session_ttl_s", "sessions_max",
+            "decisions_kept", "log_every",
+        )
+    },
+    **{
+        f"admission.{key}": _ADMISSION
+        for key in (
+            "idle_factor", "prefer_fraction", "prefer_saves_ms", "retry_after_max_s",
+            "retry_after_default_s", "retries_kept",
+        )
+    },
+    "admission.max_wait_ms_max": "a constant now: ten minutes",
+    "routing.auto.models": "the list is `routing.auto` itself",
+    "routing.auto.tiers": "now `routing.auto[].tiers`",
+    "routing.auto[].cost": "`routing.auto[].up_to` says it all",
+    "routing.auto.name": "the name is always auto",
+    "routing.auto.weights.*": _COMPLEXITY,
+    **{
+        f"routing.auto.{key}": _COMPLEXITY
+        for key in ("tokens_full", "turns_full", "text_chars_max", "cost_bias")
+    },
+}  # fmt: skip

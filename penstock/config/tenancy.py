@@ -9,7 +9,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from penstock.config.branch import Branch, Count, Seconds
-from penstock.config.hosts import is_loopback
+from penstock.config.machine import is_loopback
 
 Weight = Annotated[float, Meta(gt=0, le=1_000_000)]
 Money = Annotated[float, Meta(ge=0, le=1_000_000_000)]
@@ -74,12 +74,11 @@ class Allowance(Branch, frozen=True, kw_only=True):
     """
 
     requests_per_minute: Count | None = None
+    """Requests that are started, refused ones not among them."""
     tokens_per_minute: Count | None = None
     """Prompt and answer tokens together."""
     concurrent_max: Count | None = None
     """Requests accepted and not ended."""
-    input_tokens_max: Count | None = None
-    """Of one prompt."""
     output_tokens_max: Count | None = None
     """Of one choice."""
     context_tokens_max: Count | None = None
@@ -95,6 +94,7 @@ class Allowance(Branch, frozen=True, kw_only=True):
     budget_per_day: Money | None = None
     """In the currency of the price list, per UTC day."""
     budget_per_month: Money | None = None
+    """Likewise per UTC month."""
     degrade: Degrade | None = None
     """Whether a smaller model may answer where the request does not say: never, rather than fail, or when it
     is sooner."""
@@ -107,6 +107,7 @@ class TierConfig(Allowance, frozen=True, kw_only=True):
     """What the tenants of one tier may use."""
 
     name: str
+    """What tenants, keys and tokens name."""
 
 
 class TenantConfig(Allowance, frozen=True, kw_only=True):
@@ -275,10 +276,12 @@ def _allowance_problems(allowed: Allowance, where: str) -> Iterator[str]:
             if not re.fullmatch(r"[^\s\x00-\x1f\x7f]{1,256}", name):
                 yield f"{where}.{field}[{i}]: expected 1 to 256 characters without white space"
     context = allowed.context_tokens_max
-    for field in ("input_tokens_max", "output_tokens_max"):
-        limit: int | None = getattr(allowed, field)
-        if context and limit and limit > context:
-            yield f"{where}.{field}: {limit} is above context_tokens_max ({context}), so it can never be used"
+    limit = allowed.output_tokens_max
+    if context and limit and limit > context:
+        yield (
+            f"{where}.output_tokens_max: {limit} is above context_tokens_max ({context}), so it can never be "
+            "used"
+        )
     day, month = allowed.budget_per_day, allowed.budget_per_month
     if day and month and day > month:
         yield f"{where}.budget_per_day: {day:g} is above budget_per_month ({month:g})"
@@ -322,3 +325,23 @@ def url_problem(url: str) -> str:
     if parts.scheme == "http" and not is_loopback(host):
         return "refused over http: anybody in between could put in keys of their own; use https"
     return ""
+
+
+RETIRED: dict[str, str] = {
+    **{
+        f"{section}[].input_tokens_max": "`tiers[].context_tokens_max` bounds prompt and answer together"
+        for section in ("tiers", "tenants")
+    },
+    "auth.keys_file_check_s": "a constant now: every 2 s",
+    "auth.keys_file_shrinks": "a server takes such a file when it starts; revoke keys with `penstock keys "
+    "revoke`",
+    "auth.keys_max": "a constant now: 100,000 keys",
+    "auth.jwt.algorithms": "every signature with a public key that is of its key's kind is accepted now",
+    **{
+        f"auth.jwt.{key}": "a constant now (penstock/gateway/identity/tokens.py)"
+        for key in (
+            "leeway_s", "refresh_s", "refresh_s_min", "stale_s_max", "timeout_s", "waiting_max",
+            "response_bytes_max", "keys_max", "tokens_max",
+        )
+    },
+}  # fmt: skip

@@ -1,20 +1,24 @@
 """Every setting there is, its default and its bound.
 
 A config file is this tree in YAML. Fields are documented where they stand because `--print-config`, the docs
-page and the error for a wrong key are all made from these files (`NOTED` in notes.py). Every queue, buffer,
-body and loop has its bound here.
+page and the error for a wrong key are all made from these files (`SECTIONS` in retired.py). A bound that no
+operator has a reason to move is a constant beside its code.
 """
 
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.config.backends import BackendsConfig
 from penstock.config.branch import Branch, Port, Positive, Seconds
-from penstock.config.discover import DiscoverConfig
-from penstock.config.fleet import FleetConfig, Replicas, WorkerConfig
+from penstock.config.fleet import (
+    BackendsConfig,
+    DiscoverConfig,
+    FleetConfig,
+    HealthConfig,
+    Replicas,
+    WorkerConfig,
+)
 from penstock.config.flow import LimitsConfig, QueueConfig, SharedConfig
-from penstock.config.health import HealthConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
@@ -68,15 +72,11 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     max_model_len: Annotated[int, Meta(ge=0)] = 0
     """Tokens of prompt and answer together, at least 2; 0 takes the model's own limit."""
     kv_memory_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Memory for the KV cache; 0 takes `kv_memory_fraction` of what is free after loading."""
-    kv_memory_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of the free memory for the KV cache when `kv_memory_bytes` is 0. 0 takes the device's own: 0.3 of
-    a CPU's (and 4 GiB at most), 0.92 of a GPU's."""
+    """Memory for the KV cache; 0 takes 0.3 of what is free after loading on a CPU (and 4 GiB at most), and
+    0.92 on a GPU."""
     host_kv_memory_bytes: Annotated[int, Meta(ge=0)] | None = None
     """Host memory for KV blocks of idle sessions and preempted requests; null takes a tenth of the free
     memory, 4 GiB at most; 0 switches the host tier off."""
-    graphs_max: Annotated[int, Meta(ge=0)] = 64
-    """CUDA graphs kept at most; 0: every kernel of every step is launched by itself."""
     step_tokens: Positive = 512
     """Token budget of one step: decode rows first, the rest goes to chunks of prompts."""
     max_running: Positive = 64
@@ -86,9 +86,6 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     served least; the default, because with one tenant it is "priority" and with several none can crowd out
     the others. "priority": by class, and waiting makes up for class. "fcfs": strictly by class, then arrival:
     lower classes may starve."""
-    fair_weights: dict[str, Annotated[float, Meta(gt=0)]] = {}  # noqa: RUF012 - msgspec copies it.
-    """Tenants whose share is not 1, by id: 2 is served twice as much as 1 while both have requests
-    waiting."""
     kv_quota_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the KV cache that one tenant's running requests may hold; 1 is no quota. A tenant over it
     starts nothing new and is preempted first; a request that alone is over it is refused. 0 is automatic: 0.5
@@ -141,6 +138,7 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     """The HTTP front door."""
 
     host: str = "127.0.0.1"
+    """Address to listen on. On addresses other than loopback callers must be named (`auth`)."""
     port: Port = 8000
     """0 takes a free one."""
     hosts: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
@@ -156,6 +154,7 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
     """Gateway processes that share the address, for more cores than one; bounds here and in `limits` count
     for each."""
     body_bytes_max: Positive = 8 * 1024 * 1024
+    """A larger request body is refused with 413."""
     lameduck_s: Seconds = 10.0
     """After SIGTERM `/ready` says no at once and requests are served for this long, for load balancers hear
     of a stop seconds later; then the server drains. Ctrl-C on a loopback address drains at once."""
@@ -174,7 +173,9 @@ class LogConfig(Branch, frozen=True, kw_only=True):
     """What goes to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lines below this level are left out."""
     format: Literal["text", "json"] = "text"
+    """"json": one object per line."""
     access: bool = True
     """One line per request. Probes, scrapes and other polls that were answered have theirs at level debug."""
 
@@ -183,9 +184,12 @@ class Config(Branch, frozen=True, kw_only=True):
     """The whole tree."""
 
     models: Annotated[tuple[ModelConfig, ...], Meta(max_length=64)] = (ModelConfig(path="penstock-demo"),)
+    """The models that are served, by the names that clients use."""
     server: ServerConfig = ServerConfig()
     tenants: Annotated[tuple[TenantConfig, ...], Meta(max_length=10_000)] = ()
+    """Tenants with something of their own; others are known from keys and tokens."""
     tiers: Annotated[tuple[TierConfig, ...], Meta(max_length=64)] = DEFAULT_TIERS
+    """What the tenants of each tier may use; a list of one's own replaces these."""
     auth: AuthConfig = AuthConfig()
     limits: LimitsConfig = LimitsConfig()
     admission: AdmissionConfig = AdmissionConfig()
@@ -199,3 +203,43 @@ class Config(Branch, frozen=True, kw_only=True):
     ledger: LedgerConfig = LedgerConfig()
     backends: BackendsConfig = BackendsConfig()
     log: LogConfig = LogConfig()
+
+
+RETIRED: dict[str, str] = {
+    "models[].engine.pin_threads": "removed: pinned threads were slower (docs/engine.md)",
+    "models[].engine.kv_memory_fraction": "`models[].engine.kv_memory_bytes` sets the size",
+    "models[].engine.host_kv_memory_fraction": "fixed at 0.1; `models[].engine.host_kv_memory_bytes` sets "
+    "the size, 0 none",
+    "models[].engine.host_kv_idle_s": "fixed at 30",
+    "models[].engine.host_kv_loads_max": "fixed at 256",
+    "models[].engine.host_kv_stores_max": "fixed at 32",
+    "models[].engine.graphs_max": "fixed at 64",
+    "models[].engine.graph_tokens_max": "fixed at 2048",
+    "models[].engine.graph_memory_bytes_max": "fixed at 1 GiB",
+    "models[].engine.overlap": "on where a GPU computes, off on the CPU",
+    "models[].engine.max_waiting": "fixed at 1024",
+    "models[].engine.fair_weights": "`tiers[].weight` and `tenants[].weight` hold at the gateway, before its "
+    "engines",
+    "models[].engine.priority_ageing_s": "fixed at 10",
+    "models[].engine.starvation_s": "fixed at 60",
+    "models[].engine.preemptions_max": "fixed at 3",
+    "models[].engine.itl_targets": "`models[].engine.itl_target_ms` may be a mapping from class to target",
+    "models[].engine.prefill_tokens_min": "fixed at 4",
+    "models[].engine.seed": "made-up weights are the same every time",
+    "models[].engine.connection_buffer_bytes_max": "fixed at 64 MiB",
+    "models[].engine.kv_events.buffer_steps": "fixed at 10000",
+    "models[].engine.kv_events.hwm": "fixed at 100000",
+    "server.connections_max": "fixed at 20000 for each process; `limits.concurrent_max` bounds the streams",
+    "server.header_bytes_max": "fixed at 32 KiB",
+    "server.headers_max": "fixed at 100",
+    "server.header_timeout_s": "fixed at 15",
+    "server.body_timeout_s": "fixed at 60",
+    "server.keepalive_timeout_s": "fixed at 75",
+    "relay.*": "how text travels to clients is in `server` (docs/relay.md)",
+    "relay.buffer_bytes_max": "fixed at 1 MiB for each client",
+    "relay.slow_client": "moved to `server.slow_client`",
+    "relay.write_timeout_s": "fixed at 30",
+    "relay.flush_ms": "moved to `server.flush_ms`",
+    "relay.heartbeat_s": "fixed at 15",
+    "kv_index.*": "the bounds of the KV index are fixed (docs/kv-index.md)",
+}

@@ -88,7 +88,7 @@ def plan_kv(
     if not config.kv_memory_bytes:
         # More than every request at its longest would never be used up.
         num_blocks = min(num_blocks, config.max_running * _blocks(asked_len))
-    source = "engine.kv_memory_bytes" if config.kv_memory_bytes else "engine.kv_memory_fraction"
+    source = "engine.kv_memory_bytes" if config.kv_memory_bytes else f"{share.fraction:.0%} of what is free"
     if config.max_model_len and num_blocks < _blocks(asked_len):
         raise ConfigError(
             f"{source} leaves {num_blocks * BLOCK_TOKENS} tokens of KV cache ({block_bytes} bytes per "
@@ -126,7 +126,7 @@ def _affordable_bytes(config: EngineConfig, free_bytes: int, share: Share) -> in
         )
     if config.kv_memory_bytes:
         return config.kv_memory_bytes
-    affordable = int(free_bytes * (config.kv_memory_fraction or share.fraction))
+    affordable = int(free_bytes * (share.fraction))
     return affordable if share.bytes_max is None else min(affordable, share.bytes_max)
 
 

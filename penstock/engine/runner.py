@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.clock import Clock
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import EngineConfig
 from penstock.engine.arrays import Int64Array, as_tensor
 from penstock.engine.decoder import DecoderLimits
@@ -154,7 +155,7 @@ def build_runner(
         CheckpointError: the directory does not hold a model that can be served.
         ConfigError: a setting that is impossible on this machine or with this model.
     """
-    if (target := cuda_target(config, clock)) is not None:
+    if (target := cuda_target(EngineSettings.of(config), clock)) is not None:
         return load_on_device(Path(model_path), target, on_progress)
     threads = config.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)

@@ -12,6 +12,7 @@ What is compared says whether a worker that is there already is still the one th
 
 import asyncio
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -115,7 +116,8 @@ class Attached:
             # Once it has shown that it has this key, its blocks go by what is derived from it
             # (`penstock worker`).
             worker.shares_key, worker.hash_key = True, hash_key_of(key.encode())
-        worker.kv_events, worker.kv_replay = self.config.kv_events, self.config.kv_replay
+        worker.kv_events = zmq_address(self.config.url, self.config.kv_events)
+        worker.kv_replay = zmq_address(self.config.url, self.config.kv_replay)
         if self.config.engine == "penstock":
             worker.kind, worker.served_model = self.config.kind, self.config.served_model or self.route
         else:  # Its backend looks at what it serves.
@@ -149,6 +151,14 @@ class Attached:
         backend = make_backend(foreign, self.tokenizer, self.tools)
         backend.open()
         return backend
+
+
+def zmq_address(url: str, given: str | int) -> str:
+    """Where a worker's ZeroMQ socket is: as given, or at a port of the host in the worker's URL."""
+    if not given or (isinstance(given, str) and not given.isdecimal()):
+        return str(given or "")
+    host = re.match(r"(?:\w+://|tcp:)(\[[^\]]+\]|[^:/]+)", url)
+    return f"tcp://{host[1] if host else '127.0.0.1'}:{given}"
 
 
 def worker_key(key: bytes) -> WorkerKey | None:

@@ -20,6 +20,7 @@ import msgspec
 
 from penstock.backends.base import Backend, BackendStatus, Phase
 from penstock.clock import NS_PER_S, Clock
+from penstock.config.fleet import WORKERS_MAX
 from penstock.errors import ConfigError
 from penstock.policy.resilience.worker_state import WorkerEvent, WorkerLife, WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
@@ -304,7 +305,7 @@ registry."""
 class Registry:
     """All workers of this process."""
 
-    def __init__(self, clock: Clock, log: Log, *, workers_max: int) -> None:
+    def __init__(self, clock: Clock, log: Log, *, workers_max: int = WORKERS_MAX) -> None:
         self._clock, self._log, self._workers_max = clock, log, workers_max
         self._workers: dict[WorkerId, Worker] = {}
         self._routes: dict[str, RouteWorkers] = {}
@@ -349,7 +350,7 @@ class Registry:
         if worker.id in self._workers:
             raise ConfigError(f"there is a worker {worker.id} already")
         if len(self._workers) >= self._workers_max:
-            raise ConfigError(f"fleet.workers_max: there are {self._workers_max} workers already")
+            raise ConfigError(f"models: there are {self._workers_max} workers already")
         self._workers[worker.id] = worker
         self.of(worker.route).add(worker)
         worker.backend.on_change = lambda: self._changed(worker)

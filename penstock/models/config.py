@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.model_sizes import CONFIG_BYTES_MAX, check_sizes
 from penstock.errors import CheckpointError
+from penstock.models.sizes import CONFIG_BYTES_MAX, check_sizes
 from penstock.models.spec import MoeSpec, RopeSpec
 
 CONFIG_FILE = "config.json"

@@ -1,7 +1,7 @@
 """The constants of placement, beside the section `routing.placement`. Tests and benches pass others."""
 
 from penstock.config.branch import Branch
-from penstock.config.placement import PlacementConfig
+from penstock.config.routing import PlacementConfig
 
 
 class TtftTerms(Branch, frozen=True, kw_only=True):

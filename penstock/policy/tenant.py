@@ -35,7 +35,6 @@ class Tenant:
     """Prompt and answer tokens together."""
     concurrent_max: int = 0
     """Requests accepted and not ended."""
-    input_tokens_max: int = 0
     output_tokens_max: int = 0
     """Of one choice."""
     context_tokens_max: int = 0
@@ -116,13 +115,6 @@ def check_tokens(
         InvalidRequest: `max_tokens` is too large.
     """
     assert prompt_tokens >= 0, prompt_tokens
-    if 0 < tenant.input_tokens_max < prompt_tokens:
-        raise ContextTooLong(
-            f"The maximum prompt length of {_who(tenant)} is {tenant.input_tokens_max} tokens "
-            f"(input_tokens_max). However, your {param} resulted in {prompt_tokens} tokens. Please reduce "
-            f"the length of the {param}.",
-            param=param,
-        )
     context = tenant.context_tokens_max
     if 0 < context <= prompt_tokens:
         raise ContextTooLong(

@@ -349,7 +349,6 @@ class CallerLimits(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: int | None
     """Prompt and answer tokens together."""
     concurrent_requests: int | None
-    input_tokens: int | None
     """Of one request's prompt."""
     output_tokens: int | None
     """Of one answer."""

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.clock import Clock
+from penstock.config.branch import extended
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import LedgerError
 from penstock.policy.limits.budget import Spent
@@ -51,6 +52,13 @@ class LedgerStatistics:
     """Requests that were accepted and are not over."""
 
 
+class LedgerTerms(LedgerConfig, frozen=True, kw_only=True):
+    """The section, and how often the journal is synced."""
+
+    fsync_ms: int = 100
+    """What a power failure may cost at most; a process that is killed loses nothing."""
+
+
 class Ledger:
     """Everything around the journal. With `ledger.enabled: false` every call does nothing."""
 
@@ -64,7 +72,7 @@ class Ledger:
         limits: LedgerLimits = LEDGER_LIMITS,
     ) -> None:
         """`sink` is the SQLite database unless another one is given."""
-        self._config, self._clock, self._log, self._sink = config, clock, log, sink
+        self._config, self._clock, self._log, self._sink = extended(config, LedgerTerms), clock, log, sink
         self._limits = limits
         self.directory = ledger_segment.ledger_directory(config)
         self._journal: Journal | None = None

@@ -40,7 +40,7 @@ import msgspec
 
 from penstock.clock import Clock
 from penstock.config.ledger import LedgerConfig
-from penstock.config.state import state_directory
+from penstock.config.machine import state_directory
 from penstock.errors import LedgerError
 from penstock.policy.record import SCHEMA_VERSION, UsageRecord
 

@@ -222,6 +222,23 @@ def test_what_a_vllm_worker_is_sent() -> None:
     run(server, "vllm", check)
 
 
+def test_priorities_are_sent_to_a_server_that_was_started_to_take_them() -> None:
+    async def inside() -> None:
+        async with serving(VllmStandIn()) as server:
+            worker = ExternalWorker(engine="vllm", url=server.url, model="served", has_priorities=True)
+            backend = make_backend(worker, byte_tokenizer(), tools())
+            backend.open()
+            await until(lambda: backend.status.ready)
+            recorder = Recorder()
+            backend.generate(replace(Requests().make(), priority=3), recorder)
+            await recorder.end()
+            assert server.requests[-1].json["priority"] == 3
+            await backend.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(inside())
+
+
 # --- providers -----------------------------------------------------------------------------------------
 
 

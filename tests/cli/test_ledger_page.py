@@ -12,7 +12,7 @@ from penstock.cli.main import main
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
 from penstock.policy.lifecycle.machine_costs import AcceleratorCost
-from penstock.policy.limits.budget import BudgetReservation, TenantBudgets
+from penstock.policy.limits.budget import WARN_AT, BudgetReservation, TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.tenant import Tenant
@@ -155,4 +155,4 @@ def test_the_settings_that_the_page_names_have_the_values_that_it_says() -> None
     for section, name, value, unit in told:
         found = getattr(getattr(CONFIG, section), name)
         assert found == float(value) * (1 << 20 if unit == "MiB" else 1), name
-    assert CONFIG.budgets.warn_at == (0.5, 0.8, 1.0)
+    assert WARN_AT == (0.5, 0.8, 1.0)

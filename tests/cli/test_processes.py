@@ -46,7 +46,7 @@ def test_the_processes_share_their_limits_through_the_parent() -> None:
 
 def test_redis_stays_redis() -> None:
     async def check() -> None:
-        made = processes(store="redis", url="redis://127.0.0.1:1/0")
+        made = processes(url="redis://127.0.0.1:1/0")
         await made.start([])
         assert made._config.shared.store == "redis"
         await made.kill()

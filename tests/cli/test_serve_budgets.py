@@ -3,7 +3,6 @@ and a real Redis.
 """
 
 import asyncio
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import msgspec
 import pytest
 import redis
 from redis_process import RedisProcess
-from stand_in_thread import MODEL, Serve, stand_in_engine
+from stand_in_thread import MODEL, Serve, serve_with, stand_in_engine
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -21,18 +20,7 @@ PAID = 60
 CENT = 10_000
 REFRESH_S = 0.1
 HEARD_S = 10 * REFRESH_S
-OFTEN = (
-    sys.executable,
-    "-c",
-    f"""
-import sys
-from penstock.cli.main import main
-from penstock.gateway.shared import spending
-spending.REFRESH_S = {REFRESH_S}
-sys.exit(main(sys.argv[1:]))
-""",
-    "serve",
-)
+OFTEN = serve_with({"penstock.gateway.shared.spending.REFRESH_S": REFRESH_S})
 """`penstock serve`, of which the machines hear of each other every tenth of a second."""
 TENANTS = dict.fromkeys(("acme", "umbrella"), f"budget_per_day: {PAID / 100}")
 
@@ -43,7 +31,7 @@ class World:
     def __init__(self, path: Path, store: RedisProcess, engine) -> None:
         self.store = store
         sections = (
-            f"shared: {{store: redis, url: '{store.url}', timeout_s: 0.5, retry_s: 0.1}}",
+            f"shared: {{url: '{store.url}'}}",
             f"prices: {{models: [{{model: {MODEL}, request: 0.01}}]}}",
         )
         self.one, self.two = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from redis_process import RedisProcess
-from stand_in_thread import MODEL, Serve, stand_in_engine
+from stand_in_thread import MODEL, Serve, serve_with, stand_in_engine
 
 from penstock.bench.client import Client
 
@@ -20,6 +20,8 @@ REQUESTS, TOKENS = 240, 60_000
 """Per minute, and in a full bucket."""
 PROMPT_TOKENS = 1999
 LEASE_S, TTL_S = 0.25, 1.5
+_TIMES = {"LEASE_S": LEASE_S, "GATEWAY_TTL_S": TTL_S, "TIMEOUT_S": 0.2, "RETRY_S": 0.1}
+COMMAND = serve_with({f"penstock.policy.limits.store_terms.{name}": value for name, value in _TIMES.items()})
 IN_A_ROW = 12
 """So many refusals in a row of each client, and the bucket is taken for empty."""
 TENANTS = dict.fromkeys(
@@ -104,11 +106,8 @@ class World:
         self.redis = redis
 
         def serve(name: str, policy: str) -> Serve:
-            shared = (
-                f"shared: {{store: redis, url: '{redis.url}', lease_s: {LEASE_S}, gateway_ttl_s: {TTL_S}, "
-                f"timeout_s: 0.2, retry_s: 0.1, prefix: {policy}, on_store_down: {policy}, gateways: 2}}"
-            )
-            return Serve(path / name, engine, TENANTS, shared)
+            shared = f"shared: {{url: '{redis.url}', prefix: {policy}, on_store_down: {policy}, gateways: 2}}"
+            return Serve(path / name, engine, TENANTS, shared, command=COMMAND)
 
         self.one, self.two = serve("one", "closed"), serve("two", "closed")
         self.share, self.open = serve("share", "local-share"), serve("open", "open")

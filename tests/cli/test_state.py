@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 from penstock.cli.wiring.state import with_secret
-from penstock.config.state import state_directory
+from penstock.config.machine import state_directory
 from penstock.config.tenancy import AuthConfig
 from penstock.config.tree import Config
 

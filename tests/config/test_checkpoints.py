@@ -88,7 +88,7 @@ def test_it_is_named(
     (place / "config.json").write_text(config)
     change(place)
     began: list[object] = []
-    monkeypatch.setattr("penstock.fleet.launchers.spares.Spares.begin", lambda *args: began.append(args))
+    monkeypatch.setattr("penstock.fleet.launchers.process.Spares.begin", lambda *args: began.append(args))
     assert main(["serve", str(place), "--port", "0"]) in (1, 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"penstock: {place}: ")

@@ -2,7 +2,7 @@ import pytest
 
 from penstock.config.checks import check
 from penstock.config.flow import LimitsConfig
-from penstock.config.hosts import is_loopback
+from penstock.config.machine import is_loopback
 from penstock.config.tree import (
     AuthConfig,
     Config,
@@ -58,12 +58,8 @@ def test_the_defaults_are_fine() -> None:
             r"server\.cors_origins\[1\]: '\*' is all origins, so it stands alone",
         ),
         (
-            Config(shared=SharedConfig(store="redis")),
-            r"shared\.url: needed with shared\.store redis",
-        ),
-        (
-            Config(shared=SharedConfig(timeout_s=5, gateway_ttl_s=10)),
-            r"shared\.gateway_ttl_s: at least three times",
+            Config(shared=SharedConfig(url="parent:/tmp/x")),
+            r"shared\.url: expected redis://",
         ),
         (
             Config(server=ServerConfig(host="0.0.0.0")),

@@ -26,9 +26,9 @@ def config_of(**discover: object):
     "discover",
     [
         {"dns": "vllm.default.svc:8000"},
-        {"dns": "_http._tcp.vllm.default.svc", "kv_events_port": 5557, "kv_replay_port": 5558},
+        {"dns": "_http._tcp.vllm.default.svc", "kv_events": 5557, "kv_replay": 5558},
         {"kubernetes": KUBERNETES},
-        {"kubernetes": {**KUBERNETES, "api_server": "http://127.0.0.1:8001", "token_file": ""}},
+        {"kubernetes": {**KUBERNETES, "api_server": "http://127.0.0.1:8001", "account": ""}},
     ],
 )
 def test_these_are_fine_alone_and_survive_being_printed(discover) -> None:
@@ -50,7 +50,8 @@ def test_these_are_fine_alone_and_survive_being_printed(discover) -> None:
         ({"kubernetes": {**KUBERNETES, "api_server": "k8s"}}, r"kubernetes\.api_server: expected"),
         ({"kubernetes": {**KUBERNETES, "api_server": "http://k8s"}}, r"api_server: refused over http"),
         ({"dns": "a:1", "api_key_env": "a-b"}, r"discover\[0\]\.api_key_env"),
-        ({"dns": "a:1", "kv_replay_port": 5}, r"kv_replay_port: of no use"),
+        ({"dns": "a:1", "kv_replay": 5}, r"kv_replay: of no use"),
+        ({"dns": "a:1", "kv_events": "tcp://b:5"}, r"discover\[0\]\.kv_events: expected the port alone"),
     ],
 )
 def test_what_is_wrong_is_named(discover, problem) -> None:

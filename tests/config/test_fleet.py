@@ -35,10 +35,9 @@ def test_what_is_wrong_is_named(models: str) -> None:
 
 
 def test_the_number_of_workers_is_bounded() -> None:
-    with pytest.raises(ConfigError, match=r"fleet\.workers_max: 5 workers are configured, which is over 4"):
-        check(
-            parse_config("models: [{path: a, replicas: 5}]\nfleet: {workers_max: 4}\nauth: {disabled: true}")
-        )
+    models = ", ".join(f"{{path: {name}, replicas: 256}}" for name in "abcde")
+    with pytest.raises(ConfigError, match="models: 1280 workers are configured, which is over the bound of"):
+        check(parse_config(f"models: [{models}]\nauth: {{disabled: true}}"))
 
 
 def test_one_server_may_have_several_models() -> None:

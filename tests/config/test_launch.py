@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.config.engine_terms import with_quota
+from penstock.config.engine_settings import with_quota
 from penstock.config.tenancy import AuthConfig, JwtConfig, TenantConfig
 from penstock.config.tree import Config, EngineConfig
 

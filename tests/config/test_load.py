@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.load import convert_config, dump_config, load_config, parse_config, with_environment
-from penstock.config.notes import read_notes
+from penstock.config.load import (
+    convert_config,
+    dump_config,
+    load_config,
+    parse_config,
+    read_notes,
+    with_environment,
+)
 from penstock.config.tree import AuthConfig, Config, EngineConfig, ModelConfig, ServerConfig
 from penstock.errors import ConfigError
 
@@ -82,8 +88,8 @@ def test_unknown_keys_name_the_nearest_known_one(text: str, message: str) -> Non
         ("models: penstock-demo", "models: expected a list, got 'penstock-demo'"),
         ("models: [penstock-demo]", "models[0]: expected a mapping, got 'penstock-demo'"),
         ("models: [{name: x}]", "models[0].path: missing"),
-        ("models: [{path: x, engine: {kv_memory_fraction: 2}}]",
-         "models[0].engine.kv_memory_fraction: expected a number <= 1.0, got 2"),
+        ("models: [{path: x, engine: {kv_quota_fraction: 2}}]",
+         "models[0].engine.kv_quota_fraction: expected a number <= 1.0, got 2"),
         ("models: [{path: x, engine: {max_running: 0}}]",
          "models[0].engine.max_running: expected an integer >= 1, got 0"),
         ("just text", "config: expected a mapping, got 'just text'"),

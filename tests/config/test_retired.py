@@ -1,5 +1,8 @@
 """Old keys are refused with a sentence that says what became of them."""
 
+import re
+from pathlib import Path
+
 import pytest
 from msgspec import inspect
 
@@ -8,6 +11,7 @@ from penstock.config.retired import RETIRED, retired
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 KNOWN = {
     "server.backlog": "fixed at 2048",
     "models[].engine.wide": "moved to `models[].engine.step_tokens`",
@@ -68,6 +72,16 @@ def test_a_sentence_that_names_a_setting_names_one_that_exists() -> None:
         assert not sentence.endswith("."), path
         for name in sentence.split("`")[1::2]:
             assert name in settings or name.startswith(("-", "penstock ", "PENSTOCK_")), (path, name)
+
+
+def test_a_file_that_a_sentence_names_exists() -> None:
+    named = {
+        name
+        for sentence in RETIRED.values()
+        for name in re.findall(r"(?:penstock|docs)/[-\w/]+\.\w+", sentence)
+    }
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
 def _paths(kind: inspect.Type, path: str) -> list[str]:

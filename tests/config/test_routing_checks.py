@@ -20,9 +20,7 @@ def test_a_chain_and_auto_that_are_fine() -> None:
             + """
 routing:
   models: [{model: large, fallback: medium, data: [eu]}, {model: medium, fallback: small}]
-  auto:
-    models: [{model: small, up_to: 0.3}, {model: medium, up_to: 0.6}, {model: large, cost: 8}]
-    tiers: {enterprise: medium}
+  auto: [{model: small, up_to: 0.3}, {model: medium, up_to: 0.6, tiers: [enterprise]}, {model: large}]
 admission:
   ttft_target_ms: 2000
   targets: [{tier: free, ttft_ms: 5000}, {band: bulk, ttft_ms: 0}]
@@ -45,12 +43,9 @@ admission:
         ),
         ("routing: {models: [{model: huge}]}", "routing.models[0].model: no model 'huge' here"),
         ("routing: {models: [{model: large}, {model: large}]}", "'large' is there twice"),
-        ("routing: {auto: {models: [{model: x}]}}", "routing.auto.models[0].model: no model 'x' here"),
+        ("routing: {auto: [{model: x}]}", "routing.auto[0].model: no model 'x' here"),
         (
-            (
-                "routing: {auto: {models: [{model: small, up_to: 0.5}, {model: medium, up_to: 0.5}, {model: "
-                "large}]}}"
-            ),
+            ("routing: {auto: [{model: small, up_to: 0.5}, {model: medium, up_to: 0.5}, {model: large}]}"),
             "`up_to` must rise",
         ),
         (
@@ -58,8 +53,8 @@ admission:
             "`routing.auto.name` is no longer a setting",
         ),
         (
-            "routing: {auto: {models: [{model: small}], tiers: {pro: large}}}",
-            "routing.auto.tiers.pro: no model 'large' here",
+            "routing: {auto: [{model: small, tiers: [pro]}, {model: large, tiers: [pro]}]}",
+            "routing.auto: the tier 'pro' stands at two models",
         ),
         ("admission: {targets: [{ttft_ms: 5}]}", "admission.targets[0]: names neither"),
         ("admission: {targets: [{band: a, ttft_ms: 5}, {band: a, ttft_ms: 6}]}", "is there twice"),
@@ -70,6 +65,6 @@ def test_what_is_wrong_is_said(text: str, said: str) -> None:
 
 
 def test_no_model_may_be_called_as_the_choice_between_models() -> None:
-    text = "models: [{path: ./a, name: auto}]\nrouting: {auto: {models: [{model: auto}]}}"
+    text = "models: [{path: ./a, name: auto}]\nrouting: {auto: [{model: auto}]}"
     with pytest.raises(ConfigError, match="'auto' is the name of a model"):
         check(parse_config(text))

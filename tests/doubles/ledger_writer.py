@@ -18,11 +18,11 @@ from usage_records import closed, opened, progress
 
 from penstock import rng
 from penstock.clock import SystemClock, sleep
-from penstock.config.ledger import BudgetsConfig, LedgerConfig
+from penstock.config.ledger import BudgetsConfig
 from penstock.config.tree import LogConfig
 from penstock.policy.limits.budget import BudgetReservation, TenantBudgets
 from penstock.policy.tenant import Tenant
-from penstock.telemetry.ledger import Ledger
+from penstock.telemetry.ledger import Ledger, LedgerTerms
 from penstock.telemetry.ledger_segment import LedgerLimits
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
@@ -95,7 +95,7 @@ class Writer:
 async def main(directory: str, recorder: str, first: str, last: str, seed: str) -> None:
     clock = SystemClock()
     limits = LedgerLimits(segment_bytes=256 * 1024, journal_bytes_max=4 * 1024 * 1024, deliver_ms=3)
-    config = LedgerConfig(directory=directory, fsync_ms=20)
+    config = LedgerTerms(directory=directory, fsync_ms=20)
     ledger = Ledger(config, clock, Log(LogConfig(level="error"), clock), limits=limits)
     await ledger.start()
     budgets = TenantBudgets(BudgetsConfig(), wall_offset_ns=clock.wall_ns() - clock.now_ns())

@@ -18,12 +18,13 @@ from pathlib import Path
 import msgspec
 
 from penstock.clock import SystemClock
-from penstock.config.flow import LimitsConfig, SharedConfig
+from penstock.config.flow import LimitsConfig
 from penstock.config.tree import LogConfig
 from penstock.gateway.shared.keeper import LeaseKeeper
 from penstock.gateway.shared.limits import open_store
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.rate_limit import Limiter, LimitReservation
+from penstock.policy.limits.store_terms import SharedTerms
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
@@ -34,7 +35,7 @@ PAUSE_S = 0.004
 class Spender:
     """One limiter with its leases."""
 
-    def __init__(self, facts: dict, shared: SharedConfig, number: int) -> None:
+    def __init__(self, facts: dict, shared: SharedTerms, number: int) -> None:
         self.clock, self.tokens = SystemClock(), facts["tokens"]
         self.tenant = Tenant(id=TenantId("t"), tokens_per_minute=facts["rate"])
         self.leases = Leases(shared)
@@ -59,7 +60,7 @@ class Spender:
 
 async def gateway(facts: dict, number: int) -> None:
     spenders = {
-        name: Spender(facts, msgspec.convert(shared, SharedConfig), number)
+        name: Spender(facts, msgspec.convert(shared, SharedTerms), number)
         for name, shared in facts["shared"].items()
     }
     await asyncio.gather(*(spender.keeper.start() for spender in spenders.values()))

@@ -5,8 +5,9 @@ within a second.
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from engine_stand_ins import StandIn, VllmStandIn
@@ -41,6 +42,15 @@ async def _rest() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+def serve_with(constants: Mapping[str, float]) -> Sequence[str]:
+    """`penstock serve` with other constants than the product's: dotted name of each -> value."""
+    lines = ["import sys", "from penstock.cli.main import main"]
+    for path, value in constants.items():
+        module, _, name = path.rpartition(".")
+        lines += [f"import {module} as module", f"module.{name} = {value}"]
+    return sys.executable, "-c", "\n".join([*lines, "sys.exit(main(sys.argv[1:]))"]), "serve"
 
 
 class Serve:

@@ -23,7 +23,7 @@ def test_never_more_than_all_requests_at_their_longest() -> None:
 
 
 def test_a_share_of_the_free_memory_up_to_the_bound() -> None:
-    assert plan(free_bytes=1000 * BLOCK_BYTES, kv_memory_fraction=0.5).num_blocks == 500
+    assert plan(free_bytes=1000 * BLOCK_BYTES).num_blocks == 300
     assert plan(max_running=100_000).num_blocks == CPU_KV_BYTES_MAX // BLOCK_BYTES
 
 
@@ -37,10 +37,8 @@ def test_the_context_shrinks_to_the_memory_unless_it_was_asked_for() -> None:
         ConfigError, match=r"engine.kv_memory_bytes leaves 160 tokens.*engine.max_model_len is 161"
     ):
         plan(kv_memory_bytes=10 * BLOCK_BYTES, max_model_len=161)
-    with pytest.raises(
-        ConfigError, match=r"engine.kv_memory_fraction leaves 160 tokens.*engine.max_model_len"
-    ):
-        plan(free_bytes=100 * BLOCK_BYTES, kv_memory_fraction=0.1, max_model_len=161)
+    with pytest.raises(ConfigError, match=r"30% of what is free leaves 480 tokens.*engine.max_model_len"):
+        plan(free_bytes=100 * BLOCK_BYTES, max_model_len=481)
 
 
 def test_impossible_settings_are_named() -> None:
@@ -48,7 +46,7 @@ def test_impossible_settings_are_named() -> None:
         plan(max_model_len=4096)
     with pytest.raises(ConfigError, match=r"engine.kv_memory_bytes is .* but only 1000 bytes"):
         plan(free_bytes=1000, kv_memory_bytes=10 * BLOCK_BYTES)
-    with pytest.raises(ConfigError, match=r"engine.kv_memory_fraction leaves no room"):
+    with pytest.raises(ConfigError, match="30% of what is free leaves no room"):
         plan(free_bytes=BLOCK_BYTES)
 
 

@@ -19,12 +19,12 @@ from scripted_runner import scripted_text
 
 from penstock.cli.wiring.models import make_dependencies
 from penstock.clock import SystemClock
-from penstock.config.discover import DiscoverConfig, KubernetesConfig
+from penstock.config.fleet import DiscoverConfig, KubernetesConfig
 from penstock.config.tree import Config, LogConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.process import WorkerLogs
-from penstock.fleet.members import Members
+from penstock.fleet.members import Members, zmq_address
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources import discovery as discovery_module
 from penstock.fleet.sources import kubernetes
@@ -78,24 +78,43 @@ def run(check, *arguments) -> None:
 
 
 def test_an_endpoint_becomes_a_worker_of_the_configured_kind() -> None:
-    config = DiscoverConfig(engine="vllm", kind="l4", kv_events_port=5557, scheme="https")
+    config = DiscoverConfig(engine="vllm", kind="l4", kv_events=5557, scheme="https", priorities=True)
     worker = worker_at(DiscoveredAddress("fd00::1", 8000), config)
-    assert (worker.url, worker.kv_events) == ("https://[fd00::1]:8000", "tcp://[fd00::1]:5557")
-    assert (worker.engine, worker.kind, worker.kv_replay) == ("vllm", "l4", "")
+    assert worker.url == "https://[fd00::1]:8000"
+    assert worker.priorities
+    assert (worker.engine, worker.kind, worker.kv_events, worker.kv_replay) == ("vllm", "l4", 5557, "")
     assert (
         worker_at(DiscoveredAddress("10.0.0.1", 70), DiscoverConfig(engine="penstock")).url
         == "tcp:10.0.0.1:70"
     )
 
 
-def test_only_changes_are_applied_and_only_so_many_are_taken() -> None:
+@pytest.mark.parametrize(
+    ("url", "given", "address"),
+    [
+        ("http://gpu-1:8000/v1", 5557, "tcp://gpu-1:5557"),
+        ("https://[fd00::1]:8000", "5557", "tcp://[fd00::1]:5557"),
+        ("tcp:10.0.0.1:70", 5557, "tcp://10.0.0.1:5557"),
+        ("unix:/run/w.sock", 5557, "tcp://127.0.0.1:5557"),
+        ("http://gpu-1:8000", "tcp://gpu-2:1", "tcp://gpu-2:1"),
+        ("http://gpu-1:8000", "", ""),
+        ("http://gpu-1:8000", 0, ""),
+    ],
+)
+def test_kv_events_are_at_an_address_or_at_a_port_of_the_workers_host(url, given, address) -> None:
+    assert zmq_address(url, given) == address
+
+
+def test_only_changes_are_applied_and_only_so_many_are_taken(monkeypatch) -> None:
+    monkeypatch.setattr("penstock.fleet.sources.found.FOUND_MAX", 2)
+
     async def check() -> None:
         applied = Applied()
-        found, _, text = made(applied, found_max=2)
+        found, _, text = made(applied)
         for names in ("ba", "ab", "abc", ""):
             await found.take(DiscoveredAddress(name, 1) for name in names)
         assert applied.history == [("http://a:1", "http://b:1"), ()]
-        assert text.getvalue().count("found_max") == 1
+        assert text.getvalue().count("more workers than are taken") == 1
 
     run(check)
 
@@ -103,10 +122,12 @@ def test_only_changes_are_applied_and_only_so_many_are_taken() -> None:
 # --- DNS ------------------------------------------------------------------------------------------
 
 
-def test_a_lookup_that_fails_changes_nothing_and_an_empty_one_is_believed_the_third_time() -> None:
+def test_a_lookup_that_fails_changes_nothing_and_an_empty_one_is_believed_the_third_time(monkeypatch) -> None:
+    monkeypatch.setattr("penstock.fleet.sources.dns.TIMEOUT_S", 0.05)
+
     async def check() -> None:
         applied, answers = Applied(), []
-        found, log, text = made(applied, timeout_s=0.05)
+        found, log, text = made(applied)
         a, b = DiscoveredAddress("a", 1), DiscoveredAddress("b", 1)
 
         async def lookup(name: str) -> tuple[DiscoveredAddress, ...]:
@@ -129,14 +150,16 @@ def test_a_lookup_that_fails_changes_nothing_and_an_empty_one_is_believed_the_th
     run(check)
 
 
-def test_it_asks_again_and_again() -> None:
+def test_it_asks_again_and_again(monkeypatch) -> None:
+    monkeypatch.setattr("penstock.fleet.sources.dns.REFRESH_S", 0.1)
+
     async def check() -> None:
         applied, numbers = Applied(), iter(range(100))
 
         async def lookup(_: str) -> tuple[DiscoveredAddress, ...]:
             return (DiscoveredAddress("h", next(numbers)),)
 
-        found, log, _ = made(applied, refresh_s=0.1)
+        found, log, _ = made(applied)
         task = asyncio.create_task(DnsSource(found, lookup, log).run())
         assert [await applied.next() for _ in range(3)] == [(f"http://h:{i}",) for i in range(3)]
         task.cancel()
@@ -216,7 +239,7 @@ async def followed(monkeypatch, api: KubeApi, **config: object):
     applied = Applied()
     found, log, text = made(applied, dns="")
     settings = KubernetesConfig(
-        namespace="default", service="vllm", api_server=api.url, **{"token_file": "", **config}
+        namespace="default", service="vllm", api_server=api.url, **{"account": "", **config}
     )
     task = asyncio.create_task(KubernetesSource(found, settings, SystemClock(), log).run())
     try:
@@ -272,7 +295,7 @@ def test_of_a_pod_with_two_families_one_address_is_taken(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "host"), [({"port": 9}, "a:9"), ({"port_name": "http"}, "a:8000"), ({"port_name": "x"}, None)]
+    ("config", "host"), [({"port": 9}, "a:9"), ({"port": "http"}, "a:8000"), ({"port": "x"}, None)]
 )
 def test_the_port_is_the_configured_one(monkeypatch, config, host) -> None:
     async def check() -> None:
@@ -316,7 +339,7 @@ def test_workers_stay_while_the_api_server_refuses_and_a_new_token_is_taken(monk
         token.write_text("old\n")
         api = KubeApi(token="old")
         api.slices = {"s": make_slice("s", ("1", "a", READY))}
-        async with followed(monkeypatch, api, token_file=str(token)) as (applied, text):
+        async with followed(monkeypatch, api, account=str(token.parent)) as (applied, text):
             assert await applied.next() == urls("a:8000")
             await until(lambda: api.num_watches == 1)
             api.token = "new"
@@ -414,6 +437,7 @@ def test_sources_come_go_and_change_while_others_go_on(monkeypatch) -> None:
         return lookup
 
     monkeypatch.setattr(discovery_module, "lookup_for", lookup_of)
+    monkeypatch.setattr("penstock.fleet.sources.dns.REFRESH_S", 60.0)
 
     async def check() -> None:
         clock, log = SystemClock(), Log(LogConfig(), SystemClock(), stream=io.StringIO())
@@ -423,7 +447,7 @@ def test_sources_come_go_and_change_while_others_go_on(monkeypatch) -> None:
         tools = make_dependencies(Config(), Metrics(["m"], version=""), clock)
 
         def source(dns: str, **settings: object) -> DiscoverConfig:
-            return DiscoverConfig(dns=dns, engine="vllm", **{"refresh_s": 60.0, **settings})
+            return DiscoverConfig(dns=dns, engine="vllm", **settings)
 
         async def apply(*sources: DiscoverConfig) -> None:
             model = ModelConfig(path="m", replicas=0, discover=sources)
@@ -440,7 +464,7 @@ def test_sources_come_go_and_change_while_others_go_on(monkeypatch) -> None:
         await until(lambda: len(registry) == 3)
         assert asked == ["a:1", "b:1"], "one that stays as it was is not begun anew, wherever it stands"
 
-        await apply(source("b:1", refresh_s=30.0), source("a:1"))
+        await apply(source("b:1", kind="t4"), source("a:1"))
         await until(lambda: asked == ["a:1", "b:1", "b:1"])
         assert there().items() >= first.items(), "nobody had to leave"
 
@@ -464,9 +488,7 @@ def test_sources_come_go_and_change_while_others_go_on(monkeypatch) -> None:
 
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
         await refuses(
-            DiscoverConfig(
-                kubernetes=KubernetesConfig(namespace="n", service="s", token_file=""), engine="vllm"
-            )
+            DiscoverConfig(kubernetes=KubernetesConfig(namespace="n", service="s", account=""), engine="vllm")
         )
         assert there() == first, "what cannot be changes nothing"
         await apply()

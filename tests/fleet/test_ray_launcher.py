@@ -14,10 +14,9 @@ from raw_worker import wait_gone
 from scripted_runner import scripted_text
 
 from penstock.clock import SystemClock
-from penstock.config.ray import RayConfig
 from penstock.errors import ConfigError, StreamBroken, WorkerUnavailable
 from penstock.fleet.launchers.process import WorkerLogs
-from penstock.fleet.launchers.ray import RayLauncher
+from penstock.fleet.launchers.ray import RayLauncher, RayTerms
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
@@ -57,11 +56,11 @@ def on(cluster, request):
 @contextlib.asynccontextmanager
 async def place_on(cluster, directory: Path, **config):
     lines: list[str] = []
-    settings = {"address": cluster.address, "place_timeout_s": 30.0, **config}
+    settings = {"ray_address": cluster.address, "place_timeout_s": 30.0, **config}
     launcher = RayLauncher(
         SystemClock(),
         b"secret" * 4,
-        config=RayConfig(**settings),
+        config=RayTerms(**settings),
         environment={
             "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{DOUBLES}",
             "SCRIPTED_STEP_S": "0.001",
@@ -104,7 +103,7 @@ def test_workers_spread_over_the_nodes_as_their_resources_ask(cluster, tmp_path)
         with pytest.raises(WorkerUnavailable, match="no place on the cluster"):
             await place.start("c")
 
-    run(check, cluster, tmp_path, num_cpus=2.0, place_timeout_s=5.0)
+    run(check, cluster, tmp_path, ray_resources={"CPU": 2.0}, place_timeout_s=5.0)
 
 
 def test_a_killed_actor_takes_its_worker_along_and_both_come_back(cluster, tmp_path) -> None:
@@ -127,12 +126,12 @@ def test_a_killed_actor_takes_its_worker_along_and_both_come_back(cluster, tmp_p
 def test_a_lost_node_is_seen_by_the_connection_and_the_worker_moves(cluster, tmp_path) -> None:
     async def check(place: Place) -> None:
         doomed = cluster.add_node(num_cpus=2, resources={"doomed": 1})
-        place.launcher._config = RayConfig(resources={"doomed": 0.5}, answer_timeout_s=1.0)
+        place.launcher._config = RayTerms(ray_resources={"doomed": 0.5}, answer_timeout_s=1.0)
         worker = await place.start()
         await worker.wait_ready()
         before = worker.address
         assert node_of(worker) == doomed.node_id
-        worker._process._config = RayConfig(answer_timeout_s=1.0)  # Anywhere else is as good.
+        worker._process._config = RayTerms(answer_timeout_s=1.0)  # Anywhere else is as good.
         running, loop = await long_stream(worker), asyncio.get_running_loop()
         since = loop.time()
         await asyncio.to_thread(cluster.remove_node, doomed, allow_graceful=False)

@@ -174,7 +174,7 @@ def test_models_tell_the_callers_own_limits(start, kit):
 
     gold = {
         "tier": "gold", "requests_per_minute": 7, "tokens_per_minute": 9000, "concurrent_requests": None,
-        "input_tokens": None, "output_tokens": None, "context_tokens": 64_000,
+        "output_tokens": None, "context_tokens": 64_000,
     }  # fmt: skip
     for path in ("/v1/models", "/v1/models/tiny"):
         assert limits(path, kit.KEY) == gold
@@ -250,7 +250,7 @@ def test_they_wait_so_long_and_then_hear_how_far_it_is(cold, kit):
 
 
 def test_they_are_refused_at_once_where_that_is_wanted(cold, kit):
-    at = cold(no_worker="refuse", no_worker_wait_s=60.0)
+    at = cold(no_worker_wait_s=0.0)
     assert ask(at.running, kit, kit.post(CHAT, kit.chat()))[0] == 503
 
 

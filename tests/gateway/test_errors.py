@@ -130,7 +130,7 @@ def test_too_many_streams(start, kit):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_lost_worker_is_503_before_the_first_byte(start, kit, stream):
-    config = kit.replace(kit.make_config(), queue={"no_worker": "refuse", "no_worker_wait_s": 0.05})
+    config = kit.replace(kit.make_config(), queue={"no_worker_wait_s": 0.0})
     running = start(config, step_s=30)
     running.call(running.backend.lose_worker)
     headers, _ = check(

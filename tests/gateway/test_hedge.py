@@ -9,9 +9,9 @@ import threading
 import msgspec
 from fake_backend import FakeBackend
 
-from penstock.config.health import HealthConfig
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import WorkerUnavailable
+from penstock.policy.extras.hedging import HedgeTerms
 
 STUCK_S = 60.0
 """Longer than the test may take."""
@@ -29,7 +29,7 @@ def two_workers(kit, tmp_path):
 
     config = msgspec.structs.replace(
         kit.make_config(),
-        health=HealthConfig(hedge_share=0.1, hedge_after_ms=50),
+        health=HedgeTerms(hedge_share=0.1, hedge_after_ms=50),
         ledger=LedgerConfig(directory=str(tmp_path / "ledger")),
     )
     running = Two(config)

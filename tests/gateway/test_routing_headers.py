@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.config.flow import LimitsConfig
-from penstock.config.routing import AdmissionConfig, AutoConfig, AutoModel, ModelRoute, RoutingConfig
+from penstock.config.routing import AdmissionConfig, AutoModel, ModelRoute, RoutingConfig
 from penstock.errors import Forbidden, InvalidRequest, NotFound
 from penstock.gateway.api.job import Hints, read_hints
 from penstock.gateway.http.exchange import Served
@@ -116,7 +116,7 @@ def test_all_that_is_known() -> None:
 
 ROUTING = RoutingConfig(
     models=(ModelRoute(model="small", tools=False),),
-    auto=AutoConfig(models=(AutoModel(model="small", up_to=0.15), AutoModel(model="large", cost=8))),
+    auto=(AutoModel(model="small", up_to=0.195), AutoModel(model="large")),
 )
 TOOL = ToolSpec(type="function", function=FunctionSpec(name="f"))
 
@@ -175,7 +175,7 @@ def test_features_of_every_kind_of_prompt() -> None:
 
 @pytest.fixture(scope="module")
 def auto_gateway(kit):
-    auto = AutoConfig(models=(AutoModel(model="tiny"),))
+    auto = (AutoModel(model="tiny"),)
     config = kit.replace(kit.make_config(), routing={"auto": auto}, auth={"admin_keys": (ADMIN_KEY,)})
     running = kit.RunningGateway(config)
     yield running

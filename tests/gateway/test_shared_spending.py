@@ -11,10 +11,10 @@ import pytest
 import redis as client
 from redis_process import RedisProcess
 
-from penstock.config.flow import SharedConfig
 from penstock.gateway.shared.keeper import StoreError
 from penstock.gateway.shared.redis_store import DAY_KEPT_MS, MONTH_KEPT_MS, RedisSpending
 from penstock.policy.limits.budget import Spent, month_of
+from penstock.policy.limits.store_terms import SharedTerms
 from penstock.types import TenantId
 
 DAY = 20_634
@@ -38,7 +38,7 @@ def told(redis: RedisProcess, prefix: str, *messages: tuple[str, list[Spent]]) -
     """What each of the ledgers hears when it tells this, one after the other."""
 
     async def main() -> list[list[Spent]]:
-        config = SharedConfig(store="redis", url=redis.url, prefix=prefix, timeout_s=10)
+        config = SharedTerms(url=redis.url, prefix=prefix, timeout_s=10)
         stores = {ledger: RedisSpending(config, ledger) for ledger, _ in messages}
         try:
             return [await stores[ledger].exchange(here) for ledger, here in messages]

@@ -3,11 +3,12 @@ import io
 from pathlib import Path
 
 from penstock.clock import SystemClock
-from penstock.config.flow import LimitsConfig, SharedConfig
+from penstock.config.flow import PARENT, LimitsConfig, SharedConfig
 from penstock.config.tree import LogConfig
 from penstock.gateway.shared.limits import SharedLimits
 from penstock.gateway.shared.local_store import LeaseServer
 from penstock.policy.limits.rate_limit import LimitRefusal, LimitReservation
+from penstock.policy.limits.store_terms import SharedTerms
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
@@ -34,7 +35,7 @@ def test_alone_it_is_a_limiter_and_nothing_else() -> None:
 
 def test_what_one_gateway_used_the_other_does_not_have(tmp_path: Path) -> None:
     async def check() -> None:
-        shared = SharedConfig(store="parent", socket=str(tmp_path / "leases"), timeout_s=10)
+        shared = SharedTerms(url=f"{PARENT}{tmp_path / 'leases'}", timeout_s=10)
         server = LeaseServer(shared, Path(shared.socket), CLOCK)
         await server.start()
         one, other = limits(shared, "one"), limits(shared, "other")

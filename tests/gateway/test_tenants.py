@@ -145,7 +145,6 @@ def test_a_model_that_is_not_allowed(start, kit) -> None:
         "is 100 tokens (context_tokens_max)")),
         ({"context_tokens_max": 100, "output_tokens_max": 0}, {"max_tokens": 90}, ("tier 'free' is 100 "
         "tokens (context_tokens_max)")),
-        ({"input_tokens_max": 5}, {}, "prompt length of your tier 'free' is 5 tokens (input_tokens_max)"),
         ({"output_tokens_max": 5}, {"max_tokens": 6}, ("answer length of your tier 'free' is 5 tokens "
         "(output_tokens_max)")),
     ],

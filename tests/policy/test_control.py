@@ -290,7 +290,7 @@ def test_without_a_worker_requests_wait_for_one_for_a_while() -> None:
 
 
 def test_or_they_are_refused_at_once() -> None:
-    made = control(running=0, no_worker="refuse")
+    made = control(running=0, no_worker_wait_s=0)
     refused = made.arrive(0, arrival("a"))
     assert isinstance(refused, Refused)
     assert (refused.reason, type(refused.error)) == ("no_worker", WorkerUnavailable)
@@ -543,11 +543,11 @@ TENANTS = [
 class Life(RuleBasedStateMachine):
     """All events in any order, beside a plain account of who was accepted, who runs where and who ended."""
 
-    @initialize(seed=st.integers(0, 2**32 - 1), no_worker=st.sampled_from(["wait", "refuse"]))
-    def open(self, seed, no_worker) -> None:
+    @initialize(seed=st.integers(0, 2**32 - 1), wait_s=st.sampled_from([15, 0]))
+    def open(self, seed, wait_s) -> None:
         self.random, self.now_ns, self.count = Random(seed), 0, 0
         bands = (
-            BandTerms(name="priority", order=-1, share=0.25, starvation_s=5, requests_max=6, protected=True),
+            BandTerms(name="priority", order=-1, floor=0.25, starvation_s=5, requests_max=6, protected=True),
             BandTerms(name="default", order=0, floor=1, starvation_s=10, requests_max=6, timeout_s=40),
             BandTerms(
                 name="bulk", order=1, starvation_s=20, requests_max=6, timeout_s=60, discipline="deadline"
@@ -563,7 +563,7 @@ class Life(RuleBasedStateMachine):
             slice_tokens=8,
         )
         queue = QueueTerms(
-            bands=bands, requests_max=10, no_worker=no_worker, no_worker_wait_s=15, worker_credit=1,
+            bands=bands, requests_max=10, no_worker_wait_s=wait_s, worker_credit=1,
             external_concurrency=2, skips_max=3, skip_s=2, aside_max=2, retries_max=1, tenants_kept=2,
         )  # fmt: skip
         self.control = FlowControl(queue, parts)

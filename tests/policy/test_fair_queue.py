@@ -147,7 +147,7 @@ def test_higher_bands_first_but_never_at_the_cost_of_a_floor() -> None:
 
 
 def test_a_floor_may_be_a_share_of_the_slots() -> None:
-    queue = FairQueue(QueueTerms(bands=(BandTerms(name="low", order=5, share=0.25), BANDS[1])))
+    queue = FairQueue(QueueTerms(bands=(BandTerms(name="low", order=5, floor=0.25), BANDS[1])))
     queue.set_slots(12)
     pushed(queue, *(work(f"low{i}", band="low") for i in range(4)))
     pushed(queue, *(work(f"high{i}", band="high") for i in range(2)))
@@ -347,7 +347,7 @@ class Queueing(RuleBasedStateMachine):
     )
     def open(self, discipline, when_full, aside_max) -> None:
         bands = (
-            BandTerms(name="top", order=0, share=0.25, starvation_s=3, requests_max=8, bytes_max=60),
+            BandTerms(name="top", order=0, floor=0.25, starvation_s=3, requests_max=8, bytes_max=60),
             BandTerms(name="mid", order=1, floor=1, starvation_s=4, requests_max=8, discipline=discipline),
             BandTerms(name="low", order=2, starvation_s=5, requests_max=9, timeout_s=7),
         )

@@ -25,7 +25,7 @@ def made(*, small: int = 4, **queue) -> FlowControl:
     """`large` has a worker of one stream and falls back to `small`, whose context is 100 tokens, and which
     has no tools.
     """
-    config = QueueTerms(worker_credit=0, no_worker_wait_s=30, **queue)
+    config = QueueTerms(**{"worker_credit": 0, "no_worker_wait_s": 30, **queue})
     routing = RoutingConfig(
         models=(ModelRoute(model="large", fallback="small"), ModelRoute(model="small", tools=False))
     )
@@ -103,7 +103,7 @@ def test_who_cannot_move_waits_for_a_worker_and_is_told_when_none_comes() -> Non
 
 
 def test_where_nobody_waits_for_a_worker_it_fails_at_once() -> None:
-    control = made(no_worker="refuse")
+    control = made(no_worker_wait_s=0)
     waiting(control, "a", "b", degrade="never")
     told = control.dispatch(S)
     assert [(each.id, each.reason) for each in told] == [("a", "no_worker"), ("b", "no_worker")]

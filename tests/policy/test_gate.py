@@ -128,10 +128,10 @@ def test_not_across_what_the_smaller_model_lacks(facts) -> None:
 
 
 def test_without_a_worker() -> None:
-    rig = Rig(queue={"no_worker": "wait"}, small=False)
+    rig = Rig(small=False)
     rig.flow.set_worker(0, "large", W, None)
     assert isinstance(rig.flow.arrive(0, ask(1)), Queued)
-    refusing = Rig(queue={"no_worker": "refuse"}, small=False)
+    refusing = Rig(queue={"no_worker_wait_s": 0}, small=False)
     refusing.flow.set_worker(0, "large", W, None)
     answer = refusing.flow.arrive(0, ask(1))
     assert isinstance(answer, Refused)

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.health import HealthConfig
+from penstock.config.fleet import HealthConfig
 from penstock.errors import EngineFault, InvalidRequest, Overloaded, PenstockError, WorkerUnavailable
 from penstock.policy.resilience.breaker import BreakerState
 from penstock.policy.resilience.health import FleetHealth

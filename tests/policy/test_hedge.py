@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.config.health import HealthConfig
+from penstock.config.fleet import HealthConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Requeued, Start
 from penstock.policy.extras.hedging import HedgeOutcome, Hedges, HedgeTerms

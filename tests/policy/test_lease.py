@@ -9,6 +9,7 @@ from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.policy.limits.lease import LeaseAsk, Leases
 from penstock.policy.limits.lease_table import LeaseTable
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal, LimitReservation
+from penstock.policy.limits.store_terms import SharedTerms
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
@@ -56,7 +57,7 @@ class Gateway:
 
 
 def fleet(count: int, **settings) -> tuple[list[Gateway], LeaseTable]:
-    config = SharedConfig(**settings)
+    config = SharedTerms(**settings)
     gateways, table = [Gateway(f"g{i}", config) for i in range(count)], LeaseTable(config)
     for now_ns in (-20 * NS_PER_S, -10 * NS_PER_S, 0):
         for gateway in gateways:
@@ -248,7 +249,7 @@ def test_a_new_limit_reaches_the_store() -> None:
 
 
 def test_the_table_forgets_full_buckets_and_gateways_that_are_gone() -> None:
-    table = LeaseTable(SharedConfig(gateway_ttl_s=10))
+    table = LeaseTable(SharedTerms(gateway_ttl_s=10))
     for number in range(20_000):
         ask = LeaseAsk(key=f"k{number}", rate=60_000, burst=60_000, seq=1, want=10)
         reply = table.lease(number * NS_PER_MS, f"g{number % 3}", [ask])

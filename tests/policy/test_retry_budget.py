@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S
-from penstock.config.health import HealthConfig
+from penstock.config.fleet import HealthConfig
 from penstock.errors import WorkerUnavailable
 from penstock.policy.resilience.health import FleetHealth, RetryBudget, RetryTerms
 from penstock.rng import stream

@@ -9,7 +9,7 @@ import pytest
 from sim_load import poisson
 
 from penstock.clock import NS_PER_S
-from penstock.config.health import HealthConfig
+from penstock.config.fleet import HealthConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.policy.limits.rate_limit import RateTerms

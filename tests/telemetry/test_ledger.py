@@ -15,7 +15,7 @@ from penstock.policy.limits.budget import DAY_NS, BudgetRefusal, Spent, TenantBu
 from penstock.policy.record import UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.telemetry import ledger_segment
-from penstock.telemetry.ledger import USER_CHARS_MAX, Ledger
+from penstock.telemetry.ledger import USER_CHARS_MAX, Ledger, LedgerTerms
 from penstock.telemetry.ledger_journal import Journal
 from penstock.telemetry.ledger_segment import LedgerLimits
 from penstock.telemetry.log import Log
@@ -28,7 +28,7 @@ LOG = Log(LogConfig(level="error"), CLOCK)
 
 
 def config(directory: Path, **changes: object) -> LedgerConfig:
-    return LedgerConfig(directory=str(directory), fsync_ms=5, **changes)
+    return LedgerTerms(directory=str(directory), fsync_ms=5, **changes)
 
 
 async def eventually(condition) -> None:

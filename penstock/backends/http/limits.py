@@ -4,7 +4,7 @@ says, and constants.
 
 from dataclasses import dataclass
 
-from penstock.config.backends import BackendsConfig
+from penstock.config.fleet import BackendsConfig
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

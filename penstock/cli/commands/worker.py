@@ -18,7 +18,7 @@ from penstock.cli.wiring.signals import on_signal
 from penstock.clock import Clock, SystemClock
 from penstock.config.checkpoints import check_loads
 from penstock.config.engine_settings import EngineSettings
-from penstock.config.hosts import is_loopback
+from penstock.config.machine import is_loopback
 from penstock.config.presets import resolve, served_name
 from penstock.config.tree import MODEL_LEN_MIN, ModelConfig
 from penstock.errors import ConfigError

@@ -55,7 +55,7 @@ async def _serve(launch: ChildLaunch) -> int:
     clock = SystemClock()
     log = Log(config.log, clock, stream=sys.stderr, secrets=config.auth.secrets)
     log.adopt("asyncio")
-    registry = Registry(clock, log, workers_max=config.fleet.workers_max)
+    registry = Registry(clock, log)
     members = Members(registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
     parts = [make_part(model, registry, clock) for model in config.models]
     metrics = Metrics([part.served.name for part in parts], version=__version__)
@@ -81,7 +81,7 @@ async def _serve(launch: ChildLaunch) -> int:
     loop.add_reader(STDIN, parent.on_readable)
     await fleet.apply()
     if launch.is_patient:
-        await wait_for_attached(registry, config.models, log, timeout_s=config.fleet.connect_timeout_s)
+        await wait_for_attached(registry, config.models, log)
     await gateway.start([socket.socket(fileno=number) for number in launch.listeners])
     gc_tuning.freeze_gc()
     telling = asyncio.create_task(_tell_of_attached(config, registry, log)) if launch.index == 0 else None
@@ -116,7 +116,7 @@ class _Stop:
 
 async def _tell_of_attached(config: Config, registry: Registry, log: Log) -> None:
     """What happens to workers at addresses, which the parent does not see: one process says it for all."""
-    await wait_for_attached(registry, config.models, log, timeout_s=config.fleet.connect_timeout_s)
+    await wait_for_attached(registry, config.models, log)
     news = FleetLog(registry, log, only_attached=True)
     try:
         await asyncio.Event().wait()

@@ -94,10 +94,12 @@ def _changed_s(directory: Path) -> int:
     return (directory / "config.json").stat().st_mtime_ns // NS_PER_S
 
 
-async def wait_for_attached(
-    registry: Registry, models: Sequence[ModelConfig], log: Log, *, timeout_s: float
-) -> None:
-    """Wait until every worker is ready, or for so long.
+CONNECT_TIMEOUT_S = 5.0
+"""For all workers at addresses together; others are waited for in the background."""
+
+
+async def wait_for_attached(registry: Registry, models: Sequence[ModelConfig], log: Log) -> None:
+    """Wait until every worker is ready, or for `CONNECT_TIMEOUT_S`.
 
     That somebody is not there then is no reason not to serve: it is said, by the key of the configuration
     that names him.
@@ -109,7 +111,7 @@ async def wait_for_attached(
 
     registry.listen(listener)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
             while not all(worker.is_ready for worker in registry):
                 changed.clear()
                 await changed.wait()

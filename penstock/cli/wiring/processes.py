@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.clock import Clock, sleep
+from penstock.config.flow import PARENT
 from penstock.config.tree import Config
 from penstock.errors import OperatorError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
@@ -149,7 +150,7 @@ class GatewayProcesses:
         if config.shared.store == "redis":
             return config
         shared = msgspec.structs.replace(
-            config.shared, store="parent", socket=self._leases_path, gateways=config.server.processes
+            config.shared, url=f"{PARENT}{self._leases_path}", gateways=config.server.processes
         )
         return msgspec.structs.replace(config, shared=shared)
 

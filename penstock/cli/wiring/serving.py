@@ -32,7 +32,7 @@ from penstock.cli.wiring.signals import StopSignals, on_signal
 from penstock.cli.wiring.state import forget_key, load_key, save_key, with_secret
 from penstock.cli.wiring.wire import Stack
 from penstock.clock import NS_PER_S, Clock
-from penstock.config.hosts import is_loopback
+from penstock.config.machine import is_loopback
 from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config
 from penstock.errors import PenstockError

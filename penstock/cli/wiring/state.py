@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import rng
-from penstock.config.hosts import is_loopback
-from penstock.config.state import state_directory
+from penstock.config.machine import is_loopback, state_directory
 from penstock.config.tree import Config
 
 SECRET_BYTES_MAX = 4096

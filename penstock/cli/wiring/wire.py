@@ -27,10 +27,10 @@ from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, 
 from penstock.cli.wiring.processes import GatewayProcesses
 from penstock.cli.wiring.progress import LoadingDisplay
 from penstock.clock import Clock
-from penstock.config.engine_terms import promised, with_quota
+from penstock.config.engine_settings import promised, with_quota
 from penstock.config.fleet import FleetConfig
+from penstock.config.machine import state_directory
 from penstock.config.reload import with_members
-from penstock.config.state import state_directory
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
 from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerStopped
@@ -59,16 +59,14 @@ def make_launcher(
     Raises:
         ConfigError: it needs something that is not installed.
     """
-    logs = WorkerLogs(say, log_directory(config), config.log_bytes_max)
+    logs = WorkerLogs(say, log_directory())
     if config.launcher == "ray":
-        return RayLauncher(clock, key, config=config.ray, logs=logs)
+        return RayLauncher(clock, key, config=config, logs=logs)
     return LocalLauncher(clock, key, logs=logs, spare=spare)
 
 
-def log_directory(config: FleetConfig) -> Path | None:
+def log_directory() -> Path | None:
     """Where workers' words are kept; None where there is no place for them."""
-    if config.logs:
-        return Path(config.logs)
     with contextlib.suppress(RuntimeError):  # There may be no home directory.
         return state_directory() / "workers"
     return None
@@ -99,7 +97,7 @@ class Stack:
         self._config, self._clock, self._log = config, clock, log
         self._models = config.models
         self._has_place = False
-        self._registry = Registry(clock, log, workers_max=config.fleet.workers_max)
+        self._registry = Registry(clock, log)
         self._members = Members(self._registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
         self._parts = [make_part(model, self._registry, clock) for model in config.models]
         self._words = _WorkerLogBuffer(log)
@@ -271,9 +269,7 @@ class Stack:
             self._words.release()
             for task in tasks:
                 task.cancel()
-        await wait_for_attached(
-            self._registry, self._models, self._log, timeout_s=self._config.fleet.connect_timeout_s
-        )
+        await wait_for_attached(self._registry, self._models, self._log)
         self._fleet_log = FleetLog(self._registry, self._log)
 
     async def _wait_for(self, worker: LaunchedWorker, display: LoadingDisplay) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from penstock.clock import Clock
+from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import EngineConfig
 from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of, torch_kernels
@@ -50,13 +51,13 @@ GRAPH_MEMORY_BYTES_MAX = 1024 * 1024 * 1024
 class Target:
     """What a model is built for."""
 
-    config: EngineConfig
+    config: EngineSettings
     platform: Platform
     ops: Ops
     clock: Clock
 
 
-def cuda_target(config: EngineConfig, clock: Clock) -> Target | None:
+def cuda_target(config: EngineSettings, clock: Clock) -> Target | None:
     """The CUDA device, if the config wants one or leaves it open and torch sees one.
 
     Raises:

@@ -289,14 +289,12 @@ class WorkerLogs:
     say: Callable[[str], None] = stderr_line
     directory: Path | None = None
     """With a file for each worker; None: nowhere."""
-    bytes_max: int = LOG_BYTES_MAX
-    """Of one worker."""
 
     def of(self, name: str, clock: Clock) -> Callable[[str], None]:
         """Takes one worker's lines."""
         if self.directory is None:
             return self.say
-        file = LogFile(self.directory, name, clock, bytes_max=self.bytes_max)
+        file = LogFile(self.directory, name, clock)
 
         def log(line: str) -> None:
             file.write(line)

@@ -19,7 +19,8 @@ import msgspec
 
 from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import Clock
-from penstock.config.ray import RayConfig
+from penstock.config.branch import extended
+from penstock.config.fleet import FleetConfig
 from penstock.errors import ConfigError, WorkerUnavailable
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.process import TAIL_LINES, WorkerLogs, describe_exit, stderr_line
@@ -30,6 +31,16 @@ from penstock.protocol.address import Address, TcpAddress, WorkerLaunch, link_ke
 NODE_LABEL = "ray.io/node-id"
 KNOCK_TIMEOUT_S = 5.0
 NOWHERE = TcpAddress("unplaced.invalid", 0)
+
+
+class RayTerms(FleetConfig, frozen=True, kw_only=True):
+    """The section `fleet`, and how long the cluster has."""
+
+    place_timeout_s: float = 60.0
+    """A worker for which the cluster has no room within so long cannot be started."""
+    answer_timeout_s: float = 2.0
+    """When a worker's connection is lost its actor has so long to answer; if it does not, the worker is
+    started elsewhere. (Ray itself takes about 14 s to see that a machine is gone.)"""
 
 
 class RayLauncher(SupervisingLauncher):
@@ -43,7 +54,7 @@ class RayLauncher(SupervisingLauncher):
         clock: Clock,
         hash_key: bytes,
         *,
-        config: RayConfig,
+        config: FleetConfig,
         environment: dict[str, str] | None = None,
         logs: WorkerLogs = WorkerLogs(),  # noqa: B008 - it is frozen.
     ) -> None:
@@ -53,14 +64,14 @@ class RayLauncher(SupervisingLauncher):
             ConfigError: Ray is not installed.
         """
         super().__init__(clock, hash_key, environment, logs)
-        self._ray, self._config = import_ray(), config
+        self._ray, self._config = import_ray(), extended(config, RayTerms)
         self.link_key = link_key_of(hash_key)
 
     async def open(self) -> None:
         """Connect to the cluster.
 
         Raises:
-            ConfigError: there is none at `fleet.ray.address`.
+            ConfigError: there is none at `fleet.ray_address`.
         """
         if self._ray.is_initialized():
             return
@@ -68,11 +79,11 @@ class RayLauncher(SupervisingLauncher):
             await self._knock()
             # In a thread, since it waits for the cluster; workers' words reach us by themselves (RayProcess).
             await asyncio.to_thread(
-                self._ray.init, address=self._config.address, log_to_driver=False, logging_level="warning"
+                self._ray.init, address=self._config.ray_address, log_to_driver=False, logging_level="warning"
             )
         except (OSError, RuntimeError, ValueError) as error:
             what = str(error).strip().partition("\n")[0] or type(error).__name__
-            message = f"fleet.ray.address: no cluster at {self._config.address!r}: {what}"
+            message = f"fleet.ray_address: no cluster at {self._config.ray_address!r}: {what}"
             raise ConfigError(message) from error
 
     async def start(self, spec: WorkerSpec, backend: EngineBackend) -> SupervisedWorker:
@@ -92,7 +103,7 @@ class RayLauncher(SupervisingLauncher):
 
     async def _knock(self) -> None:
         """Ray's client waits for minutes for a cluster that is not there, and may end the process then."""
-        host, _, port = self._config.address.rpartition(":")
+        host, _, port = self._config.ray_address.rpartition(":")
         if not host or not port.isdecimal():
             return  # "auto" and the like, which Ray looks up.
         async with asyncio.timeout(KNOCK_TIMEOUT_S):
@@ -101,8 +112,8 @@ class RayLauncher(SupervisingLauncher):
 
     def _launch(self, spec: WorkerSpec) -> WorkerLaunch:
         engine = spec.engine
-        if not engine.threads and self._config.num_cpus >= 1:
-            engine = msgspec.structs.replace(engine, threads=int(self._config.num_cpus))
+        if not engine.threads and (cores := int(actor_options(self._config)["num_cpus"])):
+            engine = msgspec.structs.replace(engine, threads=cores)
         return WorkerLaunch(
             model_path=spec.model_path,
             model_name=spec.model_name,
@@ -125,7 +136,7 @@ class RayProcess:
     """
 
     def __init__(
-        self, ray: Any, name: str, launch: WorkerLaunch, config: RayConfig, environment: dict[str, str]
+        self, ray: Any, name: str, launch: WorkerLaunch, config: RayTerms, environment: dict[str, str]
     ) -> None:
         self.exit_code: int | None = None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -278,16 +289,17 @@ class RayHome(WorkerHome):
         return self._context.get_node_id(), await self.address()
 
 
-def actor_options(config: RayConfig, avoid: str = "") -> dict[str, Any]:
+def actor_options(config: FleetConfig, avoid: str = "") -> dict[str, Any]:
     """What Ray is asked for: the place of one worker, on any machine but `avoid` (a node id).
 
     Ray restarts nothing by itself, since the supervisor does. A worker of several GPUs on several machines
     would ask for a placement group here (`scheduling_strategy`), with one bundle for each of its ranks.
     """
+    resources = dict(config.ray_resources)
     options: dict[str, Any] = {
-        "num_cpus": config.num_cpus,
-        "num_gpus": config.num_gpus,
-        "resources": dict(config.resources),
+        "num_cpus": resources.pop("CPU", 1.0),
+        "num_gpus": resources.pop("GPU", 0.0),
+        "resources": resources,
         "max_restarts": 0,
         "max_task_retries": 0,
         "max_concurrency": 16,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.clock import Clock
-from penstock.config.discover import DiscoverConfig
-from penstock.config.fleet import WorkerConfig
+from penstock.config.fleet import DiscoverConfig, WorkerConfig
 from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
 from penstock.fleet.members import Attached, BackendDependencies, Members, worker_id_at

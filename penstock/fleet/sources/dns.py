@@ -13,10 +13,12 @@ from typing import Any
 
 from penstock.clock import sleep
 from penstock.errors import ConfigError
-from penstock.fleet.sources.found import DiscoveredAddress, DiscoveredWorkers
+from penstock.fleet.sources.found import TIMEOUT_S, DiscoveredAddress, DiscoveredWorkers
 from penstock.telemetry.log import Log
 
 EMPTY_ANSWERS = 3
+REFRESH_S = 5.0
+"""DNS is asked this often."""
 _NO_SUCH_NAME = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
@@ -33,7 +35,7 @@ Raises:
 
 
 class DnsSource:
-    """Asks every `refresh_s`, one question at a time. `run` it until it is cancelled."""
+    """Asks every `REFRESH_S`, one question at a time. `run` it until it is cancelled."""
 
     def __init__(self, found: DiscoveredWorkers, lookup: Lookup, log: Log) -> None:
         self._found, self._lookup, self._log = found, lookup, log
@@ -45,15 +47,15 @@ class DnsSource:
         """Look, now and then."""
         while True:
             await self.look()
-            await sleep(self._config.refresh_s)
+            await sleep(REFRESH_S)
 
     async def look(self) -> None:
         """Look once."""
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with asyncio.timeout(TIMEOUT_S):
                 endpoints = await self._lookup(self._config.dns)
         except (LookupFailed, TimeoutError) as error:
-            self._say(str(error) or f"no answer within {self._config.timeout_s:g} s")
+            self._say(str(error) or f"no answer within {TIMEOUT_S:g} s")
             return
         self._empty = 0 if endpoints else self._empty + 1
         if endpoints or self._empty >= EMPTY_ANSWERS:

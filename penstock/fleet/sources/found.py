@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.external import BackendDependencies
 from penstock.clock import Clock
-from penstock.config.discover import DiscoverConfig
-from penstock.config.engine_settings import EngineSettings
-from penstock.config.engine_terms import share_of
-from penstock.config.fleet import WorkerConfig
+from penstock.config.engine_settings import EngineSettings, share_of
+from penstock.config.fleet import DiscoverConfig, WorkerConfig, WorkerTraits
 from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
@@ -22,8 +20,10 @@ from penstock.telemetry.log import Log
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import ModelName, WorkerId
 
-_SAME = frozenset(DiscoverConfig.__struct_fields__) & frozenset(WorkerConfig.__struct_fields__)
-"""Settings that workers which are found have like those at addresses."""
+TIMEOUT_S = 5.0
+"""For one answer of DNS or of the API server."""
+FOUND_MAX = 256
+"""Workers taken from one source; more are reported and left out."""
 
 
 @dataclass(slots=True, frozen=True, order=True)
@@ -59,14 +59,15 @@ class DiscoveredWorkers:
     async def take(self, endpoints: Iterable[DiscoveredAddress]) -> None:
         """These are there now, and no others. What is there no more drains."""
         every = sorted(set(endpoints))
-        now = tuple(every[: self.config.found_max])
+        now = tuple(every[:FOUND_MAX])
         if (left_out := len(every) - len(now)) != self._left_out:
             self._left_out = left_out
             if left_out:
                 self._log.warning(
-                    "more workers were found than discover.found_max allows",
+                    "a source has more workers than are taken",
                     source=self.source,
-                    count=left_out,
+                    taken=FOUND_MAX,
+                    left_out=left_out,
                 )
         if now == self._now:
             return
@@ -83,15 +84,9 @@ class DiscoveredWorkers:
 def worker_at(endpoint: DiscoveredAddress, config: DiscoverConfig) -> WorkerConfig:
     """The worker at an endpoint."""
     is_ours = config.engine == "penstock"
-
-    def zmq(port: int) -> str:
-        return f"tcp://{DiscoveredAddress(endpoint.host, port).authority}" if port else ""
-
     return WorkerConfig(
         url=f"tcp:{endpoint.authority}" if is_ours else f"{config.scheme}://{endpoint.authority}",
-        kv_events=zmq(config.kv_events_port),
-        kv_replay=zmq(config.kv_replay_port),
-        **{name: getattr(config, name) for name in _SAME},
+        **{name: getattr(config, name) for name in WorkerTraits.__struct_fields__},
     )
 
 

@@ -30,9 +30,9 @@ from penstock.backends.http.fetch import ProbeFailed, fetch
 from penstock.backends.http.handler import HttpFailure
 from penstock.backends.http.limits import HttpLimits
 from penstock.clock import Clock, sleep
-from penstock.config.discover import KubernetesConfig
+from penstock.config.fleet import KubernetesConfig
 from penstock.errors import ConfigError
-from penstock.fleet.sources.found import DiscoveredAddress, DiscoveredWorkers
+from penstock.fleet.sources.found import TIMEOUT_S, DiscoveredAddress, DiscoveredWorkers
 from penstock.telemetry.log import Log
 
 
@@ -142,14 +142,10 @@ class EndpointSlices:
 
     def _port(self, found: Slice) -> int:
         """The port of a slice's endpoints; 0 if it does not have the one that is wanted."""
-        wanted = self._config
-        if wanted.port:
-            return wanted.port
-        named = [
-            port.port
-            for port in found.ports or ()
-            if port.port and (not wanted.port_name or port.name == wanted.port_name)
-        ]
+        wanted = self._config.port
+        if wanted and isinstance(wanted, int):
+            return wanted
+        named = [port.port for port in found.ports or () if port.port and (not wanted or port.name == wanted)]
         return named[0] if len(named) == 1 else 0
 
 
@@ -384,14 +380,15 @@ class KubernetesSource:
         Raises:
             OSError: the token cannot be read.
         """
-        token = Path(self._config.token_file).read_text().strip() if self._config.token_file else ""
+        account = self._config.account
+        token = (Path(account) / "token").read_text().strip() if account else ""
         headers = {"accept": "application/json", **({"authorization": f"Bearer {token}"} if token else {})}
         http = HttpLimits(
-            connect_timeout_s=self._found.config.timeout_s,
-            first_byte_timeout_s=self._found.config.timeout_s,
+            connect_timeout_s=TIMEOUT_S,
+            first_byte_timeout_s=TIMEOUT_S,
             idle_timeout_s=IDLE_S,
             request_timeout_s=WATCH_S + IDLE_S,
-            ca_file=self._config.ca_file if self._address.scheme == "https" else "",
+            ca_file=str(Path(account) / "ca.crt") if account and self._address.scheme == "https" else "",
         )
         return HttpClient(self._address, http, self._clock, headers=headers)
 

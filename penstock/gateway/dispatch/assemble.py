@@ -14,8 +14,7 @@ from functools import partial
 from penstock import rng
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock
 from penstock.config.branch import extended
-from penstock.config.placement import PlacementConfig
-from penstock.config.routing import AdmissionConfig
+from penstock.config.routing import AdmissionConfig, PlacementConfig
 from penstock.config.tree import Config
 from penstock.fleet.registry import Registry
 from penstock.gateway.dispatch.dispatcher import Dispatcher

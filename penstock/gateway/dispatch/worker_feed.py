@@ -157,7 +157,7 @@ class ColdStarts:
         config = self._config
         if model.workers.info is not None:
             return
-        if config.no_worker == "refuse":
+        if not config.no_worker_wait_s:
             raise _not_ready(model)
         line = self._lines.setdefault(model.name, _Line())
         self._check_room(line, model, len(exchange.body), tenant)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 import enum
 from collections.abc import Mapping
 
-from penstock.config.hosts import is_loopback
+from penstock.config.machine import is_loopback
 from penstock.config.tree import ServerConfig
 from penstock.errors import Forbidden
 from penstock.gateway.identity.tenants import OPERATOR, SCRAPER

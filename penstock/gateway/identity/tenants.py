@@ -31,7 +31,7 @@ from penstock.types import TenantId
 SALT_BYTES = 16
 MICROS = 1_000_000
 _DEFAULTS: Mapping[str, Any] = {
-    "requests_per_minute": 0, "tokens_per_minute": 0, "concurrent_max": 0, "input_tokens_max": 0,
+    "requests_per_minute": 0, "tokens_per_minute": 0, "concurrent_max": 0,
     "output_tokens_max": 0, "context_tokens_max": 0, "models": (), "adapters": (), "weight": 1.0,
     "band": "default", "budget_per_day": 0.0, "budget_per_month": 0.0, "degrade": "allow",
     "trusted_special_tokens": False,
@@ -91,7 +91,6 @@ class Tenants:
             requests_per_minute=allowed["requests_per_minute"],
             tokens_per_minute=allowed["tokens_per_minute"],
             concurrent_max=allowed["concurrent_max"],
-            input_tokens_max=allowed["input_tokens_max"],
             output_tokens_max=allowed["output_tokens_max"],
             context_tokens_max=allowed["context_tokens_max"],
             models=frozenset(allowed["models"]),

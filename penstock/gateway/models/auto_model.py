@@ -23,9 +23,9 @@ class AutoModels:
     """Chooses a model for requests that name none."""
 
     def __init__(self, routing: RoutingConfig, *, created_s: int = 0) -> None:
-        assert routing.auto.models, "without models there is no auto"
+        assert routing.auto, "without models there is no auto"
         self.name = AUTO
-        self.models = tuple(model.model for model in routing.auto.models)
+        self.models = tuple(model.model for model in routing.auto)
         self._router = ComplexityRouter(routing.auto)
         self._without_tools = {route.model for route in routing.models if not route.tools}
         self._created_s = created_s

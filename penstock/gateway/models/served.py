@@ -181,7 +181,7 @@ class ModelTable:
     ) -> None:
         self._models = dict(models)
         created_s = max((model.created_s for model in models.values()), default=0)
-        self._auto = AutoModels(routing, created_s=created_s) if routing.auto.models else None
+        self._auto = AutoModels(routing, created_s=created_s) if routing.auto else None
 
     def __iter__(self):  # noqa: ANN204
         return iter(self._models.values())
@@ -283,7 +283,6 @@ def _limits_of(tenant: Tenant) -> CallerLimits:
         requests_per_minute=tenant.requests_per_minute or None,
         tokens_per_minute=tenant.tokens_per_minute or None,
         concurrent_requests=tenant.concurrent_max or None,
-        input_tokens=tenant.input_tokens_max or None,
         output_tokens=tenant.output_tokens_max or None,
         context_tokens=tenant.context_tokens_max or None,
     )

@@ -15,6 +15,7 @@ from typing import Protocol
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.flow import SharedConfig
 from penstock.policy.limits.lease import LeaseAsk, LeaseReply, Leases
+from penstock.policy.limits.store_terms import shared_terms
 from penstock.telemetry.log import Log
 
 
@@ -52,7 +53,7 @@ class LeaseKeeper:
     def __init__(
         self, config: SharedConfig, leases: Leases, store: LeaseStore, clock: Clock, log: Log
     ) -> None:
-        self._config, self._leases, self._store = config, leases, store
+        self._config, self._leases, self._store = shared_terms(config), leases, store
         self._clock, self._log = clock, log
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None

@@ -4,7 +4,6 @@ store.
 
 from penstock.clock import Clock
 from penstock.config.flow import LimitsConfig, SharedConfig
-from penstock.errors import ConfigError
 from penstock.gateway.shared.keeper import LeaseKeeper, LeaseStore
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.rate_limit import Limiter
@@ -50,14 +49,10 @@ def open_store(config: SharedConfig, gateway: str) -> LeaseStore | None:
     """
     # Both are imported when they are used: most gateways share nothing.
     if config.store == "redis":
-        if not config.url:
-            raise ConfigError("shared.url: needed with shared.store redis")
         from penstock.gateway.shared.redis_store import RedisStore
 
         return RedisStore(config, gateway)
     if config.store == "parent":
-        if not config.socket:
-            raise ConfigError("shared.socket: needed with shared.store parent")
         from penstock.gateway.shared.local_store import LocalStore
 
         return LocalStore(config, gateway)

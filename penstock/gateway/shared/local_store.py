@@ -18,6 +18,10 @@ from penstock.gateway.shared.keeper import StoreError
 from penstock.policy.limits.lease import LeaseAsk, LeaseReply
 from penstock.policy.limits.lease_table import LeaseTable
 
+GATEWAYS_MAX = 1024
+"""Gateways that the parent's store takes connections from."""
+FRAME_BYTES_MAX = 1024 * 1024
+"""One message to or from the parent's store."""
 _LENGTH_BYTES = 4
 _ENCODER = msgspec.msgpack.Encoder()
 _ASKS = msgspec.msgpack.Decoder(list[LeaseAsk])
@@ -38,7 +42,7 @@ class LocalStore:
             reader, writer = self._streams or await self._connect()
             _write(writer, list(asks))
             await writer.drain()
-            return _REPLY.decode(await _read(reader, self._config.frame_bytes_max))
+            return _REPLY.decode(await _read(reader))
         except BaseException as error:
             # A frame may be half read: nothing more can come from this connection, whatever ended it.
             await self.close()
@@ -90,15 +94,14 @@ class LeaseServer:
             self._path.unlink()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= self._config.gateways_max:
+        if len(self._open) >= GATEWAYS_MAX:
             writer.transport.abort()
             return
         self._open[writer] = ""
-        bytes_max = self._config.frame_bytes_max
         try:
-            name = self._open[writer] = _NAME.decode(await _read(reader, bytes_max))
+            name = self._open[writer] = _NAME.decode(await _read(reader))
             while True:
-                asks = _ASKS.decode(await _read(reader, bytes_max))
+                asks = _ASKS.decode(await _read(reader))
                 _write(writer, self.table.lease(self._clock.now_ns(), name, asks))
                 await writer.drain()
         except (OSError, EOFError, msgspec.MsgspecError):
@@ -116,7 +119,7 @@ def _write(writer: asyncio.StreamWriter, value: object) -> None:
     writer.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
 
 
-async def _read(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
+async def _read(reader: asyncio.StreamReader) -> bytes:
     """One frame.
 
     Raises:
@@ -124,6 +127,6 @@ async def _read(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
         OSError: so did the system, or the frame is over its bound.
     """
     size = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-    if size > bytes_max:
-        raise OSError(f"a frame of {size} bytes, over the bound of {bytes_max}")
+    if size > FRAME_BYTES_MAX:
+        raise OSError(f"a frame of {size} bytes, over the bound of {FRAME_BYTES_MAX}")
     return await reader.readexactly(size)

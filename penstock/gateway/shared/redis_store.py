@@ -26,6 +26,7 @@ from penstock.errors import ConfigError
 from penstock.gateway.shared.keeper import StoreError
 from penstock.policy.limits.budget import Spent, month_of
 from penstock.policy.limits.lease import LeaseAsk, LeaseGrant, LeaseReply
+from penstock.policy.limits.store_terms import shared_terms
 
 SCRIPT = """
 local time = redis.call('TIME')
@@ -96,7 +97,7 @@ class RedisStore:
             ConfigError: the client is not installed, or it does not understand `shared.url`.
         """
         self._gateway, self._prefix = gateway, config.prefix
-        self._ttl_us = int(config.gateway_ttl_s * 1_000_000)
+        self._ttl_us = int(shared_terms(config).gateway_ttl_s * 1_000_000)
         self._client, self._error = connect(config)
         self._script: Any = self._client.register_script(SCRIPT)
 
@@ -143,13 +144,14 @@ def connect(config: SharedConfig) -> tuple[Any, type[Exception]]:
         from redis.backoff import NoBackoff
         from redis.exceptions import RedisError
     except ImportError as error:
-        raise ConfigError("shared.store: redis needs the extra: pip install 'penstock[redis]'") from error
+        raise ConfigError("shared.url: Redis needs the extra: pip install 'penstock[redis]'") from error
+    timeout_s = shared_terms(config).timeout_s
     try:
         # It is the caller that tries again: never inside a call, whose time is bounded.
         client: Any = cast(Any, Redis).from_url(
             config.url,
-            socket_timeout=config.timeout_s,
-            socket_connect_timeout=config.timeout_s,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
             max_connections=2,
         )

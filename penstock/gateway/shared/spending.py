@@ -14,6 +14,7 @@ from penstock.config.tree import Config
 from penstock.errors import LedgerError
 from penstock.gateway.shared.keeper import StoreError
 from penstock.policy.limits.budget import TenantBudgets
+from penstock.policy.limits.store_terms import ASKS_MAX, shared_terms
 from penstock.rng import fresh_token
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
@@ -30,7 +31,7 @@ class Spending:
     def __init__(
         self, config: Config, budgets: TenantBudgets, ledger: Ledger, *, clock: Clock, log: Log
     ) -> None:
-        self._shared = config.shared
+        self._shared = shared_terms(config.shared)
         self._has_siblings = config.server.processes > 1
         self._budgets, self._ledger = budgets, ledger
         self._clock, self._log = clock, log
@@ -90,7 +91,7 @@ class Spending:
     async def _exchange(self) -> None:
         assert self._store is not None
         try:
-            here, batch_size = self._budgets.spent_here(self._clock.now_ns()), self._shared.asks_max
+            here, batch_size = self._budgets.spent_here(self._clock.now_ns()), ASKS_MAX
             for first in range(0, len(here), batch_size):
                 async with asyncio.timeout(self._shared.timeout_s):
                     elsewhere = await self._store.exchange(here[first : first + batch_size])

@@ -98,7 +98,7 @@ class Gate:
         self._thrift = thrift if any(route.fallback for route in routing.models) else None
         self._admission = AdmissionControl(admission, routing.models)
         self._facts = facts
-        self._waits_for_worker = queue.no_worker == "wait"
+        self._waits_for_worker = queue.no_worker_wait_s > 0
         bands = ordered_bands(queue.bands)
         self._default = bands[default_level(bands)].name
         self._timeouts = {band.name: int(band.timeout_s * NS_PER_S) for band in bands}

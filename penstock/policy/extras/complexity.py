@@ -8,13 +8,12 @@ log, for a response header and for whoever tunes the weights. bench/complexity.p
 requests. Pure.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from penstock.config.routing import AutoConfig
+from penstock.config.routing import AutoModel
 from penstock.policy.extras.complexity_marks import (
     code_mark,
     instruction_of,
@@ -75,8 +74,6 @@ class AutoTerms:
     text_chars_max: int = 8192
     """Characters of a request's text that are looked at: of the last user message first, then of those before
     it."""
-    cost_bias: float = 0.05
-    """How much further the bounds of a model reach where the next one costs ten times as much."""
 
 
 class ComplexityRouter:
@@ -84,12 +81,12 @@ class ComplexityRouter:
 
     __slots__ = ("_bounds", "_least", "_models", "_terms")
 
-    def __init__(self, config: AutoConfig, terms: AutoTerms = AutoTerms()) -> None:
-        assert config.models, "without models there is no auto"
+    def __init__(self, auto: Sequence[AutoModel], terms: AutoTerms = AutoTerms()) -> None:
+        assert auto, "without models there is no auto"
         self._terms = terms
-        self._models = [model.model for model in config.models]
-        self._bounds = _bounds_of(config, terms.cost_bias)
-        self._least = {tier: self._models.index(least) for tier, least in config.tiers.items()}
+        self._models = [model.model for model in auto]
+        self._bounds = [*(model.up_to for model in auto[:-1]), 1.0]
+        self._least = {tier: i for i, model in enumerate(auto) for tier in model.tiers}
 
     def choose(self, features: Features, may: Callable[[str], bool]) -> ComplexityChoice | None:
         """The model for a request, among those that `may` answer it; None if none may.
@@ -141,12 +138,3 @@ def _before(texts: Sequence[str], room: int) -> str:
         kept.append(text[-room:])
         room -= len(kept[-1])
     return "\n".join(reversed(kept))
-
-
-def _bounds_of(config: AutoConfig, cost_bias: float) -> list[float]:
-    """Up to which complexity each model answers: further, the more the next one costs."""
-    bounds: list[float] = []
-    for model, larger in zip(config.models, config.models[1:], strict=False):
-        bias = cost_bias * math.log10(max(larger.cost / model.cost, 1.0))
-        bounds.append(min(1.0, model.up_to + bias))
-    return [*bounds, 1.0]

@@ -26,7 +26,7 @@ import msgspec
 
 from penstock.clock import NS_PER_MS
 from penstock.config.branch import extended
-from penstock.config.health import HealthConfig
+from penstock.config.fleet import HealthConfig
 from penstock.errors import PenstockError
 from penstock.policy.answers import Abort, Start
 from penstock.policy.contracts import Health
@@ -69,6 +69,8 @@ Tell = Callable[[str, HedgeOutcome], None]
 class HedgeTerms(HealthConfig, frozen=True, kw_only=True):
     """When a request is late enough for a second attempt, and how many of those there may be."""
 
+    hedge_after_ms: int = 0
+    """How long a hedged request has had no output; 0: by `quantile`."""
     quantile: float = 0.98
     """Of the times from start to first output of the model's last `window` requests with prompts of about
     that length (within a factor of two, what is cached left out). Well under 1 - `hedge_share` the budget

@@ -34,7 +34,7 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
-from penstock.config.health import HealthConfig
+from penstock.config.fleet import HealthConfig
 from penstock.errors import CrashingRequest, PenstockError, WorkerError
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.requests.extra import Extra
@@ -80,6 +80,9 @@ class _Suspect(msgspec.Struct):
 class QuarantineTerms(HealthConfig, frozen=True, kw_only=True):
     """What happens to a request whose worker's process dies, again and again."""
 
+    quarantine_crashes: int = 2
+    """Worker crashes that a request was present at, the last of them as the likeliest cause, before it is
+    refused."""
     progress_tokens: int = 16
     """A request that has given so many more tokens than at the last crash has shown that it was not the cause
     of that."""

@@ -113,7 +113,7 @@ class FlowControl:
             if (error := extra.refusal(now_ns, facts)) is not None:
                 return Refused(facts.id, "quarantine", error)
         lane = self._lane(now_ns, facts.route)
-        if self._config.no_worker == "refuse" and not lane.rooms.num_ready:
+        if not self._config.no_worker_wait_s and not lane.rooms.num_ready:
             return Refused(facts.id, "no_worker", _no_worker(facts.route))
         verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
         if not isinstance(verdict, Pass):
@@ -430,7 +430,7 @@ class FlowControl:
         """
         found, stay, more = self._fallbacks.ask(now_ns, lane)
         actions += found
-        if lane.down_ns is not None and self._config.no_worker == "refuse":
+        if lane.down_ns is not None and not self._config.no_worker_wait_s:
             for request in stay:
                 self._evict(now_ns, request, "no_worker", _no_worker(lane.route), actions)
         if more:

@@ -18,6 +18,7 @@ from penstock.policy.limits.price import PriceList
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import Placement
 from penstock.policy.queueing.pace import Pace
+from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.resilience.health import FleetHealth
 
 
@@ -83,5 +84,5 @@ def build_policies(
         health=health,
         hedges=hedges,
         slice_tokens=SLICE_TOKENS,
-        shed_kv_above=config.queue.shed_kv_above,
+        shed_kv_above=queue_terms(config.queue).shed_kv_above,
     )

@@ -212,6 +212,10 @@ class BudgetReservation:
         assert self._account.live >= 0 <= self._account.reserved, "more ended than was reserved"
 
 
+WARN_AT = (0.5, 0.8, 1.0)
+"""Shares of a budget; crossing one of them is logged and counted."""
+
+
 class BudgetTerms(BudgetsConfig, frozen=True, kw_only=True):
     """The section, and what memory the budgets may take."""
 
@@ -361,11 +365,11 @@ class TenantBudgets:
 
     def _warn_of_reached(self, account: _Account, period: _Period) -> None:
         if period.limit:
-            reached = [share for share in self._config.warn_at if period.total >= share * period.limit]
+            reached = [share for share in WARN_AT if period.total >= share * period.limit]
             self._warn(account, period, max(reached, default=0.0))
 
     def _warn(self, account: _Account, period: _Period, share: float) -> None:
-        if share <= period.warned or share not in self._config.warn_at:
+        if share <= period.warned or share not in WARN_AT:
             return
         assert period.limit > 0, "a budget that is not there has no share"
         period.warned = share

@@ -26,6 +26,7 @@ import msgspec
 from penstock.clock import NS_PER_S
 from penstock.config.flow import SharedConfig
 from penstock.policy.limits.bucket import UNIT, Line, ceil_div
+from penstock.policy.limits.store_terms import ASKS_MAX, shared_terms
 from penstock.types import TenantId
 
 _IDLE_LEASES = 5
@@ -96,7 +97,7 @@ class Leases:
     )
 
     def __init__(self, config: SharedConfig, on_want: Callable[[], None] | None = None) -> None:
-        self.config = config
+        self.config = config = shared_terms(config)
         self.lease_ns = int(config.lease_s * NS_PER_S)
         self.on_want = on_want
         """Called when there is something to ask and there was nothing before."""
@@ -121,13 +122,13 @@ class Leases:
         return LeasedBucket(self, now_ns, f"{unit}:{tenant}", rate, burst)
 
     def asks(self, now_ns: int) -> list[LeaseAsk]:
-        """What to ask now: at most `asks_max` questions. `granted` or `failed` comes before the next call.
+        """What to ask now: at most `ASKS_MAX` questions. `granted` or `failed` comes before the next call.
 
         After a failure these are the same questions again: the store may have carried them out.
         """
         if not self._in_flight:
             for bucket in list(self._wanting):
-                if len(self._in_flight) == self.config.asks_max:
+                if len(self._in_flight) == ASKS_MAX:
                     break
                 if bucket.not_before_ns > now_ns:
                     continue
@@ -135,9 +136,7 @@ class Leases:
                 if bucket.ask(now_ns) is not None:
                     self._in_flight.append(bucket)
         asks = [bucket.pending for bucket in self._in_flight if bucket.pending is not None]
-        assert len(asks) == len(self._in_flight) <= self.config.asks_max, (
-            "a question of each bucket that asks"
-        )
+        assert len(asks) == len(self._in_flight) <= ASKS_MAX, "a question of each bucket that asks"
         return asks
 
     def granted(self, now_ns: int, reply: LeaseReply) -> None:

@@ -11,6 +11,7 @@ from penstock.clock import NS_PER_S, NS_PER_US
 from penstock.config.flow import SharedConfig
 from penstock.policy.limits.bucket import UNIT, Bucket
 from penstock.policy.limits.lease import LeaseAsk, LeaseGrant, LeaseReply
+from penstock.policy.limits.store_terms import shared_terms
 
 _COLLECT_MIN = 1024
 _GRACE_NS = 2 * NS_PER_S
@@ -36,7 +37,7 @@ class LeaseTable:
 
     def __init__(self, config: SharedConfig, *, epoch: int = 1) -> None:
         assert epoch > 0, epoch
-        self._ttl_ns = int(config.gateway_ttl_s * NS_PER_S)
+        self._ttl_ns = int(shared_terms(config).gateway_ttl_s * NS_PER_S)
         self._shared: dict[str, _Shared] = {}
         self._gateways: dict[str, int] = {}
         self._epoch, self._collect_at = epoch, _COLLECT_MIN

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.config.ledger import ModelPrice, PricesConfig, PriceTier
+from penstock.config.ledger import ModelPrice, PricesConfig, TokenPrices
 
 MICROS = 1_000_000
 _ANY = "*"
@@ -55,7 +55,7 @@ class PriceList:
     def change(self, config: PricesConfig) -> None:
         """Take new prices. They count for everything that ends from now on."""
         self.currency = config.currency
-        self.version = config.version or _fingerprint(config)
+        self.version = _fingerprint(config)
         """Stands in every record that was priced with this list; empty if nothing has a price."""
         self._models = {price.model: _model(price) for price in config.models}
         self._accelerators = {model: _micros(per_hour) for model, per_hour in config.accelerators.items()}
@@ -80,17 +80,16 @@ class PriceList:
 
 def _model(price: ModelPrice) -> _Model:
     tiers = sorted(price.tiers, key=lambda tier: -tier.above_prompt_tokens)
-    return _Model(_micros(price.request), (*map(_tier_rates, tiers), _base_rates(price)))
+    rates = [_rates(tier.above_prompt_tokens, tier, price) for tier in tiers]
+    return _Model(_micros(price.request), (*rates, _rates(-1, price, price)))
 
 
-def _tier_rates(tier: PriceTier) -> _Rates:
-    cached = tier.input if tier.cached_input is None else tier.cached_input
-    return _Rates(tier.above_prompt_tokens, _micros(tier.input), _micros(cached), _micros(tier.output))
-
-
-def _base_rates(price: ModelPrice) -> _Rates:
-    cached = price.input if price.cached_input is None else price.cached_input
-    return _Rates(-1, _micros(price.input), _micros(cached), _micros(price.output))
+def _rates(above_prompt_tokens: int, price: TokenPrices, model: ModelPrice) -> _Rates:
+    """The prices from a prompt's length on; what a tier does not say is the model's."""
+    input_ = (model.input if price.input is None else price.input) or 0.0
+    output = (model.output if price.output is None else price.output) or 0.0
+    cached = input_ if price.cached_input is None else price.cached_input
+    return _Rates(above_prompt_tokens, _micros(input_), _micros(cached), _micros(output))
 
 
 def _micros(amount: float) -> int:

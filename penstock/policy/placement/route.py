@@ -26,7 +26,7 @@ from typing import Protocol
 
 from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
-from penstock.config.placement import PlacementConfig
+from penstock.config.routing import PlacementConfig
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
 from penstock.policy.estimates.speed import Ran, Speeds
 from penstock.policy.placement.pick import Choice, Decision, DecisionLog, Draw, choose, choose_only, score_all

@@ -146,7 +146,7 @@ class Band:
         self.config, self.level = config, level
         self.timeout_ns = int(config.timeout_s * NS_PER_S)
         self.starvation_ns = int(config.starvation_s * NS_PER_S)
-        self.floor = config.floor
+        self.floor = self.floor_of(0)
         """In streams; follows the model's slots if it is a share."""
         self.waiting: OrderedDict[int, Work] = OrderedDict()
         """By number, oldest visit first."""
@@ -165,6 +165,11 @@ class Band:
         self._last = 0
         """Counter of whoever left the band last, for those that come when nobody waits."""
         self._next_line = 0
+
+    def floor_of(self, slots: int) -> int:
+        """Streams that it may always run where the model's workers may be given so many."""
+        floor = self.config.floor
+        return int(floor) if floor >= 1 else int(floor * slots)
 
     def line(self, tenant: TenantId) -> TenantQueue | None:
         """The tenant's line, if it is known."""

@@ -90,7 +90,7 @@ class FairQueue:
         if slots != self._slots:
             self._slots = slots
             for band in self.bands:
-                band.floor = max(band.config.floor, int(band.config.share * slots))
+                band.floor = band.floor_of(slots)
 
     def push(self, now_ns: int, work: Work) -> Full | Sequence[Work]:
         """Let a request wait, or say which bound it would break; nothing changed then.

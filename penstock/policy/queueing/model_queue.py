@@ -31,6 +31,9 @@ _OVER = 1.5
 """Times its part: more is over it. Who is about at its part is not held back."""
 _PACE = 8
 """The mean time between two starts follows the last so many."""
+_LOST_WAIT_S = 30.0
+"""With `queue.no_worker_wait_s` 0 new requests do not wait for a worker; one that ran on a lost worker
+does."""
 _NOBODY: Collection[WorkerId] = ()
 
 
@@ -71,7 +74,7 @@ class ModelQueue:
         """Mean time between two starts while something waited."""
         self._last_ns: int | None = None
         self._down_ns = now_ns
-        self._no_worker_ns = int(config.no_worker_wait_s * NS_PER_S)
+        self._no_worker_ns = int((config.no_worker_wait_s or _LOST_WAIT_S) * NS_PER_S)
         self._now_ns = now_ns
         self._found: WorkerCapacity | None = None
         self._holds: list[tuple[int, int, Work]] = []

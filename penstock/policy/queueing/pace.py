@@ -27,8 +27,7 @@ from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
-from penstock.config.placement import PlacementConfig
-from penstock.config.routing import AdmissionConfig
+from penstock.config.routing import AdmissionConfig, PlacementConfig
 from penstock.policy.estimates.speed import Ran, Speed, Speeds
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work

@@ -67,6 +67,9 @@ class QueueTerms(QueueConfig, frozen=True, kw_only=True):
     kept_share: float = 0.125
     """Streams that any other worker is given beyond its slots, as a share of those, at least one: each is the
     only stream of its tenant."""
+    shed_kv_above: float = 0.97
+    """Share of a worker's KV blocks in use over which streams of lower bands end for the sake of higher ones;
+    1 never."""
     shed_kv_to: float = 0.9
     """Down to which share of a worker's KV blocks streams of lower bands end."""
     shed_max: int = 8

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
-from penstock.config.health import HealthConfig
+from penstock.config.fleet import HealthConfig
 from penstock.errors import AttemptTimeout, KeyRejected, PenstockError, WorkerBusy, WorkerError
 from penstock.policy.admit_facts import RouteTrouble
 from penstock.policy.resilience.breaker import Breaker, BreakerState, BreakerTerms, Draw

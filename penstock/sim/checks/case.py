@@ -212,6 +212,12 @@ def _draw_requests(seed: int, shape: CaseShape, per_s: float) -> tuple[SimReques
     return tuple(requests)
 
 
+class _Health(HealthTerms, frozen=True, kw_only=True):
+    """The constants of health, and one that hedging takes from here too (`extended` goes by name)."""
+
+    hedge_after_ms: int = 0
+
+
 def _spec(case: Case) -> WorldSpec:
     shape = case.shape
     engine = EngineSettings(step_tokens=shape.step_tokens, max_running=shape.max_running, max_waiting=64)
@@ -226,12 +232,12 @@ def _spec(case: Case) -> WorldSpec:
         queue=QueueConfig(requests_max=shape.queue_max),
         limits=RateTerms(slice_tokens=32),
         # Open for at most 3 s, so that all of it happens in a case: `_recovery` allows 5 s.
-        health=HealthTerms(
+        health=_Health(
             breaker=BreakerTerms(window_s=4, attempts_min=5, open_s=1, open_max_s=3),
             hedge_share=0.1 if shape.hedge_after_ms else 0.0,
             hedge_after_ms=shape.hedge_after_ms,
         ),
-        shared=SharedConfig(store="redis", url="redis://store") if shape.is_shared else SharedConfig(),
+        shared=SharedConfig(url="redis://store") if shape.is_shared else SharedConfig(),
     )
     tenants = {
         f"t{number}": Tenant(

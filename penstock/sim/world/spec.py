@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.clock import NS_PER_MS
-from penstock.config.engine_terms import promised
+from penstock.config.engine_settings import promised
 from penstock.config.tree import Config
 from penstock.policy.queueing.capacity import Placement
 from penstock.policy.tenant import Tenant

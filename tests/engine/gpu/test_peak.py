@@ -66,5 +66,5 @@ def test_the_cache_gets_its_share_of_what_steps_and_graphs_leave(
     runner = device_runner(qwen3, platform=platform, **settings)
     assert platform.steps == 1
     assert runner.info.num_blocks == int(((1 << 20) - 400_000) * 0.5) // block_bytes
-    with pytest.raises(ConfigError, match=r"engine.kv_memory_fraction leaves"):
+    with pytest.raises(ConfigError, match=r"50% of what is free leaves"):
         device_runner(qwen3, platform=OwnMemory(taken=1 << 20), **settings)

@@ -1,8 +1,24 @@
-"""Where a user's state is kept between runs on this machine."""
+"""This machine: which addresses only it can reach, and where a user's state is kept between runs."""
 
+import functools
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
+
+CACHED_MAX = 256
+
+
+@functools.lru_cache(CACHED_MAX)
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server bound to `host`.
+
+    Asked for each request that shows no key.
+    """
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
