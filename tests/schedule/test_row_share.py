@@ -61,6 +61,23 @@ def test_a_tenant_that_arrives_has_its_first_token_in_the_next_step(overlap: boo
     assert engine.scheduler.statistics().yields == 1
 
 
+def test_the_example_of_the_page() -> None:
+    """docs/overload.md, "A tenant that arrives"."""
+    engine = engine_of(16, step_tokens=512)
+    big = flood(engine, 16)
+    submit(engine, "small", "small", 3)
+    engine.step()
+    assert engine.got["small"]
+    assert engine.scheduler.statistics().running == 16
+    assert engine.scheduler.statistics().waiting == 1
+    (waits,) = (name for name in big if engine.requests[name].num_yields)
+    for _ in range(3):
+        engine.step()
+    assert engine.ends["small"].finish is not None
+    assert engine.requests[waits].status is Status.RUNNING
+    finish(engine)
+
+
 def test_also_where_the_flood_has_more_streams_than_rows() -> None:
     engine = engine_of()
     flood(engine, 8)
