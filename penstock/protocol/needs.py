@@ -62,6 +62,8 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """Further parameters that an engine is given by the same names."""
     forced_tool: str | None = None
     """The text is a call's arguments (a function's name), or an array of calls (empty); None: it is text."""
+    form: bytes = b""
+    """`structured` as JSON."""
     param: str = ""
     """The parameter that asks for `structured`, or for `grammar`."""
     grammar: Grammar | None = None
@@ -69,9 +71,9 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_grammar(self) -> Grammar | None:
         """What our own engine is given; None: anything goes."""
-        if self.grammar is not None or not self.structured:
+        if self.grammar is not None or not self.form:
             return self.grammar
-        return Grammar(form=msgspec.json.encode(self.structured))
+        return Grammar(form=self.form)
 
 
 NO_CONSTRAINT = Constraint()
@@ -140,7 +142,11 @@ def constraint_of(request: GenerationRequest) -> Constraint:
     if not asked and not fields:
         return NO_CONSTRAINT
     name, structured = asked[0] if asked else ("", dict[str, Any]())
-    return Constraint(structured=structured, fields=fields, forced_tool=forced, param=name)
+    try:
+        form = msgspec.json.encode(structured) if structured else b""
+    except RecursionError:
+        raise InvalidRequest(f"Invalid '{name}': it is nested too deeply.", param=name) from None
+    return Constraint(structured=structured, form=form, fields=fields, forced_tool=forced, param=name)
 
 
 def forced_tool(request: ChatRequest) -> str | None:

@@ -16,6 +16,8 @@ from penstock.config.load import read_notes
 from penstock.config.tree import Config
 
 ROOT = Path(__file__).parents[2]
+KEYS_MAX, LATER_MAX = 150, 30
+"""Of the house as it was counted in docs/design/015, and of two features since, 15 each."""
 _YAML = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 _INDENTED = re.compile(r"^ {4,}(?:- )?([a-z0-9_]+):", re.MULTILINE)
 _QUOTED = re.compile(r"`([^`\n]+)`")
@@ -79,10 +81,10 @@ def test_every_key_is_described_where_it_is_declared() -> None:
 
 
 def test_the_script_counts_these_keys() -> None:
-    """And no more than issue 16 allows, with what later issues may add."""
+    """And no more than are allowed."""
     script = [sys.executable, str(ROOT / "scripts" / "house.py"), "--no-trace"]
     done = subprocess.run(script, capture_output=True, text=True, check=True)
     counted = re.search(r"^Configuration keys +(\d+)$", done.stdout, re.MULTILINE)
     assert counted is not None
     assert int(counted[1]) == sum(not below for below in declared().values())
-    assert int(counted[1]) <= 150
+    assert int(counted[1]) <= KEYS_MAX + LATER_MAX

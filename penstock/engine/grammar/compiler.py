@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
-from penstock.engine.grammar.source import grammar_text, place_of
+from penstock.engine.grammar.source import grammar_text, limits, refuse_words
+from penstock.engine.grammar.trial import Trials
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.protocol.grammar import Grammar
 from penstock.text.tokenizer import Tokenizer
@@ -25,16 +25,6 @@ CACHED_MAX = 256
 """Compiled grammars that are kept, of all tenants."""
 CACHED_PER_TENANT_MAX = 64
 COMPILE_THREADS = 2
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 300_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 100_000,
-    "precompute_large_lexemes": False,
-    "verbose_errors": False,
-}
-"""llguidance's bounds on one grammar: on compiling, on one mask, and on memory (1 to 2 KB a state)."""
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +89,7 @@ class GrammarCompiler:
 
     def __init__(self, tokens: GrammarTokens) -> None:
         self._tokens = tokens
+        self._trials = Trials()
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar-compile")
         self._cache: OrderedDict[tuple[bytes, bytes], CompiledGrammar] = OrderedDict()
         self._under_way: dict[tuple[bytes, bytes], Future[CompiledGrammar]] = {}
@@ -115,8 +106,24 @@ class GrammarCompiler:
         key = _key(tenant, grammar)
         future = self._under_way.get(key)
         if future is None:
-            future = self._under_way[key] = self._threads.submit(compile_grammar, grammar, self._tokens)
+            future = self._under_way[key] = self._threads.submit(self._compile, grammar)
         return future
+
+    @property
+    def trial_pid(self) -> int:
+        """The process that tries grammars."""
+        return self._trials.pid
+
+    def close(self) -> None:
+        """End the process that tries grammars."""
+        self._trials.close()
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        try:
+            self._trials.check(grammar.form)
+        except InvalidRequest as error:
+            raise _named(error) from None
+        return compile_grammar(grammar, self._tokens)
 
     def keep(self, tenant: bytes, grammar: Grammar, compiled: CompiledGrammar | None) -> None:
         """Take in what was compiled; None: it could not be."""
@@ -133,25 +140,23 @@ class GrammarCompiler:
 
 
 def compile_grammar(grammar: Grammar, tokens: GrammarTokens) -> CompiledGrammar:
-    """Compile a grammar. Any thread.
+    """Compile a grammar, which was tried. Any thread.
 
     Raises:
         InvalidRequest: it cannot be enforced; `param` is "grammar", or "grammar." and the keyword.
     """
     try:
         text, schema = grammar_text(grammar.form)
-        limits = LLParserLimits(**LIMITS)
-        first = LLMatcher(tokens.library, text, log_level=0, limits=limits)
+        first = LLMatcher(tokens.library, text, log_level=0, limits=limits())
         if first.is_error():
-            _refuse(first.get_error(), schema)
+            refuse_words(first.get_error(), schema)
         first.compute_bitmask()  # What the first answer would have to find out.
         if first.is_error():
-            _refuse(first.get_error(), schema)
+            refuse_words(first.get_error(), schema)
         if first.is_stopped() and not first.is_accepting():
             raise InvalidRequest("nothing matches it")
     except InvalidRequest as error:
-        keyword = f"grammar.{error.param}" if error.param else "grammar"
-        raise InvalidRequest(str(error), param=keyword) from None
+        raise _named(error) from None
     marker = grammar.begins_after
     return CompiledGrammar(
         first,
@@ -163,14 +168,9 @@ def compile_grammar(grammar: Grammar, tokens: GrammarTokens) -> CompiledGrammar:
     )
 
 
-def _refuse(message: str, schema: object) -> None:
-    words = message.partition("\n<")[0].strip()[:400]
-    if schema is None:
-        raise InvalidRequest(f"it cannot be enforced: {words}")
-    place = place_of(schema, words)
-    raise InvalidRequest(
-        f"the schema cannot be enforced{f' at {place}' if place else ''}: {words}", param="json"
-    )
+def _named(error: InvalidRequest) -> InvalidRequest:
+    """The error with the field of `Submit` that it is about."""
+    return InvalidRequest(str(error), param=f"grammar.{error.param}" if error.param else "grammar")
 
 
 def _key(tenant: bytes, grammar: Grammar) -> tuple[bytes, bytes]:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, NoReturn, cast
 
 import msgspec
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.errors import InvalidRequest
@@ -24,6 +24,16 @@ CHOICES_MAX = 4096
 MULTIPLE_MAX = 1000
 """Of `multipleOf`, in units of its last digit: the automaton has as many states, and so has that of the least
 common multiple of several."""
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
+"""llguidance's bounds on one grammar: on compiling, on one mask, and on memory (1 to 2 KB a state)."""
 _JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -45,7 +55,10 @@ def grammar_text(form: bytes) -> tuple[str, object]:
     """
     if len(form) > GRAMMAR_BYTES_MAX:
         _refuse(f"it has {len(form)} bytes, and {GRAMMAR_BYTES_MAX} is the bound", "")
-    asked: Any = msgspec.json.decode(form)
+    try:
+        asked: Any = msgspec.json.decode(form)
+    except RecursionError:
+        _refuse("it is nested too deeply", "")
     given = [kind for kind in KINDS if kind in asked and asked[kind] is not None]
     if len(given) != 1:
         _refuse(f"expected one of {', '.join(KINDS)}, but got {' and '.join(given) or 'none of them'}", "")
@@ -54,6 +67,39 @@ def grammar_text(form: bytes) -> tuple[str, object]:
             _refuse(f"'{str(name)[:64]}' is not supported", str(name)[:64])
     kind = given[0]
     return _MAKERS[kind](asked[kind])
+
+
+def limits() -> LLParserLimits:
+    """What one grammar may take."""
+    return LLParserLimits(**_LIMITS)
+
+
+def check_form(form: bytes) -> None:
+    """Compile a grammar, without a vocabulary: nearly all that there is to compiling.
+
+    Raises:
+        InvalidRequest: it cannot be enforced. `param` names the keyword of `form`.
+    """
+    text, schema = grammar_text(form)
+    is_wrong, said = LLMatcher.validate_grammar_with_warnings(text, None, limits=limits())
+    if is_wrong:
+        refuse_words(said[0], schema)
+
+
+def refuse_words(said: str, schema: object) -> NoReturn:
+    """Refuse with what llguidance says, and where in the schema that is.
+
+    Raises:
+        InvalidRequest: always.
+    """
+    if said.startswith("NoExtension"):
+        said = "nothing matches it"
+    words = " ".join(said.partition("\n<")[0].split())[:400]
+    if schema is None:
+        raise InvalidRequest(f"it cannot be enforced: {words}")
+    place = place_of(schema, words)
+    where = f" at {place}" if place else ""
+    raise InvalidRequest(f"the schema cannot be enforced{where}: {words}", param="json")
 
 
 def place_of(schema: object, message: str) -> str:
@@ -74,6 +120,8 @@ def _json(schema: object) -> tuple[str, object]:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, UnicodeEncodeError) as error:
             _refuse(f"the schema is not JSON: {error}", "json")
+        except RecursionError:
+            _refuse("the schema is nested too deeply", "json")
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -115,6 +163,8 @@ def _choice(value: object) -> tuple[str, object]:
 def _grammar(value: object) -> tuple[str, object]:
     if not isinstance(value, str) or not value.strip():
         _refuse("expected a string that is not empty", "grammar")
+    if "x-guidance" in value:  # As in `_json`.
+        _refuse("'x-guidance' is not supported", "grammar")
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(value)), None
     except Exception as error:  # noqa: BLE001 The converter raises what it likes.

@@ -1,0 +1,149 @@
+"""A process that tries to compile a grammar first: one that takes too long, or too much memory, ends there.
+
+    engine process                        trial process                    one trial
+      Trials.check  -- form -->  reads, forks   -------------------->  compiles, within limits
+                    <-- refusal or none --      <-- refusal, or it was killed --
+
+Compiling cannot be interrupted in a thread, and some schemas of a few bytes would take hours or overflow the
+stack. The process has imported the library and nothing else, so that a fork takes a millisecond.
+"""
+
+import os
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+
+import msgspec
+
+from penstock.engine.grammar.source import check_form
+from penstock.errors import InvalidRequest
+
+TRIAL_CPU_S = 0.03
+"""CPU time of one trial; what it leaves over of 100 ms is for compiling again, with the vocabulary."""
+TRIAL_MEMORY_BYTES = 1 << 30
+"""Address space of one trial."""
+TRIAL_WALL_S = 10.0
+"""A trial that has no end after so long takes the process with it."""
+_LENGTH = struct.Struct("<I")
+
+
+class _Refusal(msgspec.Struct):
+    message: str
+    param: str = ""
+
+
+class Trials:
+    """The engine's end of the process. Thread-safe: one trial at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = self._start()
+
+    def check(self, form: bytes) -> None:
+        """Try to compile it.
+
+        Raises:
+            InvalidRequest: that cannot be done, or takes too much.
+        """
+        with self._lock:
+            if self._process.poll() is not None:
+                self._process = self._start()
+            reply = self._ask(form)
+            if reply is None:
+                self._process.kill()
+                self._process.wait()
+        if reply is None:
+            raise InvalidRequest("compiling it failed")
+        if reply:
+            refusal = msgspec.msgpack.decode(reply, type=_Refusal)
+            raise InvalidRequest(refusal.message, param=refusal.param)
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def _ask(self, form: bytes) -> bytes | None:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            stdin.write(_LENGTH.pack(len(form)) + form)
+            stdin.flush()
+            if not select.select([stdout], [], [], TRIAL_WALL_S)[0]:
+                return None
+            return _read(stdout.fileno())
+        except OSError:
+            return None
+
+    @staticmethod
+    def _start() -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "penstock.engine.grammar.trial"]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def main() -> None:
+    """The process: one trial after the other, until nothing more can be asked."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while (form := _read(0)) is not None:
+        reply = _try(form)
+        _write(1, reply)
+
+
+def _try(form: bytes) -> bytes:
+    """The refusal of one grammar; empty: it can be compiled."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.setitimer(signal.ITIMER_PROF, TRIAL_CPU_S)  # SIGPROF ends the process.
+        resource.setrlimit(resource.RLIMIT_AS, (TRIAL_MEMORY_BYTES, TRIAL_MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # The last words of a stack that overflows.
+        try:
+            check_form(form)
+            _write(writer, b"")
+        except InvalidRequest as error:
+            _write(writer, msgspec.msgpack.encode(_Refusal(str(error), error.param or "")))
+        finally:
+            os._exit(0)  # Whatever happens, no second process may go on to read.
+    os.close(writer)
+    reply = _read(reader)
+    os.close(reader)
+    os.waitpid(child, 0)
+    if reply is not None:
+        return reply
+    return msgspec.msgpack.encode(_Refusal("it takes too much time or memory to compile"))
+
+
+def _write(file: int, body: bytes) -> None:
+    left = memoryview(_LENGTH.pack(len(body)) + body)
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def _read(file: int) -> bytes | None:
+    """One message; None: there are no more."""
+    body, size = b"", _LENGTH.size
+    for part in range(2):
+        body = b""
+        while len(body) < size:
+            more = os.read(file, min(size - len(body), 1 << 20))
+            if not more:
+                return None
+            body += more
+        if part == 0:
+            (size,) = _LENGTH.unpack(body)
+    return body
+
+
+if __name__ == "__main__":
+    main()
