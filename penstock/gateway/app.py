@@ -200,11 +200,11 @@ class Gateway:
         """Start answering. One task per request; none per token."""
         exchange.id = self._ids.take("req")
         try:
-            route = self._routes.find(exchange.head.path)
-            if exchange.head.method == "OPTIONS":
+            route = self._routes.find(exchange.path)
+            if exchange.method == "OPTIONS":
                 exchange.respond(_options(route))
                 return
-            handler = route.handler(exchange.head.method)
+            handler = route.handler(exchange.method)
             caller = self._entrance.caller(route.access, exchange.head, exchange.client)
         except PenstockError as error:
             exchange.respond(error_response(error))
@@ -227,16 +227,16 @@ class Gateway:
             if exchange.ending is Ending.DISCONNECTED and tally.outcome is None:
                 tally.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
             record = tally.record(now_ns)
-            self._metrics.model(tally.model).request_ended(record)
+            self._metrics.model(tally.counted_model).request_ended(record)
         self._log.access(
             AccessLine(
-                method=exchange.head.method,
-                path=exchange.head.path,
+                method=exchange.method,
+                path=exchange.path,
                 status=exchange.status or 499,  # nginx's number for a client that left before the answer.
                 duration_ns=now_ns - exchange.started_ns,
-                is_poll=is_poll(exchange.head, exchange.status),
+                is_poll=is_poll(exchange.method, exchange.path, exchange.status),
                 request_id=exchange.id or None,
-                model=tally and tally.model,
+                model=tally and tally.counted_model,
                 outcome=record and record.outcome.value,
                 ttft_ns=record and record.ttft_ns,
                 prompt_tokens=record and record.prompt_tokens,

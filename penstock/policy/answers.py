@@ -70,6 +70,13 @@ class Stop(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str = "budget"
 
 
+class GiveUp(msgspec.Struct, frozen=True):
+    """Its attempt takes too long, and the request can go on elsewhere: end that attempt as failed."""
+
+    id: RequestId
+    error: PenstockError
+
+
 class FallBack(msgspec.Struct, frozen=True, gc=False):
     """It waits for a model that has no worker any more, and another model could answer: make its prompt anew
     for that one, and `move` it. Until then, or if that is refused, it waits on.

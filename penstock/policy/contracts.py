@@ -192,6 +192,10 @@ class Health(Protocol):
         """Whether one more request may be tried again from its beginning; then it counts."""
         ...
 
+    def can_retry(self, now_ns: int) -> bool:
+        """Whether it could; nothing counts."""
+        ...
+
 
 class IsolatedStarts(Protocol):
     """Requests under suspicion, which must start apart from others: `extras.quarantine.CrashQuarantine`."""

@@ -84,9 +84,9 @@ class ChatChunks:
         """A tool call, or the next piece of one."""
         return self._event(b'{"tool_calls":[%b]}' % _encode(call), b"null", b"null")
 
-    def finish(self, reason: str) -> bytes:
-        """The last chunk of a choice."""
-        return self._event(b"{}", b"null", _encode(reason))
+    def finish(self) -> tuple[bytes, bytes]:
+        """The last chunk of a choice: what stands before the reason and after it."""
+        return b'%b{},"logprobs":null,"finish_reason":' % self._delta_head, b"}%b" % self._end
 
     def _event(self, delta: bytes, logprobs: bytes, reason: bytes) -> bytes:
         return b'%b%b,"logprobs":%b,"finish_reason":%b}%b' % (
@@ -118,9 +118,9 @@ class CompletionChunks:
         """A piece of the answer and its tokens' log-probabilities."""
         return self._event(text, _encode(logprobs), b"null")
 
-    def finish(self, reason: str) -> bytes:
-        """The last chunk of a choice."""
-        return self._event("", b"null", _encode(reason))
+    def finish(self) -> tuple[bytes, bytes]:
+        """The last chunk of a choice: what stands before the reason and after it."""
+        return b'%b"","logprobs":null,"finish_reason":' % self.prefix, b"}%b" % self._end
 
     def _event(self, text: str, logprobs: bytes, reason: bytes) -> bytes:
         return b'%b%b,"logprobs":%b,"finish_reason":%b}%b' % (

@@ -204,6 +204,10 @@ CATALOG = (
     ),
     Metric("penstock_retries_total", "counter", "Retried requests.", MODEL),
     Metric(
+        "penstock_attempt_timeouts_total", "counter",
+        "Attempts ended because they gave no first token in time.", MODEL
+    ),
+    Metric(
         "penstock_breaker_state",
         "gauge",
         "State of a worker's circuit breaker: 0 closed, 1 open, 2 half-open, 3 ramping up.",

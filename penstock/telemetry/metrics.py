@@ -119,6 +119,7 @@ class Metrics:
         self._retries = self._table.counter("penstock_retries_total")
         self._hedges = self._table.counter("penstock_hedges_total")
         self._migrations = self._table.counter("penstock_migrations_total")
+        self._timeouts = self._table.counter("penstock_attempt_timeouts_total")
         self._breakers = self._table.gauge("penstock_breaker_state")
         self._store_away = self._table.gauge("penstock_shared_store_away")
         self._store_failures = _Followed(self._table.counter("penstock_shared_store_failures_total"))
@@ -211,6 +212,10 @@ class Metrics:
     def retried(self, model: str) -> None:
         """A request whose worker failed it unseen is started again."""
         self._retries.labels(model).inc()
+
+    def timed_out(self, model: str) -> None:
+        """An attempt gave no first token in time, and the request goes on elsewhere."""
+        self._timeouts.labels(model).inc()
 
     def breaker(self, model: str, worker: str, state: int) -> None:
         """What a worker's circuit breaker lets through: `BreakerState`."""

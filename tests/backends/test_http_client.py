@@ -17,9 +17,10 @@ from engine_stand_ins import StandIn, VllmStandIn, serving, until
 from penstock.backends.http.address import HttpAddress
 from penstock.backends.http.client import HttpClient, NoConnection
 from penstock.backends.http.fetch import ProbeFailed, fetch
+from penstock.backends.http.gaps import MIN_NS, Gaps
 from penstock.backends.http.handler import FailureKind, HttpFailure
 from penstock.backends.http.limits import HttpLimits
-from penstock.clock import SystemClock
+from penstock.clock import NS_PER_S, SystemClock
 from penstock.errors import ConfigError
 
 
@@ -291,3 +292,17 @@ def test_a_ca_file_that_is_none_is_refused(tmp_path: Path) -> None:
 )
 def test_addresses(url: str, shown: str) -> None:
     assert str(HttpAddress.parse(url)) == shown
+
+
+def test_streams_may_be_silent_for_some_times_their_longest_gap() -> None:
+    gaps = Gaps()
+    assert gaps.bound_ns(60 * NS_PER_S) == 60 * NS_PER_S
+    for _ in range(100):
+        gaps.saw(NS_PER_S // 20)
+    assert gaps.bound_ns(60 * NS_PER_S) == MIN_NS
+    gaps.saw(4 * NS_PER_S)
+    assert gaps.bound_ns(60 * NS_PER_S) == 20 * NS_PER_S
+    assert gaps.bound_ns(5 * NS_PER_S) == 5 * NS_PER_S, "the configuration's bound holds in any case"
+    for _ in range(3000):
+        gaps.saw(NS_PER_S // 20)
+    assert gaps.bound_ns(60 * NS_PER_S) == MIN_NS

@@ -167,3 +167,46 @@ def test_many_at_once_fall_back_although_the_retry_budget_is_for_few(route: Rout
     for thread in threads:
         thread.join()
     assert found == [200] * 12
+
+
+def test_a_provider_that_hangs_is_waited_for_half_of_what_the_client_has(route: Route) -> None:
+    route.provider.behaves(delay_s=25)
+    for _ in range(3):
+        status, headers, _, took_s = route.ask(headers={"x-penstock-max-wait-ms": "1000"})
+        assert (status, headers["x-penstock-downgrade"]) == (200, "timeout")
+        assert 0.4 < took_s < 2
+    status, _, body, took_s = route.ask(
+        headers={"x-penstock-max-wait-ms": "1000", "x-penstock-degrade": "never"}
+    )
+    assert status == 503
+    assert b"as long as the client waits" in body
+    assert took_s < 2
+    assert 'penstock_attempt_timeouts_total{model="big"} 3' in route.get("/metrics")[1].decode()
+    assert route.health()["status"] == "ok", "nothing is known of it, so it is not blamed for clients' haste"
+
+
+def test_a_provider_that_turns_slow_is_held_against_its_own_history(route: Route) -> None:
+    assert {route.ask()[1]["x-penstock-model"] for _ in range(24)} == {"big"}
+    route.provider.behaves(delay_s=25)
+    answers = [route.ask() for _ in range(6)]
+    assert [each[0] for each in answers] == [200] * 6
+    assert [each[1]["x-penstock-downgrade"] for each in answers] == [*["timeout"] * 5, "breaker"]
+    assert max(each[3] for each in answers) < 5
+    assert answers[-1][3] < 2
+    route.provider.behaves()
+    route.server.until(lambda: route.ask()[1].get("x-penstock-model") == "big", "it is probed and comes back")
+
+
+def test_behind_the_first_byte_there_is_a_typed_last_event_and_no_fallback(route: Route) -> None:
+    for _ in range(12):
+        assert route.ask(max_tokens=16)[0] == 200
+    before = route.provider.behaves(after=4, hang=True)
+    status, headers, body, took_s = route.ask(stream=True, max_tokens=16)
+    assert (status, headers["x-penstock-model"]) == (200, "big")
+    *_, last, _, _ = body.split(b"\n\n") if body.endswith(b"[DONE]\n\n") else [*body.split(b"\n\n"), b""]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "stream_broken"
+    assert 9 < took_s < 16, "its streams were never silent for long, so sixty seconds are not waited"
+    assert route.provider.behaves() == before + 1
+    (broken,) = (row for row in route.stop() if row[3] != "finished")
+    assert broken[:5] == ("big", "big", "", "failed", 1)
+    assert 0 < broken[5] < 16

@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from penstock.clock import SystemClock
+from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.ledger import LedgerConfig, ModelPrice, PricesConfig
 from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.config.tenancy import TenantConfig
@@ -206,7 +206,9 @@ def test_when_the_large_model_is_full_the_small_one_answers_and_says_so(kit, sta
         next(iter(holder))
         waiting = [pool.submit(ask, kit, running) for _ in range(2)]
         running.wait_until(lambda: running.gateway.num_accepted == 3)
-        hurried = {"x-penstock-max-wait-ms": "10"}
+        bands = running.gateway._dispatcher.control.lane("tiny").queue.bands
+        running.wait_until(lambda: max(band.gap_ns(running.clock.now_ns()) for band in bands) > NS_PER_S)
+        hurried = {"x-penstock-max-wait-ms": "500"}
         answer = client.chat.completions.with_raw_response.create(
             **kit.chat(max_tokens=2), extra_headers=hurried
         )

@@ -199,7 +199,14 @@ def make_stream(*, pauses, flushes, num_choices, bound):
         on_finished=lambda exchange: None,
     )
     head = StreamHead(id="a", created=0, model="m", fingerprint="f", include_usage=False)
-    tally = Tally(model="m", endpoint=Endpoint.CHAT, num_choices=num_choices, started_ns=0)
+    tally = Tally(
+        model="m",
+        requested="m",
+        counted_model="m",
+        endpoint=Endpoint.CHAT,
+        num_choices=num_choices,
+        started_ns=0,
+    )
     context = Context(
         exchange=exchange, tally=tally, clock=Clock(), listener=Listener(), head=head, ids=IdSource(seed=1)
     )

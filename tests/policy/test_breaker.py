@@ -71,8 +71,11 @@ def test_an_attempt_that_was_given_up_failed_if_it_was_slow_for_this_worker() ->
         made.gave_up(S, 250 * MS)
     assert not made.blocks(S), "nothing is known of these: they were within three times the usual"
     for _ in range(5):
-        made.gave_up(S, 400 * MS)
+        made.gave_up(S, 2 * S)
     assert made.blocks(S)
+    for _ in range(40):
+        made.gave_up(2 * S, 2 * S)
+    assert not made.is_slow(2 * S), "in time it is what is usual there"
 
 
 def test_what_is_older_than_the_window_does_not_count() -> None:

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,3 +118,9 @@ def test_what_is_looked_at_is_bounded() -> None:
     assert deciding.parts(short) == deciding.parts(long)
     hostile = Features(texts=["(" * 4_000_000, "`" * 4_000_000, "a?" * 2_000_000], num_chars=10**7)
     assert deciding.parts(hostile) == deciding.parts(hostile)
+
+
+def test_it_is_absent_unless_it_is_configured() -> None:
+    look = "import sys, penstock.gateway.app; print(any('complexity' in name for name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

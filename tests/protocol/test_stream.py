@@ -40,7 +40,7 @@ def chat_events(*, usage):
     yield chunks.text(NASTY)
     yield chunks.text_with_logprobs("é", logprobs)
     yield chunks.tool_call(call)
-    yield chunks.finish("stop")
+    yield b'%b"stop"%b' % chunks.finish()
     if usage:
         yield head(usage=True).usage_event(chunks.KIND, USAGE)
     yield DONE
@@ -53,7 +53,7 @@ def completion_events(*, usage):
     )
     yield chunks.text(NASTY)
     yield chunks.text_with_logprobs("a", logprobs)
-    yield chunks.finish("length")
+    yield b'%b"length"%b' % chunks.finish()
     if usage:
         yield head(usage=True).usage_event(chunks.KIND, USAGE)
     yield DONE

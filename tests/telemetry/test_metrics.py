@@ -40,6 +40,7 @@ def test_names_and_labels_are_the_golden_ones() -> None:
         count("m", "queue_full")
     metrics.template_child("m", "unpriced")
     metrics.retried("m")
+    metrics.timed_out("m")
     metrics.migrated("m")
     metrics.hedged("m", "won")
     metrics.breaker("m", "m-0", 1)

@@ -22,6 +22,7 @@ from typing import Any, cast
 import httptools
 
 from penstock.backends.http.address import HttpAddress, reason_of, tls_context
+from penstock.backends.http.gaps import Gaps
 from penstock.backends.http.handler import IGNORING_HANDLER, FailureKind, HttpFailure, HttpHandler
 from penstock.backends.http.limits import HttpLimits
 from penstock.clock import NS_PER_S, Clock
@@ -43,8 +44,9 @@ class HttpExchange:
     """One request and its answer, as its caller sees them."""
 
     __slots__ = (
-        "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fresh", "_held_since_ns",
-        "_over", "_sent_ns", "_timer", "_what", "handler", "held_ns", "num_bytes", "request",
+        "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fires_ns", "_fresh",
+        "_held_since_ns", "_over", "_sent_ns", "_timer", "_touched_ns", "_what", "handler", "held_ns",
+        "num_bytes", "request",
     )  # fmt: skip
 
     def __init__(self, client: "HttpClient", request: bytes, handler: HttpHandler) -> None:
@@ -53,7 +55,7 @@ class HttpExchange:
         """Of the answer, so far."""
         self.held_ns = 0
         """How long it was held, in all."""
-        self._held_since_ns = 0
+        self._held_since_ns = self._touched_ns = self._fires_ns = 0
         self._client = client
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -68,7 +70,13 @@ class HttpExchange:
 
     def touch(self) -> None:
         """There was progress: the wait for the next begins now."""
-        self._deadline_ns = self._client.clock.now_ns() + self._client.idle_ns
+        now_ns, client = self._client.clock.now_ns(), self._client
+        if self._touched_ns:
+            client.gaps.saw(now_ns - self._touched_ns)
+        self._touched_ns = now_ns
+        self._deadline_ns = now_ns + client.gaps.bound_ns(client.idle_ns)
+        if self._fires_ns > self._deadline_ns:
+            self._arm()  # Streams may be silent for less long than when it was set.
 
     def pause_reading(self) -> None:
         """Read no more of the answer until `resume_reading`; the handler still gets what was read already.
@@ -91,6 +99,7 @@ class HttpExchange:
         held_ns = self._client.clock.now_ns() - self._held_since_ns
         self._held_since_ns = 0
         self.held_ns += held_ns
+        self._touched_ns = 0  # It was not the worker who was silent.
         self._deadline_ns += held_ns
         if self._connection is not None:
             self._connection.read(on=True)
@@ -202,7 +211,7 @@ class HttpExchange:
             self._timer.cancel()
         now_ns = self._client.clock.now_ns()
         until_ns = self._ends_ns if self._held_since_ns else min(self._deadline_ns, self._ends_ns)
-        delay_s = max(0, until_ns - now_ns) / NS_PER_S
+        delay_s, self._fires_ns = max(0, until_ns - now_ns) / NS_PER_S, until_ns
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -236,6 +245,7 @@ class HttpClient:
         """
         self.address, self.config, self.clock = address, config, clock
         self.idle_ns = int(config.idle_timeout_s * NS_PER_S)
+        self.gaps = Gaps()
         self._ssl = tls_context(config) if address.scheme == "https" else None
         self._idle: list[_Connection] = []
         self._exchanges: set[HttpExchange] = set()

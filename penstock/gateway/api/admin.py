@@ -78,7 +78,7 @@ class Admin:
         Raises:
             NotFound: it is not known here, or not any more.
         """
-        name = unquote(exchange.head.path.removeprefix("/admin/explain/"))
+        name = unquote(exchange.path.removeprefix("/admin/explain/"))
         explained = self._services.explained
         decisions, choice = explained.of(RequestId(name)), explained.choice_of(RequestId(name))
         if not decisions and choice is None:
@@ -92,7 +92,7 @@ class Admin:
 
     async def order(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /admin/workers/{id}/drain` and `/undrain`. The id may hold slashes."""
-        shown, _, verb = exchange.head.path.removeprefix(WORKERS).rstrip("/").rpartition("/")
+        shown, _, verb = exchange.path.removeprefix(WORKERS).rstrip("/").rpartition("/")
         worker_id = WorkerId(unquote(shown))
         if verb not in ("drain", "undrain") or not shown:
             raise NotFound("Unknown path. There are /drain and /undrain of a worker.", code="unknown_path")

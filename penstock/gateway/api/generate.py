@@ -178,8 +178,9 @@ class Generate:
         too_long: Iterator[ServedModel] | None = None
         first_error: ContextTooLong | None = None
         while exchange.is_open:
-            exchange.served = served
-            exchange.tally = Tally(model=model.name, endpoint=endpoint, started_ns=exchange.started_ns)
+            exchange.tally = Tally.begin(
+                served, counted_model=model.name, endpoint=endpoint, started_ns=exchange.started_ns
+            )
             try:
                 job, begin = await prepare(model, adapter)
             except ContextTooLong as error:
@@ -257,9 +258,11 @@ class Generate:
         facts = msgspec.structs.replace(facts, num_bytes=old.num_bytes)
 
         def start() -> tuple[Reply, Sequence[tuple[GenerateRequest, Sink]]]:
-            exchange.served = now_served
-            exchange.tally = Tally(
-                model=model.name, endpoint=Endpoint(old.endpoint), started_ns=exchange.started_ns
+            exchange.tally = Tally.begin(
+                now_served,
+                counted_model=model.name,
+                endpoint=Endpoint(old.endpoint),
+                started_ns=exchange.started_ns,
             )
             reply, sinks = begin(job)
             return reply, self._streams(job, sinks)

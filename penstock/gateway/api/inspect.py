@@ -230,7 +230,7 @@ class Inspect:
 
     async def show_model(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /v1/models/{id}`. The id may hold slashes."""
-        name = unquote(exchange.head.path.removeprefix("/v1/models/"))
+        name = unquote(exchange.path.removeprefix("/v1/models/"))
         answer(exchange, self._services.models.card(name, caller.tenant))
 
     async def tokenize(self, exchange: Exchange, caller: Caller) -> None:

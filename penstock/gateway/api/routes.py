@@ -16,11 +16,11 @@ _POLLED = frozenset({"/health", "/ready", "/metrics", "/status.json", "/admin/wo
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 
-def is_poll(head: RequestHead, status: int) -> bool:
+def is_poll(method: str, path: str, status: int) -> bool:
     """Whether a request is one of the many by which something watches us, and was answered; "not ready" is an
     answer.
     """
-    looked = head.method in ("GET", "HEAD") and head.path.rstrip("/") in _POLLED
+    looked = method in ("GET", "HEAD") and path.rstrip("/") in _POLLED
     return looked and (status < 400 or status == 503)
 
 

@@ -96,6 +96,10 @@ class GatewayRecords:
         """See `driver.Records`."""
         self._metrics.evicted(route, reason)
 
+    def timed_out(self, request: Request) -> None:
+        """See `driver.Records`."""
+        self._metrics.timed_out(request.facts.route)
+
     def tried_again(self, request: Request) -> None:
         """See `driver.Records`."""
         count = self._metrics.migrated if request.has_begun else self._metrics.retried
@@ -319,8 +323,7 @@ class Dispatcher:
                 return
             # A request that continues reports at once, so that flow control knows that it has begun there.
             reply.next_slice = reply.num_produced + (1 if request.has_begun else self._slice_tokens)
-            if (served := reply.exchange.served) is not None:
-                served.queue_ns = request.queue_ns
+            reply.tally.queue_ns = request.queue_ns
             streams = reply.remaining()
             if start.priority or start.attempt > 1 or start.takes_row:
                 streams = [(_attempt(stream, start), sink) for stream, sink in streams]
@@ -338,6 +341,10 @@ class Dispatcher:
                 reply.abort_attempt(attempt)
             else:
                 reply.abort()
+
+    def give_up(self, now_ns: int, request: Request, error: PenstockError) -> None:
+        """See `driver.Workers`."""
+        _reply_of(request).give_up(error)
 
     def stop(self, now_ns: int, request: Request, reason: FinishReason) -> None:
         """See `driver.Clients`."""

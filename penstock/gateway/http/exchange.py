@@ -13,9 +13,6 @@ chunk.
                                                 unavailable, failure, timeout, breaker, busy
     x-penstock-route: complexity=0.31 (code .20, question .11)      how `model: "auto"` was decided
     x-penstock-queue-ms: 12                     how long it waited here for a worker
-
-What one generation request used and how it went: the source of its metrics and of its line in the access
-log.
 """
 
 import enum
@@ -112,10 +109,14 @@ _OUTCOMES: Mapping[FinishReason, OutcomeLabel] = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
-    """Filled while the request runs. Times are the gateway's clock in nanoseconds."""
+class Tally(Served):
+    """The same and how the request goes: the source of its metrics and its line in the access log.
 
-    model: str
+    Times are the gateway's clock in nanoseconds.
+    """
+
+    counted_model: str
+    """In whose metrics it is: of an adapter, the model that it is for."""
     endpoint: Endpoint
     num_choices: int = 1
     started_ns: int
@@ -124,6 +125,19 @@ class Tally:
     ended_ns: int | None = None
     outcome: OutcomeLabel | None = None
     usages: UsageSum = field(default_factory=UsageSum)
+
+    @classmethod
+    def begin(cls, served: Served, *, counted_model: str, endpoint: Endpoint, started_ns: int) -> "Tally":
+        """Of a request whose model was found."""
+        return cls(
+            model=served.model,
+            requested=served.requested,
+            downgrade=served.downgrade,
+            route=served.route,
+            counted_model=counted_model,
+            endpoint=endpoint,
+            started_ns=started_ns,
+        )
 
     def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
         """A choice's stream is over.
@@ -191,6 +205,9 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
     version: str = "1.1"
 
 
+_FORGOTTEN = RequestHead(method="", path="", headers={})
+
+
 class Response(msgspec.Struct, frozen=True, kw_only=True):
     """A whole response."""
 
@@ -236,9 +253,32 @@ class Exchange:
     """A request in the hands of a handler, and the way back to the client."""
 
     __slots__ = (
-        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "cors", "ending",
-        "head", "headers", "holds", "id", "idle_ticks", "is_open", "on_caught_up", "on_disconnect", "on_full",
-        "served", "started_ns", "status", "streaming", "tally", "terms",
+        "_chunked",
+        "_held_bytes",
+        "_keep_alive",
+        "_on_finished",
+        "_wire",
+        "body",
+        "client",
+        "cors",
+        "ending",
+        "head",
+        "headers",
+        "holds",
+        "id",
+        "idle_ticks",
+        "is_open",
+        "method",
+        "on_caught_up",
+        "on_disconnect",
+        "on_full",
+        "path",
+        "started_ns",
+        "status",
+        "streaming",
+        "tally",
+        "terms",
+        "version",
     )  # fmt: skip
 
     def __init__(
@@ -252,14 +292,12 @@ class Exchange:
         on_finished: Callable[["Exchange"], None],
     ) -> None:
         self.head = head
+        self.method, self.path, self.version = head.method, head.path, head.version
         self.client = client
         self.body = b""
         self.id = ""
         self.tally: Tally | None = None
-        """Set by handlers that generate."""
-        self.served: Served | None = None
-        """Which model answers, and why. Set by handlers that generate; its headers go with whatever the
-        response is."""
+        """Set by handlers that generate. Its headers go with whatever the response is."""
         self.started_ns = 0
         self.status = 0
         self.streaming = False
@@ -299,7 +337,7 @@ class Exchange:
     def forget_request(self) -> None:
         """Nobody reads body and headers any more: they may be megabytes, and the stream long."""
         self.body = b""
-        self.head = msgspec.structs.replace(self.head, headers={})
+        self.head = _FORGOTTEN
 
     def respond(self, response: Response) -> None:
         """Answer with a whole response, whose length is known."""
@@ -309,7 +347,7 @@ class Exchange:
         self.status = response.status
         head = self._head(response.status, response.content_type, response.headers)
         length = b"" if response.status == 204 else b"content-length: %d\r\n" % len(response.body)
-        body = b"" if self.head.method == "HEAD" else response.body
+        body = b"" if self.method == "HEAD" else response.body
         self._wire.write(b"%b%b\r\n%b" % (head, length, body))
         self._finish(Ending.ANSWERED)
 
@@ -319,7 +357,7 @@ class Exchange:
             return
         assert not self.streaming, "the response has started"
         self.status, self.streaming = 200, True
-        self._chunked = self.head.version == "1.1"
+        self._chunked = self.version == "1.1"
         if not self._chunked:
             self._keep_alive = False  # HTTP/1.0 has no chunks: the end of the connection is the end.
         head = self._head(200, EVENTS, ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")))
@@ -331,7 +369,7 @@ class Exchange:
             return
         if self.streaming:
             self.write(HEARTBEAT)
-        elif self.head.version == "1.1":
+        elif self.version == "1.1":
             self._wire.write(
                 CONTINUE
             )  # An interim response, of which a client must expect any number (RFC 9110, 15.2).
@@ -448,11 +486,11 @@ class Exchange:
         lines.extend(b"%b: %b" % header for header in self.cors)
         lines.extend(b"%b: %b" % header for header in self.headers)
         lines.extend(b"%b: %b" % header for header in headers)
-        if self.served is not None:
-            lines.extend(b"%b: %b" % header for header in self.served.headers())
+        if self.tally is not None:
+            lines.extend(b"%b: %b" % header for header in self.tally.headers())
         if not self._keep_alive:
             lines.append(b"connection: close")
-        elif self.head.version != "1.1":
+        elif self.version != "1.1":
             lines.append(b"connection: keep-alive")
         lines.append(b"")
         return b"\r\n".join(lines)

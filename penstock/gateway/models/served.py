@@ -11,14 +11,13 @@ caller sends.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from penstock.config.routing import RoutingConfig
 from penstock.errors import ConfigError, InvalidRequest, NotFound, WorkerUnavailable
 from penstock.fleet.registry import RouteWorkers
-from penstock.gateway.models.auto_model import AutoModels
 from penstock.policy.placement.pick import ComplexityChoice
 from penstock.policy.tenant import (
     ANONYMOUS,
@@ -36,6 +35,9 @@ from penstock.text.prompt import NONCE_BYTES, ChatPrompts
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tools import HermesToolParser, ToolParser
 from penstock.types import BLOCK_TOKENS, ModelName
+
+if TYPE_CHECKING:
+    from penstock.gateway.models.auto_model import AutoModels
 
 _CHUNK = 256
 """Tokens compared at a time."""
@@ -181,7 +183,7 @@ class ModelTable:
     ) -> None:
         self._models = dict(models)
         created_s = max((model.created_s for model in models.values()), default=0)
-        self._auto = AutoModels(routing, created_s=created_s) if routing.auto else None
+        self._auto = _choose_auto(routing, created_s) if routing.auto else None
 
     def __iter__(self):  # noqa: ANN204
         return iter(self._models.values())
@@ -286,3 +288,10 @@ def _limits_of(tenant: Tenant) -> CallerLimits:
         output_tokens=tenant.output_tokens_max or None,
         context_tokens=tenant.context_tokens_max or None,
     )
+
+
+def _choose_auto(routing: RoutingConfig, created_s: int) -> "AutoModels":
+    """What answers for `model: "auto"`."""
+    from penstock.gateway.models import auto_model  # Absent unless configured.
+
+    return auto_model.AutoModels(routing, created_s=created_s)

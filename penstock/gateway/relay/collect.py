@@ -156,11 +156,11 @@ class WholeChat(WholeReply):
     def answer(self) -> ChatAnswer:
         """The body."""
         return ChatAnswer(
-            id=self.context.head.id,
+            id=self.head.id,
             object="chat.completion",
-            created=self.context.head.created,
-            model=self.context.head.model,
-            system_fingerprint=self.context.head.fingerprint,
+            created=self.head.created,
+            model=self.head.model,
+            system_fingerprint=self.head.fingerprint,
             choices=[self._choice(i, sink) for i, sink in enumerate(self.sinks)],
             usage=self.tally.usage(),
             prompt_logprobs=_shown_prompt(self.sinks[0], self._num_prompt_top),
@@ -174,7 +174,7 @@ class WholeChat(WholeReply):
         text = "".join(item.text for item in events if isinstance(item, Text))
         calls = [
             AnswerToolCall(
-                id=self.context.ids.take("call"),
+                id=self.ids.take("call"),
                 type="function",
                 function=CalledFunction(name=item.name, arguments=item.arguments_json),
             )
@@ -214,11 +214,11 @@ class WholeCompletion(WholeReply):
     def answer(self) -> CompletionAnswer:
         """The body."""
         return CompletionAnswer(
-            id=self.context.head.id,
+            id=self.head.id,
             object="text_completion",
-            created=self.context.head.created,
-            model=self.context.head.model,
-            system_fingerprint=self.context.head.fingerprint,
+            created=self.head.created,
+            model=self.head.model,
+            system_fingerprint=self.head.fingerprint,
             choices=[self._choice(i, sink) for i, sink in enumerate(self.sinks)],
             usage=self.tally.usage(),
         )

@@ -187,9 +187,8 @@ class StreamReply(Reply):
     def complete(self) -> None:
         """The end of a stream that went well."""
         usage = b""
-        if self.context.head.include_usage:
-            facts = self.exchange.served.facts() if self.exchange.served is not None else b""
-            usage = self.context.head.usage_event(self._kind, self.tally.usage(), facts)
+        if self.head.include_usage:
+            usage = self.head.usage_event(self._kind, self.tally.usage(), self.tally.facts())
         self.exchange.end(usage + DONE)
 
     def send_error(self, error: Exception) -> None:
@@ -225,7 +224,7 @@ class TextSink:
         self._index = index
         self._opening = opening
         self._prefix, self._suffix = chunks.prefix, chunks.suffix
-        self._finish = chunks.finish
+        self._finish = chunks.finish()
         self._began = False
         self._held = bytearray()
         """Text that is held back, as the inside of a JSON string: such insides can be joined."""
@@ -260,7 +259,8 @@ class TextSink:
             if not self._began:
                 self._begin()
             self.release()
-            self._exchange.write(self._finish(finish.reason.value))
+            before, after = self._finish
+            self._exchange.write(b'%b"%b"%b' % (before, finish.reason.value.encode(), after))
         self._reply.choice_finished(self._index, finish)
 
     def _hold(self, piece: bytes) -> None:
@@ -294,7 +294,7 @@ class ChatSink(TextSink):
         self._chunks = chunks
         self._logprobs = logprobs
         self._parser = parser
-        self._ids = reply.context.ids
+        self._ids = reply.ids
         self._num_calls = 0
 
     def on_delta(self, delta: Delta) -> None:

@@ -205,14 +205,14 @@ class Reply:
 
     __slots__ = (
         "_broken", "_generations", "_is_over", "_live", "_race", "_resume", "_settled", "_stopped",
-        "_waiting", "context", "error", "exchange", "fall_back", "next_slice", "num_produced", "request",
-        "streams", "tally",
+        "_waiting", "clock", "error", "exchange", "fall_back", "head", "ids", "listener", "next_slice",
+        "num_produced", "request", "streams", "tally",
     )  # fmt: skip
 
     def __init__(self, context: Context) -> None:
-        self.context = context
-        self.exchange = context.exchange
-        self.tally = context.tally
+        self.exchange, self.tally = context.exchange, context.tally
+        self.clock, self.listener = context.clock, context.listener
+        self.head, self.ids = context.head, context.ids
         self.error: Exception | None = None
         """What ended it, if it failed."""
         self.request: Request | None = None
@@ -306,14 +306,14 @@ class Reply:
         """Start its one stream a second time: whichever has output first is heard."""
         assert self._race is not None, "it was not started so"
         if self._is_over or self._broken is not None:
-            self.context.listener.on_hedge_lost(self, attempt, None)
+            self.listener.on_hedge_lost(self, attempt, None)
             return
         racer = self._race.enter(sink, attempt)
         try:
             generation = backend.generate(request, racer.as_sink())
         except (WorkerError, Overloaded) as error:
             self._race.leave(racer)
-            self.context.listener.on_hedge_lost(self, attempt, error)
+            self.listener.on_hedge_lost(self, attempt, error)
             return
         racer.generation = generation
         self._generations.append(generation)
@@ -321,14 +321,14 @@ class Reply:
     def first_output(self) -> None:
         """A choice has its first output."""
         if self.tally.first_ns is None:
-            self.tally.first_ns = self.context.clock.now_ns()
-            self.context.listener.on_first_output(self)
+            self.tally.first_ns = self.clock.now_ns()
+            self.listener.on_first_output(self)
 
     def count(self, num_tokens: int) -> None:
         """A choice has new tokens (called by sinks, after they were passed on)."""
         self.num_produced += num_tokens
         if self.num_produced >= self.next_slice:
-            self.context.listener.on_tokens(self)
+            self.listener.on_tokens(self)
 
     def ended(self, finish: Finish) -> Finish:
         """A stream's end as the client sees it: what the listener stopped did not fail (called by sinks first
@@ -362,6 +362,11 @@ class Reply:
         self._abort_all()
         self.send_error(error)
         self._settle_if_idle()
+
+    def give_up(self, error: PenstockError) -> None:
+        """The attempt that runs has given nothing for too long: it has failed."""
+        if not self._waiting:
+            self._break(error, can_resume=False)
 
     def stop(self, reason: FinishReason) -> None:
         """End every choice now with `reason`, as a good end with what there is."""
@@ -407,14 +412,14 @@ class Reply:
             return
         if self._broken is not None and not self._is_over:
             error, self._broken, self._waiting = self._broken, None, True
-            if self.context.listener.on_attempt_failed(self, error):
+            if self.listener.on_attempt_failed(self, error):
                 return
             self.fail(error)
             return
         self._settled = True
-        self.tally.ended_ns = self.context.clock.now_ns()
+        self.tally.ended_ns = self.clock.now_ns()
         is_complete, self._is_over = not self._is_over, True
-        self.context.listener.on_ended(self)  # First: what the client was told has been written down.
+        self.listener.on_ended(self)  # First: what the client was told has been written down.
         if is_complete:
             self.complete()
         self._generations.clear()  # Their sinks lead back here.
@@ -432,7 +437,7 @@ class Reply:
             self._abort_all()
 
     def _new_race(self) -> Race:
-        listener = self.context.listener
+        listener = self.listener
 
         def won(winner: Racer) -> None:
             listener.on_hedge_won(self, winner.attempt)
@@ -447,7 +452,7 @@ class Reply:
     def _client_left(self) -> None:
         if not self._is_over:
             self._over(OutcomeLabel.ABORT)
-            self.context.listener.on_client_left(self)
+            self.listener.on_client_left(self)
             self._abort_all()
             self._settle_if_idle()
 

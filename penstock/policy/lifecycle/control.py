@@ -19,6 +19,7 @@ from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Evicted, PenstockError, WorkerUnavailable
 from penstock.policy.answers import Abort, Diverted, Queued, Refused, Requeued, Start, Stop
 from penstock.policy.contracts import Pass, RouteLoad
+from penstock.policy.extras.attempt_clock import AttemptClock
 from penstock.policy.extras.hedging import MARK, Hedging
 from penstock.policy.extras.quarantine import CrashQuarantine
 from penstock.policy.flow import Event, RequestFacts, State
@@ -77,7 +78,7 @@ class FlowControl:
         self._drain_ns: int | None = None
         self.hedging: Hedging | None = None
         """For the driver, which says which of two attempts won; None if requests are never hedged."""
-        extras = list[Extra]()
+        extras: list[Extra] = [AttemptClock(self._requests, self._fallbacks.can_leave)]
         self._quarantine: CrashQuarantine | None = None
         if self._policies.poison is not None:
             self._quarantine = CrashQuarantine(self._policies.poison)
@@ -206,7 +207,7 @@ class FlowControl:
         if cached_tokens is not None:
             request.cached_tokens = min(cached_tokens, request.facts.prompt_tokens)
             if request.cached_tokens != request.facts.cached_tokens:
-                charge(request, max(request.holds.expected, request.completion_tokens))
+                charge(request, max(request.expected, request.completion_tokens))
 
     def output(self, now_ns: int, request_id: RequestId, num_tokens: int) -> Stop | None:
         """So many new tokens came, of all choices together: call it once per slice, not per token.
@@ -220,14 +221,13 @@ class FlowControl:
             self.first_output(now_ns, request_id)
         self._advance(now_ns, request, Event.OUTPUT)
         request.completion_tokens = total = request.completion_tokens + num_tokens
-        holds = request.holds
-        holds.tokens.renew(now_ns, total)
-        if total > holds.expected:
-            holds.expected = total
+        request.tokens.renew(now_ns, total)
+        if total > request.expected:
+            request.expected = total
             charge(request, total)
-        if total < holds.budgeted or request.state is State.STOPPING:
+        if total < request.budgeted or request.state is State.STOPPING:
             return None
-        if self._accounts.next_slice(now_ns, request.facts, holds, total, request.cached_tokens):
+        if self._accounts.next_slice(now_ns, request, total):
             return None
         answer = self._advance(now_ns, request, Event.STOP)
         assert isinstance(answer, Abort), f"{request.id} is not aborted"
@@ -399,6 +399,9 @@ class FlowControl:
     def _serve(self, now_ns: int, lane: ModelQueue, actions: list[Action]) -> None:
         while (late := lane.next_expired(now_ns)) is not None:
             work, reason = late
+            if reason == "late" and (leaves := self._fallbacks.too_late(now_ns, self._requests[work.id])):
+                actions.append(leaves)
+                continue
             waited_s = (now_ns - work.queued_ns) / NS_PER_S
             error: PenstockError = _no_worker(lane.route)
             if reason == "timeout":

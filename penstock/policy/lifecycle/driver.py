@@ -2,7 +2,7 @@
 any I/O.
 
     submit ─────> FlowControl.arrive ────> Records.opened
-    dispatch ───> FlowControl.dispatch ──> Workers.start, Workers.abort, Clients.fail, Clients.fall_back
+    dispatch ───> FlowControl.dispatch ──> Workers.start, abort, give_up; Clients.fail, fall_back
     first_output, output, attempt_failed, ended <── the request's streams on its workers
     and at its one end ─────────────────> Records.closed, Clients.settled
 
@@ -15,7 +15,7 @@ come back here before it returns.
 from typing import Protocol
 
 from penstock.errors import EngineFault, PenstockError, StreamBroken
-from penstock.policy.answers import Abort, Diverted, FallBack, Queued, Refused, Requeued, Start
+from penstock.policy.answers import Abort, Diverted, FallBack, GiveUp, Queued, Refused, Requeued, Start
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.machine_costs import Meters
@@ -35,6 +35,12 @@ class Workers(Protocol):
     def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
         """Abort one attempt there, which counts no more; with 0 whatever runs of the request, and its final
         report is awaited.
+        """
+        ...
+
+    def give_up(self, now_ns: int, request: Request, error: PenstockError) -> None:
+        """Abort its only attempt, which has given nothing: it has failed with this error. `attempt_failed`
+        follows.
         """
         ...
 
@@ -98,6 +104,10 @@ class Records(Protocol):
 
     def evicted(self, route: str, reason: str) -> None:
         """An accepted request was ended for the sake of others, or waited too long."""
+        ...
+
+    def timed_out(self, request: Request) -> None:
+        """Its attempt was given up because it took too long."""
         ...
 
     def tried_again(self, request: Request) -> None:
@@ -283,6 +293,8 @@ class Driver:
                 case FallBack():
                     if (request := self.control.request(action.id)) is not None:
                         self._clients.fall_back(now_ns, request, action)
+                case GiveUp():
+                    self._give_up(now_ns, action)
                 case Evict():
                     self._evict(now_ns, action)
 
@@ -301,6 +313,12 @@ class Driver:
         else:
             self._meters.started(now_ns, request)
         self._workers.start(now_ns, request, start)
+
+    def _give_up(self, now_ns: int, action: GiveUp) -> None:
+        request = self.control.request(action.id)
+        if request is not None and request.state is State.STARTED:  # Else a port ended it meanwhile.
+            self._records.timed_out(request)
+            self._workers.give_up(now_ns, request, action.error)
 
     def _evict(self, now_ns: int, evict: Evict) -> None:
         if evict.settled is not None:

@@ -4,6 +4,7 @@
     none may be used       they fail, are slow, or have no room (`Health.trouble`): the same, but it starts
                            nowhere until the other model has answered whether it takes it
     an attempt failed      or gave nothing in time, and the model has no other worker for it: at once
+    it waits too long      for an external worker
 
 Which model is admission's to say; the driver makes the prompt anew for it, since it has another tokenizer and
 template, and moves the request. All the while it waits where it was: should the other model not let it in,
@@ -86,6 +87,18 @@ class Fallbacks:
                 stay.append(request)
         return found, stay, False
 
+    def can_leave(self, now_ns: int, request: Request) -> bool:
+        """Whether another worker or model would take a request that runs and has given nothing."""
+        lane, facts, health = request.lane, request.facts, self._policies.health
+        may_retry = request.attempts - request.attempts_elsewhere <= self._retries_max
+        if (
+            may_retry
+            and lane.has_other(now_ns, request.work, besides=request.worker, now=True)
+            and health.can_retry(now_ns)
+        ):
+            return True
+        return bool(self._policies.admission.elsewhere(now_ns, facts, self._look(now_ns, facts)))
+
     def next_try(self, now_ns: int, request: Request, error: PenstockError) -> tuple[Event, FallBack | None]:
         """How a request whose worker failed is tried again, `FAIL` if it is not; and whether at another
         model.
@@ -108,6 +121,17 @@ class Fallbacks:
         may_retry = may_retry and not has_other and health.may_retry(now_ns)
         return (Event.RETRY if may_retry else Event.FAIL), None
 
+    def too_late(self, now_ns: int, request: Request) -> FallBack | None:
+        """It has waited too long for its promise, behind attempts at an external worker: what is ahead of it
+        there nobody here can see or order, so another model may have it.
+        """
+        if not any(room.view.is_external for room in request.lane.rooms):
+            return None
+        action = self.leave(now_ns, request, "slo")
+        if action is not None:
+            request.lane.queue.wait_on(request.work)
+        return action
+
     def leave(self, now_ns: int, request: Request, why: DowngradeReason) -> FallBack | None:
         """Let it leave for another model, if one may answer it and would in time; it starts nowhere until it
         has moved, or stays.
@@ -118,6 +142,7 @@ class Fallbacks:
         route = self._policies.admission.elsewhere(now_ns, facts, self._look(now_ns, facts))
         if not route:
             return None
+        assert route != facts.route, "a model is not its own fallback"
         request.lane.leaving.add(facts.id)
         return FallBack(facts.id, route, why)
 

@@ -27,7 +27,7 @@ from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.flow import SLICE_TOKENS, RequestFacts
 from penstock.policy.queueing.capacity import Placement, least_loaded
 from penstock.policy.queueing.pace import Pace
-from penstock.policy.requests.request import Holds
+from penstock.policy.requests.request import Holds, Request
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage, WorkerId
 
@@ -170,6 +170,11 @@ class AllHealthy:
         del now_ns
         return True
 
+    def can_retry(self, now_ns: int) -> bool:
+        """Yes."""
+        del now_ns
+        return True
+
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Policies:
@@ -219,25 +224,25 @@ class Accounts:
             tokens.undo(now_ns)
             return Refused(facts.id, "budget", error)
         money = cast("MoneyHold", reserved)
-        return Holds(tokens, money, expected=expected, budgeted=budgeted)
+        return Holds(tokens=tokens, money=money, expected=expected, budgeted=budgeted)
 
-    def next_slice(
-        self, now_ns: int, facts: RequestFacts, holds: Holds, total: int, cached_tokens: int
-    ) -> bool:
+    def next_slice(self, now_ns: int, request: Request, total: int) -> bool:
         """Hold money for the slice that begins after `total` answer tokens; False: there is none left."""
-        assert total >= 0 <= cached_tokens + 1, "counts are of tokens; -1 is not known"
+        assert total >= 0, total
+        facts = request.facts
         longest = facts.max_tokens * facts.choices
-        holds.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
-        price = self._price(facts.route, facts.prompt_tokens, max(cached_tokens, 0), holds.budgeted)
-        return holds.money.renew(now_ns, price)
+        request.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
+        cached = max(request.cached_tokens, 0)
+        price = self._price(facts.route, facts.prompt_tokens, cached, request.budgeted)
+        return request.money.renew(now_ns, price)
 
-    def settle(self, now_ns: int, route: str, holds: Holds, used: Usage) -> int:
+    def settle(self, now_ns: int, request: Request, used: Usage) -> int:
         """It used so much; returns its price in millionths."""
         tokens = used.prompt_tokens + used.completion_tokens
         assert tokens >= 0, used
-        holds.tokens.settle(now_ns, tokens)
-        price = self._policies.prices.cost_micros(route, used) if tokens else 0
-        holds.money.settle(now_ns, price)
+        request.tokens.settle(now_ns, tokens)
+        price = self._policies.prices.cost_micros(request.facts.route, used) if tokens else 0
+        request.money.settle(now_ns, price)
         return price
 
     def _price(self, route: str, prompt: int, cached: int, output: int) -> int:

@@ -103,9 +103,11 @@ class Transitions:
     def _retarget(self, now_ns: int, request: Request, change: Change) -> None:
         assert change.moved is not None, "a move says what it becomes"
         self._forget(request)
-        request.holds.undo(now_ns)
+        request.tokens.undo(now_ns)
+        request.money.undo(now_ns)
         moved = change.moved
-        request.facts, request.lane, request.holds = moved.facts, moved.lane, moved.holds
+        request.facts, request.lane = moved.facts, moved.lane
+        request.take(moved.holds)
         request.work = request.booked = moved.work
         request.cached_tokens = moved.facts.cached_tokens
 
@@ -170,6 +172,6 @@ class Transitions:
             cached_tokens=request.cached_tokens,
             completion_tokens=request.completion_tokens,
         )
-        request.cost_micros = self._accounts.settle(now_ns, request.facts.route, request.holds, used)
+        request.cost_micros = self._accounts.settle(now_ns, request, used)
         assert request.outcome is not None, "what has ended has an outcome"
         return Settled(request.id, request.outcome, request)

@@ -154,12 +154,18 @@ class ModelQueue:
         self.avoid.setdefault(work.id, set()).add(worker_id)
         work.hold_ns = 0
 
-    def has_other(self, now_ns: int, work: Work) -> bool:
-        """Whether a worker where it has not failed could have it now, or will."""
+    def has_other(
+        self, now_ns: int, work: Work, *, besides: WorkerId | None = None, now: bool = False
+    ) -> bool:
+        """Whether a worker where it has not failed, and not this one, could have it: in time, or `now`."""
         blocked = self._health.blocked(now_ns, self.route, strict=True)
         avoid = self.avoid.get(work.id, _NOBODY)
         return any(
-            room.view.ready and room.id not in blocked and room.id not in avoid and room.is_able(work)
+            room.view.ready
+            and room.id not in blocked
+            and room.id not in avoid
+            and room.id != besides
+            and (room.fits(work) if now else room.is_able(work))
             for room in self.rooms
         )
 
@@ -331,6 +337,7 @@ class ModelQueue:
     def _blocked(self, now_ns: int, work: Work) -> frozenset[WorkerId]:
         """Workers that this request must not be given to now."""
         if self.leaving and work.id in self.leaving:
+            assert not work.goes_on, "nothing leaves that has given output"
             return frozenset(room.id for room in self.rooms)
         blocked = self._health.blocked(now_ns, self.route, strict=work.is_strict)
         barred = self._apart.barred(self.route, work.id) if self._apart is not None else None

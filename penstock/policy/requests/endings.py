@@ -5,7 +5,7 @@
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.policy.answers import Abort, FallBack, Start
+from penstock.policy.answers import Abort, FallBack, GiveUp, Start
 from penstock.policy.record import Outcome
 from penstock.policy.requests.request import Request
 from penstock.types import RequestId, WorkerId
@@ -33,5 +33,5 @@ class Evict(msgspec.Struct, frozen=True):
     settled: Settled | None = None
 
 
-Action = Start | Abort | Evict | FallBack
+Action = Start | Abort | Evict | FallBack | GiveUp
 """What `dispatch` answers."""

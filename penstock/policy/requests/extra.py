@@ -9,7 +9,7 @@ see `FlowControl`.
 from collections.abc import Iterable
 
 from penstock.errors import PenstockError
-from penstock.policy.answers import Abort, Start
+from penstock.policy.answers import Abort, GiveUp, Start
 from penstock.policy.flow import RequestFacts
 from penstock.policy.requests.request import Request
 from penstock.types import Usage, WorkerId
@@ -52,14 +52,17 @@ class Extra:
         """A request ended well."""
 
     def evictions(self, now_ns: int) -> Iterable[tuple[Request, str, PenstockError]]:
-        """Requests that wait and must not go on waiting, with the reason and the error.
+        """Requests that must not be waited for any longer, with the reason and the error.
 
         Called first of all at each dispatch.
         """
         return ()
 
-    def due(self, now_ns: int) -> Iterable[Start]:
-        """What to start, besides what the queues start. Called last of all at each dispatch."""
+    def due(self, now_ns: int) -> Iterable[Start | GiveUp]:
+        """What to start, besides what the queues start, and which attempts to end.
+
+        Called last of all at each dispatch.
+        """
         return ()
 
     def next_ns(self) -> int | None:

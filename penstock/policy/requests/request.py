@@ -24,17 +24,15 @@ from penstock.policy.record import Outcome, UsageRecord
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
 
 
-class Holds:
-    """What one request holds."""
+class Holds(msgspec.Struct, frozen=True, kw_only=True):
+    """What was reserved for one request, until the request has it."""
 
-    __slots__ = ("budgeted", "expected", "money", "tokens")
-
-    def __init__(self, tokens: TokenHold, money: MoneyHold, *, expected: int, budgeted: int) -> None:
-        self.tokens, self.money = tokens, money
-        self.expected = expected
-        """Answer tokens that its fair share was charged for."""
-        self.budgeted = budgeted
-        """Answer tokens that the budget holds money for."""
+    tokens: TokenHold
+    money: MoneyHold
+    expected: int
+    """Answer tokens that its fair share was charged for."""
+    budgeted: int
+    """Answer tokens that the budget holds money for."""
 
     def undo(self, now_ns: int) -> None:
         """It was refused after all."""
@@ -156,16 +154,47 @@ class Request:
     """One accepted request. `FlowControl` changes it; others read it."""
 
     __slots__ = (
-        "arrived_ns", "asked_ns", "attempt", "attempts", "attempts_elsewhere", "booked", "cached_tokens",
+        "arrived_ns",
+        "asked_ns",
+        "attempt",
+        "attempts",
+        "attempts_elsewhere",
+        "booked",
+        "budgeted",
+        "cached_tokens",
         "completion_tokens",
-        "cost_micros", "dispatched_ns", "ended_ns", "error", "facts", "finish_reason", "first_output_ns",
-        "hedge", "hedged_ns", "holds", "io", "lane", "machine_micros", "migrations", "outcome",
-        "predicted_ns", "prompt_tokens", "queue_ns", "queued_ns", "reason", "state", "usage", "usages",
-        "work", "worker",
+        "cost_micros",
+        "dispatched_ns",
+        "ended_ns",
+        "error",
+        "expected",
+        "facts",
+        "finish_reason",
+        "first_output_ns",
+        "hedge",
+        "hedged_ns",
+        "io",
+        "lane",
+        "machine_micros",
+        "migrations",
+        "money",
+        "outcome",
+        "predicted_ns",
+        "prompt_tokens",
+        "queue_ns",
+        "queued_ns",
+        "reason",
+        "state",
+        "tokens",
+        "usage",
+        "usages",
+        "work",
+        "worker",
     )  # fmt: skip
 
     def __init__(self, facts: RequestFacts, now_ns: int, lane: ModelQueue, work: Work, holds: Holds) -> None:
-        self.facts, self.lane, self.work, self.holds = facts, lane, work, holds
+        self.facts, self.lane, self.work = facts, lane, work
+        self.take(holds)
         self.io: object = None
         """The driver's: its streams on workers, and its client."""
         self.predicted_ns = 0
@@ -213,6 +242,11 @@ class Request:
         self.reason = ""
         """Why it was evicted."""
         self.error = self.finish_reason = ""
+
+    def take(self, holds: Holds) -> None:
+        """Have what was reserved for it."""
+        self.tokens, self.money = holds.tokens, holds.money
+        self.expected, self.budgeted = holds.expected, holds.budgeted
 
     @property
     def id(self) -> RequestId:
@@ -395,7 +429,7 @@ def victims(
             id=request.id,
             band_order=request.work.level,
             is_protected=lane.queue.band_of(request.work).config.protected,
-            remaining_tokens=max(0, request.holds.expected - request.completion_tokens),
+            remaining_tokens=max(0, request.expected - request.completion_tokens),
             blocks=blocks_held(request),
         )
         for request in requests

@@ -209,7 +209,9 @@ class Breaker:
         """An attempt was ended because its first output did not come: it failed if that is much longer than
         is usual here, else nothing is known.
         """
+        assert waited_ns >= 0, waited_ns
         if self.is_slow(waited_ns):
+            self._usual_ns += (self._slow_ns - self._usual_ns) // _MEMORY  # In time it is what is usual.
             self.failed(now_ns)
         else:
             self.forget()
@@ -220,6 +222,7 @@ class Breaker:
 
     def reject(self, now_ns: int, why: str) -> None:
         """All attempts will fail: no need to count."""
+        assert why, "people want to know"
         self.why = why
         if self.state is not BreakerState.OPEN:
             self._move(now_ns, BreakerEvent.TRIP)

@@ -155,6 +155,7 @@ class FleetHealth:
         if len(broken | resting) < num_ready or not num_ready:
             is_panic = len(broken) > self._config.panic_above * num_ready
             return RouteTrouble(is_panic=True) if is_panic else None
+        assert broken | resting <= found.ready, "only ready workers are left alone"
         since_ns = [found.breakers[each].since_ns for each in broken]
         since_ns += [found.resting[each][0] for each in resting]
         back_ns = min((found.resting[each][1] for each in resting), default=0)
@@ -230,6 +231,10 @@ class FleetHealth:
         """Whether one more may be tried again; then it counts."""
         return self.retries.take(now_ns)
 
+    def can_retry(self, now_ns: int) -> bool:
+        """Whether it could; nothing counts."""
+        return self.retries.level(now_ns) >= 1
+
     def states(self) -> Iterator[tuple[str, WorkerId, BreakerState]]:
         """Model, worker and breaker, for metrics."""
         for route, found in self._routes.items():
@@ -261,6 +266,7 @@ class FleetHealth:
         if until_ns <= now_ns:
             since_ns = now_ns
         found.resting[worker_id] = (since_ns, max(until_ns, now_ns + int(wait_s * NS_PER_S)))
+        assert since_ns <= now_ns < found.resting[worker_id][1], "it rests from now on"
 
     def _breaker(self, route: str, worker_id: WorkerId) -> Breaker | None:
         found = self._routes.get(route)

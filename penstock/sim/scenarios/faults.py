@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.clock import NS_PER_S
+from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.policy.record import Outcome
 from penstock.sim.report.figures import Objective, Spread
 from penstock.sim.scenarios.parts import (
@@ -98,6 +99,47 @@ def slow_worker(knobs: Knobs) -> Setup:
     source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.WORKER_SLOW, amount=5.0)]
     return setup(knobs, [pool(knobs, workers=4)], [source], seconds=55, faults=faults)
+
+
+def _check_slow_route(played: Played, beside: Played | None) -> Sequence[Finding]:
+    assert beside is not None, "it is held against the run without a fallback"
+    during = [r for r in played.records if BEGINS + 5 <= r.at_ns / NS_PER_S < ENDS]
+    alone = [r for r in beside.records if BEGINS + 5 <= r.at_ns / NS_PER_S < ENDS]
+    good = sum(played.good(record) for record in during) / max(1, len(during))
+    return (
+        answered(played),
+        at_most("failed requests", played.figures.outcomes.get(Outcome.FAILED.value, 0), 0),
+        at_least("good share of requests from 5 s after it became slow", good, 0.9),
+        at_most("the same without a fallback", sum(map(beside.good, alone)) / max(1, len(alone)), 0.3),
+        at_least("good share of requests that came 10 s after it was well", late_share(played), 0.95),
+        at_least(
+            "of those, share that its own model answered again",
+            sum(r.model == "model" for r in played.records if r.at_ns > RECOVERED * NS_PER_S)
+            / max(1, sum(r.at_ns > RECOVERED * NS_PER_S for r in played.records)),
+            0.8,
+        ),
+    )  # fmt: skip
+
+
+def _slow_route(knobs: Knobs, *, fallback: str) -> Setup:
+    routing = RoutingConfig(models=(ModelRoute(model="model", fallback=fallback),))
+    config = msgspec.structs.replace(knobs.config, routing=routing)
+    knobs = msgspec.structs.replace(knobs, config=config)
+    source = chat(knobs, 0.5, 1, callers=Callers(tenants=even(4), patience_s=30.0))
+    pools = [pool(knobs, workers=1), pool(knobs, workers=1, name="spare")]
+    pools[0] = replace(pools[0], worker=replace(pools[0].worker, is_external=True))
+    faults = [fault(FaultKind.WORKER_SLOW, amount=40.0)]
+    return setup(knobs, pools, [source], seconds=60, faults=faults)
+
+
+@scenario(_check_slow_route, beside=lambda knobs: _slow_route(knobs, fallback=""))
+def slow_route(knobs: Knobs) -> Setup:
+    """The only worker of a model, a provider's, becomes forty times slower: is it waited for?
+
+    It has no peers, so it is held against its own history: attempts are given up, its breaker opens, and the
+    fallback model answers; probes find out when it is well again. Beside it: the same without a fallback.
+    """
+    return _slow_route(knobs, fallback="spare")
 
 
 def _check_gray(played: Played, _: Played | None) -> Sequence[Finding]:

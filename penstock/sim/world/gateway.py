@@ -210,6 +210,7 @@ class SimGateway:
             kind=spec.kind,
             max_model_len=spec.max_model_len,
             identity=worker.identity,
+            is_external=spec.is_external,
         )
         if worker_id not in self._known:
             self._known[worker_id] = route
@@ -288,6 +289,14 @@ class SimGateway:
     def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
         """See `driver.Workers`."""
         self._network.abort(now_ns, self.number, worker_id, request_id)
+
+    def give_up(self, now_ns: int, request: Request, error: PenstockError) -> None:
+        """See `driver.Workers`."""
+        self._network.abort(now_ns, self.number, request.worker, request.id)
+        self._failed(now_ns, request, request.attempt, error)
+
+    def timed_out(self, request: Request) -> None:
+        """See `driver.Records`."""
 
     def stop(self, now_ns: int, request: Request, reason: FinishReason) -> None:
         """See `driver.Clients`: the answer ends with what its worker reports."""

@@ -63,6 +63,8 @@ class SimWorkerSpec:
     """Name of the accelerator, for reports and prices."""
     cold_start_ns: int = 0
     """From being asked for to being ready."""
+    is_external: bool = False
+    """Gateways take it for a provider's: nothing is known of how it computes."""
     fast_forwards: bool = True
     """False does every step by itself: slower, and the same."""
 
