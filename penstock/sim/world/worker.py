@@ -419,10 +419,10 @@ class SimWorker:
             return  # Something came in between.
         if len(times) <= self._fast_forward_max:
             self._extend_fast_forward()
-            return
-        self._leap_to(len(times) - 1)
-        self._times = []
-        self._rest(now_ns)
+        else:
+            self._leap_to(len(times) - 1)
+            self._times = []
+            self._rest(now_ns)
 
     def _stop_coasting(self, end: int) -> None:
         """Let the step that ends at this one of the times be the last to coast over."""
