@@ -351,9 +351,8 @@ class SimWorker:
     def _launch(self, now_ns: int) -> None:
         """Plan one step, which ends after its time."""
         self._last_gauges = self._gauges()
-        plan = self.scheduler.schedule()
+        self._plan = plan = self.scheduler.schedule()
         assert plan is not None, "what has come waits or runs"
-        self._plan = plan
         for new in plan.new_rows:
             self._rows[new.row] = self._streams[new.request_id]
         step_ns = self._step_ns(StepShape.of(plan.work))
@@ -436,8 +435,7 @@ class SimWorker:
         """Do the steps until one of the times; the rest goes on."""
         if not index:
             return
-        times = self._times[: index + 1]
-        self.clock.time_ns = times[-1]
+        self.clock.time_ns = (times := self._times[: index + 1])[-1]
         outcome = self.scheduler.fast_forward(times, self._draw)
         self.steps += index
         self.busy_ns += times[-1] - times[0]
