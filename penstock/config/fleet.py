@@ -34,6 +34,16 @@ class WorkerTraits(Branch, frozen=True, kw_only=True):
     """Its context, for engines that do not tell it; 0: as it says itself."""
     max_running: Count = 0
     """Streams that it runs at once; 0: as it says itself, else 64."""
+    order: Count = 0
+    """Smaller goes first: it is given what those of a smaller order cannot take now, or fail. Workers that
+    are launched here have 0."""
+    weight: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """Its share of starts beside those of the same order, where their weights differ; else they share by
+    load and by where prompts are cached."""
+    rpm: Count = 0
+    """Requests a minute that each gateway process gives it at most; 0: no limit."""
+    tpm: Count = 0
+    """Tokens a minute, of prompts and answers; 0: no limit."""
     priorities: bool = False
     """It takes the request's priority (vLLM, SGLang and TensorRT-LLM, when they were started for it)."""
     lacks: tuple[Capability, ...] = ()
@@ -179,6 +189,8 @@ def worker_problems(worker: WorkerConfig, key: str) -> Iterator[str]:
         yield f"{key}.url: expected a port from 1 to 65535, got {port[1]}"
     if worker.api_key_env and not _VARIABLE.fullmatch(worker.api_key_env):
         yield f"{key}.api_key_env: expected the name of an environment variable, got {worker.api_key_env!r}"
+    if 0 < worker.tpm < worker.rpm:
+        yield f"{key}.tpm: {worker.tpm} is below rpm ({worker.rpm}), and every request has a token at least"
     if worker.kv_replay and not worker.kv_events:
         yield f"{key}.kv_replay: of no use without {key}.kv_events"
 

@@ -28,6 +28,7 @@ from penstock.config.tree import EngineConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
 from penstock.fleet.registry import Registry, Worker
+from penstock.policy.queueing.capacity import DeploymentTerms
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.address import NONCE_BYTES, Address, hash_key_of, parse_address
 from penstock.rng import fresh_key
@@ -116,6 +117,7 @@ class Attached:
             # Once it has shown that it has this key, its blocks go by what is derived from it
             # (`penstock worker`).
             worker.shares_key, worker.hash_key = True, hash_key_of(key.encode())
+        worker.terms = _terms_of(self.config)
         worker.kv_events = zmq_address(self.config.url, self.config.kv_events)
         worker.kv_replay = zmq_address(self.config.url, self.config.kv_replay)
         if self.config.engine == "penstock":
@@ -178,6 +180,11 @@ def _key_of(config: WorkerConfig) -> str:
     if not key:
         raise ConfigError(f"api_key_env: the environment variable {config.api_key_env} is not set")
     return key
+
+
+def _terms_of(config: WorkerConfig) -> DeploymentTerms | None:
+    terms = DeploymentTerms(order=config.order, weight=config.weight, rpm=config.rpm, tpm=config.tpm)
+    return None if terms == DeploymentTerms() else terms
 
 
 def worker_id_at(route: str, config: WorkerConfig) -> WorkerId:

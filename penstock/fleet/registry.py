@@ -22,6 +22,7 @@ from penstock.backends.base import Backend, BackendStatus, Phase
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.fleet import WORKERS_MAX
 from penstock.errors import ConfigError
+from penstock.policy.queueing.capacity import DeploymentTerms
 from penstock.policy.resilience.worker_state import WorkerEvent, WorkerLife, WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.log import Log
@@ -55,6 +56,8 @@ class Worker:
     hash_key: bytes = field(default=b"", repr=False)
     """The key of a worker that somebody else started, derived from the one that it shares with its
     gateways."""
+    terms: DeploymentTerms | None = None
+    """How it stands beside the others of its model; None: it is as they are."""
     kv_events: str = ""
     """ZeroMQ address of its KV events, where they do not come over the backend's own connection."""
     kv_replay: str = ""

@@ -111,6 +111,7 @@ class WorkerFeed:
             max_model_len=info.max_model_len if info is not None else 0,
             # No other engine's tokens are a function of seed and position.
             resumes=worker.engine == "penstock",
+            terms=worker.terms,
             is_external=worker.engine != "penstock",
             identity=info.identity if info is not None else "",
             adapters=adapters.loaded,

@@ -23,6 +23,17 @@ _LOOKS_MAX = 8
 _LOAD_UNIT = 1 << 20
 
 
+class DeploymentTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker stands beside the others of its model, as it is configured."""
+
+    order: int = 0
+    weight: int = 1
+    rpm: int = 0
+    """Requests a minute; 0: no limit."""
+    tpm: int = 0
+    """Tokens a minute; 0: no limit."""
+
+
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker last said of itself."""
 
@@ -48,6 +59,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """It can go on with what another worker of its identity began."""
     identity: str = ""
     """What it computes (kv/hashing.py); empty: it does not tell."""
+    terms: DeploymentTerms | None = None
+    """None: all workers of the model are alike, or this one is as they are."""
     is_external: bool = False
     """It does not run our engine."""
     adapters_served: frozenset[str] | None = None

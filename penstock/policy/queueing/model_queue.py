@@ -20,6 +20,7 @@ from penstock.policy.queueing.capacity import (
     WorkerView,
     uncached_tokens,
 )
+from penstock.policy.queueing.deployments import Deployments
 from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.policy.queueing.pace import Pace
 from penstock.policy.queueing.terms import queue_terms
@@ -41,7 +42,8 @@ class ModelQueue:
     """What waits for one model, and who could run it."""
 
     __slots__ = (
-        "_apart", "_config", "_down_ns", "_found", "_health", "_holds", "_last_ns", "_no_worker_ns",
+        "_apart", "_config", "_deployments", "_down_ns", "_found", "_health", "_holds", "_last_ns",
+        "_no_worker_ns",
         "_now_ns", "avoid", "gap_ns", "held", "leaving", "pace", "placement", "queue", "rooms", "route",
         "timer_ns",
     )  # fmt: skip
@@ -66,6 +68,7 @@ class ModelQueue:
         """Too large for the room there was for too long: a worker is kept free for it."""
         self.avoid: dict[RequestId, set[WorkerId]] = {}
         """Requests that were tried before -> the workers where that failed."""
+        self._deployments = Deployments()
         self.leaving: set[RequestId] = set()
         """Requests whose prompt is being made for another model: they are started nowhere meanwhile."""
         self.timer_ns: int | None = None
@@ -94,6 +97,10 @@ class ModelQueue:
         """Take a worker's report, or that it is gone."""
         before = self.rooms.num_ready
         self.rooms.set(worker_id, view)
+        if view is None:
+            self._deployments.forget(worker_id)
+        else:
+            self._deployments.set(worker_id, view.terms)
         if before and not self.rooms.num_ready:
             self._down_ns = now_ns
         self.queue.set_slots(self.rooms.num_slots)
@@ -134,6 +141,7 @@ class ModelQueue:
         self.rooms.book(room, work)
         self.pace.started(now_ns, work, room)
         self.placement.started(now_ns, work, room)
+        self._deployments.started(now_ns, work, room)
 
     def place_hedge(self, now_ns: int, work: Work, worker: WorkerId) -> WorkerCapacity | None:
         """Where a request that runs at `worker` could be started a second time: only if nobody waits, and
@@ -200,6 +208,7 @@ class ModelQueue:
         self._begin(worker_id, work)
         self.rooms.release(room, work)
         self.placement.ended(now_ns, work, room, usage)
+        self._deployments.ended(now_ns, work, room, usage)
 
     def next_expired(self, now_ns: int) -> tuple[Work, str] | None:
         """One whose wait is over, still in the queue, and why."""
@@ -237,7 +246,7 @@ class ModelQueue:
         if holds:
             times.append(holds[0][0])
         if self.queue.num_waiting:
-            times.append(self._health.due_ns(self.route))
+            times += [self._health.due_ns(self.route), self._deployments.due_ns]
         return min((time for time in times if time is not None), default=None)
 
     def retry_after_s(self) -> float:
@@ -319,7 +328,7 @@ class ModelQueue:
         if work.hold_ns > now_ns and self._is_held(work, blocked):
             return False
         avoid = self.avoid.get(work.id, _NOBODY) if self.avoid else _NOBODY
-        found = self.placement.place(now_ns, work, self.rooms, avoid, blocked)
+        found = self._place(now_ns, work, avoid, blocked)
         if isinstance(found, Hold):
             has_time = not work.start_by_ns or found.until_ns < work.expires_ns
             if has_time and (work.aside or len(self.queue.band_of(work).aside) < self._config.aside_max):
@@ -329,7 +338,7 @@ class ModelQueue:
             # It has no time for that, or aside is full, so it would be in the way of its tenant's others: it
             # goes where there is room.
             work.hold_ns = max(now_ns, 1)
-            found = self.placement.place(now_ns, work, self.rooms, avoid, blocked)
+            found = self._place(now_ns, work, avoid, blocked)
             assert not isinstance(found, Hold), "nobody is held twice"
         self._found = found
         return found is not None
@@ -340,8 +349,25 @@ class ModelQueue:
             assert not work.goes_on, "nothing leaves that has given output"
             return frozenset(room.id for room in self.rooms)
         blocked = self._health.blocked(now_ns, self.route, strict=work.is_strict)
+        if self._deployments:
+            blocked |= self._deployments.spent(now_ns, work)
         barred = self._apart.barred(self.route, work.id) if self._apart is not None else None
         return blocked | barred if barred else blocked
+
+    def _place(
+        self, now_ns: int, work: Work, avoid: Collection[WorkerId], blocked: frozenset[WorkerId]
+    ) -> WorkerCapacity | Hold | None:
+        """Where it could start now: by the placement, among those whose turn it is."""
+        if not self._deployments:
+            return self.placement.place(now_ns, work, self.rooms, avoid, blocked)
+        everybody = frozenset(room.id for room in self.rooms)
+        # One where it failed comes behind those of every order where it did not.
+        for without in (blocked.union(avoid), blocked) if avoid else (blocked,):
+            for group in self._deployments.groups(work, self.rooms, without):
+                found = self.placement.place(now_ns, work, self.rooms, avoid, everybody - group)
+                if found is not None:
+                    return found
+        return None
 
     def _is_held(self, work: Work, blocked: Collection[WorkerId]) -> bool:
         """Whether it goes on waiting for the warm worker: that is still there, and still has no room."""

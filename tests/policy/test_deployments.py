@@ -1,0 +1,91 @@
+"""Workers of one model that are not alike: order, weights, and limits of their own."""
+
+from collections import Counter
+
+import pytest
+
+from penstock.clock import NS_PER_S
+from penstock.errors import WorkerUnavailable
+from penstock.policy.answers import Start
+from penstock.policy.flow import RequestFacts
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.lifecycle.policies import Policies
+from penstock.policy.queueing.capacity import DeploymentTerms, WorkerView
+from penstock.policy.queueing.terms import QueueTerms
+from penstock.policy.record import Outcome
+from penstock.types import RequestId, Usage, WorkerId
+
+S = NS_PER_S
+
+
+def made(**workers: DeploymentTerms) -> FlowControl:
+    control = FlowControl(QueueTerms(worker_credit=0), Policies())
+    for name, terms in workers.items():
+        control.set_worker(0, "m", WorkerId(name), WorkerView(max_running=2, terms=terms))
+    return control
+
+
+def starts(control: FlowControl, now_ns: int) -> list[str]:
+    return [action.worker_id for action in control.dispatch(now_ns) if isinstance(action, Start)]
+
+
+def arrive(control: FlowControl, now_ns: int, name: str) -> list[str]:
+    """Where it started, and whatever else did."""
+    control.arrive(now_ns, RequestFacts(id=RequestId(name), route="m", prompt_tokens=20, max_tokens=10))
+    return starts(control, now_ns)
+
+
+def end(control: FlowControl, now_ns: int, name: str) -> None:
+    """With one token of its ten."""
+    control.first_output(now_ns, RequestId(name))
+    usage = Usage(prompt_tokens=20, completion_tokens=1)
+    control.ended(now_ns, RequestId(name), Outcome.FINISHED, usage)
+
+
+def test_the_first_order_goes_first_and_the_next_gets_what_it_cannot_take() -> None:
+    control = made(dear=DeploymentTerms(order=2), cheap=DeploymentTerms(), middle=DeploymentTerms(order=1))
+    started = [arrive(control, i, f"r{i}") for i in range(7)]
+    assert started == [["cheap"], ["cheap"], ["middle"], ["middle"], ["dear"], ["dear"], []]
+    end(control, 10, "r1")
+    assert starts(control, 10) == ["cheap"]
+
+
+def test_a_request_that_failed_goes_to_the_next_order() -> None:
+    control = made(cheap=DeploymentTerms(), dear=DeploymentTerms(order=1))
+    assert arrive(control, 0, "a") == ["cheap"]
+    control.failed(1, RequestId("a"), WorkerUnavailable("500"), retry=True)
+    assert starts(control, 1) == ["dear"]
+    control.failed(2, RequestId("a"), WorkerUnavailable("500"), retry=True)
+    assert starts(control, 2) == ["cheap"], "it failed everywhere"
+
+
+def test_starts_go_by_weights() -> None:
+    control = made(three=DeploymentTerms(weight=3), one=DeploymentTerms(order=0, rpm=1000))
+    found = Counter[str]()
+    for i in range(40):
+        found.update(arrive(control, i, f"r{i}"))
+        end(control, i, f"r{i}")
+    assert found == {"three": 30, "one": 10}
+
+
+def test_requests_a_minute_are_its_own() -> None:
+    control = made(small=DeploymentTerms(rpm=3))
+    for i in range(3):
+        assert arrive(control, i, f"r{i}") == ["small"]
+        end(control, i, f"r{i}")
+    assert arrive(control, 3, "late") == []
+    now_ns = 3
+    while not (started := starts(control, now_ns)):
+        now_ns = control.next_ns(now_ns) or 0
+        assert now_ns > 3
+    assert started == ["small"]
+    assert now_ns == pytest.approx(20 * S, rel=0.01), "a third of a minute for each"
+
+
+def test_tokens_a_minute_are_settled_on_what_was_used() -> None:
+    control = made(small=DeploymentTerms(tpm=60), spare=DeploymentTerms(order=1))
+    assert [arrive(control, 0, name) for name in "abc"] == [["small"], ["small"], ["spare"]]
+    end(control, 1, "a")
+    end(control, 1, "b")
+    assert arrive(control, 2, "d") == ["spare"], "18 of 60 are left, and it may need 30"
+    assert arrive(control, 13 * S, "e") == ["small"]
