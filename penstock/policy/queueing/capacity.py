@@ -153,7 +153,7 @@ class CapacityTable:
 
     __slots__ = (
         "_adapters", "_beyond", "_config", "_fresh", "_is_busy", "_next", "_open", "_rooms", "_starts",
-        "held", "num_others", "num_ready", "num_running", "num_slots",
+        "held", "num_ready", "num_running", "num_slots",
     )  # fmt: skip
 
     def __init__(
@@ -173,8 +173,6 @@ class CapacityTable:
         self.num_ready = self.num_slots = 0
         self.num_running = 0
         """Streams given by us and not ended, and those of others."""
-        self.num_others = 0
-        """Of those, the others'."""
 
     def set(self, worker_id: WorkerId, view: WorkerView | None) -> WorkerCapacity | None:
         """Take a worker's report; None if it is gone, or will be given nothing more."""
@@ -191,15 +189,11 @@ class CapacityTable:
             self._reside(room.id, had or frozenset(), room.view.adapters or frozenset())
         self._fresh[room.id] = room
         config = self._config
-        if rows := room.view.max_running:
-            room.slots = rows + config.worker_credit
-            room.limit = room.slots + config.extra_per_row * rows
-        else:
-            room.slots = config.external_concurrency
-            room.limit = room.slots + max(1, int(config.kept_share * room.slots))
+        rows = room.view.max_running
+        room.slots = rows + config.worker_credit if rows else config.external_concurrency
+        room.limit = room.slots + (config.extra_per_row * rows or max(1, int(config.kept_share * room.slots)))
         others = max(0, room.view.running + room.view.waiting - room.booked)
         self.num_running += others - room.others
-        self.num_others += others - room.others
         room.others = others
         assert self.num_running >= others, "the sum counts every worker's streams"
         self.num_ready += room.view.ready - before[0]
@@ -380,7 +374,6 @@ class CapacityTable:
         assert not room.begun, f"{room.id} has requests"
         self._leave(room)
         self.num_running -= room.others
-        self.num_others -= room.others
         del self._rooms[room.id]
         self._count_alone()
         self._fresh.pop(room.id, None)
@@ -391,14 +384,11 @@ class CapacityTable:
         assert self.num_ready == sum(room.view.ready for room in rooms)
         assert self.num_running == sum(room.booked + room.others for room in rooms)
         assert self.num_slots == sum(room.slots for room in rooms if room.view.ready)
-        assert self.num_others == sum(room.others for room in rooms)
         assert self._open == sorted(self._open)
         assert self._beyond == sorted(self._beyond)
         entered = {id(rank[3]) for rank in self._open}
         assert len(entered) == len(self._open)
-        assert [rank[3] for rank in self._beyond] == sorted(
-            (room for room in rooms if room.is_open), key=lambda room: room.rank or ()
-        )
+        assert {id(rank[3]) for rank in self._beyond} == {id(room) for room in rooms if room.is_open}
         for room in rooms:
             assert room.booked >= 0, room.id
             assert room.pending_blocks >= 0, room.id
