@@ -41,6 +41,7 @@ class Batch:
         left = self.running.pop(index)
         assert left is request
         key = request.fairness_key
+        assert self.rows_by_tenant[key] > 0, f"{key} has no row"
         self.rows_by_tenant[key] -= 1
         if not self.rows_by_tenant[key]:
             del self.rows_by_tenant[key]

@@ -232,6 +232,7 @@ class Planner:
 
     def _swap(self, victim: Request, taker: Request, step: StepBuilder) -> None:
         """Give the victim's row to the taker, which is computed with this step's running prompts."""
+        assert victim.fairness_key != taker.fairness_key, "no tenant takes from itself"
         victim.num_yields += 1
         victim.takes_row = True
         self._counters.yields += 1

@@ -60,6 +60,7 @@ class RowShare:
     def _has_more(self, each: Request, taker: Request) -> bool:
         """Whether its tenant would still have as many rows as the taker's, each by its weight."""
         rows, weight_of = self._batch.rows_by_tenant, self._queue.weight_of
+        assert rows[each.fairness_key] > 0, f"{each.request_id} has a row"
         left, more = rows[each.fairness_key] - 1, rows.get(taker.fairness_key, 0) + 1
         return left * weight_of(taker) >= more * weight_of(each)
 
@@ -67,6 +68,7 @@ class RowShare:
         if each.fairness_key == taker.fairness_key or each.priority < taker.priority:
             return False
         drawn = each.num_drawn_here
+        assert drawn >= 0, f"{each.request_id} lost tokens"
         if each.status is not Status.RUNNING or drawn < (BLOCK_TOKENS if each.num_yields else 1):
             return False
         if each.num_tokens_max - len(each.tokens) <= BLOCK_TOKENS:
