@@ -94,6 +94,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int = 0
     """Tokens run through the model: cached ones are not, and after a preemption some are twice."""
     preemptions: int = 0
+    """How often it was taken out of the batch, for memory, for another tenant or for a client that did not
+    read."""
     kv_block_ns: int = 0
     """KV blocks held, integrated over time; / 1e9 makes block-seconds."""
     device_ns: int = 0

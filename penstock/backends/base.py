@@ -44,6 +44,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     fairness_key: str = ""
     fairness_weight: float = 1.0
+    takes_row: bool = False
+    """Our engine lets it have a row of another tenant."""
     piece_tokens: int = 1
     """Behind the first output, tokens may arrive in pieces of so many: the client reads only the end."""
     body: bytes = b""

@@ -326,6 +326,7 @@ def _request(message: Submit, vocab_size: int, grammar: object) -> Request:
         priority=message.priority,
         fairness_key=message.fairness_key,
         fairness_weight=weight_of(message.fairness_weight),
+        takes_row=message.takes_row,
         grammar=grammar,
     )
 

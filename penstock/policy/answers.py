@@ -45,6 +45,8 @@ class Start(msgspec.Struct, frozen=True, gc=False):
     priority: int
     """The band's order: what the engine's own queue goes by."""
     attempt: int
+    takes_row: bool = False
+    """Its tenant runs nothing else of the model: our engine lets it have a row of another one."""
     beside: bool = False
     """The attempt before it runs on: tell `won` which of them has output first, or `lost` which of them
     failed."""

@@ -67,6 +67,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defau
     """Whose share of the engine this work counts against (the tenant)."""
     fairness_weight: float = 1.0
     """How much that share is worth beside others'; above 0."""
+    takes_row: bool = False
+    """Its tenant runs nothing else of the model: it may have the row of a request whose tenant has more."""
     grammar: Grammar | None = None
     """What the answer must match: for a worker that says it can (`Capability.STRUCTURED_OUTPUTS`)."""
 

@@ -1,6 +1,7 @@
 """The requests that run: in which order, with which rows, holding which blocks."""
 
 from bisect import bisect_left, insort
+from collections import Counter
 
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.cache.prefix_cache import PrefixMatch
@@ -16,6 +17,8 @@ class Batch:
         self.running: list[Request] = []
         """By `order`: who came last is the first to be preempted."""
         self.rows = RowTable(num_rows)
+        self.rows_by_tenant: dict[str, int] = {}
+        """Rows in use, by fairness key; no zeros."""
         self.releases = 0
         """How often blocks were given back: what found no room may look again."""
 
@@ -27,6 +30,9 @@ class Batch:
         assert request.num_computed <= len(request.tokens), "more was found than it has"
         request.move_to(Status.LOADING if request.table.awaits else Status.RUNNING)
         self.rows.assign(request)
+        request.num_known_at_row = len(request.tokens)
+        key = request.fairness_key
+        self.rows_by_tenant[key] = self.rows_by_tenant.get(key, 0) + 1
         insort(self.running, request, key=_order)
 
     def leave(self, request: Request) -> None:
@@ -34,6 +40,11 @@ class Batch:
         index = bisect_left(self.running, request.order, key=_order)
         left = self.running.pop(index)
         assert left is request
+        key = request.fairness_key
+        assert self.rows_by_tenant[key] > 0, f"{key} has no row"
+        self.rows_by_tenant[key] -= 1
+        if not self.rows_by_tenant[key]:
+            del self.rows_by_tenant[key]
 
     def release(self, request: Request, *, bad: bool = False, preempted: bool = False) -> None:
         """Give back a request's row and blocks, which others may hit from now on unless they are `bad`.
@@ -51,6 +62,10 @@ class Batch:
         self.rows.release(request)
         self.releases += 1
         assert not request.table.blocks, f"{request.request_id} holds blocks without a row"
+
+    def check_invariants(self) -> None:
+        """Assert that the counts agree. O(rows)."""
+        assert self.rows_by_tenant == Counter(request.fairness_key for request in self.running)
 
 
 def _order(request: Request) -> tuple[int, int, int]:

@@ -36,7 +36,7 @@ class ClassQueue:
     ) -> None:
         """`order` is `aged_order`: between classes it is asked of the oldest request of each."""
         assert capacity > 0, capacity
-        self._capacity, self._order, self._weights = capacity, order, weights
+        self._capacity, self._order, self._weights = capacity, order, dict(weights or {})
         self._classes: dict[int, _Class] = {}
         self._waiting: dict[int, _Class] = {}  # Those in which something waits.
         self._count = 0
@@ -82,6 +82,10 @@ class ClassQueue:
         """See `WaitingQueue.served_to`."""
         found = self._classes.get(request.order[0])
         return 0 if found is None else found.shares.served_to(request)
+
+    def weight_of(self, request: Request) -> float:
+        """See `WaitingQueue.weight_of`."""
+        return self._weights.get(request.fairness_key, request.fairness_weight)
 
     def served(self, key: str) -> float:
         """What the key was served in all classes together, in computed prompt tokens."""

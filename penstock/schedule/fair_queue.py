@@ -89,11 +89,15 @@ class FairWaitingQueue:
         assert min(prompt, cached, generated) >= 0, "service is not taken back: counters only grow"
         key = request.fairness_key
         tenths = cost(prompt, cached, generated)
-        self._counter(key).served += share(tenths, self._weights.get(key, request.fairness_weight))
+        self._counter(key).served += share(tenths, self.weight_of(request))
 
     def served_to(self, request: Request) -> int:
         """See `WaitingQueue.served_to`."""
         return self._served(request.fairness_key) // (PROMPT_COST * UNIT)
+
+    def weight_of(self, request: Request) -> float:
+        """See `WaitingQueue.weight_of`."""
+        return self._weights.get(request.fairness_key, request.fairness_weight)
 
     def served(self, key: str) -> float:
         """The key's counter, in computed prompt tokens."""

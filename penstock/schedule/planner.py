@@ -11,6 +11,7 @@ from penstock.schedule.quota import KVQuota
 from penstock.schedule.request import Request, Status
 from penstock.schedule.reserve import AdmissionReserve
 from penstock.schedule.row_bound import RowBound
+from penstock.schedule.row_share import RowShare
 from penstock.schedule.statistics import Counters
 from penstock.schedule.step import StepBuilder
 from penstock.schedule.step_cap import StepCap
@@ -47,8 +48,12 @@ class Planner:
         self._victims = VictimChoice(
             batch.manager.pool, limits.preemptions_max, quota.is_over, queue.served_to, limits.step_tokens
         )
+        self._row_share = RowShare(batch, queue)
+        self._takers: dict[RequestId, Request] = {}  # Those that wait and may take a row, oldest first.
+        self._paused: dict[RequestId, Request] = {}
+        self._pausing: list[Request] = []  # Those that still have a row.
         self.wants_rest = False
-        """A request found no blocks, but nothing can be taken from others while a step is in flight."""
+        """Somebody must give way or yield, but nothing can be taken from others while a step is in flight."""
         self._at_rest = True
         self._blocked: tuple[RequestId, int, int] | None = None
         """The head that found no room, after so many releases, at a level of the reserve."""
@@ -73,6 +78,13 @@ class Planner:
         self._let_parked_back()
         if at_rest:
             self._shrink_batch(step.planned_ns)
+        if self._pausing:
+            self.wants_rest = not at_rest
+            if at_rest:
+                self.pause_running()
+        self._share_rows(step)
+        if self.wants_rest:
+            return
         self._plan_running(step)
         preempted = self._counters.preemptions > preemptions
         self.reserve.step_over(preempted=preempted)
@@ -89,7 +101,9 @@ class Planner:
         """How many of the next steps, planned at rest, start nobody and let nobody back as long as nobody
         ends: see `DecodeFastForward`.
         """
-        if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots:
+        if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots or self._pausing:
+            return 0
+        if any(map(self._row_share.may_yield_to, self._takers.values())):
             return 0
         head = self._queue.peek()
         if head is None or len(self._batch.running) >= self._limits.max_running:
@@ -121,6 +135,115 @@ class Planner:
             assert news > 0, f"{request.request_id} was charged for more than it has drawn"
             request.num_charged += news
             self._queue.charge(request, generated=news)
+
+    def pause(self, request: Request) -> None:
+        """Take a request's row, or its place in the queue, until `resume`: its client does not read."""
+        assert not request.is_paused, f"{request.request_id} is paused already"
+        request.is_paused = True
+        if request.in_batch:
+            self._pausing.append(request)
+            return
+        self._takers.pop(request.request_id, None)
+        if not self._quota.remove(request):
+            self._queue.remove(request)
+        self._paused[request.request_id] = request
+
+    @property
+    def num_paused(self) -> int:
+        """Requests whose clients do not read."""
+        return len(self._paused) + len(self._pausing)
+
+    @property
+    def num_aside(self) -> int:
+        """Of those, the ones without a row."""
+        return len(self._paused)
+
+    def resume(self, request: Request) -> None:
+        """Let a paused request wait where its arrival belongs, or keep the row if it still has it."""
+        assert request.is_paused, f"{request.request_id} is not paused"
+        request.is_paused = False
+        if self._paused.pop(request.request_id, None) is None:
+            self._pausing.remove(request)
+        else:
+            self.charge_running()
+            self._queue.requeue(request)
+            self.wait_for_row(request)
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        self._takers.pop(request.request_id, None)
+        if request.is_paused and self._paused.pop(request.request_id, None) is None:
+            self._pausing.remove(request)
+
+    def pause_running(self) -> None:
+        """Take the rows of those that were paused while they ran; nothing is in flight."""
+        pausing, self._pausing = self._pausing, []
+        for request in pausing:
+            request.num_pauses += 1
+            self._give_up(request, self._clock.now_ns())
+            self._paused[request.request_id] = request
+
+    def wait_for_row(self, request: Request) -> None:
+        """A request is in the queue; if it may take a row, it need not be its head for that."""
+        if request.takes_row:
+            self._takers[request.request_id] = request
+
+    def _share_rows(self, step: StepBuilder) -> None:
+        """Let waiting requests that may take a row have those of tenants with more (`RowShare`).
+
+        Whoever yields waits again only afterwards, behind the others that may take one: so rows go round.
+        """
+        yielded: list[Request] = []
+        worst = _NO_BOUND
+        for taker in [*self._takers.values()]:
+            if self._cap.is_lowered or not self._lacks_rows():
+                break
+            if taker.priority >= worst:
+                continue  # One of its class has none and found none.
+            victim = self._row_share.victim(taker)
+            if victim is None:
+                if taker.fairness_key not in self._batch.rows_by_tenant:
+                    worst = taker.priority
+                continue
+            match = self._manager.match_prefix(taker.table, taker.tokens, taker.num_skippable)
+            if self._is_over_quota(taker, match) or not self._fits_in_place_of(victim, taker, match):
+                continue
+            if not self._at_rest or self._manager.pool.num_draining:
+                self.wants_rest = True
+                break
+            self._swap(victim, taker, step)
+            yielded.append(victim)
+        for request in yielded:
+            self._queue.requeue(request)
+            self.wait_for_row(request)
+
+    def _lacks_rows(self) -> bool:
+        """Whether what waits cannot start beside those that run."""
+        head = self._queue.peek()
+        is_full = len(self._batch.running) >= self._limits.max_running
+        return is_full or (head is not None and (self._is_held(head) or self._is_blocked(head)))
+
+    def _fits_in_place_of(self, victim: Request, taker: Request, match: PrefixMatch) -> bool:
+        """Whether the taker's known tokens fit beside those that run, less the victim (`_try_start`)."""
+        reserved = sum([self.reserve.blocks_owed(each) for each in self._batch.running if each is not victim])
+        missing = blocks_for(len(taker.tokens)) - match.num_present
+        freed = self._victims.blocks_freed(victim) - len({*match.blocks} & {*victim.table.blocks})
+        return missing + reserved <= self._manager.num_available_after(match) + freed
+
+    def _swap(self, victim: Request, taker: Request, step: StepBuilder) -> None:
+        """Give the victim's row to the taker, which is computed with this step's running prompts."""
+        assert victim.fairness_key != taker.fairness_key, "no tenant takes from itself"
+        victim.num_yields += 1
+        victim.takes_row = True
+        self._counters.yields += 1
+        self._give_up(victim, step.planned_ns)
+        if not self._quota.remove(taker):
+            self._queue.remove(taker)
+        # What the victim gave up may be a part of what was found.
+        self._start(taker, self._manager.match_prefix(taker.table, taker.tokens, taker.num_skippable))
+        taker.count_blocks(step.planned_ns, len(taker.table.blocks))
+        self._let_back(taker.salt)
+        step.enter(taker)
 
     def _plan_running(self, step: StepBuilder) -> None:
         """One token for every row that decodes, then chunks for running prompts while their share lasts."""
@@ -225,6 +348,16 @@ class Planner:
 
     def _send_back(self, request: Request, now_ns: int, *, preempted: bool = False) -> None:
         """Out of the batch, into the queue."""
+        self._give_up(request, now_ns, preempted=preempted)
+        if request.is_paused:
+            self._pausing.remove(request)
+            self._paused[request.request_id] = request
+        else:
+            self._queue.requeue(request)
+            self.wait_for_row(request)
+
+    def _give_up(self, request: Request, now_ns: int, *, preempted: bool = False) -> None:
+        """Out of the batch; its full blocks stay cached."""
         request.count_blocks(now_ns, 0)
         self._batch.leave(request)
         self._batch.release(request, preempted=preempted)
@@ -233,7 +366,6 @@ class Planner:
         request.num_run_before += request.num_computed - request.num_found
         request.restart_from(0)
         request.num_found = 0
-        self._queue.requeue(request)
 
     def _admit(self, step: StepBuilder) -> None:
         """Start waiting requests while there is budget, a row, and room for the head of the queue.
@@ -332,6 +464,7 @@ class Planner:
 
     def _start(self, request: Request, match: PrefixMatch) -> None:
         """Put the request into the batch, where it runs, or loads a part of its prefix first."""
+        self._takers.pop(request.request_id, None)
         self._batch.enter(request, match)
         if request.started_ns is None:
             request.num_host_cached = match.num_host_tokens

@@ -55,6 +55,10 @@ class WaitingQueue(Protocol):
         """
         ...
 
+    def weight_of(self, request: Request) -> float:
+        """How much its tenant's share of the rows is worth; 0 where shares do not count."""
+        ...
+
     def __len__(self) -> int:
         """How many wait."""
         ...
@@ -128,6 +132,10 @@ class OrderedQueue:
     def served_to(self, request: Request) -> int:
         """See `WaitingQueue.served_to`. All are alike."""
         return 0
+
+    def weight_of(self, request: Request) -> float:
+        """See `WaitingQueue.weight_of`."""
+        return 0.0
 
     def __len__(self) -> int:
         """See `WaitingQueue.__len__`."""

@@ -83,6 +83,17 @@ class Request:
     num_host_cached: int = 0
     """Of those, what came out of host memory."""
     num_preemptions: int = 0
+    takes_row: bool = False
+    """It may have the row of a request whose tenant has more (row_share.py): it yielded its own, or its
+    tenant ran nothing else when it came."""
+    num_yields: int = 0
+    """How often it gave its row to another tenant's request."""
+    num_pauses: int = 0
+    """How often it lost its row because its client did not read."""
+    is_paused: bool = False
+    """Its client does not read: it gets no row until it does."""
+    num_known_at_row: int = 0
+    """Its known tokens when it got its row."""
     num_steps: int = 0
     """Steps that computed something of it."""
     num_found: int = 0
@@ -122,6 +133,11 @@ class Request:
         A token that a plan in flight draws counts: the runner will know it in time.
         """
         return len(self.tokens) + self.num_drawing - self.num_planned
+
+    @property
+    def num_drawn_here(self) -> int:
+        """Tokens that were drawn since it got its row, those of the plans in flight included."""
+        return len(self.tokens) + self.num_drawing - self.num_known_at_row
 
     def restart_from(self, num_computed: int) -> None:
         """Start to plan again behind `num_computed` tokens; nothing of it is in flight, or nothing that
@@ -204,7 +220,7 @@ class Request:
             decode_ns=now_ns - first_token_ns,
             steps=self.num_steps,
             computed_tokens=self.num_run_before + self.num_computed - self.num_found,
-            preemptions=self.num_preemptions,
+            preemptions=self.num_preemptions + self.num_yields + self.num_pauses,
             kv_block_ns=self.kv_block_ns + self.num_held * (now_ns - self.held_since_ns),
             device_ns=self.device_ns,
         )

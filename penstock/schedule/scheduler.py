@@ -8,7 +8,9 @@ cache knows (the rule is vLLM v1's; the idea of iteration-level batching is Orca
                  ^  |                   ^ |
                  |  +-- loading --------+ |     a part of its prefix is in host memory: wait for the copies
                  |         |              |
-                 +---- preempted <--------+     out of blocks: give all up, resume later as a prefix hit
+                 +---- preempted <--------+     out of blocks, or another tenant gets the row (row_share.py),
+                                                or its client does not read: give all up, resume as a
+                                                prefix hit
 
 Up to two plans are in flight, so that step N+1 is ready when N ends. N+1 is then made before N's tokens are
 known: a row that samples in N is planned one more token, which the runner feeds from what it drew itself.
@@ -103,6 +105,7 @@ class Scheduler:
         request.table = self._manager.open(request.salt, public_tokens=request.public_tokens)
         self._planner.charge_running()
         self._queue.push(request)
+        self._planner.wait_for_row(request)
         self._requests[request.request_id] = request
 
     def abort(self, request_id: RequestId) -> RequestOutput | None:
@@ -113,9 +116,23 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        if not request.in_batch and not self._quota.remove(request):
+        if not request.in_batch and not request.is_paused and not self._quota.remove(request):
             self._queue.remove(request)
         return self._finish(request, FinishReason.ABORT, self._clock.now_ns())
+
+    def pause(self, request_id: RequestId) -> None:
+        """A request's client does not read: no row for it until `resume`. Unknown ones have just ended."""
+        request = self._requests.get(request_id)
+        if request is not None and not request.is_paused:
+            self._planner.pause(request)
+            if not self._flights:
+                self._planner.pause_running()
+
+    def resume(self, request_id: RequestId) -> None:
+        """A paused request's client reads again: it waits for a row."""
+        request = self._requests.get(request_id)
+        if request is not None and request.is_paused:
+            self._planner.resume(request)
 
     def schedule(self) -> StepPlan | None:
         """Choose the next step's work; None when there is nothing to do, or nothing before the next `apply`.
@@ -135,7 +152,7 @@ class Scheduler:
             return None
         copies = self._manager.take_copies()
         if step.is_empty and not host.busy:
-            assert not self._requests, "a request is left behind"
+            assert not self.has_work, "a request is left behind"
             return None
         self._step += 1
         flight = step.build(
@@ -200,6 +217,8 @@ class Scheduler:
                 outputs.append(self._append(request, draw, now_ns))
         assert next(drawn, None) is None, "more was sampled than was asked for"
         assert next(scored, None) is None, "more was scored than was asked for"
+        if not self._flights:
+            self._planner.pause_running()
         return outcome
 
     def fast_forward_max(self, limit: int) -> int:
@@ -226,8 +245,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self._requests)
+        """Whether any request is waiting or running; paused ones are neither."""
+        return len(self._requests) > self._planner.num_paused
 
     @property
     def kv(self) -> KVManager:
@@ -257,6 +276,7 @@ class Scheduler:
             host_cached_tokens=self._counters.host_cached_tokens,
             generated_tokens=self._counters.generated_tokens,
             preemptions=self._counters.preemptions,
+            yields=self._counters.yields,
             rows_max=self._planner.row_bound.rows_max,
             host=self._manager.host.statistics(),
         )
@@ -269,7 +289,9 @@ class Scheduler:
         orders = [request.order for request in self._batch.running]
         assert orders == sorted(set(orders)), "running requests are out of order"
         waiting = len(self._queue) + len(self._quota)
-        assert len(self._batch.running) + waiting == len(self._requests), "a request is lost"
+        num_here = len(self._batch.running) + waiting + self._planner.num_aside
+        assert num_here == len(self._requests), "a request is lost"
+        self._batch.check_invariants()
         for request in self._requests.values():
             in_batch = request.in_batch
             assert in_batch == (request.row >= 0), f"{request.request_id}: row and status disagree"
@@ -416,6 +438,7 @@ class Scheduler:
         request.move_to(Status.FINISHED)
         self._planner.reserve.estimate.learn(request)
         self._planner.charge_generated(request)
+        self._planner.forget(request)
         if was_in_batch:
             self._batch.leave(request)
             self._batch.release(request, bad=error is not None)

@@ -14,6 +14,7 @@ class Counters:
     host_cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    yields: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +35,8 @@ class SchedulerStatistics:
     """Of `cached_tokens`, what came back from host memory."""
     generated_tokens: int
     preemptions: int
+    yields: int
+    """How often a request gave its row to another tenant's (`row_share.py`)."""
     rows_max: int
     """Requests that would run at once at most: fewer than the batch has rows where a target bounds them
     (`row_bound.py`)."""

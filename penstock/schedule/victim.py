@@ -61,9 +61,15 @@ class VictimChoice:
 
         What others hold is the head of its table: sharing a block means sharing all before it.
         """
-        pool, blocks = self._pool, request.table.blocks
-        shared = bisect_left(blocks, True, key=lambda block: pool.num_references(block) <= 1)
-        return max(request.num_computed - shared * BLOCK_TOKENS, 0)
+        return max(request.num_computed - self._num_shared(request) * BLOCK_TOKENS, 0)
+
+    def blocks_freed(self, request: Request) -> int:
+        """Blocks that others could have without the request."""
+        return len(request.table.blocks) - self._num_shared(request)
+
+    def _num_shared(self, request: Request) -> int:
+        pool = self._pool
+        return bisect_left(request.table.blocks, True, key=lambda block: pool.num_references(block) <= 1)
 
     def _rank(self, request: Request, least: int) -> tuple[bool, int, bool, int, int, tuple[int, int, int]]:
         return (

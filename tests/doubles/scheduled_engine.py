@@ -93,6 +93,7 @@ class ScheduledEngine:
         public_tokens: int = 0,
         priority: int = 0,
         fairness_key: str = "",
+        takes_row: bool = False,
         **sampling,
     ) -> None:
         """Sampling has 4 tokens at most and no stop token, unless said otherwise."""
@@ -104,6 +105,7 @@ class ScheduledEngine:
             public_tokens=public_tokens,
             priority=priority,
             fairness_key=fairness_key,
+            takes_row=takes_row,
         )
         self.scheduler.submit(request)
         self.requests[name] = request

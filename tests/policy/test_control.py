@@ -70,7 +70,7 @@ def end(made: FlowControl, name: str, tokens: int = 10, now_ns: int = 0) -> Sett
 def test_an_answer_from_arrival_to_record() -> None:
     made = control()
     accept(made, "r", now_ns=1 * S)
-    assert made.dispatch(2 * S) == [Start(RequestId("r"), "m", W, priority=0, attempt=1)]
+    assert made.dispatch(2 * S) == [Start(RequestId("r"), "m", W, priority=0, attempt=1, takes_row=True)]
     made.first_output(3 * S, RequestId("r"), cached_tokens=16)
     assert made.output(4 * S, RequestId("r"), 10) is None
     record = end(made, "r", now_ns=5 * S).request.record(99)
@@ -196,7 +196,7 @@ def test_a_stream_whose_worker_died_goes_on_elsewhere_at_its_old_place_with_one_
     assert answer == Requeued(RequestId("a"), 1, migrates=True)
     end(made, "b", now_ns=5 * S)
     (start,) = made.dispatch(5 * S)
-    assert start == Start(RequestId("a"), "m", V, priority=0, attempt=2), "before c"
+    assert start == Start(RequestId("a"), "m", V, priority=0, attempt=2, takes_row=True), "before c"
     flow = made.request(RequestId("a"))
     assert flow is not None
     assert (flow.state, flow.completion_tokens) == (State.STARTED, 7)

@@ -136,3 +136,55 @@ def test_a_request_avoids_every_worker_on_which_it_failed() -> None:
         lane.failed(started[1].id, mine)
         lane.queue.requeue(0, mine)
     assert tried == [A, B, C, A]
+
+
+# --- beyond the slots -------------------------------------------------------------------------------
+
+
+def push_all(lane: ModelQueue, tenant: str, count: int) -> None:
+    for number in range(count):
+        lane.queue.push(0, work(f"{tenant}-{number}", tenant))
+
+
+def start_all(lane: ModelQueue) -> list[str]:
+    found: list[str] = []
+    while (started := start(lane)) is not None:
+        found.append(started[0])
+    return found
+
+
+def flooded(view: WorkerView, **terms) -> ModelQueue:
+    """One worker whose slots one tenant has, with more of it waiting."""
+    config = QueueTerms(worker_credit=0, external_concurrency=16, **terms)
+    lane = ModelQueue(config, "m", 0, LeastLoaded(), AllHealthy())
+    lane.set_worker(0, A, view)
+    push_all(lane, "big", 40)
+    assert len(start_all(lane)) == 16, "alone a tenant has every slot, and no more"
+    return lane
+
+
+def test_a_tenant_that_runs_nothing_is_started_although_all_slots_are_taken() -> None:
+    lane = flooded(WorkerView(max_running=16))
+    push_all(lane, "small", 20)
+    assert start_all(lane) == ["small-0"], "its further ones are next when a slot is free"
+
+
+def test_an_engine_is_given_so_many_streams_per_row_at_most() -> None:
+    lane = flooded(WorkerView(max_running=16), extra_per_row=2)
+    for number in range(40):
+        push_all(lane, f"t{number:02}", 1)
+    assert len(start_all(lane)) == 2 * 16
+
+
+def test_an_external_worker_has_slots_that_are_kept_for_tenants_that_run_nothing() -> None:
+    lane = flooded(WorkerView())
+    for number in range(3):
+        push_all(lane, f"t{number}", 2)
+    assert start_all(lane) == ["t0-0", "t1-0"], "an eighth of 16 slots is two"
+
+
+def test_also_beside_the_streams_of_other_gateways() -> None:
+    lane = ModelQueue(QueueTerms(worker_credit=0), "m", 0, LeastLoaded(), AllHealthy())
+    lane.set_worker(0, A, WorkerView(max_running=16, running=16, waiting=4))
+    push_all(lane, "small", 20)
+    assert start_all(lane) == ["small-0"]

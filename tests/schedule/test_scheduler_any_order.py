@@ -19,7 +19,7 @@ from penstock.errors import ContextTooLong, KVQuotaExceeded
 from penstock.schedule.order import waiting_queue
 from penstock.schedule.plan import RequestOutput
 from penstock.schedule.request import Status
-from penstock.types import FinishReason, RequestId
+from penstock.types import BLOCK_TOKENS, FinishReason, RequestId
 
 STOPS = ((), (), (5,), tuple(range(20)))
 """The runner draws from 97 tokens: never, hardly or soon does one of these come."""
@@ -38,7 +38,9 @@ def check_end(engine: ScheduledEngine, name: str, end: RequestOutput) -> None:
     assert end.usage is not None
     assert end.usage.cached_tokens < end.usage.prompt_tokens
     assert min(end.usage.queue_ns, end.usage.prefill_ns, end.usage.decode_ns, end.usage.kv_block_ns) >= 0
-    assert end.usage.preemptions == engine.requests[name].num_preemptions
+    request = engine.requests[name]
+    assert end.usage.preemptions == request.num_preemptions + request.num_yields + request.num_pauses
+    assert request.num_yields <= 1 + request.num_generated // BLOCK_TOKENS
     assert end.usage.steps <= end.usage.computed_tokens
     if not end.usage.preemptions and end.finish in (FinishReason.STOP, FinishReason.LENGTH):
         known = end.usage.prompt_tokens + end.usage.completion_tokens - 1
@@ -53,6 +55,8 @@ def check_end(engine: ScheduledEngine, name: str, end: RequestOutput) -> None:
 
 def finish_and_check(engine: ScheduledEngine) -> None:
     """Run until nothing is left, then look at every end."""
+    for name in engine.live:
+        engine.scheduler.resume(RequestId(name))
     while engine.in_flight is not None:
         engine.finish_step()
     engine.run()
@@ -71,6 +75,7 @@ requests = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 60),
         "priority": st.integers(0, 2),
         "salt": st.sampled_from([b"", b"", b"bob"]),
+        "takes_row": st.booleans(),
         "public": st.sampled_from([0, 0, 16, 24, 100]),
         "seed": st.integers(0, 3),
         "stop_token_ids": st.sampled_from(STOPS),
@@ -148,6 +153,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.engine.abort(name) is not None
             assert self.engine.abort(name) is None
 
+    @rule(pick=st.integers(0, 1000), reads=st.booleans())
+    def pause(self, pick: int, reads: bool) -> None:
+        """The client of a request stops to read, or reads again."""
+        live = list(self.engine.live)
+        if live:
+            name = RequestId(live[pick % len(live)])
+            (self.engine.scheduler.resume if reads else self.engine.scheduler.pause)(name)
+
     @rule(pick=st.integers(0, 1000))
     def break_logits(self, pick: int) -> None:
         live = list(self.engine.live)
@@ -177,6 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             finish_and_check(self.engine)
             event(f"preempted: {self.engine.scheduler.statistics().preemptions > 0}")
+            event(f"yielded: {self.engine.scheduler.statistics().yields > 0}")
             event(f"overlap: {self.engine.overlap}")
             event(f"hits: {self.engine.scheduler.statistics().cached_tokens > 0}")
             event(f"host hits: {self.engine.scheduler.statistics().host_cached_tokens > 0}")

@@ -101,7 +101,7 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     ("name", "config", "words"),
     [
         ("kv-full", Config(queue=QueueTerms(shed_kv_above=1)), "requests that were shed for memory"),
-        ("kv-full", Config(queue=QueueTerms(requests_max=4)), "requests that were lost in any other way"),
+        ("kv-full", Config(queue=QueueTerms(requests_max=2)), "requests that were lost in any other way"),
         (
             "rollout-bad",
             Config(routing=RoutingConfig(placement=PlacementTerms(policy="weighted", explore=1))),

@@ -216,6 +216,7 @@ class EngineBackend:
                 priority=request.priority,
                 fairness_key=request.fairness_key,
                 fairness_weight=request.fairness_weight,
+                takes_row=request.takes_row,
                 grammar=request.constraint.as_grammar(),
             )
         )

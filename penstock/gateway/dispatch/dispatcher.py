@@ -325,7 +325,7 @@ class Dispatcher:
             reply.next_slice = reply.num_produced + (1 if request.has_begun else self._slice_tokens)
             reply.tally.queue_ns = request.queue_ns
             streams = reply.remaining()
-            if start.priority or start.attempt > 1:
+            if start.priority or start.attempt > 1 or start.takes_row:
                 streams = [(_attempt(stream, start), sink) for stream, sink in streams]
             race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
             reply.start(worker.backend, streams, race=race)
@@ -442,4 +442,4 @@ def _attempt(request: GenerateRequest, start: Start) -> GenerateRequest:
     A worker that was thought dead may still have it from an earlier attempt: that is another.
     """
     name = f"{request.request_id}~{start.attempt}" if start.attempt > 1 else request.request_id
-    return replace(request, priority=start.priority, request_id=RequestId(name))
+    return replace(request, priority=start.priority, takes_row=start.takes_row, request_id=RequestId(name))

@@ -120,7 +120,8 @@ class Transitions:
         if work.matched_tokens:
             charge_matched(request)
         order = lane.queue.band_of(work).config.order
-        return Start(request.id, lane.route, request.worker, order, request.attempts)
+        takes_row = request.booked.takes_row
+        return Start(request.id, lane.route, request.worker, order, request.attempts, takes_row)
 
     def _abort(self, now_ns: int, request: Request, change: Change) -> Abort:
         return Abort(request.id, request.worker)

@@ -285,7 +285,7 @@ class Router:
             if last is not None:
                 names.append(last)
         others = [room for worker in names if (room := rooms.get(worker)) is not None]
-        for room in (*others, *rooms.least_loaded(config.least_loaded)):
+        for room in (*others, *rooms.least_loaded(config.least_loaded, work)):
             if room.id not in found:
                 found[room.id] = self._facts(look, room, look.located.of(room.id))
         return list(found.values())
@@ -384,7 +384,8 @@ class Router:
         """
         seen, found = {worker.worker for worker in known}, list[WorkerFacts]()
         # The few that can do what is needed may be the most loaded of a thousand.
-        for room in look.rooms.least_loaded(_WIDE) if not look.work.needs else look.rooms.all_open():
+        rooms, work = look.rooms, look.work
+        for room in rooms.least_loaded(_WIDE, work) if not work.needs else rooms.all_open(work):
             if room.id in seen or not room.fits(look.work) or _filter(look.work, room, look.blocked):
                 continue
             found.append(self._facts(look, room, look.located.of(room.id)))

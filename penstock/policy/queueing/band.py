@@ -66,6 +66,10 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     """Of the worker that it was started on last: where it goes on must be the same, or its tokens would be
     another model's."""
 
+    takes_row: bool = False
+    """Its tenant ran nothing else of the model when it was started: a worker may be given it beyond its
+    slots, and our engine lets it have a row of another tenant."""
+
     number: int = 0
     """By order of the first push."""
     level: int = -1

@@ -73,8 +73,8 @@ class WorkerCapacity:
     """One worker's."""
 
     __slots__ = (
-        "alone", "begun", "booked", "busy", "gone", "held", "id", "number", "others", "pending_blocks",
-        "pending_tokens", "rank", "slots", "turn", "view",
+        "alone", "begun", "booked", "busy", "gone", "held", "id", "limit", "number", "others",
+        "pending_blocks", "pending_tokens", "rank", "slots", "turn", "view",
     )  # fmt: skip
 
     def __init__(self, worker_id: WorkerId, number: int) -> None:
@@ -82,6 +82,8 @@ class WorkerCapacity:
         self.view = WorkerView(ready=False)
         self.slots = 0
         """Streams that it may be given."""
+        self.limit = 0
+        """Those, and what may be given beyond them to tenants that run nothing else (`Work.takes_row`)."""
         self.booked = 0
         """Streams given by us and not ended."""
         self.others = 0
@@ -100,7 +102,8 @@ class WorkerCapacity:
         self.alone = False
         """Its model has no other worker: there is nothing to choose."""
         self.rank: _Rank | None = None
-        """Where it stands among those that could start a stream; None: it could not, or is kept free."""
+        """Where it stands among those that could start a stream, within or beyond its slots; None: it could
+        not, or is kept free."""
         self.turn = 0
         """When it was last given something, as a count of starts: of equally loaded workers the one that
         waited longest is next, so that the caches of all fill."""
@@ -109,6 +112,11 @@ class WorkerCapacity:
     def num_free(self) -> int:
         """Streams that could be started."""
         return self.slots - self.booked - self.others if self.view.ready and not self.busy else 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a stream of some tenant could be started."""
+        return self.view.ready and not self.held and self.booked + self.others < self.limit
 
     def is_able(self, work: Work) -> bool:
         """Whether it can do what the request needs."""
@@ -124,9 +132,9 @@ class WorkerCapacity:
             return False
         if not taken:
             return True
-        if self.busy:
+        if self.busy and not work.takes_row:
             return False
-        free = self.slots - taken
+        free = (self.limit if work.takes_row else self.slots) - taken
         if free < work.streams and free < self.slots:
             return False
         total = view.kv_blocks_total
@@ -144,8 +152,8 @@ class CapacityTable:
     """
 
     __slots__ = (
-        "_adapters", "_config", "_fresh", "_is_busy", "_next", "_open", "_rooms", "_starts", "held",
-        "num_ready", "num_running", "num_slots",
+        "_adapters", "_beyond", "_config", "_fresh", "_is_busy", "_next", "_open", "_rooms", "_starts",
+        "held", "num_ready", "num_running", "num_slots",
     )  # fmt: skip
 
     def __init__(
@@ -157,6 +165,7 @@ class CapacityTable:
         # Sorted. Moving one in a list of a thousand takes less than one comparison of tuples, and the first
         # ones are a slice.
         self._open: list[_Rank] = []
+        self._beyond: list[_Rank] = []  # With those that could start one only beyond their slots.
         self._next = self._starts = 0
         self._adapters: dict[str, dict[WorkerId, None]] = {}
         self._fresh: dict[WorkerId, WorkerCapacity] = {}
@@ -180,11 +189,9 @@ class CapacityTable:
             self._reside(room.id, had or frozenset(), room.view.adapters or frozenset())
         self._fresh[room.id] = room
         config = self._config
-        room.slots = (
-            room.view.max_running + config.worker_credit
-            if room.view.max_running
-            else config.external_concurrency
-        )
+        rows = room.view.max_running
+        room.slots = rows + config.worker_credit if rows else config.external_concurrency
+        room.limit = room.slots + (config.extra_per_row * rows or max(1, int(config.kept_share * room.slots)))
         others = max(0, room.view.running + room.view.waiting - room.booked)
         self.num_running += others - room.others
         room.others = others
@@ -217,6 +224,10 @@ class CapacityTable:
         """Whether any worker, but one that is held, could start a stream."""
         return bool(self._open)
 
+    def has_room_beyond(self) -> bool:
+        """Whether any worker, but one that is held, could start a stream beyond its slots."""
+        return bool(self._beyond)
+
     def residents(self, adapter: str, count: int) -> list[WorkerId]:
         """Up to `count` workers that have the adapter loaded, as they told."""
         return list(islice(self._adapters.get(adapter, ()), count))
@@ -229,21 +240,25 @@ class CapacityTable:
         """
         other: WorkerCapacity | None = None
         # Of workers that can do what few can, none may be among the first.
-        looks = _LOOKS_MAX + len(avoid) + len(blocked) if not work.needs else len(self._open)
-        for *_, room in self._open[:looks]:
+        found = self._open_to(work)
+        looks = _LOOKS_MAX + len(avoid) + len(blocked) if not work.needs else len(found)
+        for *_, room in found[:looks]:
             if room.id not in blocked and room.fits(work):
                 if room.id not in avoid:
                     return room
                 other = other or room
         return other
 
-    def least_loaded(self, count: int) -> list[WorkerCapacity]:
-        """Up to `count` workers that could start a stream, least loaded first. O(count)."""
-        return [rank[3] for rank in self._open[:count]]
+    def least_loaded(self, count: int, work: Work) -> list[WorkerCapacity]:
+        """Up to `count` workers that could start a stream like this one, least loaded first. O(count)."""
+        return [rank[3] for rank in self._open_to(work)[:count]]
 
-    def all_open(self) -> Iterator[WorkerCapacity]:
-        """All workers that could start a stream, least loaded first."""
-        return (rank[3] for rank in self._open)
+    def all_open(self, work: Work) -> Iterator[WorkerCapacity]:
+        """All workers that could start a stream like this one, least loaded first."""
+        return (rank[3] for rank in self._open_to(work))
+
+    def _open_to(self, work: Work) -> "list[_Rank]":
+        return self._beyond if work.takes_row else self._open
 
     def book(self, room: WorkerCapacity, work: Work) -> None:
         """It was started there."""
@@ -323,15 +338,20 @@ class CapacityTable:
         """Put it where it belongs now: its load, its turn or whether it has room may have changed."""
         self._leave(room)
         room.busy = self._is_busy(room)
-        if not room.held and room.num_free >= 1:
+        if room.is_open:
             room.rank = (_load(room), room.turn, room.number, room)
-            insort(self._open, room.rank)
+            insort(self._beyond, room.rank)
+            if room.num_free >= 1:
+                insort(self._open, room.rank)
 
     def _leave(self, room: WorkerCapacity) -> None:
         if room.rank is not None:
+            index = bisect_left(self._beyond, room.rank)
+            assert self._beyond[index][3] is room, f"{room.id} stands where it was put"
+            del self._beyond[index]
             index = bisect_left(self._open, room.rank)
-            assert self._open[index][3] is room, f"{room.id} stands where it was put"
-            del self._open[index]
+            if index < len(self._open) and self._open[index][3] is room:
+                del self._open[index]
             room.rank = None
 
     def _count_alone(self) -> None:
@@ -365,8 +385,10 @@ class CapacityTable:
         assert self.num_running == sum(room.booked + room.others for room in rooms)
         assert self.num_slots == sum(room.slots for room in rooms if room.view.ready)
         assert self._open == sorted(self._open)
+        assert self._beyond == sorted(self._beyond)
         entered = {id(rank[3]) for rank in self._open}
         assert len(entered) == len(self._open)
+        assert {id(rank[3]) for rank in self._beyond} == {id(room) for room in rooms if room.is_open}
         for room in rooms:
             assert room.booked >= 0, room.id
             assert room.pending_blocks >= 0, room.id

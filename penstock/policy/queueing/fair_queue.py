@@ -138,17 +138,20 @@ class FairQueue:
         *,
         above: int | None = None,
         share: float | None = None,
+        sets_aside: bool = True,
     ) -> Work | None:
         """Start the next request that `fits` now, charged with its estimate; None if there is none.
 
         `above` looks only at bands before that level. With a `share`, tenants that run more streams than that
-        (times their weight) are passed over, except in protected bands.
+        (times their weight) are passed over, except in protected bands. With `sets_aside`, what does not fit
+        counts as too large for the room there is.
         """
         for band in self._in_turn(now_ns):
             if above is not None and band.level >= above:
                 continue
             own_share = None if band.config.protected else share
-            work = band.take(now_ns, fits, self._config.aside_max, own_share)
+            aside_max = self._config.aside_max if sets_aside else 0
+            work = band.take(now_ns, fits, aside_max, own_share)
             if work is not None:
                 self._started(now_ns, band, work)
                 return work

@@ -124,6 +124,9 @@ class ModelQueue:
             room = self._found
         if work is None and self.held is not None:
             work, room = self._pass_held(now_ns, self.held)
+        if work is None and rooms.has_room_beyond():
+            work = queue.pop(now_ns, self._fits_beyond, sets_aside=False)
+            room = self._found
         if work is None:
             return None
         assert room is not None, "what fits has a place"
@@ -133,6 +136,8 @@ class ModelQueue:
 
     def book(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """It is started there."""
+        line = self.queue.band_of(work).line(work.tenant)
+        work.takes_row = line is not None and line.num_running == work.streams
         self.rooms.book(room, work)
         self.pace.started(now_ns, work, room)
         self.placement.started(now_ns, work, room)
@@ -302,7 +307,22 @@ class ModelQueue:
         num_active = sum(band.num_active for band in self.queue.bands)
         return _OVER * rooms.num_slots / num_active if num_active > 1 else None
 
+    def _fits_beyond(self, work: Work) -> bool:
+        """Whether it could be started although all slots are taken: its tenant runs nothing, so it never
+        waits for streams of others to end.
+        """
+        line = self.queue.band_of(work).line(work.tenant)
+        if (line is not None and line.num_running) or work.hold_ns > self._now_ns:
+            return False  # In the latter case it waits for a warm worker by choice.
+        work.takes_row = True
+        work.hold_ns = work.hold_ns or 1  # It is not held now.
+        return self._finds_place(work)
+
     def _fits(self, work: Work) -> bool:
+        work.takes_row = False
+        return self._finds_place(work)
+
+    def _finds_place(self, work: Work) -> bool:
         now_ns = self._now_ns
         blocked = self._blocked(now_ns, work)
         if work.hold_ns > now_ns and self._is_held(work, blocked):

@@ -61,6 +61,12 @@ class QueueTerms(QueueConfig, frozen=True, kw_only=True):
     """Streams that an engine of ours is given beyond its `max_running`, so that it never waits for us."""
     external_concurrency: int = 64
     """Streams that a worker is given which does not tell how many it runs."""
+    extra_per_row: int = 4
+    """Streams that an engine of ours is given beyond its slots, per row, each the only one of its tenant: its
+    rows go round among them (schedule/row_share.py)."""
+    kept_share: float = 0.125
+    """Streams that any other worker is given beyond its slots, as a share of those, at least one: each is the
+    only stream of its tenant."""
     shed_kv_above: float = 0.97
     """Share of a worker's KV blocks in use over which streams of lower bands end for the sake of higher ones;
     1 never."""

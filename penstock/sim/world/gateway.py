@@ -281,6 +281,7 @@ class SimGateway:
             priority=start.priority,
             fairness_key=tenant.fairness_key or tenant.id,
             fairness_weight=tenant.weight,
+            takes_row=start.takes_row,
             poison=asked.poison or ticket.number in self._facts.poison,
         )
         self._network.submit(now_ns, start.worker_id, submission)

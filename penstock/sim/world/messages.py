@@ -46,6 +46,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     priority: int = 0
     fairness_key: str = ""
     fairness_weight: float = 1.0
+    takes_row: bool = False
     poison: bool = False
 
 

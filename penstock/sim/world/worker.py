@@ -324,6 +324,7 @@ class SimWorker:
             priority=submission.priority,
             fairness_key=submission.fairness_key,
             fairness_weight=submission.fairness_weight,
+            takes_row=submission.takes_row,
         )
         try:
             self.scheduler.submit(request, arrived_ns=arrived_ns)
@@ -350,9 +351,8 @@ class SimWorker:
     def _launch(self, now_ns: int) -> None:
         """Plan one step, which ends after its time."""
         self._last_gauges = self._gauges()
-        plan = self.scheduler.schedule()
+        self._plan = plan = self.scheduler.schedule()
         assert plan is not None, "what has come waits or runs"
-        self._plan = plan
         for new in plan.new_rows:
             self._rows[new.row] = self._streams[new.request_id]
         step_ns = self._step_ns(StepShape.of(plan.work))
@@ -418,10 +418,10 @@ class SimWorker:
             return  # Something came in between.
         if len(times) <= self._fast_forward_max:
             self._extend_fast_forward()
-            return
-        self._leap_to(len(times) - 1)
-        self._times = []
-        self._rest(now_ns)
+        else:
+            self._leap_to(len(times) - 1)
+            self._times = []
+            self._rest(now_ns)
 
     def _stop_coasting(self, end: int) -> None:
         """Let the step that ends at this one of the times be the last to coast over."""
@@ -435,8 +435,7 @@ class SimWorker:
         """Do the steps until one of the times; the rest goes on."""
         if not index:
             return
-        times = self._times[: index + 1]
-        self.clock.time_ns = times[-1]
+        self.clock.time_ns = (times := self._times[: index + 1])[-1]
         outcome = self.scheduler.fast_forward(times, self._draw)
         self.steps += index
         self.busy_ns += times[-1] - times[0]
