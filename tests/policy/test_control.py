@@ -14,6 +14,7 @@ from penstock.policy.estimates.output_length import OutputLengths
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import AdmitAll, Policies
+from penstock.policy.limits.levels import LimitLevels
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import BandTerms, QueueTerms
@@ -427,7 +428,7 @@ def limited(**limits) -> Tenant:
 def test_limits_are_reserved_before_the_queue_and_settled_at_the_end() -> None:
     config = LimitsConfig()
     limiter = Limiter(config)
-    made = control(parts=Policies(limits=limiter, lengths=OutputLengths(config)), running=4)
+    made = control(parts=Policies(limits=LimitLevels(limiter), lengths=OutputLengths(config)), running=4)
     tenant = limited(tokens_per_minute=100)
     accept(made, "a", tenant=tenant)
     assert limiter.outstanding == 42
@@ -444,7 +445,7 @@ def test_limits_are_reserved_before_the_queue_and_settled_at_the_end() -> None:
 def test_a_refusal_by_the_queue_leaves_nothing_reserved() -> None:
     limiter = Limiter(LimitsConfig())
     band = BandTerms(name="default", order=0, requests_max=1)
-    made = control(parts=Policies(limits=limiter), bands=(band,))
+    made = control(parts=Policies(limits=LimitLevels(limiter)), bands=(band,))
     accept(made, "a")
     before = limiter.outstanding
     assert isinstance(made.arrive(0, arrival("b")), Refused)
@@ -556,7 +557,7 @@ class Life(RuleBasedStateMachine):
         config = LimitsConfig(burst_s=600)
         self.limiter, self.purse = Limiter(config), Purse(10**6)
         parts = Policies(
-            limits=self.limiter,
+            limits=LimitLevels(self.limiter),
             lengths=OutputLengths(config),
             budgets=self.purse,
             prices=self.purse,

@@ -4,17 +4,18 @@ from hypothesis import strategies as st
 
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.record import Outcome
-from penstock.policy.requests.request import Request
+from penstock.policy.requests.request import Holds, Request
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 US = 1000
+NO_HOLDS = Holds(tokens=None, money=None, expected=0, budgeted=0)
 
 
 def make(**facts) -> Request:
     given = {"route": "m", "prompt_tokens": 10, "max_tokens": 5, **facts}
     facts = RequestFacts(id=RequestId("r"), **given)
-    return Request(facts, 1000 * US, lane=None, work=None, holds=None)
+    return Request(facts, 1000 * US, lane=None, work=None, holds=NO_HOLDS)
 
 
 def walk(flow: Request, *events: Event) -> list[Step]:

@@ -114,11 +114,11 @@ class FlowControl:
             if (error := extra.refusal(now_ns, facts)) is not None:
                 return Refused(facts.id, "quarantine", error)
         lane = self._lane(now_ns, facts.route)
-        if not self._config.no_worker_wait_s and not lane.rooms.num_ready:
-            return Refused(facts.id, "no_worker", _no_worker(facts.route))
         verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
         if not isinstance(verdict, Pass):
             return verdict
+        if not self._config.no_worker_wait_s and not lane.rooms.num_ready:
+            return Refused(facts.id, "no_worker", _no_worker(facts.route))
         holds = self._accounts.open(now_ns, facts)
         if isinstance(holds, Refused):
             return holds

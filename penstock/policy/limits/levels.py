@@ -25,6 +25,7 @@ class LevelsReservation:
     __slots__ = ("_parts",)
 
     def __init__(self, parts: list[LimitReservation]) -> None:
+        assert len(parts) > 1, "one level needs no sum of them"
         self._parts = parts
 
     def renew(self, now_ns: int, num_output_tokens: int) -> None:

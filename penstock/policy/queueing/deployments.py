@@ -25,6 +25,7 @@ class _Rate:
     __slots__ = ("_each_ns", "_full_ns", "burst")
 
     def __init__(self, per_minute: int) -> None:
+        assert per_minute > 0, per_minute
         self.burst, self._each_ns, self._full_ns = per_minute, _MINUTE_NS / per_minute, 0.0
 
     def wait_ns(self, now_ns: int, amount: int) -> int:
