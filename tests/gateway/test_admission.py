@@ -75,7 +75,7 @@ class World:
                 TierConfig(name="strict", degrade="never"),
             ),
             tenants=tuple(TenantConfig(id=tenant, tier=tier) for tenant, tier in TENANTS.items()),
-            queue=QueueTerms(worker_credit=0),
+            queue=QueueTerms(worker_credit=0, extra_per_row=0),
             routing=RoutingConfig(models=(ModelRoute(model=LARGE, fallback=SMALL),)),
             admission=AdmissionConfig(
                 ttft_target_ms=0,

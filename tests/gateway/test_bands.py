@@ -110,7 +110,8 @@ def patient(**bands) -> QueueTerms:
         bands=tuple(
             msgspec.structs.replace(band, timeout_s=10_000, **bands.get(band.name, {}))
             for band in map(band_terms, QueueTerms().bands)
-        )
+        ),
+        extra_per_row=0,
     )
 
 

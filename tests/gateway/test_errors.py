@@ -137,7 +137,7 @@ def test_a_lost_worker_is_503_before_the_first_byte(start, kit, stream):
         fetch(running, CHAT, kit.chat(stream=stream), key=kit.KEY),
         503,
         "worker_unavailable",
-        "no worker of 'tiny' is ready",
+        "The model 'tiny' has no worker now",
     )
     assert headers["retry-after"] == "1"
     running.call(running.backend.recover)

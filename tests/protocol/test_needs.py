@@ -66,7 +66,7 @@ RARE = [
     ),
     (chat(guided_regex="a+"), Capability.STRUCTURED_OUTPUTS, "guided_regex"),
     (completion(structured_outputs={"regex": "a"}), Capability.STRUCTURED_OUTPUTS, "structured_outputs"),
-    (chat(reasoning_effort="low"), Capability.PASS_THROUGH, "reasoning_effort"),
+    (chat(reasoning_effort="low"), Capability.REASONING_BUDGET, "reasoning_effort"),
     (chat(tools=[tool()], tool_choice="required"), Capability.FORCED_TOOLS, "tool_choice"),
     (chat(tools=[tool()], tool_choice=named("f")), Capability.FORCED_TOOLS, "tool_choice"),
     (chat(tools=[tool()], tool_choice={"type": "custom"}), Capability.PASS_THROUGH, "tool_choice"),

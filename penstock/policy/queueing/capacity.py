@@ -191,7 +191,8 @@ class CapacityTable:
         config = self._config
         rows = room.view.max_running
         room.slots = rows + config.worker_credit if rows else config.external_concurrency
-        room.limit = room.slots + (config.extra_per_row * rows or max(1, int(config.kept_share * room.slots)))
+        kept = config.extra_per_row * rows if rows else max(1, int(config.kept_share * room.slots))
+        room.limit = room.slots + kept
         others = max(0, room.view.running + room.view.waiting - room.booked)
         self.num_running += others - room.others
         room.others = others
