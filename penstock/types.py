@@ -134,6 +134,8 @@ class Capability(enum.StrEnum):
     FILES = "files"
     BAD_WORDS = "bad_words"
     ALLOWED_TOKEN_IDS = "allowed_token_ids"
+    REASONING_BUDGET = "reasoning_budget"
+    """A reasoning that takes too long is closed."""
     PASS_THROUGH = "pass_through"
     """It gets the body as the client sent it, and makes of each parameter what it likes."""
 
@@ -146,6 +148,7 @@ COMMON_CAPABILITIES = frozenset({
 one."""
 GRAMMAR_CAPABILITIES = frozenset({
     Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
+    Capability.FORCED_TOOLS, Capability.REASONING_BUDGET,
 })  # fmt: skip
 """What an engine has whose answers can follow a grammar."""
 ENGINE_CAPABILITIES = COMMON_CAPABILITIES | GRAMMAR_CAPABILITIES

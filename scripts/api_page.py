@@ -61,9 +61,13 @@ NOTES = {
     "guided_regex": "the same",
     "guided_choice": "the same",
     "guided_grammar": "the same",
-    "tool_choice": "`auto`, `none` everywhere; `required` and a named function need vLLM or a provider",
+    "tool_choice": "`auto`, `none` everywhere; "
+    "`required` and a named function give calls that obey their schemas",
     "logprobs": "`top_logprobs` of a plain completion has the token itself too; of one text the likeliest",
-    "reasoning_effort": "where our template has a switch: `chat_template_kwargs`",
+    "reasoning_effort": "`minimal` 0.1, `low` 0.2, `medium` 0.5, `high` 0.8, `xhigh` 0.95 "
+    "of the answer's tokens; also a variable of the chat template",
+    "thinking_token_budget": "vLLM's: after so many tokens the reasoning is closed",
+    "include_reasoning": "`false`: the reasoning is not shown, and counts",
     "prompt_logprobs": "vLLM's, up to 20 alternatives; not in streams",
     "priority": "the tenant's band sets it",
     "cache_salt": "made from the tenant",

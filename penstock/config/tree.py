@@ -125,6 +125,14 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     public_prefixes: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
     """Texts (of system prompts, of plain prompts) that are nobody's secret: all tenants share their cached
     KV."""
+    tool_format: Literal[
+        "auto", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "phi", "functools", "gemma",
+        "tool_code",
+    ] = "auto"  # fmt: skip
+    """How it calls tools; "auto": as its chat template says."""
+    reasoning_marks: Annotated[str, Meta(pattern=r"^(auto|none|\S+ \S+)$", max_length=128)] = "auto"
+    """What stands around its reasoning, such as "<think> </think>"; "auto": what its chat template has, if
+    anything; "none": it does not reason."""
     replicas: Replicas = 1
     """Workers of our own engine that are launched for it; 0: none."""
     workers: Annotated[tuple[WorkerConfig, ...], Meta(max_length=256)] = ()

@@ -112,6 +112,8 @@ class Message(_Open, frozen=True, kw_only=True):
     refusal: str | None = None
     reasoning_content: Any = None
     """For templates that show earlier reasoning."""
+    reasoning: Any = None
+    """The same, as some servers name it."""
 
 
 class GenerationRequest(_Shape, frozen=True, kw_only=True):
@@ -209,6 +211,17 @@ class CachedTokens(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """`completion_tokens_details`."""
+
+    reasoning_tokens: int | None = None
+
+    @classmethod
+    def of(cls, tokens: int) -> "CompletionDetails | msgspec.UnsetType":
+        """Below 0: the model does not reason, and nothing is shown."""
+        return cls(tokens) if tokens >= 0 else msgspec.UNSET
+
+
 class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
     """`usage`, summed over all choices; a prompt counts once however many choices it has.
 
@@ -219,6 +232,8 @@ class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int | None = None
     total_tokens: int | None = None
     prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: CompletionDetails | msgspec.UnsetType | None = msgspec.UNSET
+    """Of models that reason."""
 
     @property
     def cached_tokens(self) -> int | None:
@@ -295,6 +310,9 @@ class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     content: str | None
     refusal: None
     tool_calls: list[AnswerToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same: vLLM's newer name."""
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,6 +80,12 @@ class ChatChunks:
         """A piece of the answer and its tokens' log-probabilities."""
         return self._event(b'{"content":%b}' % _encode(text), _encode(logprobs), b"null")
 
+    def thought(self, text: str) -> bytes:
+        """A piece of the reasoning, under both of its names."""
+        return self._event(
+            b'{"reasoning_content":%b,"reasoning":%b}' % (_encode(text), _encode(text)), b"null", b"null"
+        )
+
     def tool_call(self, call: AnswerToolCall) -> bytes:
         """A tool call, or the next piece of one."""
         return self._event(b'{"tool_calls":[%b]}' % _encode(call), b"null", b"null")

@@ -28,7 +28,9 @@ from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import ChatTemplate
+from penstock.text.reasoning import reasoning_marks
 from penstock.text.tokenizer import GenerationDefaults, Tokenizer, decoding_of
+from penstock.text.tool_formats import tool_format
 from penstock.types import ModelName
 
 KEY = "sk-test-key-0123456789"
@@ -112,6 +114,8 @@ class RunningGateway:
                 tokenizer=tokenizer,
                 template=template,
                 created_s=1_700_000_000,
+                tool_format=tool_format([self._template]),
+                reasoning=reasoning_marks([self._template]),
                 public_prefixes=PublicPrefixes.of(self._public, tokenizer, template),
             )
             for name in self._names
@@ -253,7 +257,8 @@ def kit() -> types.SimpleNamespace:
     """What test modules share; they cannot import one another."""
     return types.SimpleNamespace(
         KEY=KEY, Raw=Raw, chat=chat, get=get, post=post, make_config=make_config, replace=replace,
-        openai_client=openai_client, RunningGateway=RunningGateway, NO_PROMISES=NO_PROMISES,
+        openai_client=openai_client, TEMPLATE=TEMPLATE, RunningGateway=RunningGateway,
+        NO_PROMISES=NO_PROMISES,
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ VALUES = {
     "reasoning_effort": "low", "verbosity": "low", "include_reasoning": False, "best_of": 1, "echo": True,
     "add_special_tokens": False, "length_penalty": 2, "spaces_between_special_tokens": False,
     "add_generation_prompt": False, "prompt_logprobs": 1, "vllm_xargs": {"a": 1}, "logits_processors": ["x"],
-    "suffix": "x", "truncate_prompt_tokens": 5, "priority": 1,
+    "suffix": "x", "thinking_token_budget": 5, "truncate_prompt_tokens": 5, "priority": 1,
 }  # fmt: skip
 """Values that ask for something; for all others true does."""
 CHAT_ONLY = {"add_special_tokens": True, "best_of": 2}
@@ -93,7 +93,7 @@ def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
             await self.backends["provided"].close()
             await self.provider.kill()
 
-    running = Fleet(kit.make_config())
+    running = Fleet(kit.make_config(), template=kit.TEMPLATE + "{# </think> #}")
     yield running
     running.stop()
 

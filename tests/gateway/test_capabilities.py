@@ -294,8 +294,11 @@ def test_a_forced_call_at_vllm_is_a_schema_and_comes_back_as_calls(served, choic
     ] == calls
     assert whole.message.content is None
     chunks = [chunk.choices[0] for chunk in served.client.chat.completions.create(**asked, stream=True)]
-    streamed = [call.function for chunk in chunks for call in chunk.delta.tool_calls or ()]
-    assert [(call.name, json.loads(call.arguments)) for call in streamed] == calls
+    streamed: dict[int, list] = {}
+    for piece in (piece for chunk in chunks for piece in chunk.delta.tool_calls or ()):
+        found = streamed.setdefault(piece.index, [piece.function.name, ""])
+        found[1] += piece.function.arguments or ""
+    assert [(name, json.loads(arguments)) for name, arguments in streamed.values()] == calls
     assert not any(chunk.delta.content for chunk in chunks)
     assert chunks[-1].finish_reason == "tool_calls"
     schema = served.vllm.requests[-1].json["structured_outputs"]["json"]
@@ -329,7 +332,9 @@ def test_without_parallel_calls_the_answer_ends_with_the_first(served, stream) -
         chunks = list(answer) if stream else [answer]
         parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
         said = [part.delta if stream else part.message for part in parts]
-        found[parallel] = [call.function.name for each in said for call in each.tool_calls or ()]
+        found[parallel] = [
+            call.function.name for each in said for call in each.tool_calls or () if call.function.name
+        ]
         assert parts[-1].finish_reason == "tool_calls"
         tokens[parallel] = chunks[-1].usage.completion_tokens
     assert found == {True: ["look", "touch"], False: ["look"]}

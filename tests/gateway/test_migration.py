@@ -72,7 +72,7 @@ def events(kit, running, path, body):
                 event.pop(name, None)
             for choice in event.get("choices", ()):
                 for call in choice.get("delta", {}).get("tool_calls") or ():
-                    call.pop("id")
+                    call.pop("id", None)
             found.append(event)
     assert b"[DONE]" in text
     return found

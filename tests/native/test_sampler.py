@@ -1,11 +1,13 @@
 """The native sampler draws what the torch sampler draws, on every instruction set."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from penstock.engine.native.sampler import NativeSampler
-from penstock.engine.sampler import Sampler, SampleRows
+from penstock.engine.sampler import Masks, Sampler, SampleRows
 
 CASES = [
     {},
@@ -52,6 +54,34 @@ def test_draws_are_those_of_the_torch_sampler(kernels, rng, vocab_size: int, spr
     expected = Sampler(vocab_size).draw(logits, rows(cases))
     differ = (ours != expected).nonzero()[:, 0].tolist()
     assert len(differ) <= 1, [cases[i] for i in differ]  # Scores are rounded in different places.
+
+
+@pytest.mark.parametrize("vocab_size", [5, 257, 3000])
+def test_only_tokens_whose_bits_are_set_are_drawn(kernels, rng, vocab_size: int) -> None:
+    cases = CASES * 10
+    logits = torch.randn(len(cases), vocab_size, generator=rng) * 3
+    logits[0, :] = torch.nan  # Of a row whose mask hides all of it but one token.
+    logits[0, 3] = 1.0
+    allowed = torch.rand(len(cases), vocab_size, generator=rng) < 0.2
+    allowed[:, 3] = True
+    allowed[0, :] = False
+    allowed[0, 3] = True
+    num_words = -(-vocab_size // 32)
+    padded = np.zeros((len(cases), num_words * 32), np.uint8)
+    padded[:, :vocab_size] = allowed.numpy()
+    bits = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+    of_row = np.arange(len(cases), dtype=np.int32)
+    of_row[1::4] = -1
+    masked = replace(rows(cases), masks=Masks(bits, of_row))
+    before = logits.clone()
+    ours = NativeSampler(kernels).draw(logits, masked)
+    theirs = Sampler(vocab_size).draw(logits, masked)
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num()), "logits are not changed"
+    differ = (ours != theirs).nonzero()[:, 0].tolist()
+    assert len(differ) <= 1, [cases[i] for i in differ]
+    free = torch.from_numpy(of_row < 0)
+    assert (allowed.gather(1, ours[:, None])[:, 0] | free).all()
+    assert torch.equal(ours[free], NativeSampler(kernels).draw(logits, rows(cases))[free])
 
 
 def test_a_row_depends_on_itself_alone(kernels, rng) -> None:

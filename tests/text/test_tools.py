@@ -4,20 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.text.tools import HermesToolParser, ParsedToolCall, Text, ToolEvent
+from penstock.text.tool_blocks import HermesToolParser
+from penstock.text.tools import CallPiece, ParsedToolCall, Text, ToolEvent, WholeEvent, joined
 
 
-def parsed(deltas: list[str], *, call_chars_max: int = 65_536) -> list[ToolEvent]:
-    """The events, with neighbouring texts joined."""
+def parsed(deltas: list[str], *, call_chars_max: int = 65_536) -> list[WholeEvent]:
+    """The events, with neighbouring ones joined."""
     parser = HermesToolParser(call_chars_max=call_chars_max)
     events: list[ToolEvent] = [event for delta in deltas for event in parser.push(delta)]
-    events += parser.finish()
-    joined: list[ToolEvent] = []
-    for event in events:
-        if isinstance(event, Text) and joined and isinstance(joined[-1], Text):
-            event = Text(joined.pop().text + event.text)
-        joined.append(event)
-    return joined
+    return joined([*events, *parser.finish()])
 
 
 def call(name: str, arguments: str) -> str:
@@ -80,12 +75,12 @@ def test_text_without_a_call_is_never_lost(pieces: list[str]) -> None:
         ("", []),
     ],
 )
-def test_examples(text: str, events: list[ToolEvent]) -> None:
+def test_examples(text: str, events: list[WholeEvent]) -> None:
     assert parsed([text]) == events
 
 
 @pytest.mark.parametrize(
-    "body", ["[" * 5000, '{"name": "f", "arguments": ' + "[" * 5000, "null", "{}", '"f"']
+    "body", ["[" * 5000, '{"name": "f", "arguments": ' + "[" * 5000, "null", "{}", '"f"', "{" * 5000]
 )
 def test_hostile_blocks_are_text(body: str) -> None:
     text = f"<tool_call>{body}</tool_call>"
@@ -105,3 +100,18 @@ def test_prose_is_shown_at_once() -> None:
     assert parser.push("Hello there") == [Text("Hello there")]
     assert parser.push(" <") == []
     assert parser.push(" 3") == [Text(" < 3")]
+
+
+def test_a_call_is_told_while_it_is_written() -> None:
+    parser = HermesToolParser()
+    assert parser.push('<tool_call>\n{"name": "f", "argu') == []
+    assert parser.push('ments": {"a') == [CallPiece(0, "f"), CallPiece(0, arguments='{"a')]
+    assert parser.push('": "</tool_call>"') == [CallPiece(0, arguments='": "</tool_call>"')]
+    assert parser.push("}}\n</tool_call>") == [CallPiece(0, arguments="}")]
+    assert parser.finish() == []
+
+
+def test_a_call_that_is_cut_off_keeps_what_there_is() -> None:
+    assert parsed(['<tool_call>{"name": "f", "arguments": {"a": [1, ']) == [
+        ParsedToolCall(0, "f", '{"a": [1, ')
+    ]

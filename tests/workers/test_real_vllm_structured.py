@@ -18,7 +18,8 @@ from penstock.config.flow import LimitsConfig
 from penstock.protocol.needs import constraint_of, rare_needs
 from penstock.protocol.openai_validate import parse_chat
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.tools import ForcedCalls, ParsedToolCall
+from penstock.text.tool_tails import ForcedCalls
+from penstock.text.tools import ParsedToolCall, joined
 from penstock.types import RequestId, SamplingParams
 
 pytestmark = [pytest.mark.workers, pytest.mark.timeout(600)]
@@ -79,8 +80,7 @@ def test_what_comes_back_obeys_its_schema(vllm_url: str, model_28m: Path) -> Non
     assert point["x"] in (3, 4)
     assert found["choice"] in ("left", "right")
     for name, parser in (("named", ForcedCalls("place")), ("required", ForcedCalls(""))):
-        parser.push(found[name])
-        (call,) = parser.finish()
+        (call,) = joined([*parser.push(found[name]), *parser.finish()])
         assert isinstance(call, ParsedToolCall)
         assert call.name == "place"
         assert json.loads(call.arguments_json)["x"] in (3, 4)

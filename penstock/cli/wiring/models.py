@@ -24,7 +24,9 @@ from penstock.models.config import read_config
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import ChatTemplate
+from penstock.text.reasoning import reasoning_marks
 from penstock.text.tokenizer import Tokenizer
+from penstock.text.tool_formats import tool_format
 from penstock.types import ModelName
 
 
@@ -54,6 +56,8 @@ def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> ModelPart
         tokenizer=tokenizer,
         template=template,
         created_s=_changed_s(directory),
+        tool_format=tool_format(template.sources.values(), model.tool_format),
+        reasoning=reasoning_marks(template.sources.values(), model.reasoning_marks),
         declared_len=_declared_len(model, directory),
         public_prefixes=PublicPrefixes.of(model.public_prefixes, tokenizer, template),
     )

@@ -8,6 +8,7 @@ length of white space is bounded, and what lies between two values is forced.
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NoReturn, cast
@@ -163,8 +164,16 @@ def _choice(value: object) -> tuple[str, object]:
 def _grammar(value: object) -> tuple[str, object]:
     if not isinstance(value, str) or not value.strip():
         _refuse("expected a string that is not empty", "grammar")
-    if "x-guidance" in value:  # As in `_json`.
-        _refuse("'x-guidance' is not supported", "grammar")
+    for found in re.finditer(r"%json\b\s*", value):  # What is refused in a schema is refused in here.
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(value, found.end())
+        except (ValueError, RecursionError) as error:
+            _refuse(f"the schema behind %json is not JSON: {error}", "grammar")
+        if isinstance(schema, dict):
+            inner = cast(dict[str, Any], schema)
+            if "x-guidance" in inner:
+                _refuse("'x-guidance' is not supported", "grammar")
+            _check(inner)
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(value)), None
     except Exception as error:  # noqa: BLE001 The converter raises what it likes.

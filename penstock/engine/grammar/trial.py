@@ -51,11 +51,11 @@ class Trials:
         """
         with self._lock:
             if self._process.poll() is not None:
+                self.close()
                 self._process = self._start()
             reply = self._ask(form)
             if reply is None:
-                self._process.kill()
-                self._process.wait()
+                self.close()
         if reply is None:
             raise InvalidRequest("compiling it failed")
         if reply:
@@ -70,7 +70,8 @@ class Trials:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.wait()
+        with self._process:  # It closes the pipes.
+            pass
 
     def _ask(self, form: bytes) -> bytes | None:
         stdin, stdout = self._process.stdin, self._process.stdout

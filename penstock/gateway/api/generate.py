@@ -20,16 +20,19 @@ from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Served, Tally
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (
+    begins_reasoning,
     chat_max_tokens,
     chat_prompt,
     check_sampling,
     completion_max_tokens,
     completion_prompt,
+    schemas_of,
 )
 from penstock.gateway.models.served import ServedModel
+from penstock.gateway.models.shape import shaped, template_extra
+from penstock.gateway.relay.chat import ChatSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
-    ChatSink,
     CompletionLogprobsSink,
     CountingSink,
     Echo,
@@ -55,7 +58,9 @@ from penstock.protocol.openai_validate import parse_chat, parse_completion, prom
 from penstock.protocol.parameters import Need
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
 from penstock.telemetry.catalog import Endpoint
-from penstock.text.tools import ForcedCalls, ToolParser
+from penstock.text.reasoning import AnswerParser
+from penstock.text.tool_tails import ForcedCalls
+from penstock.text.tools import FirstCallOnly, ToolParser
 
 _Begin = Callable[[Job], tuple[Reply, Sequence[Sink]]]
 """Makes the reply of a job, and with it takes its exchange."""
@@ -83,7 +88,9 @@ class Generate:
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info, capabilities = model.info(), _checked(model, request, needs)
-            prompt = await chat_prompt(self._services.tokenize, model, request, caller.tenant, num_bytes)
+            prompt = await chat_prompt(
+                self._services.tokenize, model, request, caller.tenant, num_bytes, template_extra(request)
+            )
             max_tokens = chat_max_tokens(request, len(prompt), info, caller.tenant)
             check_sampling(request, max_tokens, info)
             job = Job(
@@ -98,7 +105,7 @@ class Generate:
                 logprobs=(request.top_logprobs or 0) if request.logprobs else None,
                 prompt_logprobs=getattr(request, "prompt_logprobs", None),
                 needs=capabilities,
-                constraint=constraint,
+                constraint=shaped(model, request, prompt, max_tokens, constraint),
                 body=body,
             )
             kind = _chat_stream if request.stream else _chat_whole
@@ -231,7 +238,7 @@ class Generate:
     def _streams(self, job: Job, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
         """Every choice's request, and who hears its answer."""
         piece_tokens = 1
-        if not job.request.stream and job.num_choices == 1:
+        if not job.request.stream and job.num_choices == 1 and job.model.reasoning is None:
             # Limits and budgets are looked at between slices, so pieces end where those do.
             piece_tokens = math.gcd(PIECE_TOKENS, SLICE_TOKENS)
         if job.only_scores:
@@ -285,6 +292,8 @@ class Generate:
         """What the reply is given."""
         services, tally, options = self._services, job.exchange.tally, job.request.stream_options
         assert tally is not None
+        if isinstance(job.request, ChatRequest) and job.model.reasoning is not None:
+            tally.reasoning_tokens = 0
         tally.num_choices, tally.usages.choices_per_prompt = job.num_choices, job.choices_per_prompt
         head = StreamHead(
             id=job.answer_id,
@@ -339,11 +348,23 @@ def _session_word(request: GenerationRequest) -> object:
     return key or request.user
 
 
-def _parser(job: Job) -> ToolParser | None:
-    """Of one choice's text; None: it is shown as it is."""
+def _parser(job: Job) -> AnswerParser:
+    """Of one choice's text."""
+    model, request = job.model, job.request
+    assert isinstance(request, ChatRequest)
+    tools: ToolParser | None = None
     if job.constraint.forced_tool is not None:
-        return ForcedCalls(job.constraint.forced_tool)
-    return job.model.tool_parser() if uses_tools(job.request) else None
+        tools = ForcedCalls(job.constraint.forced_tool)
+    elif uses_tools(request):
+        tools = model.tool_format.parser(schemas_of(request))
+        if request.parallel_tool_calls is False:
+            tools = FirstCallOnly(tools)
+    return AnswerParser(
+        tools,
+        model.reasoning,
+        has_begun=begins_reasoning(model, job.prompts[0]),
+        shows=getattr(request, "include_reasoning", None) is not False,
+    )
 
 
 def _counted(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequence[Sink]:
@@ -364,7 +385,7 @@ def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
     for i in range(job.num_choices):
         chunks = ChatChunks(context.head, i)
         parser = _parser(job)
-        if parser is not None or logprobs:
+        if parser.is_needed or logprobs:
             sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=parser))
         else:
             sinks.append(TextSink(reply, chunks, i, chunks.role()))

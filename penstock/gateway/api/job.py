@@ -204,7 +204,9 @@ def requests_of(job: Job, piece_tokens: int) -> list[GenerateRequest]:
                     stop=stop,
                     include_stop=bool(request.include_stop_str_in_output),
                     # The tags around a tool call are special tokens in some vocabularies.
-                    skip_special_tokens=request.skip_special_tokens is not False and not uses_tools(request),
+                    skip_special_tokens=request.skip_special_tokens is not False
+                    and not uses_tools(request)
+                    and not job.model.has_special_marks,
                     adapter=job.adapter,
                     cache_salt=job.caller.cache_salt,
                     public_tokens=public_tokens,
@@ -231,7 +233,7 @@ def _stops(job: Job) -> tuple[str, ...]:
     asked = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if isinstance(request, ChatRequest) and request.parallel_tool_calls is False and uses_tools(request):
         # The answer ends with its first call. What ends a call is no part of it.
-        close = job.model.tool_parser().CLOSE
+        close = job.model.tool_format.parser({}).CLOSE
         return (*asked, close) if close and job.constraint.forced_tool is None else asked
     return asked
 

@@ -29,7 +29,7 @@ from penstock.errors import ClientError, Overloaded, WorkerUnavailable
 from penstock.gateway.http.flush import RelayTerms
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.requests.request import UsageSum
-from penstock.protocol.openai import CachedTokens, UsageBody
+from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody
 from penstock.protocol.stream import HEARTBEAT
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import RequestMeasurement
@@ -120,10 +120,10 @@ class Tally(Served):
     endpoint: Endpoint
     num_choices: int = 1
     started_ns: int
-    first_ns: int | None = None
-    """When the first output of any choice came."""
+    first_ns: int | None = None  # When the first output of any choice came.
     ended_ns: int | None = None
     outcome: OutcomeLabel | None = None
+    reasoning_tokens: int = -1  # -1: the model does not reason.
     usages: UsageSum = field(default_factory=UsageSum)
 
     @classmethod
@@ -156,6 +156,7 @@ class Tally(Served):
             completion_tokens=total.completion_tokens,
             total_tokens=total.prompt_tokens + total.completion_tokens,
             prompt_tokens_details=CachedTokens(total.cached_tokens),
+            completion_tokens_details=CompletionDetails.of(self.reasoning_tokens),
         )
 
     def ttft_ns(self) -> int | None:

@@ -30,6 +30,7 @@ from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import USED_UP, ChatTemplate
 from penstock.text.metered import RanAway
+from penstock.text.reasoning import has_begun
 from penstock.types import ModelName, SamplingParams
 
 NUM_THREADS = 2
@@ -132,22 +133,28 @@ class _Apart:
 
 COMPLETION_MAX_TOKENS = 16
 SEED_BITS = 63
+PROMPT_END_TOKENS = 16
+"""The end of a prompt in which the mark that opens the reasoning is looked for."""
 TEMPLATE_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 async def chat_prompt(
-    pool: TokenizePool, model: ServedModel, request: ChatRequest, tenant: Tenant, num_bytes: int
+    pool: TokenizePool,
+    model: ServedModel,
+    request: ChatRequest,
+    tenant: Tenant,
+    num_bytes: int,
+    extra: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """Token ids of the conversation, which came in a body of `num_bytes`.
+    """Token ids of the conversation, which came in a body of `num_bytes`; `extra` are variables of the
+    template.
 
     Raises:
         InvalidRequest: the template refuses it.
         Overloaded: too much is waiting to be rendered.
     """
     tools = request.tools if request.tool_choice != "none" else None
-    return await render(
-        pool, model, request.messages, tenant, num_bytes, tools=tools, extra=request.chat_template_kwargs
-    )
+    return await render(pool, model, request.messages, tenant, num_bytes, tools=tools, extra=extra)
 
 
 async def render(
@@ -175,7 +182,7 @@ async def render(
 
     def work(may_block: bool) -> tuple[int, ...]:
         return model.prompts.token_ids(
-            [msgspec.to_builtins(text_only(message)) for message in messages],
+            [_for_template(message) for message in messages],
             tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
             add_generation_prompt=add_generation_prompt,
             extra=extra,
@@ -184,6 +191,36 @@ async def render(
         )
 
     return await pool.render(num_bytes, model, bool(tools), work)
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """The message as templates know it: earlier reasoning has one name there."""
+    found: dict[str, Any] = msgspec.to_builtins(text_only(message))
+    if (reasoning := found.pop("reasoning", None)) is not None:
+        found.setdefault("reasoning_content", reasoning)
+    return found
+
+
+def begins_reasoning(model: ServedModel, prompt: Sequence[int]) -> bool:
+    """Whether an answer to this prompt begins within the reasoning: its template has opened it."""
+    if model.reasoning is None:
+        return False
+    end = model.tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+    return has_begun(model.reasoning, end)
+
+
+def ends_reasoning(model: ServedModel, prompt: Sequence[int]) -> bool:
+    """Whether the prompt has closed the reasoning already: the template was told to leave it out."""
+    if model.reasoning is None:
+        return True
+    end = model.tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+    return end.rstrip().endswith(model.reasoning.close)
+
+
+def schemas_of(request: ChatRequest) -> dict[str, Mapping[str, Any]]:
+    """The schemas of its functions' parameters, by their names."""
+    functions = [tool.function for tool in request.tools or () if tool.function is not None]
+    return {each.name: each.parameters or {} for each in functions}
 
 
 def completion_prompt(

@@ -9,7 +9,7 @@ caller sends.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,8 +32,9 @@ from penstock.protocol.worker import ModelInfo
 from penstock.rng import fresh_key
 from penstock.text.chat import ChatTemplate
 from penstock.text.prompt import NONCE_BYTES, ChatPrompts
+from penstock.text.reasoning import ReasoningMarks
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.tools import HermesToolParser, ToolParser
+from penstock.text.tool_formats import HERMES, ToolFormat
 from penstock.types import BLOCK_TOKENS, ModelName
 
 if TYPE_CHECKING:
@@ -118,8 +119,10 @@ class ServedModel:
     template: ChatTemplate
     created_s: int
     """When it was loaded, in seconds since the epoch."""
-    tool_parser: Callable[[], ToolParser] = HermesToolParser
-    """Makes one answer's parser of tool calls."""
+    tool_format: ToolFormat = HERMES
+    """How it calls tools."""
+    reasoning: ReasoningMarks | None = None
+    """What stands around its reasoning; None: it does not reason."""
     declared_len: int = 0
     """Tokens of its context as the configuration or the checkpoint says, until a worker has said it; 0:
     neither does."""
@@ -128,7 +131,13 @@ class ServedModel:
     prompts: ChatPrompts = field(init=False)
     """Makes the token ids of chats."""
 
+    has_special_marks: bool = field(init=False)
+    """Whether the marks around its reasoning are special tokens, which texts leave out."""
+
     def __post_init__(self) -> None:
+        ids = (self.tokenizer.token_id(mark) for mark in self.reasoning or ())
+        is_special = any(token_id in self.tokenizer.special_ids for token_id in ids)
+        object.__setattr__(self, "has_special_marks", is_special)
         prompts = ChatPrompts(self.template, self.tokenizer, nonce=fresh_key(NONCE_BYTES))
         object.__setattr__(self, "prompts", prompts)  # It is frozen for everybody else.
 

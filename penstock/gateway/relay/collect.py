@@ -26,7 +26,8 @@ from penstock.protocol.openai import (
     CompletionChoice,
     PromptLogprobs,
 )
-from penstock.text.tools import Text, ToolEvent, ToolParser
+from penstock.text.reasoning import AnswerParser
+from penstock.text.tools import ParsedToolCall, Text, Thought, ToolEvent, joined
 from penstock.types import FinishReason
 
 
@@ -53,12 +54,17 @@ class PassedCall:
 class CollectSink:
     """Keeps one choice's output. Bounded by the request's max_tokens."""
 
-    __slots__ = ("_index", "_reply", "_texts", "logprobs", "passed_calls", "prompt_logprobs", "reason")
+    __slots__ = (
+        "_began", "_index", "_parser", "_reply", "events", "logprobs", "passed_calls", "prompt_logprobs",
+        "reason",
+    )  # fmt: skip
 
-    def __init__(self, reply: Reply, index: int) -> None:
+    def __init__(self, reply: Reply, index: int, parser: AnswerParser) -> None:
         self._reply = reply
         self._index = index
-        self._texts: list[str] = []
+        self._parser = parser
+        self._began = False
+        self.events: list[ToolEvent] = []
         self.logprobs: list[TextLogprob] = []
         self.prompt_logprobs: list[TextLogprob] = []
         self.passed_calls: dict[int, PassedCall] = {}
@@ -68,16 +74,19 @@ class CollectSink:
     @property
     def text(self) -> str:
         """What was generated so far."""
-        return "".join(self._texts)
+        return "".join(item.text for item in self.events if isinstance(item, Text))
 
     def on_delta(self, delta: Delta) -> None:
         """More output."""
         if delta.prompt_logprobs:
             self.prompt_logprobs.extend(delta.prompt_logprobs)
             return
-        if not self._texts:
+        if not self._began:
+            self._began = True
             self._reply.first_output()
-        self._texts.append(delta.text)
+        self.events += self._parser.push(delta.text)
+        if self._parser.takes_thought():
+            self._reply.tally.reasoning_tokens += len(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         for piece in delta.tool_calls:
             self.passed_calls.setdefault(piece.index, PassedCall()).add(piece)
@@ -87,7 +96,9 @@ class CollectSink:
         """The end."""
         finish = self._reply.ended(finish)
         self.reason = finish.reason
-        if not self._texts and finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
+        if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may go on.
+            self.events += self._parser.finish()
+        elif not self._began:
             self.prompt_logprobs.clear()  # Another attempt tells them again.
         self._reply.choice_finished(self._index, finish)
 
@@ -116,9 +127,9 @@ class WholeReply(Reply):
 
     __slots__ = ("sinks",)
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, parsers: Sequence[AnswerParser]) -> None:
         super().__init__(context)
-        self.sinks: Sequence[CollectSink] = [CollectSink(self, i) for i in range(self.tally.num_choices)]
+        self.sinks: Sequence[CollectSink] = [CollectSink(self, i, parser) for i, parser in enumerate(parsers)]
 
     def complete(self) -> None:
         """Every choice is there: answer."""
@@ -138,18 +149,17 @@ class WholeReply(Reply):
 class WholeChat(WholeReply):
     """A chat completion in one piece."""
 
-    __slots__ = ("_num_prompt_top", "_parsers", "_with_logprobs")
+    __slots__ = ("_num_prompt_top", "_with_logprobs")
 
     def __init__(
         self,
         context: Context,
         *,
-        parsers: Sequence[ToolParser | None],
+        parsers: Sequence[AnswerParser],
         with_logprobs: bool,
         num_prompt_top: int | None = None,
     ) -> None:
-        super().__init__(context)
-        self._parsers = parsers
+        super().__init__(context, parsers)
         self._with_logprobs = with_logprobs
         self._num_prompt_top = num_prompt_top
 
@@ -167,11 +177,9 @@ class WholeChat(WholeReply):
         )
 
     def _choice(self, index: int, sink: CollectSink) -> ChatChoice:
-        parser = self._parsers[index]
-        events: list[ToolEvent] = [Text(sink.text)]
-        if parser is not None:
-            events = [*parser.push(sink.text), *parser.finish()]
-        text = "".join(item.text for item in events if isinstance(item, Text))
+        events = joined(sink.events)
+        text = sink.text
+        thought = "".join(item.text for item in events if isinstance(item, Thought)) or None
         calls = [
             AnswerToolCall(
                 id=self.ids.take("call"),
@@ -179,14 +187,18 @@ class WholeChat(WholeReply):
                 function=CalledFunction(name=item.name, arguments=item.arguments_json),
             )
             for item in events
-            if not isinstance(item, Text)
+            if isinstance(item, ParsedToolCall)
         ]
         calls += [call.whole() for _, call in sorted(sink.passed_calls.items())]
         called = bool(calls) and sink.reason is FinishReason.STOP
         return ChatChoice(
             index=index,
             message=AnswerMessage(
-                content=text or (None if calls else ""), refusal=None, tool_calls=calls or None
+                content=text or (None if calls else ""),
+                refusal=None,
+                tool_calls=calls or None,
+                reasoning_content=thought,
+                reasoning=thought,
             ),
             logprobs=chat_logprobs(sink.logprobs) if self._with_logprobs else None,
             finish_reason=(FinishReason.TOOL_CALLS if called else sink.reason).value,
@@ -206,7 +218,7 @@ class WholeCompletion(WholeReply):
         with_logprobs: bool,
         num_prompt_top: int | None = None,
     ) -> None:
-        super().__init__(context)
+        super().__init__(context, [AnswerParser() for _ in echoes])
         self._echoes = echoes
         self._with_logprobs = with_logprobs
         self._num_prompt_top = num_prompt_top

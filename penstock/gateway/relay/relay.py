@@ -21,13 +21,11 @@ from typing import cast
 
 import msgspec
 
-from penstock.backends.base import Delta, Finish, Sink, TextLogprob, ToolCallPiece
+from penstock.backends.base import Delta, Finish, Sink, TextLogprob
 from penstock.gateway.http.errors import error_body, error_response
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.relay.reply import Context, Reply
 from penstock.protocol.openai import (
-    AnswerToolCall,
-    CalledFunction,
     ChatLogprobs,
     CompletionLogprobs,
     ContentLogprob,
@@ -36,8 +34,6 @@ from penstock.protocol.openai import (
     TopLogprob,
 )
 from penstock.protocol.stream import DONE, HEARTBEAT, ChatChunks, CompletionChunks, event
-from penstock.rng import IdSource
-from penstock.text.tools import ParsedToolCall, ToolEvent, ToolParser
 from penstock.types import FinishReason
 
 LOWEST = -9999.0
@@ -276,63 +272,6 @@ class TextSink:
             self._exchange.write(self._opening)
 
 
-class ChatSink(TextSink):
-    """A chat choice with log-probabilities, tool calls or both."""
-
-    __slots__ = ("_chunks", "_ids", "_logprobs", "_num_calls", "_parser")
-
-    def __init__(
-        self,
-        reply: StreamReply,
-        chunks: ChatChunks,
-        index: int,
-        *,
-        logprobs: bool,
-        parser: ToolParser | None,
-    ) -> None:
-        super().__init__(reply, chunks, index, chunks.role())
-        self._chunks = chunks
-        self._logprobs = logprobs
-        self._parser = parser
-        self._ids = reply.ids
-        self._num_calls = 0
-
-    def on_delta(self, delta: Delta) -> None:
-        """More output. Log-probabilities travel with the text that is shown now, even if that is none."""
-        if not self._began:
-            self._begin()
-        events = [delta.text] if self._parser is None else self._parser.push(delta.text)
-        text = "".join(_prose(item) for item in events)
-        if self._logprobs and delta.logprobs:
-            self._exchange.write(self._chunks.text_with_logprobs(text, chat_logprobs(delta.logprobs)))
-        elif text:
-            self._exchange.write(self._chunks.text(text))
-        self._send_calls(events)
-        for piece in delta.tool_calls:
-            self._exchange.write(self._chunks.tool_call(passed_call(piece)))
-        self._reply.count(len(delta.token_ids))
-
-    def on_finish(self, finish: Finish) -> None:
-        """The end; a choice that called a tool says so."""
-        finish = self._reply.ended(finish)
-        if self._parser is not None and finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
-            if not self._began:
-                self._begin()
-            events = self._parser.finish()
-            if text := "".join(_prose(item) for item in events):
-                self._exchange.write(self._chunks.text(text))
-            self._send_calls(events)
-            if self._num_calls and finish.reason is FinishReason.STOP:
-                finish = Finish(reason=FinishReason.TOOL_CALLS, usage=finish.usage)
-        super().on_finish(finish)
-
-    def _send_calls(self, events: "list[ToolEvent] | list[str]") -> None:
-        for item in events:
-            if isinstance(item, ParsedToolCall):
-                self._num_calls += 1
-                self._exchange.write(self._chunks.tool_call(streamed_call(item, self._ids)))
-
-
 class CompletionLogprobsSink(TextSink):
     """A plain completion's choice with log-probabilities; an echoed prompt's are one chunk, the first."""
 
@@ -369,33 +308,6 @@ class CompletionLogprobsSink(TextSink):
         shown = completion_logprobs(logprobs, self._offset)
         self._offset += sum(len(token) for token in shown.tokens)
         self._exchange.write(self._chunks.text_with_logprobs(text, shown))
-
-
-def streamed_call(call: ParsedToolCall, ids: IdSource) -> AnswerToolCall:
-    """A whole call in one chunk: the parser gives calls only once they are valid."""
-    return AnswerToolCall(
-        index=call.index,
-        id=ids.take("call"),
-        type="function",
-        function=CalledFunction(name=call.name, arguments=call.arguments_json),
-    )
-
-
-def passed_call(piece: ToolCallPiece) -> AnswerToolCall:
-    """Part of a call that a provider made: its own id, for the call's answer goes back to it."""
-    is_start = bool(piece.id or piece.name)
-    return AnswerToolCall(
-        index=piece.index,
-        id=piece.id or None,
-        type="function" if is_start else None,
-        function=CalledFunction(name=piece.name or None, arguments=piece.arguments),
-    )
-
-
-def _prose(item: ToolEvent | str) -> str:
-    if isinstance(item, str):
-        return item
-    return "" if isinstance(item, ParsedToolCall) else item.text
 
 
 _END = b'"usage":null}\n\n'

@@ -1,0 +1,162 @@
+"""Grammars beside free text, in paired rounds: time per token of 32 streams, time per character of a schema
+with long keys, and the CPU time of compiling a schema of 30 fields with patterns.
+
+    python bench/grammar_cost.py [MODEL_DIR] [--rounds 7] [--batch 32] [--json FILE]
+
+One engine in this process. Each round asks for free text and for each constrained kind, in turns, so that
+whatever else the machine does hits all of them.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from provenance import add_json_option, write_result
+
+from penstock.clock import SystemClock
+from penstock.config.engine_settings import EngineSettings
+from penstock.engine.core import EngineCore, build_core
+from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens
+from penstock.engine.runner import build_runner
+from penstock.kv.hashing import token_array
+from penstock.protocol.grammar import Grammar
+from penstock.protocol.worker import Submit
+from penstock.types import RequestId, SamplingParams
+
+CLOCK = SystemClock()
+DEMO = Path(__file__).parents[1] / "models" / "penstock-demo"
+TOKENS = 96
+LONG_KEYS = {
+    "type": "object",
+    "properties": {
+        f"the_{word}_of_the_measured_quantity_in_the_{place}_compartment": {"type": "boolean"}
+        for word in ("minimum", "maximum", "average", "median") for place in ("upper", "lower", "middle")
+    },
+    "additionalProperties": False,
+}  # fmt: skip
+LONG_KEYS["required"] = list(LONG_KEYS["properties"])
+KINDS: dict[str, Any] = {
+    "free": None,
+    "string": {"regex": '"[^"\\\\]{400,}"'},
+    "list": {"json": {"type": "array", "minItems": 200, "items": {"type": "number"}}},
+    "long_keys": {"json": LONG_KEYS},
+}
+FIELDS = {
+    "type": "object",
+    "properties": {
+        f"field_{i}": ({"type": "string", "pattern": f"^[A-Z]{{2}}-[0-9]{{{i % 6 + 1}}}(-[a-z]+)?$"},
+                       {"type": "integer", "minimum": i, "maximum": 1000 * i + 7},
+                       {"enum": [f"{i}-{word}" for word in ("red", "green", "blue")]})[i % 3]
+        for i in range(30)
+    },
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+class Engine:
+    """One engine, whose rounds are closed batches."""
+
+    def __init__(self, model: Path, batch: int) -> None:
+        config = EngineSettings(prefix_cache=False, kv_memory_bytes=256 << 20, max_running=batch)
+        runner = build_runner(model, config, CLOCK, lambda _stage, _done, _total: None)
+        runner.warm_up()
+        tokens = GrammarTokens.load(model, runner.info.vocab_size)
+        assert tokens is not None
+        runner.use_grammars(tokens)
+        self.tokens, self.compiler = tokens, GrammarCompiler(tokens)
+        self.core: EngineCore = build_core(runner, config, b"bench" * 8, CLOCK)
+        self._compiled = {
+            kind: self.compiler.compile(b"", Grammar(form=msgspec.json.encode(form))).result()
+            for kind, form in KINDS.items() if form is not None
+        }  # fmt: skip
+
+    def round(self, kind: str, batch: int, number: int) -> dict[str, float]:
+        """One batch: nanoseconds per step behind the first token, and what came out."""
+        form, eos = KINDS[kind], self.tokens.eos_ids
+        grammar = None if form is None else Grammar(form=msgspec.json.encode(form))
+        prompt = token_array(self.tokens.tokenizer.encode("Write down what you know about rivers."))
+        for row in range(batch):
+            how = SamplingParams(
+                temperature=1.0, seed=1000 * number + row, stop_token_ids=() if form is None else eos,
+                max_tokens=TOKENS if kind != "long_keys" else 1000,
+            )  # fmt: skip
+            message = Submit(
+                request_id=RequestId(f"{kind}-{number}-{row}"), prompt=prompt.tobytes(), sampling=how,
+                grammar=grammar,
+            )  # fmt: skip
+            self.core.submit(0, message, CLOCK.now_ns(), self._compiled.get(kind))
+        token_ids: dict[str, list[int]] = {}
+        steps, began, cpu = 0, 0, 0
+        while self.core.has_work:
+            for output in self.core.step().get(0, []):
+                token_ids.setdefault(output.request_id, []).extend(output.token_ids)
+            steps += 1
+            if not began and len(token_ids) == batch:
+                began, cpu, steps = CLOCK.now_ns(), time.process_time_ns(), 0
+        spent = CLOCK.now_ns() - began
+        tokens = sum(map(len, token_ids.values())) - batch
+        characters = sum(len(self.tokens.tokenizer.decode(each)) for each in token_ids.values())
+        return {
+            "ms_per_token": spent / 1e6 * batch / tokens,
+            "us_per_character": spent / 1e3 * batch / characters,
+            "cpu_ms_per_token": (time.process_time_ns() - cpu) / 1e6 * batch / tokens,
+            "forced_share": 1 - steps * batch / tokens, "tokens": tokens,
+        }  # fmt: skip
+
+
+def compile_ms(engine: Engine, rounds: int) -> list[float]:
+    """Of the 30 fields, on this process's threads: what remains after the trial, with the first mask."""
+    found: list[float] = []
+    for number in range(rounds * 3):
+        grammar = Grammar(form=msgspec.json.encode({"json": FIELDS | {"title": str(number)}}))
+        began = time.process_time_ns()
+        engine.compiler.compile(b"", grammar).result()
+        found.append((time.process_time_ns() - began) / 1e6)
+    return found
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {
+        "median": round(statistics.median(values), 4), "least": round(min(values), 4),
+        "most": round(max(values), 4),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path, nargs="?", default=DEMO)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=32)
+    add_json_option(parser)
+    args = parser.parse_args()
+    engine = Engine(args.model, args.batch)
+    rounds = [
+        {kind: engine.round(kind, args.batch, number) for kind in KINDS} for number in range(args.rounds + 1)
+    ][1:]
+    report: dict[str, object] = {"batch": args.batch, "rounds": args.rounds, "cores": os.cpu_count()}
+    for kind in KINDS:
+        free = [each["free"] for each in rounds]
+        mine = [each[kind] for each in rounds]
+        report[kind] = {
+            "ms_per_token": spread([each["ms_per_token"] for each in mine]),
+            "us_per_character": spread([each["us_per_character"] for each in mine]),
+            "forced_share": round(statistics.median(each["forced_share"] for each in mine), 3),
+            "token_time_to_free": spread(
+                [a["ms_per_token"] / b["ms_per_token"] for a, b in zip(mine, free, strict=True)]
+            ),
+            "cpu_to_free": spread(
+                [a["cpu_ms_per_token"] / b["cpu_ms_per_token"] for a, b in zip(mine, free, strict=True)]
+            ),
+        }
+    report["compile_30_fields_cpu_ms"] = spread(compile_ms(engine, args.rounds))
+    engine.compiler.close()
+    print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    write_result(args.json, report)
+
+
+if __name__ == "__main__":
+    main()

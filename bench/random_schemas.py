@@ -1,0 +1,228 @@
+"""Random schemas at temperature 1.5: does every finished answer validate, how many schemas are refused, and
+how many of the others have an answer within 1,024 tokens?
+
+    python bench/random_schemas.py [--schemas 10000] [--seed 1] [--json FILE]
+
+The demo model's engine in this process, 32 answers at once. `jsonschema` judges, with formats checked (all
+but `time`, for which it takes no time zone). Fails
+if an answer that ended with "stop" does not validate, or ended in an error.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+from provenance import add_json_option, write_result
+
+from penstock.clock import SystemClock
+from penstock.config.engine_settings import EngineSettings
+from penstock.engine.core import EngineCore, build_core
+from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens
+from penstock.engine.runner import build_runner
+from penstock.errors import InvalidRequest
+from penstock.kv.hashing import token_array
+from penstock.protocol.grammar import Grammar
+from penstock.protocol.worker import Submit
+from penstock.rng import Stream, stream
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import FinishReason, RequestId, SamplingParams
+
+MODEL = Path(__file__).parents[1] / "models" / "penstock-demo-mini"
+BATCH, MAX_TOKENS, ROOT_DEPTH = 32, 1024, 3
+_WORDS = ("name", "id", "count", "tags", "owner", "price", "a", "b", "value", "kind")
+_PATTERNS = ("^[a-z]+$", "^[A-Z]{2,4}$", "[0-9]{3}", "^(red|green)$", "^a.{0,8}z$", "x", "^\\d{4}-\\d{2}$")
+_FORMATS = ("date", "time", "date-time", "uuid", "email", "ipv4", "hostname", "duration", "uri")
+_REFUSABLE = (
+    {"not": {"type": "null"}}, {"uniqueItems": True}, {"contains": {}}, {"propertyNames": {"maxLength": 3}},
+    {"if": {}, "then": {}}, {"dependentRequired": {"a": ["b"]}}, {"unevaluatedProperties": False},
+)  # fmt: skip
+
+
+def schema(random: Stream, depth: int = ROOT_DEPTH) -> dict[str, Any]:
+    """One schema; about a tenth of them have a keyword that cannot be enforced."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
+    if depth:
+        kinds += ["object"] * 4 + ["array"] * 2 + ["anyOf", "allOf", "types", "tuple", "ref"]
+    found = _MAKE[random.choice(kinds)](random, depth)
+    if random.random() < 0.03:
+        found |= random.choice(_REFUSABLE)
+    return found
+
+
+def _string(random: Stream, _depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "string"}
+    way = random.random()
+    if way < 0.25:
+        found["pattern"] = random.choice(_PATTERNS)
+    elif way < 0.45:
+        found["format"] = random.choice(_FORMATS)
+    elif way < 0.9:
+        found["maxLength"] = random.randrange(1, 40)
+        if random.random() < 0.4:
+            found["minLength"] = random.randrange(found["maxLength"] + 1)
+    return found
+
+
+def _integer(random: Stream, _depth: int) -> dict[str, Any]:
+    low = random.randrange(-1000, 1000)
+    found: dict[str, Any] = {"type": "integer"}
+    if random.random() < 0.7:
+        found |= {"minimum": low, "maximum": low + random.randrange(500)}
+    elif random.random() < 0.3:
+        found["multipleOf"] = random.choice((2, 3, 5, 10))
+    return found
+
+
+def _number(random: Stream, _depth: int) -> dict[str, Any]:
+    low = round(random.uniform(-50, 50), 2)
+    names = ("minimum", "maximum") if random.random() < 0.5 else ("exclusiveMinimum", "exclusiveMaximum")
+    bounds = dict(zip(names, (low, round(low + random.uniform(0.5, 90), 2)), strict=True))
+    return {"type": "number"} | (bounds if random.random() < 0.7 else {})
+
+
+def _object(random: Stream, depth: int) -> dict[str, Any]:
+    names = random.sample(_WORDS, random.randrange(1, 6))
+    properties = {name: schema(random, depth - 1) for name in names}
+    required = [name for name in names if random.random() < 0.7]
+    found: dict[str, Any] = {"type": "object", "properties": properties, "required": required}
+    if random.random() < 0.8:
+        found["additionalProperties"] = False
+    elif random.random() < 0.5:
+        found["additionalProperties"] = schema(random, 0)
+    return found
+
+
+def _array(random: Stream, depth: int) -> dict[str, Any]:
+    low = random.randrange(3)
+    found: dict[str, Any] = {"type": "array", "items": schema(random, depth - 1)}
+    return found | ({"minItems": low, "maxItems": low + random.randrange(4)} if random.random() < 0.8 else {})
+
+
+def _tuple(random: Stream, depth: int) -> dict[str, Any]:
+    parts = [schema(random, depth - 1) for _ in range(random.randrange(1, 4))]
+    return {"type": "array", "prefixItems": parts, "items": False, "minItems": len(parts)}
+
+
+def _ref(random: Stream, depth: int) -> dict[str, Any]:
+    """A tree of itself, at the root."""
+    if depth < ROOT_DEPTH:
+        return _object(random, depth)
+    node = {"type": "object", "properties": {
+        "value": schema(random, 0),
+        "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+    }, "required": ["value"], "additionalProperties": False}  # fmt: skip
+    return {"$ref": "#/$defs/node", "$defs": {"node": node}}
+
+
+_MAKE: dict[str, Any] = {
+    "string": _string, "integer": _integer, "number": _number, "object": _object, "array": _array,
+    "tuple": _tuple, "ref": _ref,
+    "boolean": lambda *_: {"type": "boolean"},
+    "null": lambda *_: {"type": "null"},
+    "enum": lambda random, _: {"enum": random.sample(["x", "yes", 3, 4.5, None, True, ["a"], {"b": 1}], 3)},
+    "const": lambda random, _: {"const": random.choice(["é\n", 7, {"k": [1, 2]}, False])},
+    "anyOf": lambda random, depth: {"anyOf": [schema(random, depth - 1) for _ in range(2)]},
+    "allOf": lambda random, depth: {"allOf": [schema(random, depth - 1), {"description": "both"}]},
+    "types": lambda random, _: {"type": random.sample(["string", "integer", "null", "boolean"], 2)},
+}  # fmt: skip
+
+
+class Answers:
+    """The engine, which is given the next accepted schema whenever an answer ends."""
+
+    def __init__(self) -> None:
+        clock = SystemClock()
+        config = EngineSettings(max_running=BATCH, kv_memory_bytes=128 << 20)
+        runner = build_runner(MODEL, config, clock, lambda _stage, _done, _total: None)
+        tokens = GrammarTokens.load(MODEL, runner.info.vocab_size)
+        assert tokens is not None
+        runner.use_grammars(tokens)
+        self.compiler = GrammarCompiler(tokens)
+        self.core: EngineCore = build_core(runner, config, b"bench" * 8, clock)
+        self.tokenizer: Tokenizer = tokens.tokenizer
+        self._eos = tokens.eos_ids
+
+    def submit(self, number: int, asked: dict[str, Any]) -> None:
+        """Start an answer.
+
+        Raises:
+            InvalidRequest: the schema is refused.
+        """
+        grammar = Grammar(form=msgspec.json.encode({"json": asked}))
+        compiled = self.compiler.compile(b"%d" % number, grammar).result()
+        self.compiler.keep(b"%d" % number, grammar, None)
+        prompt = token_array(self.tokenizer.encode("Answer in JSON:"))
+        how = SamplingParams(temperature=1.5, seed=number, max_tokens=MAX_TOKENS, stop_token_ids=self._eos)
+        message = Submit(
+            request_id=RequestId(str(number)), prompt=prompt.tobytes(), sampling=how, grammar=grammar
+        )
+        self.core.submit(0, message, 0, compiled)
+
+    def over(self) -> Iterator[tuple[int, list[int], Any]]:
+        """Run one step; answers' new tokens, and ends."""
+        for output in self.core.step().get(0, []):
+            yield int(output.request_id), list(output.token_ids), output.finish
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schemas", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    add_json_option(parser)
+    args = parser.parse_args()
+    random, answers = stream(args.seed, "schemas"), Answers()
+    waiting = deque(enumerate(schema(random) for _ in range(args.schemas)))
+    running: dict[int, tuple[dict[str, Any], list[int]]] = {}
+    counts, refusals, wrong = Counter[str](), Counter[str](), list[str]()
+    judge = jsonschema.FormatChecker(set(jsonschema.FormatChecker.checkers) - {"time"})
+    began = time.monotonic()
+    while waiting or running:
+        while waiting and len(running) < BATCH:
+            number, asked = waiting.popleft()
+            try:
+                answers.submit(number, asked)
+                running[number] = (asked, [])
+            except InvalidRequest as error:
+                counts["refused"] += 1
+                refusals[str(error)[:70]] += 1
+        for number, token_ids, finish in answers.over():
+            asked, known = running[number]
+            known += token_ids
+            if finish is None:
+                continue
+            del running[number]
+            text = answers.tokenizer.decode(known)
+            counts["tokens"] += len(known)
+            counts[finish.reason.value] += 1
+            if finish.reason is FinishReason.STOP:
+                try:
+                    jsonschema.validate(json.loads(text), asked, format_checker=judge)
+                except (ValueError, jsonschema.ValidationError) as error:
+                    said = str(error).partition("\n")[0]
+                    wrong.append(f"{number}: {json.dumps(asked)[:300]}: {text[:200]!r}: {said[:200]}")
+            elif finish.reason is FinishReason.ERROR:
+                wrong.append(f"{number}: {json.dumps(asked)[:300]}: {finish.error}")
+    accepted = args.schemas - counts["refused"]
+    report = {
+        "schemas": args.schemas, "seed": args.seed, "seconds": round(time.monotonic() - began, 1),
+        "refused_share": round(counts["refused"] / args.schemas, 4),
+        "finished_share_of_accepted": round(counts["stop"] / max(accepted, 1), 4),
+        "cut_at_1024": counts["length"], "errors": counts["error"], "invalid": len(wrong),
+        "tokens": counts["tokens"], "refusals": refusals.most_common(12),
+    }  # fmt: skip
+    print(json.dumps(report, indent=1))
+    print("\n".join(wrong[:20]))
+    write_result(args.json, report)
+    answers.compiler.close()
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Reasoning: the part of an answer, at its beginning and between two marks, that clients show apart.
+
+answer:  <think> ... </think> text        the model writes both marks
+         ... </think> text                the template has written the first one
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from penstock.text.tools import Text, Thought, ToolEvent, ToolParser, held
+
+
+class ReasoningMarks(NamedTuple):
+    """What stands around a model's reasoning."""
+
+    open: str
+    close: str
+
+
+KNOWN_MARKS = (
+    ReasoningMarks("<think>", "</think>"),
+    ReasoningMarks("[THINK]", "[/THINK]"),
+    ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningMarks("<seed:think>", "</seed:think>"),
+    ReasoningMarks("<reasoning>", "</reasoning>"),
+)
+
+
+def reasoning_marks(templates: Iterable[str], said: str = "auto") -> ReasoningMarks | None:
+    """The marks of a model: those that are `said`, with a space between; "auto": those in its templates, if
+    there are any; "none".
+    """
+    if said == "none":
+        return None
+    if said != "auto":
+        first, _, second = said.partition(" ")
+        return ReasoningMarks(first, second)
+    source = "\n".join(templates)
+    return next((marks for marks in KNOWN_MARKS if marks.close in source), None)
+
+
+def has_begun(marks: ReasoningMarks, prompt_end: str) -> bool:
+    """Whether the prompt, whose end this is, has opened the section already."""
+    return prompt_end.rstrip().endswith(marks.open)
+
+
+class AnswerParser:
+    """Cuts an answer into reasoning, prose and calls.
+
+    White space at the edges of the reasoning is dropped.
+    """
+
+    def __init__(
+        self,
+        tools: ToolParser | None = None,
+        marks: ReasoningMarks | None = None,
+        *,
+        has_begun: bool = False,
+        shows: bool = True,
+    ) -> None:
+        """`has_begun`: the answer begins within the section. `shows`: the reasoning is told, not dropped."""
+        self._tools, self.marks, self._shows = tools, marks, shows
+        self.is_thinking = self._thought_before = has_begun
+        """Within the section, as far as it is known."""
+        self._is_open = marks is not None and not has_begun
+        """The section may still begin."""
+        self._buffer = ""
+        self._trims = has_begun
+        """White space that comes next is dropped."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether text may be anything but prose."""
+        return self._tools is not None or self.marks is not None
+
+    def takes_thought(self) -> bool:
+        """Whether what was pushed since the last call belongs to the reasoning, or a part of it."""
+        before, self._thought_before = self._thought_before, self.is_thinking
+        return before or self.is_thinking
+
+    def push(self, text: str) -> list[ToolEvent]:
+        """Take more text; return what is certain now."""
+        events = self._push(text)
+        return events if self._shows else [each for each in events if not isinstance(each, Thought)]
+
+    def _push(self, text: str) -> list[ToolEvent]:
+        if not self.is_thinking and not self._is_open:
+            return self._prose(text)
+        assert self.marks is not None
+        self._buffer += text
+        if self._is_open:
+            begun = self._buffer.lstrip()
+            if begun.startswith(self.marks.open):
+                self._buffer = begun[len(self.marks.open) :]
+                self.is_thinking = self._trims = True
+            elif not begun or self.marks.open.startswith(begun):
+                return []
+            self._is_open = False
+        return self._think(self.marks.close) if self.is_thinking else self._prose(self._taken())
+
+    def finish(self) -> list[ToolEvent]:
+        """The stream is over: return what was held back."""
+        rest = self._taken()
+        events: list[ToolEvent] = []
+        if rest:
+            if not self.is_thinking:
+                events = self._prose(rest)
+            elif rest.strip() and self._shows:
+                events = [Thought(rest)]
+        return events + (self._tools.finish() if self._tools is not None else [])
+
+    def _think(self, close: str) -> list[ToolEvent]:
+        if self._trims:
+            self._buffer = self._buffer.lstrip()
+            self._trims = not self._buffer
+        end = self._buffer.find(close)
+        if end >= 0:
+            thought, self._buffer = self._buffer[:end].rstrip(), self._buffer[end + len(close) :]
+            self.is_thinking, self._trims = False, True
+            events: list[ToolEvent] = [Thought(thought)] if thought else []
+            return events + self._prose(self._taken())
+        cut = len(self._buffer) - held(self._buffer, close)
+        shown = self._buffer[:cut].rstrip()
+        self._buffer = self._buffer[len(shown) :]
+        return [Thought(shown)] if shown else []
+
+    def _prose(self, text: str) -> list[ToolEvent]:
+        if self._trims:
+            text = text.lstrip()
+            self._trims = not text
+        if self._tools is not None:
+            return self._tools.push(text)
+        return [Text(text)] if text else []
+
+    def _taken(self) -> str:
+        buffer, self._buffer = self._buffer, ""
+        return buffer

@@ -1,0 +1,276 @@
+"""Tool calls between an opening and a closing mark: Hermes and Qwen, Qwen3-Coder, Phi, Gemma."""
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.text.json_calls import Arguments, head_of, parse_call, parse_calls
+from penstock.text.tools import CallPiece, Text, ToolEvent, held
+
+Calls = list[tuple[str, str]]
+"""Names and arguments, the latter as JSON."""
+CALL_CHARS_MAX = 65_536
+
+
+class BlockParser:
+    """Calls between `OPEN` and `CLOSE`, told when a block is whole.
+
+    White space around a call belongs to the syntax and is dropped. A block that is no valid call, or is over
+    `call_chars_max`, is given back as text, to the character. A last block may lack its closing mark
+    (models like to stop there).
+    """
+
+    OPEN = ""
+    CLOSE = ""
+
+    def __init__(self, *, call_chars_max: int = CALL_CHARS_MAX) -> None:
+        self._max = call_chars_max
+        self._buffer: str = ""
+        self._inside = False
+        self._searched = 0  # Characters of a block that hold no closing mark.
+        self._arguments: Arguments | None = None  # Of a call that is told while it is written.
+        self._told = False
+        self._space = ""  # White space that is dropped if a call follows it, and shown if text does.
+        self._after_call = False
+        self._num_calls: int = 0
+
+    def calls_of(self, body: str) -> Calls | None:
+        """The calls of a block; None: it is none."""
+        raise NotImplementedError
+
+    def head_of(self, body: str) -> tuple[str, int] | None:
+        """The call that a block begins with, if it can be told already: its name, and where its arguments
+        start.
+        """
+        del body
+        return None
+
+    def push(self, text: str) -> list[ToolEvent]:
+        """Take more text; return what is certain now."""
+        self._buffer += text
+        events: list[ToolEvent] = []
+        while self._read_block(events) if self._inside else self._read_prose(events):
+            pass  # Each turn that goes on has taken a mark off the buffer.
+        return events
+
+    def finish(self) -> list[ToolEvent]:
+        """The stream is over: return what was held back."""
+        events: list[ToolEvent] = []
+        rest, self._buffer = self._buffer, ""
+        if self._told:
+            self._arguments, self._told = None, False
+        elif self._inside:
+            self._block(rest, "", events)
+        else:
+            self._prose(rest, events)
+        self._inside = False
+        if self._space and not self._after_call:
+            events.append(Text(self._space))
+        self._space = ""
+        return events
+
+    def _read_prose(self, events: list[ToolEvent]) -> bool:
+        """Take text up to an opening mark, or to what may become one. True: a block begins."""
+        buffer = self._buffer
+        start = buffer.find(self.OPEN)
+        self._inside = start >= 0
+        cut = start if self._inside else len(buffer) - held(buffer, self.OPEN)
+        self._prose(buffer[:cut], events)
+        self._buffer = buffer[cut + len(self.OPEN) :] if self._inside else buffer[cut:]
+        self._searched = 0
+        return self._inside
+
+    def _read_block(self, events: list[ToolEvent]) -> bool:
+        """Take a block once its closing mark is here, or once it is too long. True: prose goes on."""
+        buffer = self._buffer
+        if not self._told and (head := self.head_of(buffer[: self._max])) is not None:
+            name, start = head
+            self._call(events, CallPiece(self._num_calls, name))
+            self._arguments, self._told = Arguments(self._num_calls - 1), True
+            self._buffer = buffer = buffer[start:]
+        if self._told:
+            return self._read_told(events)
+        end = buffer.find(self.CLOSE, self._searched, self._max + len(self.CLOSE))
+        if end >= 0:
+            self._block(buffer[:end], self.CLOSE, events)
+            self._buffer = buffer[end + len(self.CLOSE) :]
+        elif len(buffer) >= self._max + len(self.CLOSE):
+            self._prose(self.OPEN + buffer[: self._max], events)
+            self._buffer = buffer[self._max :]
+        else:
+            self._searched = max(0, len(buffer) - len(self.CLOSE))
+            return False
+        self._inside = False
+        return True
+
+    def _read_told(self, events: list[ToolEvent]) -> bool:
+        """Pass the arguments on; behind them nothing is looked at up to the closing mark."""
+        if self._arguments is not None:
+            found, rest = self._arguments.push(self._buffer)
+            events += found
+            self._buffer = rest or ""
+            if rest is None:
+                return False
+            self._arguments = None
+        end = self._buffer.find(self.CLOSE)
+        if end < 0:
+            self._buffer = self._buffer[-len(self.CLOSE) :]
+            return False
+        self._buffer = self._buffer[end + len(self.CLOSE) :]
+        self._inside = self._told = False
+        return True
+
+    def _block(self, body: str, close: str, events: list[ToolEvent]) -> None:
+        calls = self.calls_of(body)
+        if not calls:
+            self._prose(self.OPEN + body + close, events)
+            return
+        for name, arguments in calls:
+            self._call(events, CallPiece(self._num_calls, name))
+            events.append(CallPiece(self._num_calls - 1, arguments=arguments))
+
+    def _call(self, events: list[ToolEvent], start: CallPiece) -> None:
+        events.append(start)
+        self._num_calls += 1
+        self._space, self._after_call = "", True
+
+    def _prose(self, text: str, events: list[ToolEvent]) -> None:
+        """Show text, but keep the white space at its end until it is clear what follows."""
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            events.append(Text(shown.lstrip() if self._after_call else shown))
+            self._after_call = False
+
+
+class HermesToolParser(BlockParser):
+    """Hermes, Qwen and the demo models: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`."""
+
+    OPEN = "<tool_call>"
+    CLOSE = "</tool_call>"
+
+    def calls_of(self, body: str) -> Calls | None:
+        """One call."""
+        call = parse_call(body)
+        return None if call is None else [call]
+
+    def head_of(self, body: str) -> tuple[str, int] | None:
+        """Its name comes first, nearly always."""
+        return head_of(body)
+
+
+class Qwen3CoderToolParser(BlockParser):
+    """Qwen3-Coder's XML, in which values are bare: their types are those of the tools' schemas.
+
+    <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
+    """
+
+    OPEN = "<tool_call>"
+    CLOSE = "</tool_call>"
+    _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
+    _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+
+    def __init__(
+        self, schemas: Mapping[str, Mapping[str, Any]], *, call_chars_max: int = CALL_CHARS_MAX
+    ) -> None:
+        """`schemas`: of each tool's parameters, by its name."""
+        super().__init__(call_chars_max=call_chars_max)
+        self._schemas = schemas
+
+    def calls_of(self, body: str) -> Calls | None:
+        """One call."""
+        match = self._FUNCTION.match(body)
+        if match is None:
+            return None
+        name = match[1].strip()
+        properties: Mapping[str, Any] = self._schemas.get(name, {}).get("properties") or {}
+        arguments = {
+            found[1].strip(): _typed(found[2], properties.get(found[1].strip()))
+            for found in self._PARAMETER.finditer(match[2])
+        }
+        return [(name, json.dumps(arguments, ensure_ascii=False))]
+
+
+class PhiToolParser(BlockParser):
+    """Phi-4-mini: `<|tool_call|>[{"name": .., "arguments": {..}}]<|/tool_call|>`."""
+
+    OPEN = "<|tool_call|>"
+    CLOSE = "<|/tool_call|>"
+
+    def calls_of(self, body: str) -> Calls | None:
+        """An array of calls."""
+        return parse_calls(body)
+
+
+class GemmaToolParser(BlockParser):
+    """Gemma's function calls:
+    `<start_function_call>call:NAME{KEY:<escape>TEXT<escape>,..}<end_function_call>`.
+    """
+
+    OPEN = "<start_function_call>"
+    CLOSE = "<end_function_call>"
+    _CALL = re.compile(r"\s*call:([^{\s]+)\s*(\{.*\})\s*\Z", re.DOTALL)
+    _KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)(\s*:)")
+
+    def calls_of(self, body: str) -> Calls | None:
+        """One call: keys are bare and strings stand between `<escape>`."""
+        match = self._CALL.match(body)
+        if match is None:
+            return None
+        parts = match[2].split("<escape>")
+        written = "".join(
+            json.dumps(part, ensure_ascii=False) if i % 2 else self._KEY.sub(r'\1"\2"\3', part)
+            for i, part in enumerate(parts)
+        )
+        try:
+            arguments = json.loads(written)
+        except (ValueError, RecursionError):
+            return None
+        return [(match[1], json.dumps(arguments, ensure_ascii=False))]
+
+
+class ToolCodeParser(BlockParser):
+    """Gemma 3, as Google describes it: a block of Python, "tool_code", with calls in it."""
+
+    OPEN = "```tool_code"
+    CLOSE = "```"
+
+    def calls_of(self, body: str) -> Calls | None:
+        """Each line that is a call."""
+        try:
+            lines = [ast.parse(line.strip(), mode="eval").body for line in body.strip().splitlines()]
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+        return python_calls(lines)
+
+
+def python_calls(nodes: list[ast.expr]) -> Calls | None:
+    """What these expressions call; None if one is no call with plain values by their names."""
+    found: Calls = []
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            node = node.args[0] if len(node.args) == 1 else node
+        if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
+            return None
+        try:
+            arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
+            found.append((ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False)))
+        except (ValueError, TypeError, RecursionError):
+            return None
+    return found or None
+
+
+def _typed(value: str, schema: object) -> object:
+    """A bare value as its schema says; what does not fit stays a string."""
+    kind: object = schema.get("type") if isinstance(schema, Mapping) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if kind in (None, "string"):
+        return value
+    try:
+        found = json.loads(value.strip())
+    except (ValueError, RecursionError):
+        lowered = value.strip().lower()
+        return {"true": True, "false": False, "none": None, "null": None}.get(lowered, value)
+    return found

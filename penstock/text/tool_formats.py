@@ -1,0 +1,61 @@
+"""The syntaxes in which models call tools, and which of them a chat template teaches."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.text.tool_blocks import (
+    GemmaToolParser,
+    HermesToolParser,
+    PhiToolParser,
+    Qwen3CoderToolParser,
+    ToolCodeParser,
+)
+from penstock.text.tool_tails import JsonTailParser, PythonicToolParser
+from penstock.text.tools import ToolParser
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Of each offered function's parameters, by its name."""
+
+
+@dataclass(slots=True, frozen=True)
+class ToolFormat:
+    """One syntax."""
+
+    name: str
+    parser: Callable[[Schemas], ToolParser]
+    """Makes the parser of one answer."""
+    taught_by: tuple[str, ...]
+    """What a template of this syntax has in its source, one of them."""
+
+
+TOOL_FORMATS = (
+    ToolFormat("qwen3_coder", Qwen3CoderToolParser, ("<function=",)),
+    ToolFormat(
+        "mistral", lambda schemas: JsonTailParser(["[TOOL_CALLS]"], names=schemas.keys()), ("[TOOL_CALLS]",)
+    ),
+    ToolFormat("gemma", lambda _schemas: GemmaToolParser(), ("<start_function_call>",)),
+    ToolFormat("phi", lambda _schemas: PhiToolParser(), ("<|tool_call|>",)),
+    ToolFormat(
+        "functools", lambda schemas: JsonTailParser(["functools"], names=schemas.keys()), ("functools[",)
+    ),
+    ToolFormat("pythonic", lambda _schemas: PythonicToolParser(), ("[func_name1(", "<|python_start|>")),
+    ToolFormat(
+        "llama3_json",
+        lambda schemas: JsonTailParser(["<|python_tag|>"], at_start=True, names=schemas.keys()),
+        ("<|python_tag|>", '"parameters": dictionary', "Environment: ipython"),
+    ),
+    ToolFormat("tool_code", lambda _schemas: ToolCodeParser(), ("```tool_code",)),
+    ToolFormat("hermes", lambda _schemas: HermesToolParser(), ("<tool_call>",)),
+)
+"""The more telling ones first: a template of Qwen3-Coder has the marks of Hermes too."""
+HERMES = TOOL_FORMATS[-1]
+TOOL_FORMAT_NAMES = tuple(each.name for each in TOOL_FORMATS)
+
+
+def tool_format(templates: Iterable[str], name: str = "auto") -> ToolFormat:
+    """The syntax of this name; "auto": the one that a checkpoint's templates teach, else that of Hermes."""
+    if name != "auto":
+        return next(each for each in TOOL_FORMATS if each.name == name)
+    source = "\n".join(templates)
+    return next((each for each in TOOL_FORMATS if any(mark in source for mark in each.taught_by)), HERMES)

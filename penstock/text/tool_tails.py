@@ -1,0 +1,246 @@
+"""Tool calls from a mark, or from the answer's beginning, to its end: Llama 3, pythonic, Mistral,
+functools.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+
+from penstock.text.json_calls import Arguments, JsonScan, head_of, parse_call
+from penstock.text.tool_blocks import CALL_CHARS_MAX, python_calls
+from penstock.text.tools import CallPiece, Text, ToolEvent, held
+
+_BETWEEN = " \t\r\n,;"
+_MISTRAL_NAME = re.compile(r"([\w.-]{1,64})(?:\[CALL_ID\][\w-]{1,64})?\[ARGS\]\s*(?=\{)")
+_MISTRAL_NAME_CHARS_MAX = 160
+
+
+class JsonTailParser:
+    """JSON calls, alone or in an array, behind one of `opens`, or from the answer's beginning on.
+
+    What is no call is given back as text, and so is all that follows it.
+    """
+
+    CLOSE = ""
+
+    def __init__(
+        self,
+        opens: Sequence[str],
+        *,
+        at_start: bool = False,
+        names: AbstractSet[str] | None = None,
+        call_chars_max: int = CALL_CHARS_MAX,
+    ) -> None:
+        """`at_start`: an answer that begins with an object needs no mark. `names`: those of the tools; a call
+        of another name is text. None: any name.
+        """
+        self._opens, self._names, self._max = opens, names, call_chars_max
+        self._at_start = at_start
+        self._buffer: str = ""
+        self._state: Callable[[list[ToolEvent]], bool] = self._read_prose
+        self._began = False  # Some text was shown.
+        self._shown_if_none: str = ""  # The mark, which is text if no call follows it.
+        self._arguments: Arguments | None = None
+        self._rest_of_call: JsonScan | None = None
+        self._scan = JsonScan()
+        self._scanned = 0
+        self._num_calls: int = 0
+
+    def push(self, text: str) -> list[ToolEvent]:
+        """Take more text; return what is certain now."""
+        self._buffer += text
+        events: list[ToolEvent] = []
+        while self._state(events):
+            pass  # Each turn that goes on has changed the state or shortened the buffer.
+        return events
+
+    def finish(self) -> list[ToolEvent]:
+        """The stream is over: return what was held back."""
+        rest, self._buffer = self._shown_if_none + self._buffer, ""
+        self._shown_if_none = ""
+        is_told = self._arguments is not None or self._rest_of_call is not None
+        return (
+            []
+            if is_told or not rest or (self._num_calls and not rest.strip(_BETWEEN + "[]"))
+            else [Text(rest)]
+        )
+
+    def _read_prose(self, events: list[ToolEvent]) -> bool:
+        buffer = self._buffer
+        if self._at_start and not self._began:
+            stripped = buffer.lstrip()
+            if not stripped:
+                return False
+            if stripped[0] in "{[":
+                self._shown_if_none, self._buffer = buffer[: len(buffer) - len(stripped)], stripped
+                self._state = self._read_between
+                return True
+        found = [(at, mark) for mark in self._opens if (at := buffer.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            self._show(buffer[:at].rstrip(), events)
+            self._shown_if_none, self._buffer = mark, buffer[at + len(mark) :]
+            self._state = self._read_between
+            return True
+        cut = len(buffer) - max((held(buffer, mark) for mark in self._opens), default=0)
+        cut = len(buffer[:cut].rstrip())  # White space before a call belongs to the syntax.
+        self._show(buffer[:cut], events)
+        self._buffer = buffer[cut:]
+        return False
+
+    def _show(self, text: str, events: list[ToolEvent]) -> None:
+        if text:
+            self._began = True
+            events.append(Text(text))
+
+    def _read_between(self, events: list[ToolEvent]) -> bool:
+        """Look for the next call, or for what shows that none follows."""
+        stripped = self._buffer.lstrip(_BETWEEN + ("]" if self._num_calls else ""))
+        self._drop(len(self._buffer) - len(stripped))
+        if not stripped:
+            return False
+        if mark := next((mark for mark in self._opens if stripped.startswith(mark)), ""):
+            self._drop(len(mark))
+            return True
+        if any(mark.startswith(stripped) for mark in self._opens):
+            return False
+        if stripped[0] == "[":
+            self._drop(1)
+            return True
+        if stripped[0] == "{":
+            self._scan, self._scanned = JsonScan(), 0
+            self._state = self._read_call
+            return True
+        return self._read_named(events)
+
+    def _drop(self, num_chars: int) -> None:
+        """Take off what is no part of a call; if none comes, it was text."""
+        if not self._num_calls:
+            self._shown_if_none += self._buffer[:num_chars]
+        self._buffer = self._buffer[num_chars:]
+
+    def _read_named(self, events: list[ToolEvent]) -> bool:
+        """Mistral's newer way: the name, a mark, and the arguments."""
+        match = _MISTRAL_NAME.match(self._buffer)
+        if match is not None and self._is_tool(match[1]):
+            self._begin(match[1], match.end(), events)
+            self._rest_of_call = None
+            return True
+        if match is None and "{" not in self._buffer and len(self._buffer) < _MISTRAL_NAME_CHARS_MAX:
+            return False
+        return self._give_up()
+
+    def _read_call(self, events: list[ToolEvent]) -> bool:
+        head = head_of(self._buffer)
+        if head is not None and self._is_tool(head[0]):
+            self._begin(*head, events)
+            self._rest_of_call = JsonScan(depth=1)
+            return True
+        end = self._scan.end_in(self._buffer[self._scanned :])
+        if end < 0:
+            self._scanned = len(self._buffer)
+            return self._give_up() if len(self._buffer) > self._max else False
+        call = parse_call(self._buffer[: self._scanned + end])
+        if call is None or not self._is_tool(call[0]):
+            return self._give_up()
+        self._begin(call[0], self._scanned + end, events)
+        events.append(CallPiece(self._num_calls - 1, arguments=call[1]))
+        self._arguments, self._state = None, self._read_between
+        return True
+
+    def _begin(self, name: str, start: int, events: list[ToolEvent]) -> None:
+        """A call is certain; its arguments start there."""
+        events.append(CallPiece(self._num_calls, name))
+        self._arguments = Arguments(self._num_calls)
+        self._num_calls += 1
+        self._buffer, self._shown_if_none = self._buffer[start:], ""
+        self._state = self._read_arguments
+
+    def _read_arguments(self, events: list[ToolEvent]) -> bool:
+        if self._arguments is not None:
+            found, rest = self._arguments.push(self._buffer)
+            events += found
+            self._buffer = rest or ""
+            if rest is None:
+                return False
+            self._arguments = None
+        if self._rest_of_call is not None:
+            end = self._rest_of_call.end_in(self._buffer)
+            self._buffer = self._buffer[end:] if end >= 0 else ""
+            if end < 0:
+                return False
+            self._rest_of_call = None
+        self._state = self._read_between
+        return True
+
+    def _is_tool(self, name: str) -> bool:
+        return self._names is None or name in self._names
+
+    def _give_up(self) -> bool:
+        """What is left is text."""
+        self._buffer, self._shown_if_none = self._shown_if_none + self._buffer, ""
+        self._opens, self._at_start = (), False
+        self._state = self._read_prose
+        return True
+
+
+class PythonicToolParser:
+    """An answer that is a Python list of calls: `[f(a=1), g()]` (Llama 3.2 and 4). Told when it is whole."""
+
+    CLOSE = ""
+
+    def __init__(self, *, call_chars_max: int = CALL_CHARS_MAX) -> None:
+        self._max = call_chars_max
+        self._held: str | None = ""
+        """None: it is prose."""
+
+    def push(self, text: str) -> list[ToolEvent]:
+        """Take more text; return what is certain now."""
+        if self._held is None:
+            return [Text(text)] if text else []
+        self._held += text
+        start = self._held.replace("<|python_start|>", "", 1).lstrip()
+        could_be = not start or start[0] == "[" or "<|python_start|>".startswith(start)
+        if could_be and len(self._held) <= self._max:
+            return []
+        shown, self._held = self._held, None
+        return [Text(shown)]
+
+    def finish(self) -> list[ToolEvent]:
+        """The stream is over: its calls."""
+        text, self._held = self._held or "", None
+        body = text.replace("<|python_start|>", "", 1).strip().removesuffix("<|python_end|>").strip()
+        try:
+            node = ast.parse(body, mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            node = None
+        calls = python_calls(node.elts) if isinstance(node, ast.List) else None
+        if not calls:
+            return [Text(text)] if text else []
+        events: list[ToolEvent] = []
+        for i, (name, arguments) in enumerate(calls):
+            events += [CallPiece(i, name), CallPiece(i, arguments=arguments)]
+        return events
+
+
+class ForcedCalls(JsonTailParser):
+    """Text that was made to be a call: a function's arguments, or an array of calls with `name` and
+    `arguments`.
+
+    A JSON object that was cut off is still the arguments, as in OpenAI's API.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name`: the function whose arguments the text is; empty: the text is an array of calls."""
+        super().__init__((), at_start=True)
+        self._name = name
+
+    def _read_prose(self, events: list[ToolEvent]) -> bool:
+        stripped = self._buffer.lstrip()
+        if self._name and stripped.startswith("{") and not self._began:
+            self._buffer = stripped
+            self._begin(self._name, 0, events)
+            self._name = ""
+            return True
+        return super()._read_prose(events)

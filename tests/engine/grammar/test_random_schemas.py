@@ -1,0 +1,82 @@
+"""Whatever a schema says: it is refused by name, or every finished answer validates.
+
+`bench/random_schemas.py` asks the model for thousands.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import llguidance
+import msgspec
+import pytest
+import random_schemas
+
+from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens, compile_grammar
+from penstock.errors import InvalidRequest
+from penstock.protocol.grammar import Grammar
+from penstock.rng import stream
+
+MODEL = Path(__file__).parents[3] / "models" / "penstock-demo-mini"
+TOKENS_MAX = 120
+
+
+@cache
+def tokens() -> GrammarTokens:
+    found = GrammarTokens.load(MODEL, 4096)
+    assert found is not None
+    return found
+
+
+def walk(matcher: llguidance.LLMatcher, seed: int) -> bytes | None:
+    """A random answer, each allowed token as likely as any other; None if it has no end in time."""
+    random, found = stream(seed, "walk"), b""
+    for _ in range(TOKENS_MAX):
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = [i for i in range(4096) if bits >> i & 1]
+        assert allowed, matcher.get_error()
+        ends = [i for i in allowed if i in tokens().eos_ids]
+        token = ends[0] if ends else random.choice(allowed)
+        if token in tokens().eos_ids:
+            return found
+        assert matcher.consume_token(token), matcher.get_error()
+        found += tokens().tokenizer.token_bytes(token)
+        if matcher.is_stopped():
+            return found
+    return None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_finished_answer_validates(seed: int) -> None:
+    schema = random_schemas.schema(stream(seed, "schema"))
+    try:
+        compiled = compile_grammar(Grammar(form=msgspec.json.encode({"json": schema})), tokens())
+    except InvalidRequest:
+        return
+    text = walk(compiled.first.deep_copy(), seed)
+    if text is not None:
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"json": {"type": "integer", "multipleOf": 99_999_989}}, "/multipleOf"),
+        ({"json": {"allOf": [{"type": "integer", "multipleOf": n} for n in (997, 991)]}}, "/multipleOf"),
+        ({"json": {"enum": [f"value-{i}" for i in range(15_000)]}}, "too much time"),
+        ({"grammar": 'start: %json {"type": "integer", "multipleOf": 99999989}'}, "/multipleOf"),
+        ({"grammar": 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'}, "x-guidance"),
+        ({"regex": "(" * 9000 + "a" + ")" * 9000}, "regex"),
+    ],
+    ids=["multiple", "common-multiple", "enum", "multiple-in-lark", "lenient", "deep"],
+)
+def test_a_hostile_form_is_refused_and_the_next_one_is_compiled(form: dict[str, Any], words: str) -> None:
+    compiler = GrammarCompiler(tokens())
+    try:
+        with pytest.raises(InvalidRequest, match=words):
+            compiler.compile(b"", Grammar(form=msgspec.json.encode(form))).result()
+        compiler.compile(b"", Grammar(form=b'{"regex": "a"}')).result()
+    finally:
+        compiler.close()

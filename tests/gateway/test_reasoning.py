@@ -1,0 +1,96 @@
+"""Reasoning and tool calls as the official client sees them, whole and streamed."""
+
+import json
+
+import pytest
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ANSWER = ["<think>", "Let me", " think.\n", "</think>", "\n\n", "Yes", "."]
+LLAMA = '{"name": "add", "parameters": {"a": 1, "b": [2]}}; {"name": "add", "parameters": {}}'
+
+
+@pytest.fixture(scope="module")
+def reasoner(kit):
+    """Its template knows the marks and opens the section where it is asked to."""
+    template = kit.TEMPLATE + "{% if opens %}<think>\n{% endif %}{# </think> #}"
+    running = kit.RunningGateway(kit.make_config(), _script, template=template)
+    yield running
+    running.stop()
+
+
+def _script(request):
+    return iter(ANSWER[1:] if request.sampling.seed == 1 else ANSWER)
+
+
+@pytest.fixture
+def talk(reasoner, kit):
+    with kit.openai_client(reasoner) as client:
+        yield client
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_reasoning_is_told_apart(talk, opens) -> None:
+    asked = {
+        "model": "tiny", "messages": HI, "seed": int(opens),
+        "extra_body": {"chat_template_kwargs": {"opens": opens}},
+    }  # fmt: skip
+    answer = talk.chat.completions.create(**asked)
+    message = answer.choices[0].message
+    assert message.content == "Yes."
+    assert message.reasoning_content == message.reasoning == "Let me think."
+    counted = answer.usage.completion_tokens_details.reasoning_tokens
+    assert counted == (3 if opens else 4)
+    chunks = list(talk.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.model_extra.get("reasoning_content", "") for delta in deltas) == "Let me think."
+    assert "".join(delta.content or "" for delta in deltas) == "Yes."
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == counted
+
+
+def test_reasoning_can_be_left_out(talk) -> None:
+    for stream in (False, True):
+        answer = talk.chat.completions.create(
+            model="tiny", messages=HI, stream=stream, extra_body={"include_reasoning": False}
+        )
+        if stream:
+            assert not any("reasoning" in chunk.choices[0].delta.model_extra for chunk in answer)
+        else:
+            assert "reasoning" not in answer.choices[0].message.model_extra
+            assert answer.usage.completion_tokens_details.reasoning_tokens == 4
+
+
+def test_a_model_that_does_not_reason_says_nothing_of_it(client) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=HI, max_tokens=2)
+    assert answer.usage.completion_tokens_details is None
+
+
+def test_earlier_reasoning_reaches_the_template_by_either_name(start, kit) -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content or '' }}{{ m.content }}{% endfor %}"
+    running = start(template=template)
+    with kit.openai_client(running) as client:
+        for name in ("reasoning", "reasoning_content"):
+            said = {"role": "assistant", "content": "Yes.", name: "Hm. "}
+            used = client.chat.completions.create(model="tiny", messages=[said], max_tokens=1).usage
+            assert used.prompt_tokens == len("Hm. Yes.")
+
+
+def test_a_streamed_call_names_itself_before_its_arguments(start, kit) -> None:
+    running = start(script=lambda _request: iter(LLAMA), template=kit.TEMPLATE + "{# <|python_tag|> #}")
+    with kit.openai_client(running) as client:
+        chunks = list(client.chat.completions.create(model="tiny", messages=HI, tools=[TOOL], stream=True))
+        pieces = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+        first = [piece for piece in pieces if piece.index == 0]
+        assert (first[0].function.name, first[0].type) == ("add", "function")
+        assert not first[0].function.arguments
+        assert first[0].id
+        assert len(first) > 5
+        assert all(piece.id is None and piece.function.name is None for piece in first[1:])
+        assert json.loads("".join(piece.function.arguments or "" for piece in first)) == {"a": 1, "b": [2]}
+        assert [piece.index for piece in pieces if piece.id] == [0, 1]
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        one = client.chat.completions.create(
+            model="tiny", messages=HI, tools=[TOOL], parallel_tool_calls=False
+        ).choices[0]
+        assert [call.function.name for call in one.message.tool_calls] == ["add"]
+        assert one.finish_reason == "tool_calls"
