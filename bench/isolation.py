@@ -52,9 +52,9 @@ class Window:
     seconds: float = 0.0
 
     def summary(self) -> dict[str, float]:
-        found = sorted(self.ttft_ms)
+        found = sorted(self.ttft_ms) or [float("nan")]
         return {
-            "requests": len(found), "failed": self.failed, "tokens_per_s": self.tokens / self.seconds,
+            "requests": len(self.ttft_ms), "failed": self.failed, "tokens_per_s": self.tokens / self.seconds,
             "ttft_p50_ms": percentile(found, 0.5), "ttft_p95_ms": percentile(found, 0.95),
             "ttft_max_ms": found[-1],
         }  # fmt: skip
@@ -78,7 +78,11 @@ class Served:
         }  # fmt: skip
         file = place / "config.yaml"
         file.write_text(json.dumps(config))  # JSON is YAML.
-        environment = {**os.environ, "PYTHONPATH": str(tree), "PENSTOCK_STATE_DIR": str(place / "state")}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(tree.resolve()),
+            "PENSTOCK_STATE_DIR": str(place / "state"),
+        }
         with (place / "log").open("ab") as log:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "penstock", "serve", "-c", str(file)],
