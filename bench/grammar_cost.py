@@ -19,7 +19,7 @@ from provenance import add_json_option, write_result
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
-from penstock.engine.core import EngineCore, build_core
+from penstock.engine.core import EngineCore, FollowsGrammars, build_core
 from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens
 from penstock.engine.runner import build_runner
 from penstock.kv.hashing import token_array
@@ -66,6 +66,7 @@ class Engine:
         runner.warm_up()
         tokens = GrammarTokens.load(model, runner.info.vocab_size)
         assert tokens is not None
+        assert isinstance(runner, FollowsGrammars), "grammars are followed on the CPU"
         runner.use_grammars(tokens)
         self.tokens, self.compiler = tokens, GrammarCompiler(tokens)
         self.core: EngineCore = build_core(runner, config, b"bench" * 8, CLOCK)

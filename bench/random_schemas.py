@@ -23,7 +23,7 @@ from provenance import add_json_option, write_result
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
-from penstock.engine.core import EngineCore, build_core
+from penstock.engine.core import EngineCore, FollowsGrammars, build_core
 from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens
 from penstock.engine.runner import build_runner
 from penstock.errors import InvalidRequest
@@ -143,6 +143,7 @@ class Answers:
         runner = build_runner(MODEL, config, clock, lambda _stage, _done, _total: None)
         tokens = GrammarTokens.load(MODEL, runner.info.vocab_size)
         assert tokens is not None
+        assert isinstance(runner, FollowsGrammars), "grammars are followed on the CPU"
         runner.use_grammars(tokens)
         self.compiler = GrammarCompiler(tokens)
         self.core: EngineCore = build_core(runner, config, b"bench" * 8, clock)
