@@ -109,8 +109,7 @@ class SharedConfig(Branch, frozen=True, kw_only=True):
 def shared_problems(shared: SharedConfig) -> Iterator[str]:
     """One line for each thing that is wrong."""
     scheme = shared.url.partition("://")[0]
-    # `serve --processes` writes the parent's; a reload checks the configuration that runs.
-    if shared.store == "redis" and scheme not in ("redis", "rediss", "unix"):
+    if shared.url and scheme not in ("redis", "rediss", "unix"):
         yield "shared.url: expected redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
 
 

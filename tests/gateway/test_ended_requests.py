@@ -66,6 +66,7 @@ def test_a_client_that_leaves_while_its_request_moves_to_another_model(start, ki
     with kit.openai_client(running) as client:
         answer = client.completions.create(model="small", prompt="hi", max_tokens=2)
     assert answer.usage.completion_tokens == 2
+    running.wait_until(lambda: " 200 " in running.log_text.getvalue())
     lines = running.log_text.getvalue().splitlines()
     assert [re.findall(r" (499|200) .*model=(\w+) outcome=(\w+)", line) for line in lines] == [
         [("499", "small", "abort")],

@@ -30,6 +30,7 @@ import msgspec
 
 from penstock.clock import Clock, sleep
 from penstock.config.checks import check
+from penstock.config.flow import SharedConfig
 from penstock.config.reload import with_members
 from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config
@@ -178,7 +179,9 @@ class Tenancy:
             mark = self._stamp_of(merged)
             try:
                 # Again, since what runs may go with the old settings and not with the new ones.
-                check(merged)
+                # But for the store that `--processes` wrote there, which no file may name.
+                is_parents = merged.shared.store == "parent"
+                check(msgspec.structs.replace(merged, shared=SharedConfig()) if is_parents else merged)
                 if not names_callers(merged.auth):
                     raise ConfigError("auth: it names nobody, so nobody could call any more")
                 table = await asyncio.to_thread(self._read, merged)
