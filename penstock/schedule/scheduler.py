@@ -396,12 +396,18 @@ class Scheduler:
         assert room > 0, f"{request.request_id} ended with its last token"
         assert forced.token_ids or forced.complete, "what forces nothing is not told"
         news = forced.token_ids[:room]
+        stops = [i for i, token in enumerate(news) if token in request.stop_token_ids]
+        if stops:
+            news = news[: stops[0] + 1]
         if news:
             request.void_draws()
             request.tokens.extend(news)
-            output.token_ids += news
+            output.token_ids += news[:-1] if stops else news
             self._counters.generated_tokens += len(news)
-        if forced.complete and news == forced.token_ids:
+        if stops:
+            self._end(request, FinishReason.STOP, output, now_ns)
+            output.stop_token_id = news[-1]
+        elif forced.complete and news == forced.token_ids:
             self._end(request, FinishReason.STOP, output, now_ns)
         elif len(news) == room:
             self._end(request, FinishReason.LENGTH, output, now_ns)
