@@ -145,15 +145,17 @@ class Adjustments:
         if not len(which):
             return
         stop_ids: list[Int64Array] = []
-        for at, row in zip(step.index[which].tolist(), step.rows[which].tolist(), strict=True):
+        index: list[int] = step.index[which].tolist()
+        rows: list[int] = step.rows[which].tolist()
+        for at, row in zip(index, rows, strict=True):
             ids = self._stop_ids[row]
-            # A checkpoint may name an EOS that its vocabulary does not have.
-            ids = ids[(ids >= 0) & (ids < step.edits.logits.shape[1])]
             if masks is not None and masks.allow_only(at, ids):
                 ids = _NO_IDS  # The answer ends, or its grammar has no way on.
             stop_ids.append(ids)
-        at_rows, at_ids = _places(step.index[which], stop_ids)
-        step.edits.change(at_rows, at_ids, lambda logit: torch.full_like(logit, -torch.inf))
+        places, ids = _places(step.index[which], stop_ids)
+        # A checkpoint may name an EOS that its vocabulary does not have.
+        exists = (ids >= 0) & (ids < step.edits.logits.shape[1])
+        step.edits.change(places[exists], ids[exists], lambda logit: torch.full_like(logit, -torch.inf))
 
 
 @dataclass(slots=True, frozen=True)

@@ -33,6 +33,5 @@ class Masks:
         row = self.of_row[index]
         if row < 0:
             return False
-        left = np.unpackbits(self.bits[row].view(np.uint8), bitorder="little")
-        left[token_ids] = 0
-        return not left.any()
+        allowed = np.unpackbits(self.bits[row].view(np.uint8), bitorder="little")
+        return bool(np.isin(np.flatnonzero(allowed), token_ids).all())

@@ -60,6 +60,7 @@ class RowShare:
         The tenant with the most rows for its weight, of that the request that yielded least often, of those
         the one with the least to compute again.
         """
+        assert not taker.in_batch, f"{taker.request_id} has a row already"
         if not self.may_yield_to(taker):
             return None
         if self._ready is None:
@@ -91,6 +92,7 @@ class RowOffers:
         """O(rows log rows)."""
         self._batch, self._queue = batch, queue
         self._ranked = sorted(requests, key=self._rank, reverse=True)
+        assert len(self._ranked) <= len(batch.running), "others have no row to offer"
         self._classes = [-each.priority for each in self._ranked]
         self._most: list[tuple[float, str, float]] = []
         """For the first so many: the most rows that one of their tenants has left for its weight, that
@@ -108,6 +110,7 @@ class RowOffers:
         O(log rows) where nothing is found, or was found for a request like it; else O(rows).
         """
         count, weight = self.num_for(taker), self._queue.weight_of(taker)
+        assert weight > 0, "shares count in this order"
         own = taker.fairness_key
         num_own = self._batch.rows_by_tenant.get(own, 0)
         by_turns = turns and not num_own
@@ -134,6 +137,7 @@ class RowOffers:
         for each in self._ranked:
             key = each.fairness_key
             left = (rows[key] - 1) / weight_of(each)
+            assert left >= 0, f"{each.request_id} has a row"
             if key == tenant:
                 most = max(most, left)
             elif left > most:

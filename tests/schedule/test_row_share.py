@@ -246,6 +246,7 @@ def test_each_taker_gets_the_row_that_the_rules_say(running: list[Any], takers: 
     share = RowShare(cast(Batch, rows), cast(WaitingQueue, rows))
     for number, fields in enumerate(takers):
         taker = known(100 + number, *fields)
+        taker.status = Status.WAITING
         assert share.victim(taker) is slow_victim(rows, taker)
 
 
@@ -253,6 +254,8 @@ def test_takers_that_get_nothing_cost_little() -> None:
     rows = Rows([known(i, f"t{i % 64}", 1.0, 0, 30, 0) for i in range(256)])
     share = RowShare(cast(Batch, rows), cast(WaitingQueue, rows))
     takers = [known(1000 + i, f"t{i % 64}", 1.0, 0, 0, 0) for i in range(1000)]
+    for taker in takers:
+        taker.status = Status.WAITING
     for _ in range(2):
         share.look_again()
         assert not any(map(share.victim, takers))
