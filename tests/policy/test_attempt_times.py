@@ -140,9 +140,8 @@ def test_as_many_attempts_are_given_up_as_another_place_takes() -> None:
     control.set_worker(1, "large", V, WorkerView(max_running=64))
     given_up, now_ns = [], 5 * S
     while control.next_ns(now_ns) == now_ns:
-        for action in control.dispatch(now_ns):
-            if isinstance(action, GiveUp):
-                given_up.append(control.failed(now_ns, action.id, action.error, retry=True))
+        late = [each for each in control.dispatch(now_ns) if isinstance(each, GiveUp)]
+        given_up += [control.failed(now_ns, each.id, each.error, retry=True) for each in late]
     assert [type(each) for each in given_up] == [Requeued] * 3, "as many as the retry budget has"
     assert len(control) == 30, "the others run on where they are"
     assert control.next_ns(now_ns) == now_ns + S

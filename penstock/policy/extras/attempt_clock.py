@@ -6,8 +6,8 @@ does not wait any longer.
                            worker or model could answer
     what is usual there    attempt_times.py, external workers only, if another worker or model could answer
 
-An attempt is never given up for nothing: while no other place would take the request, it goes on. One attempt
-is given up at a time, so that the next one is asked about what is left of those places. After its first output
+An attempt is never given up for nothing: while no other place would take the request, it goes on. One is
+given up at a time, so that the next one is asked about what is left of those places. After its first output
 none of this holds.
 """
 
