@@ -14,7 +14,7 @@ LLAMA = '{"name": "add", "parameters": {"a": 1, "b": [2]}}; {"name": "add", "par
 def reasoner(kit):
     """Its template knows the marks and opens the section where it is asked to."""
     template = kit.TEMPLATE + "{% if opens %}<think>\n{% endif %}{# </think> #}"
-    running = kit.RunningGateway(kit.make_config(), _script, template=template)
+    running = kit.RunningGateway(kit.make_config(), _script, template=template, words=tuple(ANSWER))
     yield running
     running.stop()
 

@@ -31,8 +31,7 @@ class ChatSink(TextSink):
         if not self._began:
             self._begin()
         events = self._parser.push(delta.text)
-        if self._parser.takes_thought():
-            self._reply.tally.reasoning_tokens += len(delta.token_ids)
+        self._reply.tally.reasoning_tokens += self._parser.num_thoughts(delta.token_ids)
         if self._logprobs and delta.logprobs:
             text = "".join(item.text for item in events if isinstance(item, Text))
             self._exchange.write(self._chunks.text_with_logprobs(text, chat_logprobs(delta.logprobs)))

@@ -85,8 +85,7 @@ class CollectSink:
             self._began = True
             self._reply.first_output()
         self.events += self._parser.push(delta.text)
-        if self._parser.takes_thought():
-            self._reply.tally.reasoning_tokens += len(delta.token_ids)
+        self._reply.tally.reasoning_tokens += self._parser.num_thoughts(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         for piece in delta.tool_calls:
             self.passed_calls.setdefault(piece.index, PassedCall()).add(piece)
