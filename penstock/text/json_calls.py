@@ -1,7 +1,8 @@
 """Calls that are written as JSON objects with a name and arguments, read while they come."""
 
+import json
 import re
-from typing import cast
+from typing import NoReturn, cast
 
 import msgspec
 
@@ -73,6 +74,43 @@ def head_of(text: str, chars_max: int = HEAD_CHARS_MAX) -> tuple[str, int] | Non
         return msgspec.json.decode(match[1], type=str), match.end()
     except msgspec.DecodeError:
         return None
+
+
+def json_of(value: object) -> str:
+    """A value that was read from generated text as JSON that any client reads: it has no NaN, and a lone half
+    of a character becomes U+FFFD.
+
+    Raises:
+        ValueError: it cannot be JSON.
+    """
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    return written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def value_of(text: str) -> object:
+    """The value that generated JSON stands for.
+
+    Raises:
+        ValueError: it is none, is nested too deeply, or has a number that JSON has no word for.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    found = float(digits)
+    if found - found != 0:
+        raise ValueError(f"{digits[:16]} is too large")
+    return found
 
 
 class _Call(msgspec.Struct):

@@ -4,7 +4,7 @@ answer:  <think> ... </think> text        the model writes both marks
          ... </think> text                the template has written the first one
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from penstock.text.tools import Text, Thought, ToolEvent, ToolParser, held
@@ -57,26 +57,27 @@ class AnswerParser:
         *,
         has_begun: bool = False,
         shows: bool = True,
+        counts: "ThoughtCount | None" = None,
     ) -> None:
         """`has_begun`: the answer begins within the section. `shows`: the reasoning is told, not dropped."""
         self._tools, self.marks, self._shows = tools, marks, shows
-        self.is_thinking = self._thought_before = has_begun
+        self.is_thinking = has_begun
         """Within the section, as far as it is known."""
         self._is_open = marks is not None and not has_begun
         """The section may still begin."""
         self._buffer = ""
         self._trims = has_begun
         """White space that comes next is dropped."""
+        self._counts = counts
 
     @property
     def is_needed(self) -> bool:
         """Whether text may be anything but prose."""
         return self._tools is not None or self.marks is not None
 
-    def takes_thought(self) -> bool:
-        """Whether what was pushed since the last call belongs to the reasoning, or a part of it."""
-        before, self._thought_before = self._thought_before, self.is_thinking
-        return before or self.is_thinking
+    def num_thoughts(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens up to these are now found to be reasoning, and were not before."""
+        return 0 if self._counts is None else self._counts.take(token_ids)
 
     def push(self, text: str) -> list[ToolEvent]:
         """Take more text; return what is certain now."""
@@ -135,3 +136,46 @@ class AnswerParser:
     def _taken(self) -> str:
         buffer, self._buffer = self._buffer, ""
         return buffer
+
+
+class ThoughtCount:
+    """Counts the tokens of an answer's reasoning, both marks with it.
+
+    The count depends on the tokens alone: they come in steps, and a busy gateway joins those of several
+    steps, so one piece may hold the end of the reasoning and much of what follows it.
+    """
+
+    __slots__ = ("_bytes_of", "_close", "_is_inside", "_is_over", "_open", "_tail", "_unsure")
+
+    def __init__(self, marks: ReasoningMarks, bytes_of: Callable[[int], bytes], *, has_begun: bool) -> None:
+        """`bytes_of`: what a token stands for. `has_begun`: the answer begins within the section."""
+        self._open, self._close = (mark.encode() for mark in marks)
+        self._bytes_of = bytes_of
+        self._is_inside, self._is_over = has_begun, False
+        self._tail = b""
+        self._unsure = 0
+        """Tokens at the beginning, which are reasoning if the opening mark follows."""
+
+    def take(self, token_ids: Sequence[int]) -> int:
+        """The next tokens of the answer; how many of the tokens so far are found to be reasoning now."""
+        found = 0
+        for token_id in token_ids:
+            if self._is_over:
+                break
+            found += self._take_one(self._bytes_of(token_id))
+        return found
+
+    def _take_one(self, data: bytes) -> int:
+        self._tail += data
+        found = 1
+        if not self._is_inside:
+            self._unsure += 1
+            begun = self._tail.lstrip()
+            if not begun.startswith(self._open):
+                self._is_over = not self._open.startswith(begun)
+                return 0
+            self._is_inside, self._tail = True, begun[len(self._open) :]
+            found = self._unsure
+        self._is_over = self._close in self._tail
+        self._tail = self._tail[1 - len(self._close) :]
+        return found

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.text.json_calls import Arguments, head_of, parse_call, parse_calls
+from penstock.text.json_calls import Arguments, head_of, json_of, parse_call, parse_calls, value_of
 from penstock.text.tools import CallPiece, Text, ToolEvent, held
 
 Calls = list[tuple[str, str]]
@@ -191,7 +191,10 @@ class Qwen3CoderToolParser(BlockParser):
             found[1].strip(): _typed(found[2], properties.get(found[1].strip()))
             for found in self._PARAMETER.finditer(match[2])
         }
-        return [(name, json.dumps(arguments, ensure_ascii=False))]
+        try:
+            return [(name, json_of(arguments))]
+        except ValueError:
+            return None
 
 
 class PhiToolParser(BlockParser):
@@ -222,14 +225,12 @@ class GemmaToolParser(BlockParser):
             return None
         parts = match[2].split("<escape>")
         written = "".join(
-            json.dumps(part, ensure_ascii=False) if i % 2 else self._KEY.sub(r'\1"\2"\3', part)
-            for i, part in enumerate(parts)
+            json.dumps(part) if i % 2 else self._KEY.sub(r'\1"\2"\3', part) for i, part in enumerate(parts)
         )
         try:
-            arguments = json.loads(written)
-        except (ValueError, RecursionError):
+            return [(match[1], json_of(value_of(written)))]
+        except ValueError:
             return None
-        return [(match[1], json.dumps(arguments, ensure_ascii=False))]
 
 
 class ToolCodeParser(BlockParser):
@@ -257,7 +258,7 @@ def python_calls(nodes: list[ast.expr]) -> Calls | None:
             return None
         try:
             arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
-            found.append((ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False)))
+            found.append((ast.unparse(node.func), json_of(arguments)))
         except (ValueError, TypeError, RecursionError):
             return None
     return found or None
@@ -269,8 +270,7 @@ def _typed(value: str, schema: object) -> object:
     if kind in (None, "string"):
         return value
     try:
-        found = json.loads(value.strip())
-    except (ValueError, RecursionError):
+        return value_of(value.strip())
+    except ValueError:
         lowered = value.strip().lower()
         return {"true": True, "false": False, "none": None, "null": None}.get(lowered, value)
-    return found

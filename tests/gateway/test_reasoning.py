@@ -2,7 +2,10 @@
 
 import json
 
+import openai
 import pytest
+
+from penstock.text.tool_blocks import HermesToolParser
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -14,7 +17,7 @@ LLAMA = '{"name": "add", "parameters": {"a": 1, "b": [2]}}; {"name": "add", "par
 def reasoner(kit):
     """Its template knows the marks and opens the section where it is asked to."""
     template = kit.TEMPLATE + "{% if opens %}<think>\n{% endif %}{# </think> #}"
-    running = kit.RunningGateway(kit.make_config(), _script, template=template)
+    running = kit.RunningGateway(kit.make_config(), _script, template=template, words=tuple(ANSWER))
     yield running
     running.stop()
 
@@ -94,3 +97,25 @@ def test_a_streamed_call_names_itself_before_its_arguments(start, kit) -> None:
         ).choices[0]
         assert [call.function.name for call in one.message.tool_calls] == ["add"]
         assert one.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("place", ["push", "finish"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_parser_that_fails_ends_its_own_answer_with_an_error(
+    start, kit, monkeypatch, place, stream
+) -> None:
+    running = start(script=lambda _request: iter(["Hm", "."]))
+    with kit.openai_client(running) as client:
+        asked = {"model": "tiny", "messages": HI, "stream": stream}
+
+        def fail(*_args):
+            raise ValueError("no such syntax")
+
+        monkeypatch.setattr(HermesToolParser, place, fail)
+        with pytest.raises(openai.APIError) as failed:
+            list(client.chat.completions.create(**asked, tools=[TOOL]))
+        assert "no such syntax" not in str(failed.value)
+        answer = client.chat.completions.create(**asked)
+        assert stream or answer.choices[0].message.content == "Hm."
+    assert "an answer could not be passed on" in running.log_text.getvalue()
+    assert "no such syntax" in running.log_text.getvalue()

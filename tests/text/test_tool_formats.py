@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -217,3 +218,46 @@ def test_forced_calls(name: str, text: str, calls: list[tuple[str, str]]) -> Non
 @pytest.mark.parametrize("name", ["f", ""])
 def test_what_was_forced_and_is_no_call_is_text(name: str) -> None:
     assert read(ForcedCalls(name), list("sorry")) == [Text("sorry")]
+
+
+HOSTILE = {
+    "qwen3_coder": [
+        "<tool_call><function=weather><parameter=days>{}</parameter></function></tool_call>",
+        '<tool_call><function=weather><parameter=units>["{}"]</parameter></function></tool_call>',
+    ],
+    "gemma": [
+        "<start_function_call>call:weather{{days:{}}}<end_function_call>",
+        '<start_function_call>call:weather{{days:["{}"]}}<end_function_call>',
+    ],
+    "pythonic": ["[weather(days={})]", "[weather(days='{}')]"],
+    "tool_code": ["```tool_code\nweather(days={})\n```", "```tool_code\nweather(days='{}')\n```"],
+    "llama3_json": [
+        '{{"name": "weather", "parameters": {{"days": {}}}}}',
+        '{{"name": "{}", "parameters": {{}}}}',
+    ],
+}
+VALUES = [
+    "NaN",
+    "-Infinity",
+    "1e999",
+    "1e999j",
+    "\\ud83d",
+    "\\ud83d\\ude00",
+    "{1}",
+    "b'x'",
+    "9" * 5000,
+    "[" * 3000,
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("value", VALUES)
+def test_arguments_are_json_that_any_client_reads(name: str, value: str) -> None:
+    for form in HOSTILE[name]:
+        for event in read(parser_of(name), list(form.format(value))):
+            msgspec.json.encode(event)
+            if (
+                not isinstance(event, Text) and name != "llama3_json"
+            ):  # Those arguments go on as they were written.
+                found = msgspec.json.decode(event.arguments_json)
+                assert "\ud83d" not in str(found)
