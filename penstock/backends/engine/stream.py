@@ -186,6 +186,14 @@ class EngineStream:
         usage, resume = self._usage_here(), self._resume()
         self._end(Finish(reason=FinishReason.ERROR, usage=usage, error=error, resume=resume))
 
+    def crash(self, error: Exception) -> None:
+        """Output could not be passed on, which is a bug: it ends this stream alone."""
+        if not self._done:
+            fault = EngineFault(f"the answer could not be passed on: {type(error).__name__}")
+            fault.__cause__ = error
+            finish = Finish(reason=FinishReason.ERROR, usage=self._usage_here(), error=fault)
+            self._end(finish, tell_worker=True)
+
     def release_buffered(self) -> None:
         """Tell the sink what was held back. It may end the stream."""
         if self._held and not self._done:
