@@ -28,6 +28,7 @@ from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.openai import ChatRequest, GenerationRequest
 from penstock.rng import fresh_seed
 from penstock.telemetry.catalog import Endpoint
+from penstock.telemetry.ledger import USER_CHARS_MAX
 from penstock.types import RequestId
 
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
@@ -168,7 +169,7 @@ def facts_of(
         needs=job.needs,
         endpoint=endpoint.value,
         key_prefix=job.caller.key_prefix,
-        user=user if isinstance(user, str) else "",
+        user=user[:USER_CHARS_MAX] if isinstance(user, str) else "",
         keys=keys,
         adapter=job.adapter,
         session=_session(job.caller.tenant, hints),
