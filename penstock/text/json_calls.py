@@ -18,12 +18,13 @@ _MARKS = re.compile(r'["\\{}\[\]]')
 class JsonScan:
     """Finds the end of a JSON object or array, from its opening bracket on."""
 
-    __slots__ = ("_depth", "_escaped", "_quoted")
+    __slots__ = ("_depth", "_escaped", "_quoted", "is_over")
 
     def __init__(self, depth: int = 0) -> None:
         """`depth`: brackets that are open already."""
         self._depth = depth
         self._quoted = self._escaped = False
+        self.is_over = False
 
     def end_in(self, text: str) -> int:
         """Take more text; how much of it belongs to the value if it ends there, else -1."""
@@ -46,6 +47,7 @@ class JsonScan:
             elif mark in "}]":
                 self._depth -= 1
                 if self._depth <= 0:
+                    self.is_over = True
                     return start
         return -1
 

@@ -7,7 +7,7 @@ answer:  <think> ... </think> text        the model writes both marks
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from penstock.text.tools import Text, Thought, ToolEvent, ToolParser, held
+from penstock.text.tools import SPACE_CHARS_MAX, Text, Thought, ToolEvent, ToolParser, held, split_space
 
 
 class ReasoningMarks(NamedTuple):
@@ -91,10 +91,11 @@ class AnswerParser:
         self._buffer += text
         if self._is_open:
             begun = self._buffer.lstrip()
-            if begun.startswith(self.marks.open):
+            is_near = len(self._buffer) - len(begun) <= SPACE_CHARS_MAX
+            if is_near and begun.startswith(self.marks.open):
                 self._buffer = begun[len(self.marks.open) :]
                 self.is_thinking = self._trims = True
-            elif not begun or self.marks.open.startswith(begun):
+            elif is_near and self.marks.open.startswith(begun):
                 return []
             self._is_open = False
         return self._think(self.marks.close) if self.is_thinking else self._prose(self._taken())
@@ -116,13 +117,13 @@ class AnswerParser:
             self._trims = not self._buffer
         end = self._buffer.find(close)
         if end >= 0:
-            thought, self._buffer = self._buffer[:end].rstrip(), self._buffer[end + len(close) :]
+            thought, self._buffer = split_space(self._buffer[:end])[0], self._buffer[end + len(close) :]
             self.is_thinking, self._trims = False, True
             events: list[ToolEvent] = [Thought(thought)] if thought else []
             return events + self._prose(self._taken())
         cut = len(self._buffer) - held(self._buffer, close)
-        shown = self._buffer[:cut].rstrip()
-        self._buffer = self._buffer[len(shown) :]
+        shown, space = split_space(self._buffer[:cut])
+        self._buffer = space + self._buffer[cut:]
         return [Thought(shown)] if shown else []
 
     def _prose(self, text: str) -> list[ToolEvent]:

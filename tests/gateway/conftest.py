@@ -45,7 +45,10 @@ TEMPLATE = (
 
 
 def tiny_tokenizer(words: tuple[str, ...] = ()) -> Tokenizer:
-    """Every byte is a token, so counts are easy to check; and so is each of `words`."""
+    """Every byte is a token, so counts are easy to check; and so is each of `words`.
+
+    Those that begin with "<|" are special.
+    """
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     library = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
@@ -53,7 +56,8 @@ def tiny_tokenizer(words: tuple[str, ...] = ()) -> Tokenizer:
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     library.add_special_tokens(["<|end|>"])
-    library.add_tokens(list(words))
+    library.add_special_tokens([word for word in words if word.startswith("<|")])
+    library.add_tokens([word for word in words if not word.startswith("<|")])
     return Tokenizer(
         library,
         decoding=decoding_of({"type": "ByteLevel"}),

@@ -37,9 +37,11 @@ class ChatSink(TextSink):
             return
         self._reply.tally.reasoning_tokens += self._parser.num_thoughts(delta.token_ids)
         if self._logprobs and delta.logprobs:
-            text = "".join(item.text for item in events if isinstance(item, Text))
+            at = next((i for i, item in enumerate(events) if isinstance(item, Text)), len(events))
+            self._send(events[:at])
+            text = "".join(item.text for item in events[at : at + 1] if isinstance(item, Text))
             self._exchange.write(self._chunks.text_with_logprobs(text, chat_logprobs(delta.logprobs)))
-            events = [item for item in events if not isinstance(item, Text)]
+            events = events[at + 1 :]
         self._send(events)
         for piece in delta.tool_calls:
             self._exchange.write(self._chunks.tool_call(passed_call(piece)))
