@@ -5,7 +5,7 @@
       │        ├─ stop string, stop token or length reached here: ended here, the connection is closed
       │        ├─ error, corrupt event, silence, broken connection: StreamBroken; before output: unavailable
       │        └─ abort (the client left): the connection is closed, which ends it on every engine
-      └─ a status: worker_errors.py
+      └─ a status: the errors of dialects/base.py
 
 Whose count is believed, in this order: token ids that the worker sends; its log-probabilities, one for each
 token; its `usage`, for workers that send text alone (what came is counted with our tokenizer until then).
@@ -149,13 +149,13 @@ class HttpStream:
             self._end(Finish(reason=FinishReason.ABORT, usage=self._usage()), close=True)
 
     def pause_reading(self) -> bool:
-        """See `Generation.hold`: TCP's window fills, and the worker waits."""
+        """See `Generation.pause_reading`: TCP's window fills, and the worker waits."""
         if not self._done and self._exchange is not None:
             self._exchange.pause_reading()
         return True
 
     def resume_reading(self) -> None:
-        """See `Generation.go_on`."""
+        """See `Generation.resume_reading`."""
         if self._exchange is not None:
             self._exchange.resume_reading()
 

@@ -1,8 +1,8 @@
 """The two endpoints that generate: `/v1/chat/completions` and `/v1/completions`.
 
 Each reads its request, finds the model, makes prompt tokens, checks that they fit, and submits a reply with
-one sink per choice to the dispatcher. After that everything is pushed (dispatch.py, reply.py, relay.py,
-collect.py).
+one sink per choice to the dispatcher. After that everything is pushed (gateway/dispatch/dispatcher.py, and in
+gateway/relay/: reply.py, relay.py, collect.py).
 """
 
 import math
