@@ -6,7 +6,7 @@
       │        ├─ error, corrupt event, silence, broken connection: StreamBroken; before output: unavailable.
       │        │  Where tokens come as ids, the end has them all: another worker can continue
       │        └─ abort (the client left): the connection is closed, which ends it on every engine
-      └─ a status: worker_errors.py
+      └─ a status: the errors of dialects/base.py
 
 Whose count is believed, in this order: token ids that the worker sends; its log-probabilities, one for each
 token; its `usage`, for workers that send text alone (what came is counted with our tokenizer until then).
@@ -158,13 +158,13 @@ class HttpStream:
             self._end(finish, close=True)
 
     def pause_reading(self) -> bool:
-        """See `Generation.hold`: TCP's window fills, and the worker waits."""
+        """See `Generation.pause_reading`: TCP's window fills, and the worker waits."""
         if not self._done and self._exchange is not None:
             self._exchange.pause_reading()
         return True
 
     def resume_reading(self) -> None:
-        """See `Generation.go_on`."""
+        """See `Generation.resume_reading`."""
         if self._exchange is not None:
             self._exchange.resume_reading()
 

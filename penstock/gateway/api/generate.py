@@ -1,8 +1,8 @@
 """The two endpoints that generate: `/v1/chat/completions` and `/v1/completions`.
 
 Each reads its request, finds the model, makes prompt tokens, checks that they fit, and submits a reply with
-one sink per choice to the dispatcher. After that everything is pushed (dispatch.py, reply.py, relay.py,
-collect.py).
+one sink per choice to the dispatcher. After that everything is pushed (gateway/dispatch/dispatcher.py, and in
+gateway/relay/: reply.py, relay.py, collect.py).
 """
 
 import math
@@ -58,7 +58,7 @@ from penstock.protocol.openai_validate import parse_chat, parse_completion, prom
 from penstock.protocol.parameters import Need
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
 from penstock.telemetry.catalog import Endpoint
-from penstock.text.reasoning import AnswerParser
+from penstock.text.reasoning import AnswerParser, ThoughtCount
 from penstock.text.tool_tails import ForcedCalls
 from penstock.text.tools import FirstCallOnly, ToolParser
 
@@ -359,11 +359,15 @@ def _parser(job: Job) -> AnswerParser:
         tools = model.tool_format.parser(schemas_of(request))
         if request.parallel_tool_calls is False:
             tools = FirstCallOnly(tools)
+    if (marks := model.reasoning) is None:
+        return AnswerParser(tools)
+    has_begun = begins_reasoning(model, job.prompts[0])
     return AnswerParser(
         tools,
-        model.reasoning,
-        has_begun=begins_reasoning(model, job.prompts[0]),
+        marks,
+        has_begun=has_begun,
         shows=getattr(request, "include_reasoning", None) is not False,
+        counts=ThoughtCount(marks, model.tokenizer.token_bytes, has_begun=has_begun),
     )
 
 

@@ -30,6 +30,7 @@ from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.openai import ChatRequest, GenerationRequest
 from penstock.rng import fresh_seed
 from penstock.telemetry.catalog import Endpoint
+from penstock.telemetry.ledger import USER_CHARS_MAX
 from penstock.types import RequestId
 
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
@@ -181,7 +182,7 @@ def facts_of(
         needs=job.needs,
         endpoint=endpoint.value,
         key_prefix=job.caller.key_prefix,
-        user=user if isinstance(user, str) else "",
+        user=user[:USER_CHARS_MAX] if isinstance(user, str) else "",
         keys=keys,
         adapter=job.adapter,
         session=_session(job.caller.tenant, hints),
@@ -198,6 +199,7 @@ def _session(tenant: Tenant, hints: Hints) -> str:
 def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateRequest]:
     """One stream for each choice of each prompt, in the order of their indexes."""
     request, stop, found = job.request, _stops(job), list[GenerateRequest]()
+    is_chat = isinstance(request, ChatRequest)
     for prompt, max_tokens in zip(job.prompts, job.max_tokens, strict=True):
         seed = fresh_seed() if request.seed is None else request.seed
         public_tokens = job.model.public_prefixes.num_tokens_of(prompt)
@@ -219,7 +221,7 @@ def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateReque
                     # The tags around a tool call are special tokens in some vocabularies.
                     skip_special_tokens=request.skip_special_tokens is not False
                     and not uses_tools(request)
-                    and not job.model.has_special_marks,
+                    and not (is_chat and job.model.has_special_marks),
                     adapter=job.adapter,
                     cache_salt=job.caller.cache_salt,
                     public_tokens=public_tokens,
@@ -227,7 +229,7 @@ def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateReque
                     fairness_weight=job.caller.tenant.weight,
                     piece_tokens=piece_tokens,
                     body=job.body,
-                    is_chat=isinstance(request, ChatRequest),
+                    is_chat=is_chat,
                     constraint=job.constraint,
                     exact_migration=hints.exact_migration,
                 )
@@ -247,8 +249,10 @@ def _stops(job: Job) -> tuple[str, ...]:
     asked = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if isinstance(request, ChatRequest) and request.parallel_tool_calls is False and uses_tools(request):
         # The answer ends with its first call. What ends a call is no part of it.
-        close = job.model.tool_format.parser({}).CLOSE
-        return (*asked, close) if close and job.constraint.forced_tool is None else asked
+        close = job.model.tool_format.parser({}).STOP
+        # A model may write about that mark while it thinks.
+        if close and job.constraint.forced_tool is None and job.model.reasoning is None:
+            return (*asked, close)
     return asked
 
 

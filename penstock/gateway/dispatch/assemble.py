@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from penstock import rng
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock
 from penstock.config.branch import extended
@@ -156,15 +158,19 @@ def make_policies(
     clock: Clock,
     log: Log,
     locality: KVLocality,
+    leases: str = "",
 ) -> GatewayPolicies:
     """Admission, limits, budgets, prices and queues of `config`, in front of the models' workers.
 
-    `gateway` names this process for all time.
+    `gateway` names this process for all time; `leases` is the socket of the parent's store of limits.
 
     Raises:
         ConfigError: the store of shared limits cannot be used as configured.
     """
-    limits = SharedLimits(config.limits, config.shared, gateway=gateway, clock=clock, log=log)
+    shared = config.shared
+    if leases:
+        shared = msgspec.structs.replace(shared, gateways=config.server.processes)
+    limits = SharedLimits(config.limits, shared, gateway=gateway, clock=clock, log=log, parent=leases)
     ledger = Ledger(config.ledger, clock, log)
     placements = Placements(
         config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality

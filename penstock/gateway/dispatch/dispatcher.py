@@ -298,6 +298,10 @@ class Dispatcher:
             self._driver.cancel(self._clock.now_ns(), reply.request)
             self._dispatch_soon()
 
+    def on_bug(self, reply: Reply, error: Exception) -> None:
+        """See `ReplyListener`."""
+        self._log.bug("an answer could not be passed on", error, request_id=reply.exchange.id)
+
     def on_ended(self, reply: Reply) -> None:
         """See `ReplyListener`. A request that goes to another model has a reply that was never accepted."""
         request, tally = reply.request, reply.tally

@@ -11,7 +11,7 @@
 | has only workers that fail | divert if allowed, else admit | divert, else admit | admit |
 | has only workers without room for too long | divert if allowed, else 429 | divert, else 429 | 429 |
 
-"In time" is what the request says itself, else the promise to its band and tier (promise.py). Its wait is
+"In time" is what the request says itself, else the promise to its band and tier. Its wait is
 what goes before it in its band, at the pace at which the band's requests start now: nothing is predicted that
 is not seen. A request is refused for its expected wait only while requests of its band do leave the queue too
 late: a pace that was seen in a quiet time says little of a burst on an idle machine, so there the request

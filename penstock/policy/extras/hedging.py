@@ -1,7 +1,7 @@
 """Hedged requests on requests' lives: a request that runs on two workers at once until one of them says
 something.
 
-A second attempt begins when a request's time has come (hedge.py), it is the first attempt of one stream,
+A second attempt begins when a request's time has come (below), it is the first attempt of one stream,
 nothing waits for its model and another worker has capacity of its own, not borrowed from its queue. It ends
 when one of the two attempts is dropped: then the request is an ordinary one again, on the other worker. Both
 attempts are booked with the worker, the placement and the breakers like any other, the second one under a

@@ -38,7 +38,7 @@ _UNIT = NS_PER_S
 class RetryTerms:
     """How many requests that failed before their first byte may be tried again, on another worker.
 
-    `RETRIES_MAX` of policy/queue_terms.py bounds the tries of each.
+    `retries_max` of policy/queueing/terms.py bounds the tries of each.
     """
 
     share: float = 0.1

@@ -1,6 +1,6 @@
 """What differs from engine to engine: how a request is written down, and what an event of the answer says.
 
-A dialect translates and decides nothing; streams (backends/http/stream.py), errors (worker_errors.py), health
+A dialect translates and decides nothing; streams (backends/http/stream.py), errors (below), health
 and load (backends/http/backend.py) are the same for all.
 
 From what a worker answers, instead of text, to the error that says whose fault it is and what may be
