@@ -13,8 +13,7 @@ chunk.
                                                 unavailable, failure, timeout, breaker, busy
     x-penstock-route: complexity=0.31 (code .20, question .11)      how `model: "auto"` was decided
     x-penstock-queue-ms: 12                     how long it waited here for a worker
-    x-penstock-migration: approximate           what follows if its worker is lost: other tokens may, or
-                                                none; absent: the very same (docs/failures.md)
+    x-penstock-migration: approximate           or none: where its worker is no one of ours (docs/failures.md)
 """
 
 import enum
@@ -36,8 +35,6 @@ from penstock.protocol.stream import HEARTBEAT
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import RequestMeasurement
 from penstock.types import FinishReason, Usage
-
-_SAFE = "/:@!$&'()*+,;=~"
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -99,7 +96,7 @@ class Served:
 
 def _value(name: str) -> bytes:
     """A model's name in a header: as it is if it is ASCII, else percent-encoded (RFC 3986)."""
-    return (name if name.isascii() else quote(name, safe=_SAFE)).encode()
+    return (name if name.isascii() else quote(name, safe="/:@!$&'()*+,;=~")).encode()
 
 
 _OUTCOMES: Mapping[FinishReason, OutcomeLabel] = {
