@@ -109,8 +109,7 @@ class WorkerFeed:
             kv_blocks_used=stats.blocks_used if stats is not None else 0,
             kind=worker.kind,
             max_model_len=info.max_model_len if info is not None else 0,
-            # No other engine's tokens are a function of seed and position.
-            resumes=worker.engine == "penstock",
+            resumes=worker.backend.status.resumes,
             terms=worker.terms,
             is_external=worker.engine != "penstock",
             identity=info.identity if info is not None else "",
