@@ -148,5 +148,6 @@ RETIRED: dict[str, str] = {
     "limits.tokenize_inline_bytes": _TOKENIZE,
     "limits.tokenize_waiting_max": _TOKENIZE,
     "rate_limits.burst_s": "now `limits.burst_s`",
-    "rate_limits.*": "a constant now (penstock/policy/limits/rate_limit.py and output_length.py)",
+    "rate_limits.*": "a constant now (penstock/policy/limits/rate_limit.py, "
+    "penstock/policy/estimates/output_length.py)",
 }  # fmt: skip

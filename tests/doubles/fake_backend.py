@@ -209,11 +209,11 @@ class _FakeStream:
         self._end(FinishReason.ABORT)
 
     def pause_reading(self) -> bool:
-        """See `Generation.hold`: it steps with all others."""
+        """See `Generation.pause_reading`: it steps with all others."""
         return False
 
     def resume_reading(self) -> None:
-        """See `Generation.go_on`."""
+        """See `Generation.resume_reading`."""
 
     def break_off(self, error: PenstockError) -> None:
         """End with an error."""

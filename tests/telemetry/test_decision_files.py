@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.clock import NS_PER_S, SystemClock
@@ -108,6 +109,8 @@ def test_a_replay_of_what_was_read_is_equal_to_the_bit(tmp_path: Path) -> None:
     replayed = explain(found.decision)["replay"]
     assert replayed["is_equal"]
     assert replayed["worker"] == "w-0"
+    altered = msgspec.structs.replace(found.decision, candidates=found.decision.candidates[1:])
+    assert not explain(altered)["replay"]["is_equal"]  # The only worker that was left had been filtered.
     files.close()
 
 

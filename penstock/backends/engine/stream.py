@@ -168,13 +168,13 @@ class EngineStream:
             self._end(finish, tell_worker=True)
 
     def pause_reading(self) -> bool:
-        """See `Generation.hold`: all streams of a worker come over one connection, and its engine goes on
-        anyway.
+        """See `Generation.pause_reading`: all streams of a worker come over one connection, and its engine
+        goes on anyway.
         """
         return False
 
     def resume_reading(self) -> None:
-        """See `Generation.go_on`."""
+        """See `Generation.resume_reading`."""
 
     def break_off(self, why: str, *, died: bool = False) -> None:
         """The worker is lost; `died`: its process ended."""

@@ -1,8 +1,8 @@
 """The two endpoints that generate: `/v1/chat/completions` and `/v1/completions`.
 
 Each reads its request, finds the model, makes prompt tokens, checks that they fit, and submits a reply with
-one sink per choice to the dispatcher. After that everything is pushed (dispatch.py, reply.py, relay.py,
-collect.py).
+one sink per choice to the dispatcher. After that everything is pushed (gateway/dispatch/dispatcher.py, and in
+gateway/relay/: reply.py, relay.py, collect.py).
 """
 
 import math
@@ -203,7 +203,7 @@ class Generate:
             if choice is not None:
                 services.explained.chose(facts.id, choice)
             reply, sinks = begin(job)
-            streams = self._streams(job, sinks)
+            streams = self._streams(job, hints, sinks)
             fall_back = partial(self._retarget, served, hints, prepare) if services.falls_back else None
             diverted = services.dispatcher.submit(facts, reply, streams, fall_back)
             if diverted is None:
@@ -235,7 +235,7 @@ class Generate:
             if (found := services.models.get(name)).workers.is_ready:
                 yield found
 
-    def _streams(self, job: Job, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
+    def _streams(self, job: Job, hints: Hints, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
         """Every choice's request, and who hears its answer."""
         piece_tokens = 1
         if not job.request.stream and job.num_choices == 1 and job.model.reasoning is None:
@@ -243,7 +243,7 @@ class Generate:
             piece_tokens = math.gcd(PIECE_TOKENS, SLICE_TOKENS)
         if job.only_scores:
             sinks = [ScoringSink(sink) for sink in sinks]
-        return list(zip(requests_of(job, piece_tokens), sinks, strict=True))
+        return list(zip(requests_of(job, hints, piece_tokens), sinks, strict=True))
 
     async def _retarget(
         self,
@@ -272,7 +272,7 @@ class Generate:
                 started_ns=exchange.started_ns,
             )
             reply, sinks = begin(job)
-            return reply, self._streams(job, sinks)
+            return reply, self._streams(job, hints, sinks)
 
         services.dispatcher.move(request, facts, start)
 

@@ -4,8 +4,8 @@
     on_first_output, on_tokens, on_attempt_failed, on_ended <── the replies ──> Driver
 
 The driver decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know.
-
-What the driver writes down and counts, of this gateway: the ledger and the metrics.
+`Dispatcher` is the driver's `Workers` and `Clients`, `GatewayRecords` its `Records`: the ledger and the
+metrics.
 """
 
 import asyncio
@@ -331,6 +331,9 @@ class Dispatcher:
             streams = reply.remaining()
             if start.priority or start.attempt > 1 or start.takes_row:
                 streams = [(_attempt(stream, start), sink) for stream, sink in streams]
+            if worker.engine != "penstock" and streams:
+                moves = worker.backend.status.resumes and streams[0][0].may_move
+                reply.tally.migration = "approximate" if moves else "none"
             race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
             reply.start(worker.backend, streams, race=race)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.

@@ -22,7 +22,8 @@ check: no browser adds keys by itself.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import enum
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,25 +31,27 @@ import msgspec
 
 from penstock.clock import Clock, sleep
 from penstock.config.checks import check
+from penstock.config.machine import is_loopback
 from penstock.config.reload import with_members
 from penstock.config.tenancy import names_callers
-from penstock.config.tree import Config
-from penstock.errors import ConfigError, Unauthenticated
+from penstock.config.tree import Config, ServerConfig
+from penstock.errors import ConfigError, Forbidden, Unauthenticated
 from penstock.gateway.http.exchange import RequestHead
 from penstock.gateway.identity.api_keys import Stamp, stamp
-from penstock.gateway.identity.tenants import ANONYMOUS_CALLER, Caller, TenantTable, credential, read_tenants
+from penstock.gateway.identity.tenants import (
+    ANONYMOUS_CALLER,
+    OPERATOR,
+    SCRAPER,
+    Caller,
+    TenantTable,
+    credential,
+    read_tenants,
+)
 from penstock.rng import fresh_key
 from penstock.telemetry.log import Log
 
 if TYPE_CHECKING:
     from penstock.gateway.identity.tokens import ProviderKeys, TokenVerifier
-import enum
-from collections.abc import Mapping
-
-from penstock.config.machine import is_loopback
-from penstock.config.tree import ServerConfig
-from penstock.errors import Forbidden
-from penstock.gateway.identity.tenants import OPERATOR, SCRAPER
 
 RELOADABLE = ("tenants", "tiers", "auth", "prices", "budgets")
 """Sections that a reload takes, and of `models` who their workers are. Changes of others are named in the
