@@ -85,9 +85,9 @@ class GrammarRows:
         row = _Row(new, new.grammar, singly=new.sampling.logprobs is not None)
         self._rows[new.row] = row
         answer = list(new.token_ids[new.num_prompt_tokens :])
-        kept, known = self._kept.pop(new.request_id, (None, []))
-        if kept is not None and kept.grammar is new.grammar and known == answer:
-            row.answer = kept
+        kept = self._kept.pop(new.request_id, None)
+        if kept is not None and kept[0].grammar is new.grammar and kept[1] == answer:
+            row.answer = kept[0]
         row.is_entering = True
         row.job = self._entering.submit(self._make, row, new.row, answer)
 
