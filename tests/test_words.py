@@ -1,8 +1,12 @@
 """Names that were given up do not come back: docs/glossary.md has one word per thing."""
 
 import io
+import re
 import tokenize
+from collections.abc import Container
 from pathlib import Path
+
+from penstock.config.retired import RETIRED as RETIRED_SETTINGS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("penstock", "tests", "bench", "training", "scripts")
@@ -69,6 +73,20 @@ RETIRED = {
 """What is used in place of each."""
 
 
+ELSEWHERE = {
+    "coverage.py": "a package's name",
+    "gateway/dispatch.py": "what docs/design/016-one-driver.md was written about",
+    "sim/gateway.py": "the same",
+    "managers/io_struct.py": "SGLang's",
+    "tokenizer_manager.py": "SGLang's",
+    "serve/openai_protocol.py": "TensorRT-LLM's",
+    "vllm/distributed/kv_events.py": "vLLM's",
+    "models/families/NAME.py": "a new one's",
+}
+"""Modules that pages and comments name, and that are not in this repository."""
+MODULE = re.compile(r"[\w/-]*\w\.py\b")
+
+
 def retired(source: str) -> list[tuple[int, str]]:
     """Line and name of every retired identifier."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -96,3 +114,50 @@ def test_only_identifiers_count() -> None:
 
 def test_no_name_is_retired_and_recommended() -> None:
     assert not RETIRED.keys() & RETIRED.values()
+
+
+def unknown_modules(text: str, known: Container[str]) -> list[str]:
+    """What the text names as a module and is none: a path, or the end of one."""
+    return [name for name in MODULE.findall(text) if name not in known and name not in ELSEWHERE]
+
+
+def test_modules_that_code_messages_and_pages_name_exist() -> None:
+    paths = [path.relative_to(ROOT).as_posix() for each in FOLDERS for path in (ROOT / each).rglob("*.py")]
+    known = {path[start:] for path in paths for start in starts(path)}
+    readers = [*(ROOT / "penstock").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted(readers)
+        for name in unknown_modules(path.read_text(), known)
+    ]
+    assert not found, "\n".join(found)
+
+
+def starts(path: str) -> list[int]:
+    """Where the path, its last two names, ... and its file's name begin."""
+    return [0, *(i + 1 for i, letter in enumerate(path) if letter == "/")]
+
+
+def test_a_module_is_known_by_the_end_of_its_path() -> None:
+    known = {"penstock/kv/index.py"[start:] for start in starts("penstock/kv/index.py")}
+    assert unknown_modules("see index.py, kv/index.py and `penstock/kv/index.py`", known) == []
+    assert unknown_modules("see cache/index.py and gone.py.", known) == ["cache/index.py", "gone.py"]
+
+
+def test_messages_about_retired_settings_name_whole_paths() -> None:
+    for key, sentence in RETIRED_SETTINGS.items():
+        for name in re.findall(r"[\w/]+\.py", sentence):
+            assert (ROOT / name).is_file(), f"{key}: {name}"
+
+
+def test_pages_name_no_setting_that_is_gone() -> None:
+    gone = {
+        prefix + key.removeprefix("models[].") for key in RETIRED_SETTINGS for prefix in ("", "models[].")
+    }
+    found = [
+        f"{page.relative_to(ROOT)}: {key}"
+        for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+        for key in re.findall(r"`([a-z_]+[\w.\[\]]*\.[a-z_]+)`", page.read_text())
+        if key in gone
+    ]
+    assert not found, "\n".join(found)

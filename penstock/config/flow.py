@@ -69,10 +69,6 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
     OpenAI."""
 
 
-PARENT = "parent:"
-"""What begins the `url` that a process of `penstock serve --processes` is given: its parent's socket."""
-
-
 class SharedConfig(Branch, frozen=True, kw_only=True):
     """Rate limits and budgets that several gateways share.
 
@@ -92,18 +88,6 @@ class SharedConfig(Branch, frozen=True, kw_only=True):
     """While the store does not answer. "local-share": this gateway's part of the rate, by the number of
     gateways that was known last. "closed": what it had leased, then nothing. "open": no limit; what was used
     is charged later."""
-
-    @property
-    def store(self) -> Literal["none", "redis", "parent"]:
-        """Who keeps what is shared."""
-        if not self.url:
-            return "none"
-        return "parent" if self.url.startswith(PARENT) else "redis"
-
-    @property
-    def socket(self) -> str:
-        """Unix socket of the parent's store."""
-        return self.url.removeprefix(PARENT)
 
 
 def shared_problems(shared: SharedConfig) -> Iterator[str]:
@@ -164,5 +148,6 @@ RETIRED: dict[str, str] = {
     "limits.tokenize_inline_bytes": _TOKENIZE,
     "limits.tokenize_waiting_max": _TOKENIZE,
     "rate_limits.burst_s": "now `limits.burst_s`",
-    "rate_limits.*": "a constant now (penstock/policy/limits/rate_limit.py and output_length.py)",
+    "rate_limits.*": "a constant now (penstock/policy/limits/rate_limit.py, "
+    "penstock/policy/estimates/output_length.py)",
 }  # fmt: skip

@@ -169,7 +169,7 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> Iterator[str]:
 
 
 _PLACEMENT = "a constant of placement now (penstock/policy/placement_terms.py)"
-_ADMISSION = "a constant of admission now (penstock/policy/admission/admit.py and promise.py)"
+_ADMISSION = "a constant of admission now (penstock/policy/admission/admit.py)"
 _COMPLEXITY = "a constant now (penstock/policy/extras/complexity.py)"
 RETIRED: dict[str, str] = {
     "routing.placement.ttft.*": _PLACEMENT,

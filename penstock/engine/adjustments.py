@@ -8,7 +8,7 @@ Nothing is counted along the way. Each step looks at the tokens that the row has
 there is no state that a preemption, a chunk or another row could leave wrong.
 
 The order is: repetition penalty (Keskar et al. 2019, arXiv 1909.05858), frequency and presence penalty, bias,
-then the mask of stop tokens, which wins over any bias.
+then the mask of stop tokens, which wins over any bias, and yields to a grammar that allows only those.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
+from penstock.engine.masks import Masks
 from penstock.schedule.plan import NewRow
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -85,10 +86,18 @@ class Adjustments:
         self._bias[row] = np.array([bias for _, bias in sampling.logit_bias], np.float32)
         self._stop_ids[row] = np.array(sampling.stop_token_ids, np.int64)
 
-    def apply(self, logits: Tensor, rows: Int64Array, positions: Int64Array, token_ids: Int32Array) -> Edits:
+    def apply(
+        self,
+        logits: Tensor,
+        rows: Int64Array,
+        positions: Int64Array,
+        token_ids: Int32Array,
+        masks: Masks | None = None,
+    ) -> Edits:
         """Change the logits of the tokens to be drawn at `positions` of `rows`; `undo` follows the draw.
 
-        `token_ids` `[max_running, ...]`: every row's known tokens, valid below its position.
+        `token_ids` `[max_running, ...]`: every row's known tokens, valid below its position. `masks` win over
+        minimum lengths.
         """
         edits = Edits(logits)
         index = np.flatnonzero(self._active[rows])  # Into the rows of the logits.
@@ -98,7 +107,7 @@ class Adjustments:
         self._penalise_repetition(step)
         self._penalise_generated(step)
         self._add_bias(step)
-        self._mask_stops(step)
+        self._mask_stops(step, masks)
         return edits
 
     def _penalise_repetition(self, step: "_Step") -> None:
@@ -131,15 +140,22 @@ class Adjustments:
             bias = as_tensor(np.concatenate([self._bias[row] for row in rows]))
             step.edits.change(at, ids, lambda logit: logit + bias)
 
-    def _mask_stops(self, step: "_Step") -> None:
+    def _mask_stops(self, step: "_Step", masks: Masks | None) -> None:
         which = np.flatnonzero(step.positions < self._min_known[step.rows])
         if not len(which):
             return
+        stop_ids: list[Int64Array] = []
+        index: list[int] = step.index[which].tolist()
         rows: list[int] = step.rows[which].tolist()
-        at, ids = _places(step.index[which], [self._stop_ids[row] for row in rows])
+        for at, row in zip(index, rows, strict=True):
+            ids = self._stop_ids[row]
+            if masks is not None and masks.allow_only(at, ids):
+                ids = _NO_IDS  # The answer ends, or its grammar has no way on.
+            stop_ids.append(ids)
+        places, ids = _places(step.index[which], stop_ids)
         # A checkpoint may name an EOS that its vocabulary does not have.
         exists = (ids >= 0) & (ids < step.edits.logits.shape[1])
-        step.edits.change(at[exists], ids[exists], lambda logit: torch.full_like(logit, -torch.inf))
+        step.edits.change(places[exists], ids[exists], lambda logit: torch.full_like(logit, -torch.inf))
 
 
 @dataclass(slots=True, frozen=True)

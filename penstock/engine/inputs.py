@@ -16,6 +16,7 @@ from penstock.engine.adjustments import Adjustments, Edits
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.attention.tiles import token_rows
+from penstock.engine.masks import Masks
 from penstock.engine.scoring import ScoredChunk
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import BLOCK_TOKENS
@@ -92,9 +93,15 @@ class RowTables:
         room = self._token_ids.shape[1] - position
         self._token_ids[row, position : position + len(token_ids)] = token_ids[:room]
 
-    def adjust(self, logits: Tensor, rows: Int64Array, positions: Int64Array) -> Edits:
+    def known_tokens(self, row: int, first: int, end: int) -> list[int]:
+        """A row's tokens at the positions from `first` to before `end`, which must be known."""
+        return self._token_ids[row, first:end].tolist()
+
+    def adjust(
+        self, logits: Tensor, rows: Int64Array, positions: Int64Array, masks: Masks | None = None
+    ) -> Edits:
         """Change logits as their rows' penalties, biases and minimum lengths say, until `undo`."""
-        return self._adjustments.apply(logits, rows, positions, self._token_ids)
+        return self._adjustments.apply(logits, rows, positions, self._token_ids, masks)
 
     def _enter(self, new: NewRow) -> None:
         row, sampling = new.row, new.sampling

@@ -100,7 +100,7 @@ class Runner:
         """Draw the tokens at `positions` of `rows`, and remember them and what their grammars force."""
         tables, grammars = self._tables, self._grammars
         masks = None if grammars is None else grammars.masks(rows, positions)
-        edits = tables.adjust(logits, rows, positions)
+        edits = tables.adjust(logits, rows, positions, masks)
         token_ids = self._sampler.draw(logits, SampleRows.of(tables, rows, positions, masks))
         edits.undo()  # Log-probabilities are the model's own.
         drawn = token_ids.numpy()
@@ -116,7 +116,7 @@ class Runner:
         from penstock.engine.grammar.rows import GrammarRows  # llguidance may not be installed.
 
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
-        self._grammars = GrammarRows(self.info.max_running, tokens, threads)
+        self._grammars = GrammarRows(self.info.max_running, tokens, threads, self._tables.known_tokens)
 
     def _enter_grammars(self, plan: StepPlan) -> None:
         if self._grammars is not None:

@@ -19,8 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.arrays import Int32Array, Int64Array, as_tensor, int_list
+from penstock.engine.arrays import Int64Array, as_tensor, int_list
 from penstock.engine.inputs import RowTables
+from penstock.engine.masks import Masks
 from penstock.engine.scoring import NOT_NUMBERS, logprobs_of
 from penstock.schedule.plan import Forced, Sampled
 
@@ -70,26 +71,6 @@ def _avalanche(x: Tensor) -> Tensor:
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(-2073254261)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
-
-
-@dataclass(slots=True, frozen=True)
-class Masks:
-    """Which tokens the rows that draw may draw, where a grammar says so."""
-
-    bits: Int32Array
-    """`[.., words]`, dense: bit t of a row is set where token t may be drawn."""
-    of_row: Int32Array
-    """`[num_rows]` their rows in `bits`; -1: any token."""
-
-    def hide(self, logits: Tensor) -> Tensor:
-        """A copy of the logits, minus infinity where a token may not be drawn."""
-        hidden, vocab_size = logits.clone(), logits.shape[1]
-        index = np.flatnonzero(self.of_row >= 0)
-        as_bytes = np.ascontiguousarray(self.bits[self.of_row[index]]).view(np.uint8)
-        allowed = np.unpackbits(as_bytes, axis=1, count=vocab_size, bitorder="little").astype(np.bool_)
-        where = as_tensor(index)
-        hidden[where] = hidden[where].masked_fill_(as_tensor(~allowed), -torch.inf)
-        return hidden
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,7 +2,7 @@
 the worker.
 
 our workers whose blocks' key is known    their own connection tells their events (backends/engine/backend.py)
-others, with an address of KV events      a feed of their own (kv_event_subscriber.py)
+others, with an address of KV events      a feed of their own (`KVEventSubscriber`)
 all others                                predictions and audits only
 
 A worker's KV events over ZeroMQ, from vLLM's publisher or any that speaks its protocol (ours:

@@ -91,6 +91,7 @@ class Gateway:
             clock=clock,
             log=log,
             locality=locality,
+            leases=peers.leases if peers is not None else "",
         )
         self._dispatcher, self._entrance = self._policies.dispatcher, Entrance(self.tenancy, config.server)
         self._services = Services(

@@ -11,7 +11,7 @@ is without a salt, and the salt is mixed in where the first private block begins
     hash_0      = H(key, public root || tokens 0..15)       equal for every tenant
     hash_1      = H(key, H(key, hash_0, tenant salt) || tokens 16..31)      this tenant's own
 
-The identity is that of the model's computation (identity.py), whatever the model is called where.
+The identity is that of the model's computation (engine/fingerprint.py), whatever the model is called where.
 Two blocks have the same hash exactly when everything that decides their KV is the same, and, outside of the
 public region, only for one tenant: so the engine's prefix cache, the router's locality index and the
 simulator can share this one name. H is BLAKE2b (RFC 7693) with a secret key: without the key no one can look

@@ -2,7 +2,7 @@
 
 Only the notation lives here; `engine/serve_socket.py` listens and `backends/engine/backend.py` connects. What
 goes over TCP is neither encrypted nor signed, so the port belongs on a private network; who may connect is a
-matter of a key (worker_auth.py).
+matter of a key (below).
 
 What a launcher tells a new engine worker: one line of JSON on the worker's standard input.
 

@@ -103,6 +103,8 @@ class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The workers that the parent has launched. Those at addresses are in the configuration."""
     parent: str
     """Path of the parent's Unix socket."""
+    leases: str = ""
+    """Path of the socket where the parent leases rate limits; empty: they are shared elsewhere."""
     hash_key: bytes
     """What those workers name their KV blocks with."""
     held: dict[str, float] = {}

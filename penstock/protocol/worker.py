@@ -97,7 +97,7 @@ class SubscribeKVEvents(msgspec.Struct, frozen=True, tag="subscribe_kv_events"):
 
 
 class Proof(msgspec.Struct, frozen=True, tag="proof"):
-    """The answer to a `Challenge`: this gateway has the worker's key (worker_auth.py)."""
+    """The answer to a `Challenge`: this gateway has the worker's key (protocol/address.py)."""
 
     nonce: bytes
     mac: bytes
@@ -129,8 +129,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     """Blocks that fit the host tier of the KV cache; 0: there is none."""
     capabilities: frozenset[str] = COMMON_CAPABILITIES
-    """What it can do beyond plain text (capabilities.py). Words that the gateway does not know are of no use
-    to it."""
+    """What it can do beyond plain text (protocol/needs.py). Words that the gateway does not know are of no
+    use to it."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):

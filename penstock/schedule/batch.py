@@ -21,6 +21,8 @@ class Batch:
         """Rows in use, by fairness key; no zeros."""
         self.releases = 0
         """How often blocks were given back: what found no room may look again."""
+        self.changes = 0
+        """How often a request entered or left."""
 
     def enter(self, request: Request, match: PrefixMatch) -> None:
         """Give the request a row and its cached prefix; it is loading if a part of that is in host memory."""
@@ -34,12 +36,14 @@ class Batch:
         key = request.fairness_key
         self.rows_by_tenant[key] = self.rows_by_tenant.get(key, 0) + 1
         insort(self.running, request, key=_order)
+        self.changes += 1
 
     def leave(self, request: Request) -> None:
         """Take the request out of the order; it still holds its row and its blocks."""
         index = bisect_left(self.running, request.order, key=_order)
         left = self.running.pop(index)
         assert left is request
+        self.changes += 1
         key = request.fairness_key
         assert self.rows_by_tenant[key] > 0, f"{key} has no row"
         self.rows_by_tenant[key] -= 1

@@ -1,7 +1,7 @@
 """Many steps in one call, where every step would be the same: all rows decode, and nobody comes or goes but
 in the last.
 
-For who drives the scheduler on virtual time (sim/world/worker.py): what a leap leaves behind is what so many
+For who drives the scheduler on virtual time (sim/world/worker.py): what they leave behind is what so many
 calls of `schedule` and `apply` would have left, except for which free block went to whom. As many blocks are
 evicted as by those calls, in the same order, and nothing is named meanwhile (`Batch.release`);
 tests/sim/test_fast_forward.py holds both ways side by side.
@@ -25,7 +25,7 @@ _RUNNING = Status.RUNNING
 
 
 class DecodeFastForward:
-    """The steps that one scheduler may leap over. It shares that scheduler's parts."""
+    """The steps that one scheduler may do at once. It shares that scheduler's parts."""
 
     __slots__ = ("_batch", "_counters", "_manager", "_planner", "_prefill")
 
@@ -34,7 +34,7 @@ class DecodeFastForward:
         self._manager: KVManager = batch.manager
 
     def steps_max(self, limit: int) -> int:
-        """How many of the next steps, at most `most`, do nothing but decode each running row once; 0 if the
+        """How many of the next steps, at most `limit`, do nothing but decode each running row once; 0 if the
         next does more.
 
         Nothing may be in flight. Whoever knows that an answer stops sooner asks for no more steps than until

@@ -50,8 +50,6 @@ class Planner:
         )
         self._row_share = RowShare(batch, queue)
         self._takers: dict[RequestId, Request] = {}  # Those that wait and may take a row, oldest first.
-        self._paused: dict[RequestId, Request] = {}
-        self._pausing: list[Request] = []  # Those that still have a row.
         self.wants_rest = False
         """Somebody must give way or yield, but nothing can be taken from others while a step is in flight."""
         self._at_rest = True
@@ -78,10 +76,6 @@ class Planner:
         self._let_parked_back()
         if at_rest:
             self._shrink_batch(step.planned_ns)
-        if self._pausing:
-            self.wants_rest = not at_rest
-            if at_rest:
-                self.pause_running()
         self._share_rows(step)
         if self.wants_rest:
             return
@@ -101,7 +95,7 @@ class Planner:
         """How many of the next steps, planned at rest, start nobody and let nobody back as long as nobody
         ends: see `DecodeFastForward`.
         """
-        if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots or self._pausing:
+        if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots:
             return 0
         if any(map(self._row_share.may_yield_to, self._takers.values())):
             return 0
@@ -136,52 +130,9 @@ class Planner:
             request.num_charged += news
             self._queue.charge(request, generated=news)
 
-    def pause(self, request: Request) -> None:
-        """Take a request's row, or its place in the queue, until `resume`: its client does not read."""
-        assert not request.is_paused, f"{request.request_id} is paused already"
-        request.is_paused = True
-        if request.in_batch:
-            self._pausing.append(request)
-            return
-        self._takers.pop(request.request_id, None)
-        if not self._quota.remove(request):
-            self._queue.remove(request)
-        self._paused[request.request_id] = request
-
-    @property
-    def num_paused(self) -> int:
-        """Requests whose clients do not read."""
-        return len(self._paused) + len(self._pausing)
-
-    @property
-    def num_aside(self) -> int:
-        """Of those, the ones without a row."""
-        return len(self._paused)
-
-    def resume(self, request: Request) -> None:
-        """Let a paused request wait where its arrival belongs, or keep the row if it still has it."""
-        assert request.is_paused, f"{request.request_id} is not paused"
-        request.is_paused = False
-        if self._paused.pop(request.request_id, None) is None:
-            self._pausing.remove(request)
-        else:
-            self.charge_running()
-            self._queue.requeue(request)
-            self.wait_for_row(request)
-
     def forget(self, request: Request) -> None:
         """It has ended."""
         self._takers.pop(request.request_id, None)
-        if request.is_paused and self._paused.pop(request.request_id, None) is None:
-            self._pausing.remove(request)
-
-    def pause_running(self) -> None:
-        """Take the rows of those that were paused while they ran; nothing is in flight."""
-        pausing, self._pausing = self._pausing, []
-        for request in pausing:
-            request.num_pauses += 1
-            self._give_up(request, self._clock.now_ns())
-            self._paused[request.request_id] = request
 
     def wait_for_row(self, request: Request) -> None:
         """A request is in the queue; if it may take a row, it need not be its head for that."""
@@ -194,7 +145,8 @@ class Planner:
         Whoever yields waits again only afterwards, behind the others that may take one: so rows go round.
         """
         yielded: list[Request] = []
-        worst = _NO_BOUND
+        worst, reserved = _NO_BOUND, -1
+        self._row_share.look_again()
         for taker in [*self._takers.values()]:
             if self._cap.is_lowered or not self._lacks_rows():
                 break
@@ -206,12 +158,18 @@ class Planner:
                     worst = taker.priority
                 continue
             match = self._manager.match_prefix(taker.table, taker.tokens, taker.num_skippable)
-            if self._is_over_quota(taker, match) or not self._fits_in_place_of(victim, taker, match):
+            if self._is_over_quota(taker, match):
+                continue
+            if reserved < 0:
+                reserved = sum(map(self.reserve.blocks_owed, self._batch.running))
+            if not self._fits_in_place_of(victim, taker, match, reserved):
                 continue
             if not self._at_rest or self._manager.pool.num_draining:
                 self.wants_rest = True
                 break
             self._swap(victim, taker, step)
+            self._row_share.look_again()
+            reserved = -1
             yielded.append(victim)
         for request in yielded:
             self._queue.requeue(request)
@@ -223,9 +181,12 @@ class Planner:
         is_full = len(self._batch.running) >= self._limits.max_running
         return is_full or (head is not None and (self._is_held(head) or self._is_blocked(head)))
 
-    def _fits_in_place_of(self, victim: Request, taker: Request, match: PrefixMatch) -> bool:
-        """Whether the taker's known tokens fit beside those that run, less the victim (`_try_start`)."""
-        reserved = sum([self.reserve.blocks_owed(each) for each in self._batch.running if each is not victim])
+    def _fits_in_place_of(self, victim: Request, taker: Request, match: PrefixMatch, reserved: int) -> bool:
+        """Whether the taker's known tokens fit beside those that run, less the victim (`_try_start`).
+
+        `reserved`: the blocks owed to all that run.
+        """
+        reserved -= self.reserve.blocks_owed(victim)
         missing = blocks_for(len(taker.tokens)) - match.num_present
         freed = self._victims.blocks_freed(victim) - len({*match.blocks} & {*victim.table.blocks})
         return missing + reserved <= self._manager.num_available_after(match) + freed
@@ -349,12 +310,8 @@ class Planner:
     def _send_back(self, request: Request, now_ns: int, *, preempted: bool = False) -> None:
         """Out of the batch, into the queue."""
         self._give_up(request, now_ns, preempted=preempted)
-        if request.is_paused:
-            self._pausing.remove(request)
-            self._paused[request.request_id] = request
-        else:
-            self._queue.requeue(request)
-            self.wait_for_row(request)
+        self._queue.requeue(request)
+        self.wait_for_row(request)
 
     def _give_up(self, request: Request, now_ns: int, *, preempted: bool = False) -> None:
         """Out of the batch; its full blocks stay cached."""

@@ -88,10 +88,6 @@ class Request:
     tenant ran nothing else when it came."""
     num_yields: int = 0
     """How often it gave its row to another tenant's request."""
-    num_pauses: int = 0
-    """How often it lost its row because its client did not read."""
-    is_paused: bool = False
-    """Its client does not read: it gets no row until it does."""
     num_known_at_row: int = 0
     """Its known tokens when it got its row."""
     num_steps: int = 0
@@ -220,7 +216,7 @@ class Request:
             decode_ns=now_ns - first_token_ns,
             steps=self.num_steps,
             computed_tokens=self.num_run_before + self.num_computed - self.num_found,
-            preemptions=self.num_preemptions + self.num_yields + self.num_pauses,
+            preemptions=self.num_preemptions + self.num_yields,
             kv_block_ns=self.kv_block_ns + self.num_held * (now_ns - self.held_since_ns),
             device_ns=self.device_ns,
         )

@@ -8,9 +8,8 @@ cache knows (the rule is vLLM v1's; the idea of iteration-level batching is Orca
                  ^  |                   ^ |
                  |  +-- loading --------+ |     a part of its prefix is in host memory: wait for the copies
                  |         |              |
-                 +---- preempted <--------+     out of blocks, or another tenant gets the row (row_share.py),
-                                                or its client does not read: give all up, resume as a
-                                                prefix hit
+                 +---- preempted <--------+     out of blocks, or another tenant gets the row (row_share.py):
+                                                give all up, resume as a prefix hit
 
 Up to two plans are in flight, so that step N+1 is ready when N ends. N+1 is then made before N's tokens are
 known: a row that samples in N is planned one more token, which the runner feeds from what it drew itself.
@@ -116,23 +115,9 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        if not request.in_batch and not request.is_paused and not self._quota.remove(request):
+        if not request.in_batch and not self._quota.remove(request):
             self._queue.remove(request)
         return self._finish(request, FinishReason.ABORT, self._clock.now_ns())
-
-    def pause(self, request_id: RequestId) -> None:
-        """A request's client does not read: no row for it until `resume`. Unknown ones have just ended."""
-        request = self._requests.get(request_id)
-        if request is not None and not request.is_paused:
-            self._planner.pause(request)
-            if not self._flights:
-                self._planner.pause_running()
-
-    def resume(self, request_id: RequestId) -> None:
-        """A paused request's client reads again: it waits for a row."""
-        request = self._requests.get(request_id)
-        if request is not None and request.is_paused:
-            self._planner.resume(request)
 
     def schedule(self) -> StepPlan | None:
         """Choose the next step's work; None when there is nothing to do, or nothing before the next `apply`.
@@ -217,13 +202,11 @@ class Scheduler:
                 outputs.append(self._append(request, draw, now_ns))
         assert next(drawn, None) is None, "more was sampled than was asked for"
         assert next(scored, None) is None, "more was scored than was asked for"
-        if not self._flights:
-            self._planner.pause_running()
         return outcome
 
     def fast_forward_max(self, limit: int) -> int:
-        """How many of the next steps, up to `most`, only decode the rows that run, so that `leap` may do
-        them; see fast_forward.py.
+        """How many of the next steps, up to `limit`, only decode the rows that run, so that `fast_forward`
+        may do them; see fast_forward.py.
         """
         return 0 if self._flights else self._fast_forward.steps_max(limit)
 
@@ -245,8 +228,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running; paused ones are neither."""
-        return len(self._requests) > self._planner.num_paused
+        """Whether any request is waiting or running."""
+        return bool(self._requests)
 
     @property
     def kv(self) -> KVManager:
@@ -289,8 +272,7 @@ class Scheduler:
         orders = [request.order for request in self._batch.running]
         assert orders == sorted(set(orders)), "running requests are out of order"
         waiting = len(self._queue) + len(self._quota)
-        num_here = len(self._batch.running) + waiting + self._planner.num_aside
-        assert num_here == len(self._requests), "a request is lost"
+        assert len(self._batch.running) + waiting == len(self._requests), "a request is lost"
         self._batch.check_invariants()
         for request in self._requests.values():
             in_batch = request.in_batch
@@ -396,12 +378,18 @@ class Scheduler:
         assert room > 0, f"{request.request_id} ended with its last token"
         assert forced.token_ids or forced.complete, "what forces nothing is not told"
         news = forced.token_ids[:room]
+        stops = [i for i, token in enumerate(news) if token in request.stop_token_ids]
+        if stops:
+            news = news[: stops[0] + 1]
         if news:
             request.void_draws()
             request.tokens.extend(news)
-            output.token_ids += news
+            output.token_ids += news[:-1] if stops else news
             self._counters.generated_tokens += len(news)
-        if forced.complete and news == forced.token_ids:
+        if stops:
+            self._end(request, FinishReason.STOP, output, now_ns)
+            output.stop_token_id = news[-1]
+        elif forced.complete and news == forced.token_ids:
             self._end(request, FinishReason.STOP, output, now_ns)
         elif len(news) == room:
             self._end(request, FinishReason.LENGTH, output, now_ns)

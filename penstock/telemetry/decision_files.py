@@ -133,6 +133,7 @@ class DecisionKeeper:
     def __init__(self, files: DecisionFiles, log: Log) -> None:
         self._files, self._log = files, log
         self._pending: deque[Entry] = deque(maxlen=PENDING_MAX)
+        self._one_writer = threading.Lock()
         self._task: asyncio.Task[None] | None = None
         self._is_failing = False
 
@@ -172,6 +173,11 @@ class DecisionKeeper:
                 await asyncio.to_thread(self._write)
 
     def _write(self) -> None:
+        """Write what is pending. Returns only when what another thread took from there is written, too."""
+        with self._one_writer:
+            self._write_pending()
+
+    def _write_pending(self) -> None:
         entries = [self._pending.popleft() for _ in range(len(self._pending))]
         if not entries:
             return

@@ -1,7 +1,8 @@
 """Calls that are written as JSON objects with a name and arguments, read while they come."""
 
+import json
 import re
-from typing import cast
+from typing import NoReturn, cast
 
 import msgspec
 
@@ -17,12 +18,13 @@ _MARKS = re.compile(r'["\\{}\[\]]')
 class JsonScan:
     """Finds the end of a JSON object or array, from its opening bracket on."""
 
-    __slots__ = ("_depth", "_escaped", "_quoted")
+    __slots__ = ("_depth", "_escaped", "_quoted", "is_over")
 
     def __init__(self, depth: int = 0) -> None:
         """`depth`: brackets that are open already."""
         self._depth = depth
         self._quoted = self._escaped = False
+        self.is_over = False
 
     def end_in(self, text: str) -> int:
         """Take more text; how much of it belongs to the value if it ends there, else -1."""
@@ -45,6 +47,7 @@ class JsonScan:
             elif mark in "}]":
                 self._depth -= 1
                 if self._depth <= 0:
+                    self.is_over = True
                     return start
         return -1
 
@@ -73,6 +76,43 @@ def head_of(text: str, chars_max: int = HEAD_CHARS_MAX) -> tuple[str, int] | Non
         return msgspec.json.decode(match[1], type=str), match.end()
     except msgspec.DecodeError:
         return None
+
+
+def json_of(value: object) -> str:
+    """A value that was read from generated text as JSON that any client reads: it has no NaN, and a lone half
+    of a character becomes U+FFFD.
+
+    Raises:
+        ValueError: it cannot be JSON.
+    """
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    return written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def value_of(text: str) -> object:
+    """The value that generated JSON stands for.
+
+    Raises:
+        ValueError: it is none, is nested too deeply, or has a number that JSON has no word for.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    found = float(digits)
+    if found - found != 0:
+        raise ValueError(f"{digits[:16]} is too large")
+    return found
 
 
 class _Call(msgspec.Struct):

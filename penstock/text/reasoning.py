@@ -4,10 +4,10 @@ answer:  <think> ... </think> text        the model writes both marks
          ... </think> text                the template has written the first one
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from penstock.text.tools import Text, Thought, ToolEvent, ToolParser, held
+from penstock.text.tools import SPACE_CHARS_MAX, Text, Thought, ToolEvent, ToolParser, held, split_space
 
 
 class ReasoningMarks(NamedTuple):
@@ -57,26 +57,27 @@ class AnswerParser:
         *,
         has_begun: bool = False,
         shows: bool = True,
+        counts: "ThoughtCount | None" = None,
     ) -> None:
         """`has_begun`: the answer begins within the section. `shows`: the reasoning is told, not dropped."""
         self._tools, self.marks, self._shows = tools, marks, shows
-        self.is_thinking = self._thought_before = has_begun
+        self.is_thinking = has_begun
         """Within the section, as far as it is known."""
         self._is_open = marks is not None and not has_begun
         """The section may still begin."""
         self._buffer = ""
         self._trims = has_begun
         """White space that comes next is dropped."""
+        self._counts = counts
 
     @property
     def is_needed(self) -> bool:
         """Whether text may be anything but prose."""
         return self._tools is not None or self.marks is not None
 
-    def takes_thought(self) -> bool:
-        """Whether what was pushed since the last call belongs to the reasoning, or a part of it."""
-        before, self._thought_before = self._thought_before, self.is_thinking
-        return before or self.is_thinking
+    def num_thoughts(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens up to these are now found to be reasoning, and were not before."""
+        return 0 if self._counts is None else self._counts.take(token_ids)
 
     def push(self, text: str) -> list[ToolEvent]:
         """Take more text; return what is certain now."""
@@ -90,10 +91,11 @@ class AnswerParser:
         self._buffer += text
         if self._is_open:
             begun = self._buffer.lstrip()
-            if begun.startswith(self.marks.open):
+            is_near = len(self._buffer) - len(begun) <= SPACE_CHARS_MAX
+            if is_near and begun.startswith(self.marks.open):
                 self._buffer = begun[len(self.marks.open) :]
                 self.is_thinking = self._trims = True
-            elif not begun or self.marks.open.startswith(begun):
+            elif is_near and self.marks.open.startswith(begun):
                 return []
             self._is_open = False
         return self._think(self.marks.close) if self.is_thinking else self._prose(self._taken())
@@ -115,13 +117,13 @@ class AnswerParser:
             self._trims = not self._buffer
         end = self._buffer.find(close)
         if end >= 0:
-            thought, self._buffer = self._buffer[:end].rstrip(), self._buffer[end + len(close) :]
+            thought, self._buffer = split_space(self._buffer[:end])[0], self._buffer[end + len(close) :]
             self.is_thinking, self._trims = False, True
             events: list[ToolEvent] = [Thought(thought)] if thought else []
             return events + self._prose(self._taken())
         cut = len(self._buffer) - held(self._buffer, close)
-        shown = self._buffer[:cut].rstrip()
-        self._buffer = self._buffer[len(shown) :]
+        shown, space = split_space(self._buffer[:cut])
+        self._buffer = space + self._buffer[cut:]
         return [Thought(shown)] if shown else []
 
     def _prose(self, text: str) -> list[ToolEvent]:
@@ -135,3 +137,46 @@ class AnswerParser:
     def _taken(self) -> str:
         buffer, self._buffer = self._buffer, ""
         return buffer
+
+
+class ThoughtCount:
+    """Counts the tokens of an answer's reasoning, both marks with it.
+
+    The count depends on the tokens alone: they come in steps, and a busy gateway joins those of several
+    steps, so one piece may hold the end of the reasoning and much of what follows it.
+    """
+
+    __slots__ = ("_bytes_of", "_close", "_is_inside", "_is_over", "_open", "_tail", "_unsure")
+
+    def __init__(self, marks: ReasoningMarks, bytes_of: Callable[[int], bytes], *, has_begun: bool) -> None:
+        """`bytes_of`: what a token stands for. `has_begun`: the answer begins within the section."""
+        self._open, self._close = (mark.encode() for mark in marks)
+        self._bytes_of = bytes_of
+        self._is_inside, self._is_over = has_begun, False
+        self._tail = b""
+        self._unsure = 0
+        """Tokens at the beginning, which are reasoning if the opening mark follows."""
+
+    def take(self, token_ids: Sequence[int]) -> int:
+        """The next tokens of the answer; how many of the tokens so far are found to be reasoning now."""
+        found = 0
+        for token_id in token_ids:
+            if self._is_over:
+                break
+            found += self._take_one(self._bytes_of(token_id))
+        return found
+
+    def _take_one(self, data: bytes) -> int:
+        self._tail += data
+        found = 1
+        if not self._is_inside:
+            self._unsure += 1
+            begun = self._tail.lstrip()
+            if not begun.startswith(self._open):
+                self._is_over = not self._open.startswith(begun)
+                return 0
+            self._is_inside, self._tail = True, begun[len(self._open) :]
+            found = self._unsure
+        self._is_over = self._close in self._tail
+        self._tail = self._tail[1 - len(self._close) :]
+        return found

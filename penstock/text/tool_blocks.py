@@ -6,12 +6,23 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.text.json_calls import Arguments, head_of, parse_call, parse_calls
-from penstock.text.tools import CallPiece, Text, ToolEvent, held
+from penstock.text.json_calls import (
+    HEAD_CHARS_MAX,
+    Arguments,
+    JsonScan,
+    head_of,
+    json_of,
+    parse_call,
+    parse_calls,
+    value_of,
+)
+from penstock.text.tools import CallPiece, Text, ToolEvent, held, split_space
 
 Calls = list[tuple[str, str]]
 """Names and arguments, the latter as JSON."""
 CALL_CHARS_MAX = 65_536
+_BEHIND_A_CALL = " \t\r\n}"
+"""Dropped in front of a closing mark: models like to write a bracket too many."""
 
 
 class BlockParser:
@@ -25,6 +36,11 @@ class BlockParser:
     OPEN = ""
     CLOSE = ""
 
+    @property
+    def STOP(self) -> str:
+        """See `ToolParser`."""
+        return self.CLOSE
+
     def __init__(self, *, call_chars_max: int = CALL_CHARS_MAX) -> None:
         self._max = call_chars_max
         self._buffer: str = ""
@@ -32,6 +48,7 @@ class BlockParser:
         self._searched = 0  # Characters of a block that hold no closing mark.
         self._arguments: Arguments | None = None  # Of a call that is told while it is written.
         self._told = False
+        self._rest = JsonScan()  # Of the call's own object, behind its arguments.
         self._space = ""  # White space that is dropped if a call follows it, and shown if text does.
         self._after_call = False
         self._num_calls: int = 0
@@ -66,7 +83,7 @@ class BlockParser:
         else:
             self._prose(rest, events)
         self._inside = False
-        if self._space and not self._after_call:
+        if self._space:
             events.append(Text(self._space))
         self._space = ""
         return events
@@ -85,10 +102,15 @@ class BlockParser:
     def _read_block(self, events: list[ToolEvent]) -> bool:
         """Take a block once its closing mark is here, or once it is too long. True: prose goes on."""
         buffer = self._buffer
-        if not self._told and (head := self.head_of(buffer[: self._max])) is not None:
+        if (
+            not self._told
+            and self._searched <= HEAD_CHARS_MAX
+            and (head := self.head_of(buffer[: min(self._max, HEAD_CHARS_MAX + 1)])) is not None
+        ):
             name, start = head
             self._call(events, CallPiece(self._num_calls, name))
             self._arguments, self._told = Arguments(self._num_calls - 1), True
+            self._rest = JsonScan(depth=1)
             self._buffer = buffer = buffer[start:]
         if self._told:
             return self._read_told(events)
@@ -106,7 +128,9 @@ class BlockParser:
         return True
 
     def _read_told(self, events: list[ToolEvent]) -> bool:
-        """Pass the arguments on; behind them nothing is looked at up to the closing mark."""
+        """Pass the arguments on, and drop what is left of the call: the end of its object and its closing
+        mark, where it has one.
+        """
         if self._arguments is not None:
             found, rest = self._arguments.push(self._buffer)
             events += found
@@ -114,13 +138,24 @@ class BlockParser:
             if rest is None:
                 return False
             self._arguments = None
-        end = self._buffer.find(self.CLOSE)
-        if end < 0:
-            self._buffer = self._buffer[-len(self.CLOSE) :]
+        if not self._rest.is_over and not self._read_rest():
             return False
-        self._buffer = self._buffer[end + len(self.CLOSE) :]
+        self._buffer = self._buffer.lstrip(_BEHIND_A_CALL)
+        if self._buffer.startswith(self.CLOSE):
+            self._buffer = self._buffer[len(self.CLOSE) :]
+        elif self.CLOSE.startswith(self._buffer):
+            return False
         self._inside = self._told = False
         return True
+
+    def _read_rest(self) -> bool:
+        """Drop what stands between the arguments and the end of their call's object, or its closing mark."""
+        buffer = self._buffer
+        close = buffer.find(self.CLOSE)
+        cut = close if close >= 0 else len(buffer) - held(buffer, self.CLOSE)
+        end = self._rest.end_in(buffer[:cut])
+        self._buffer = buffer[end if end >= 0 else cut :]
+        return end >= 0 or close >= 0
 
     def _block(self, body: str, close: str, events: list[ToolEvent]) -> None:
         calls = self.calls_of(body)
@@ -138,12 +173,12 @@ class BlockParser:
 
     def _prose(self, text: str, events: list[ToolEvent]) -> None:
         """Show text, but keep the white space at its end until it is clear what follows."""
-        text = self._space + text
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
+        if self._after_call:
+            text = text.lstrip()
+            self._after_call = not text
+        shown, self._space = split_space(self._space + text)
         if shown:
-            events.append(Text(shown.lstrip() if self._after_call else shown))
-            self._after_call = False
+            events.append(Text(shown))
 
 
 class HermesToolParser(BlockParser):
@@ -191,7 +226,10 @@ class Qwen3CoderToolParser(BlockParser):
             found[1].strip(): _typed(found[2], properties.get(found[1].strip()))
             for found in self._PARAMETER.finditer(match[2])
         }
-        return [(name, json.dumps(arguments, ensure_ascii=False))]
+        try:
+            return [(name, json_of(arguments))]
+        except ValueError:
+            return None
 
 
 class PhiToolParser(BlockParser):
@@ -222,14 +260,12 @@ class GemmaToolParser(BlockParser):
             return None
         parts = match[2].split("<escape>")
         written = "".join(
-            json.dumps(part, ensure_ascii=False) if i % 2 else self._KEY.sub(r'\1"\2"\3', part)
-            for i, part in enumerate(parts)
+            json.dumps(part) if i % 2 else self._KEY.sub(r'\1"\2"\3', part) for i, part in enumerate(parts)
         )
         try:
-            arguments = json.loads(written)
-        except (ValueError, RecursionError):
+            return [(match[1], json_of(value_of(written)))]
+        except ValueError:
             return None
-        return [(match[1], json.dumps(arguments, ensure_ascii=False))]
 
 
 class ToolCodeParser(BlockParser):
@@ -237,6 +273,7 @@ class ToolCodeParser(BlockParser):
 
     OPEN = "```tool_code"
     CLOSE = "```"
+    STOP = ""  # Other code ends so too, and the opening mark begins so.
 
     def calls_of(self, body: str) -> Calls | None:
         """Each line that is a call."""
@@ -257,7 +294,7 @@ def python_calls(nodes: list[ast.expr]) -> Calls | None:
             return None
         try:
             arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
-            found.append((ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False)))
+            found.append((ast.unparse(node.func), json_of(arguments)))
         except (ValueError, TypeError, RecursionError):
             return None
     return found or None
@@ -269,8 +306,7 @@ def _typed(value: str, schema: object) -> object:
     if kind in (None, "string"):
         return value
     try:
-        found = json.loads(value.strip())
-    except (ValueError, RecursionError):
+        return value_of(value.strip())
+    except ValueError:
         lowered = value.strip().lower()
         return {"true": True, "false": False, "none": None, "null": None}.get(lowered, value)
-    return found

@@ -37,7 +37,7 @@ TOOL_FORMATS = (
     ToolFormat("gemma", lambda _schemas: GemmaToolParser(), ("<start_function_call>",)),
     ToolFormat("phi", lambda _schemas: PhiToolParser(), ("<|tool_call|>",)),
     ToolFormat(
-        "functools", lambda schemas: JsonTailParser(["functools"], names=schemas.keys()), ("functools[",)
+        "functools", lambda schemas: JsonTailParser(["functools["], names=schemas.keys()), ("functools[",)
     ),
     ToolFormat("pythonic", lambda _schemas: PythonicToolParser(), ("[func_name1(", "<|python_start|>")),
     ToolFormat(

@@ -9,11 +9,12 @@ from collections.abc import Set as AbstractSet
 
 from penstock.text.json_calls import Arguments, JsonScan, head_of, parse_call
 from penstock.text.tool_blocks import CALL_CHARS_MAX, python_calls
-from penstock.text.tools import CallPiece, Text, ToolEvent, held
+from penstock.text.tools import SPACE_CHARS_MAX, CallPiece, Text, ToolEvent, held, split_space
 
 _BETWEEN = " \t\r\n,;"
 _MISTRAL_NAME = re.compile(r"([\w.-]{1,64})(?:\[CALL_ID\][\w-]{1,64})?\[ARGS\]\s*(?=\{)")
 _MISTRAL_NAME_CHARS_MAX = 160
+_PYTHON_START = "<|python_start|>"
 
 
 class JsonTailParser:
@@ -22,7 +23,7 @@ class JsonTailParser:
     What is no call is given back as text, and so is all that follows it.
     """
 
-    CLOSE = ""
+    STOP = ""
 
     def __init__(
         self,
@@ -70,23 +71,25 @@ class JsonTailParser:
         buffer = self._buffer
         if self._at_start and not self._began:
             stripped = buffer.lstrip()
-            if not stripped:
+            is_near = len(buffer) - len(stripped) <= SPACE_CHARS_MAX
+            if is_near and not stripped:
                 return False
-            if stripped[0] in "{[":
+            if is_near and stripped[0] in "{[":
                 self._shown_if_none, self._buffer = buffer[: len(buffer) - len(stripped)], stripped
                 self._state = self._read_between
                 return True
         found = [(at, mark) for mark in self._opens if (at := buffer.find(mark)) >= 0]
         if found:
             at, mark = min(found)
-            self._show(buffer[:at].rstrip(), events)
-            self._shown_if_none, self._buffer = mark, buffer[at + len(mark) :]
+            before, space = split_space(buffer[:at])  # White space before a call belongs to the syntax.
+            self._show(before, events)
+            self._shown_if_none, self._buffer = space + mark, buffer[at + len(mark) :]
             self._state = self._read_between
             return True
         cut = len(buffer) - max((held(buffer, mark) for mark in self._opens), default=0)
-        cut = len(buffer[:cut].rstrip())  # White space before a call belongs to the syntax.
-        self._show(buffer[:cut], events)
-        self._buffer = buffer[cut:]
+        shown, space = split_space(buffer[:cut])
+        self._show(shown, events)
+        self._buffer = space + buffer[cut:]
         return False
 
     def _show(self, text: str, events: list[ToolEvent]) -> None:
@@ -98,6 +101,8 @@ class JsonTailParser:
         """Look for the next call, or for what shows that none follows."""
         stripped = self._buffer.lstrip(_BETWEEN + ("]" if self._num_calls else ""))
         self._drop(len(self._buffer) - len(stripped))
+        if len(self._shown_if_none) > 2 * SPACE_CHARS_MAX:
+            return self._give_up()
         if not stripped:
             return False
         if mark := next((mark for mark in self._opens if stripped.startswith(mark)), ""):
@@ -188,29 +193,40 @@ class JsonTailParser:
 class PythonicToolParser:
     """An answer that is a Python list of calls: `[f(a=1), g()]` (Llama 3.2 and 4). Told when it is whole."""
 
-    CLOSE = ""
+    STOP = ""
 
     def __init__(self, *, call_chars_max: int = CALL_CHARS_MAX) -> None:
         self._max = call_chars_max
-        self._held: str | None = ""
+        self._held: list[str] | None = []
         """None: it is prose."""
+        self._num_held = 0
+        self._is_list = False
+        """It begins as a list does."""
 
     def push(self, text: str) -> list[ToolEvent]:
         """Take more text; return what is certain now."""
         if self._held is None:
             return [Text(text)] if text else []
-        self._held += text
-        start = self._held.replace("<|python_start|>", "", 1).lstrip()
-        could_be = not start or start[0] == "[" or "<|python_start|>".startswith(start)
-        if could_be and len(self._held) <= self._max:
-            return []
-        shown, self._held = self._held, None
+        self._held.append(text)
+        self._num_held += len(text)
+        if not self._is_list:
+            self._held = ["".join(self._held)]
+            start = self._held[0].replace(_PYTHON_START, "", 1).lstrip()
+            if self._num_held - len(start) > 2 * SPACE_CHARS_MAX:
+                start = "-"  # Too far behind for what is looked for.
+            self._is_list = start.startswith("[")
+            if not self._is_list and not _PYTHON_START.startswith(start):
+                return self._give_up()
+        return [] if self._num_held <= self._max else self._give_up()
+
+    def _give_up(self) -> list[ToolEvent]:
+        shown, self._held = "".join(self._held or ()), None
         return [Text(shown)]
 
     def finish(self) -> list[ToolEvent]:
         """The stream is over: its calls."""
-        text, self._held = self._held or "", None
-        body = text.replace("<|python_start|>", "", 1).strip().removesuffix("<|python_end|>").strip()
+        text, self._held = "".join(self._held or ()), None
+        body = text.replace(_PYTHON_START, "", 1).strip().removesuffix("<|python_end|>").strip()
         try:
             node = ast.parse(body, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):

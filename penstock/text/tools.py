@@ -53,8 +53,8 @@ class ToolParser(Protocol):
     """One stream's state. However the text is cut, the events (neighbouring ones joined) are the same."""
 
     @property
-    def CLOSE(self) -> str:
-        """What ends every call; empty: nothing that could be looked for."""
+    def STOP(self) -> str:
+        """What ends every call, and stands nowhere else; empty: there is no such mark."""
         ...
 
     def push(self, text: str) -> list[ToolEvent]:
@@ -69,7 +69,7 @@ class ToolParser(Protocol):
 class FirstCallOnly:
     """Drops the calls behind the first: `parallel_tool_calls: false`."""
 
-    CLOSE = ""
+    STOP = ""
 
     def __init__(self, parser: ToolParser) -> None:
         self._parser = parser
@@ -85,23 +85,34 @@ class FirstCallOnly:
 
 def joined(events: Iterable[ToolEvent]) -> list[WholeEvent]:
     """The events of a whole stream, with neighbouring texts and the pieces of each call joined."""
-    found: list[WholeEvent] = []
+    found: list[tuple[ToolEvent, list[str]]] = []
     for event in events:
-        last = found[-1] if found else None
+        piece = event.arguments if isinstance(event, CallPiece) else event.text
+        continues = found and type(found[-1][0]) is type(event)
         if isinstance(event, CallPiece):
-            if event.name:
-                found.append(ParsedToolCall(event.index, event.name, event.arguments))
-            else:
-                assert isinstance(last, ParsedToolCall), "arguments belong to a call"
-                arguments = last.arguments_json + event.arguments
-                found[-1] = ParsedToolCall(last.index, last.name, arguments)
-        elif isinstance(event, Text) and isinstance(last, Text):
-            found[-1] = Text(last.text + event.text)
-        elif isinstance(event, Thought) and isinstance(last, Thought):
-            found[-1] = Thought(last.text + event.text)
+            assert event.name or continues, "arguments belong to a call"
+            continues = not event.name
+        if continues:
+            found[-1][1].append(piece)
         else:
-            found.append(event)
-    return found
+            found.append((event, [piece]))
+    return [_whole(first, "".join(pieces)) for first, pieces in found]
+
+
+def _whole(first: ToolEvent, joined_pieces: str) -> WholeEvent:
+    if isinstance(first, CallPiece):
+        return ParsedToolCall(first.index, first.name, joined_pieces)
+    return type(first)(joined_pieces)
+
+
+SPACE_CHARS_MAX = 256
+"""White space that is held back until it is clear what follows it; of a longer run, the last of it."""
+
+
+def split_space(text: str) -> tuple[str, str]:
+    """What can be shown of a text, and the white space at its end, which waits for what follows."""
+    shown = max(len(text.rstrip()), len(text) - SPACE_CHARS_MAX)
+    return text[:shown], text[shown:]
 
 
 def held(text: str, tag: str) -> int:

@@ -180,6 +180,31 @@ def test_tokens_become_whole_characters() -> None:
     run(check)
 
 
+def test_a_sink_that_raises_ends_its_own_stream_alone() -> None:
+    def fail() -> None:
+        raise UnicodeEncodeError("utf-8", "x", 0, 1, "no such character")
+
+    async def check() -> None:
+        async with pair() as (peer, backend):
+            broken, gathered, fine, requests = Recorder(), Recorder(), Recorder(), Requests()
+            broken.then = gathered.then = fail
+            submits = []
+            for sink in (broken, gathered, fine):
+                backend.generate(requests.make(), sink)
+                submits.append(await peer.hear_submit())
+            peer.step(submits[0], *b"a")
+            assert isinstance((await broken.end()).error, EngineFault)
+            assert isinstance(await peer.hear(), AbortRequest)
+            peer.say(*(StepOutput(1, (Output(each.request_id, tuple(b"bc")),)) for each in submits[1:]))
+            assert isinstance((await gathered.end()).error, EngineFault)
+            peer.step(submits[2], *b"d", finish=RequestFinished(reason=FinishReason.STOP, usage=Usage()))
+            assert (await fine.end()).reason is FinishReason.STOP
+            assert fine.text == "bcd"
+            assert peer.num_connections == 1
+
+    run(check)
+
+
 @pytest.mark.parametrize("ending", ["finish", "abort", "break_off"])
 @pytest.mark.parametrize("cut", [1, 2, 3, 7])
 def test_a_whole_answer_comes_in_pieces_and_is_the_same(ending: str, cut: int) -> None:

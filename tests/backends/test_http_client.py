@@ -294,15 +294,65 @@ def test_addresses(url: str, shown: str) -> None:
     assert str(HttpAddress.parse(url)) == shown
 
 
-def test_streams_may_be_silent_for_some_times_their_longest_gap() -> None:
+MINUTE_NS, MOST_NS = 60 * NS_PER_S, 600 * NS_PER_S
+
+
+def quiet(longest_ns: int) -> Gaps:
+    """Gaps that are known well enough, the longest of them now."""
     gaps = Gaps()
-    assert gaps.bound_ns(60 * NS_PER_S) == 60 * NS_PER_S
     for _ in range(100):
-        gaps.saw(NS_PER_S // 20)
-    assert gaps.bound_ns(60 * NS_PER_S) == MIN_NS
-    gaps.saw(4 * NS_PER_S)
-    assert gaps.bound_ns(60 * NS_PER_S) == 20 * NS_PER_S
-    assert gaps.bound_ns(5 * NS_PER_S) == 5 * NS_PER_S, "the configuration's bound holds in any case"
-    for _ in range(3000):
-        gaps.saw(NS_PER_S // 20)
-    assert gaps.bound_ns(60 * NS_PER_S) == MIN_NS
+        gaps.saw(MINUTE_NS, NS_PER_S // 20)
+    gaps.saw(MINUTE_NS, longest_ns)
+    return gaps
+
+
+def test_streams_may_be_silent_for_some_times_their_longest_gap() -> None:
+    assert Gaps().bound_ns(0, MOST_NS) == MOST_NS
+    assert quiet(0).bound_ns(MINUTE_NS, MOST_NS) == MIN_NS
+    assert quiet(4 * NS_PER_S).bound_ns(MINUTE_NS, MOST_NS) == 20 * NS_PER_S
+    most_ns = 5 * NS_PER_S
+    assert quiet(0).bound_ns(MINUTE_NS, most_ns) == most_ns, "the configuration's bound holds in any case"
+
+
+def test_a_long_gap_is_forgotten_by_time_and_not_by_events() -> None:
+    gaps = quiet(8 * NS_PER_S)
+    for _ in range(5000):
+        gaps.saw(MINUTE_NS, NS_PER_S // 1000)
+    assert gaps.bound_ns(MINUTE_NS, MOST_NS) == 40 * NS_PER_S, "a busy worker reads long prompts too"
+    assert gaps.bound_ns(2 * MINUTE_NS, MOST_NS) == 20 * NS_PER_S
+    for second in range(60):
+        gaps.saw(2 * MINUTE_NS + second * NS_PER_S, NS_PER_S // 1000)
+    assert gaps.bound_ns(3 * MINUTE_NS, MOST_NS) == pytest.approx(10 * NS_PER_S, rel=1e-6)
+
+
+def test_a_worker_that_has_become_slow_is_given_more_time_after_each_time_out() -> None:
+    gaps, bounds_s = quiet(0), []
+    for _ in range(4):
+        bound_ns = gaps.bound_ns(MINUTE_NS, MINUTE_NS)
+        bounds_s.append(bound_ns // NS_PER_S)
+        for _ in range(30):
+            gaps.timed_out(MINUTE_NS, bound_ns)  # All of its streams at once.
+    assert bounds_s == [10, 20, 40, 60]
+
+
+def test_a_silence_that_was_too_long_is_remembered() -> None:
+    silences = list[int]()
+
+    class Watched(Gaps):
+        def timed_out(self, now_ns: int, silent_ns: int) -> None:
+            silences.append(silent_ns)
+
+    async def check(server: StandIn, client: HttpClient) -> None:
+        client.gaps, server.step_s = Watched(), 60.0
+        for is_begun in (False, True):
+            listener = Listener()
+            exchange = client.start("POST", "/v1/completions", listener, body=STREAM % 5)
+            if is_begun:
+                exchange.touch()
+            await until(listener.over.is_set)
+            assert listener.failure is not None
+            assert listener.failure.kind is FailureKind.TIMEOUT
+        (silent_ns,) = silences
+        assert silent_ns >= 50_000_000
+
+    run(check, idle_timeout_s=0.05, first_byte_timeout_s=0.05)

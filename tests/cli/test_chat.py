@@ -92,7 +92,7 @@ def test_keys_from_the_flag_the_environment_and_our_own_server(
     monkeypatch.setenv("PENSTOCK_API_KEY", "right")
     assert main(["chat", "hi", "--url", url]) == 0
     monkeypatch.delenv("PENSTOCK_API_KEY")
-    save_key(int(url.rsplit(":", 1)[1].split("/")[0]), "right")
+    save_key("127.0.0.1", int(url.rsplit(":", 1)[1].split("/")[0]), "right")
     assert main(["chat", "hi", "--url", url]) == 0
     assert capsys.readouterr().out == f"{ANSWER}\n" * 3
 

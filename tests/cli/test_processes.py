@@ -2,15 +2,14 @@
 
 import asyncio
 import io
-from pathlib import Path
 
 import msgspec
 
 from penstock.cli.wiring.processes import GatewayProcesses, ProcessStats
 from penstock.clock import SystemClock
 from penstock.config.flow import SharedConfig
-from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
-from penstock.protocol.peers import Snapshot
+from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig, TenantConfig
+from penstock.protocol.peers import ChildReport, Snapshot
 from penstock.telemetry.log import Log
 
 TEXT = b"# HELP a_total A.\n# TYPE a_total counter\na_total %d.0\n# HELP g G.\n# TYPE g gauge\ng %d.0\n"
@@ -32,14 +31,11 @@ def test_the_processes_share_their_limits_through_the_parent() -> None:
     async def check() -> None:
         made = processes()
         await made.start([])
-        shared = made._config.shared
-        assert (shared.store, shared.gateways) == ("parent", 3)
-        assert Path(shared.socket).is_socket()
-        await made.reload(msgspec.structs.replace(made._config, shared=SharedConfig()))
-        assert made._config.shared == shared
+        assert made._leases is not None
+        assert made._leases.path.is_socket()
         await made.kill()
         await made.kill()
-        assert not Path(shared.socket).exists()
+        assert not made._leases.path.exists()
 
     asyncio.run(check())
 
@@ -48,7 +44,30 @@ def test_redis_stays_redis() -> None:
     async def check() -> None:
         made = processes(url="redis://127.0.0.1:1/0")
         await made.start([])
-        assert made._config.shared.store == "redis"
+        assert made._leases is None
+        await made.kill()
+
+    asyncio.run(check())
+
+
+def test_a_configuration_that_no_process_would_take_replaces_nothing() -> None:
+    async def check() -> None:
+        made, told = processes(), list[ChildReport]()
+        made._tell = told.append  # type: ignore[method-assign]
+        running = made._config
+        replace = msgspec.structs.replace
+        # Good for itself, and not beside the tiers that stay.
+        nobody = replace(running, auth=AuthConfig())
+        assert not await made.reload(nobody)
+        wrong = replace(running, tenants=(TenantConfig(id="acme", tier="none"),))
+        assert not await made.reload(wrong)
+        assert (made._config, told) == (running, [])
+        good = replace(running, tenants=(TenantConfig(id="acme", weight=2),), server=ServerConfig(port=1))
+        assert await made.reload(good)
+        assert made._config.tenants == good.tenants
+        assert made._config.server == running.server  # That waits for a restart.
+        (news,) = told
+        assert msgspec.json.decode(news.config, type=Config) == made._config
         await made.kill()
 
     asyncio.run(check())

@@ -116,7 +116,7 @@ def server():
 
 
 def test_once_as_json_and_the_key_of_ones_own_server(server, capsys) -> None:
-    save_key(server.server_port, KEY)
+    save_key("127.0.0.1", server.server_port, KEY)
     assert main(["top", "--once", "--json", "--url", f"{server.url}/v1", "--interval", "0.1"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     view = json.loads(line)

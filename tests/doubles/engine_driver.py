@@ -30,6 +30,7 @@ class Answer:
     finish: FinishReason | None = None
     cached_tokens: int = 0
     error: str | None = None
+    stop_token_id: int | None = None
     usage: Usage | None = field(default=None, compare=False)
 
 

@@ -43,12 +43,20 @@ class FakeBackend:
     """Answers every request from `script`. `step_s` 0 gives a token per turn of the event loop."""
 
     def __init__(
-        self, clock: Clock, *, script: Script = endless_words, step_s: float = 0.0, max_running: int = 1024
+        self,
+        clock: Clock,
+        *,
+        script: Script = endless_words,
+        step_s: float = 0.0,
+        max_running: int = 1024,
+        token_id: Callable[[str], int | None] = lambda _token: None,
     ) -> None:
+        """`token_id`: of a scripted token, where the ids matter; else they count up."""
         self.on_change: Callable[[], None] = nothing
         self.resumes = True
         """Whether another worker can go on with what this one began, as with our own engine."""
         self._clock, self._script, self._step_s = clock, script, step_s
+        self._token_id = token_id
         self._streams: dict[RequestId, _FakeStream] = {}
         self._timer: asyncio.Handle | None = None
         self._idle = asyncio.Event()
@@ -78,7 +86,13 @@ class FakeBackend:
         if request.resumed and not self.resumes:
             raise WorkerUnavailable("this kind of worker cannot continue a stream of another one")
         stream = _FakeStream(
-            request, sink, self._script(request), self._clock, self._leave, resumes=self.resumes
+            request,
+            sink,
+            self._script(request),
+            self._clock,
+            self._leave,
+            resumes=self.resumes,
+            token_id=self._token_id,
         )
         self._streams[request.request_id] = stream
         if self._timer is None:
@@ -145,8 +159,9 @@ class _FakeStream:
         leave: Callable[[RequestId], None],
         *,
         resumes: bool,
+        token_id: Callable[[str], int | None],
     ) -> None:
-        self.num_tokens, self._resumes = 0, resumes
+        self.num_tokens, self._resumes, self._token_id = 0, resumes, token_id
         self._request, self._sink, self._tokens = request, sink, tokens
         self._clock, self._leave = clock, leave
         self._stop = StopChecker(request.stop, include_stop=request.include_stop)
@@ -182,7 +197,8 @@ class _FakeStream:
         at_limit = self.num_tokens == self._request.sampling.max_tokens
         if at_limit and matched is None:
             text += self._stop.finish()
-        self._sink.on_delta(Delta(text, (self.num_tokens,), self._logprobs(token)))
+        token_id = self._token_id(token) or self.num_tokens
+        self._sink.on_delta(Delta(text, (token_id,), self._logprobs(token)))
         if matched is not None:
             self._end(FinishReason.STOP, stop=matched)
         elif at_limit:
@@ -193,11 +209,11 @@ class _FakeStream:
         self._end(FinishReason.ABORT)
 
     def pause_reading(self) -> bool:
-        """See `Generation.hold`: it steps with all others."""
+        """See `Generation.pause_reading`: it steps with all others."""
         return False
 
     def resume_reading(self) -> None:
-        """See `Generation.go_on`."""
+        """See `Generation.resume_reading`."""
 
     def break_off(self, error: PenstockError) -> None:
         """End with an error."""

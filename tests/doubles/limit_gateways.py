@@ -1,9 +1,10 @@
 """Several gateway-like processes that spend one tenant's tokens as fast as they are let, until standard input
 ends.
 
-One argument, JSON: `count`, `directory`, `rate`, `burst_s`, `tokens` of each request, and `shared`: by name,
-a shared section each. Each process writes DIRECTORY/N.json: by name a list of [monotonic ns, tokens used] at
-every change of phase. Forked after everything is imported, so that many start at once.
+One argument, JSON: `count`, `directory`, `rate`, `burst_s`, `tokens` of each request, `parent` (the socket of
+a parent's store) and `shared`: by name, a shared section each. Each process writes DIRECTORY/N.json: by name
+a list of [monotonic ns, tokens used] at every change of phase. Forked after everything is imported, so that
+many start at once.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ class Spender:
         self.tenant = Tenant(id=TenantId("t"), tokens_per_minute=facts["rate"])
         self.leases = Leases(shared)
         self.limiter = Limiter(LimitsConfig(burst_s=facts["burst_s"]), self.leases.make_bucket)
-        store = open_store(shared, f"gateway-{number}-{os.getpid()}")
+        store = open_store(shared, f"gateway-{number}-{os.getpid()}", facts["parent"])
         log = Log(LogConfig(), self.clock, stream=io.StringIO())
         self.keeper = LeaseKeeper(shared, self.leases, store, self.clock, log)
         self.used = 0

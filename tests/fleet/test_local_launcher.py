@@ -147,6 +147,8 @@ def test_a_stopped_worker_is_killed_and_replaced() -> None:
 
 
 def test_a_worker_that_does_not_get_ready_is_given_up() -> None:
+    """After `engine.startup_timeout_s`."""
+
     async def check(made: Bench) -> None:
         worker = await made.start(model_path="never-ready", startup_timeout_s=0.3, stall_timeout_s=0.2)
         with pytest.raises(WorkerUnavailable, match="not ready within"):

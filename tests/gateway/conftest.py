@@ -44,8 +44,11 @@ TEMPLATE = (
 )
 
 
-def tiny_tokenizer() -> Tokenizer:
-    """Every byte is a token, so counts are easy to check."""
+def tiny_tokenizer(words: tuple[str, ...] = ()) -> Tokenizer:
+    """Every byte is a token, so counts are easy to check; and so is each of `words`.
+
+    Those that begin with "<|" are special.
+    """
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     library = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
@@ -53,6 +56,8 @@ def tiny_tokenizer() -> Tokenizer:
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = tokenizers.decoders.ByteLevel()
     library.add_special_tokens(["<|end|>"])
+    library.add_special_tokens([word for word in words if word.startswith("<|")])
+    library.add_tokens([word for word in words if not word.startswith("<|")])
     return Tokenizer(
         library,
         decoding=decoding_of({"type": "ByteLevel"}),
@@ -74,10 +79,11 @@ class RunningGateway:
         max_running: int = 1024,
         small: bool = False,
         template: str = TEMPLATE,
+        words: tuple[str, ...] = (),
         clock: Clock | None = None,
         **limits: float,
     ) -> None:
-        """`limits` are fields of `WireLimits`.
+        """`limits` are fields of `WireLimits`. `words`: of the script, which must have ids of their own.
 
         `small`: there is a second model, "small", with a worker of its own.
         """
@@ -86,7 +92,7 @@ class RunningGateway:
         self.log_text = io.StringIO()
         self.requests = []
         self._script, self._step_s, self._public = script, step_s, public
-        self._template = template
+        self._template, self._words = template, words
         self._max_running, self._names = max_running, ("tiny", "small") if small else ("tiny",)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
@@ -99,7 +105,7 @@ class RunningGateway:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        self.tokenizer = tokenizer = tiny_tokenizer()
+        self.tokenizer = tokenizer = tiny_tokenizer(self._words)
         self.backends = await self.make_backends()
         self.backend = self.backends["tiny"]
         self.metrics = Metrics(list(self._names), version="test")
@@ -140,7 +146,11 @@ class RunningGateway:
     async def make_backends(self):
         return {
             name: FakeBackend(
-                self.clock, script=self._recorded, step_s=self._step_s, max_running=self._max_running
+                self.clock,
+                script=self._recorded,
+                step_s=self._step_s,
+                max_running=self._max_running,
+                token_id=self.tokenizer.token_id if self._words else lambda _token: None,
             )
             for name in self._names
         }

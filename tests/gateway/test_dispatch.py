@@ -16,6 +16,7 @@ from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.config.tenancy import TenantConfig
 from penstock.gateway.identity.api_keys import edit_keys, issue
 from penstock.policy.queueing.terms import QueueTerms
+from penstock.telemetry.ledger import USER_CHARS_MAX
 
 DAY_S = 24 * 3600
 
@@ -175,8 +176,11 @@ def test_every_accepted_request_has_one_record_with_how_it_ended(kit, start, ten
     running = start(msgspec.structs.replace(config, prices=prices, ledger=ledger), step_s=0.01)
     answer = ask(kit, running, key=key, user="someone")
     ask(kit, running, key=key, n=2)
-    left = kit.openai_client(running, key).chat.completions.create(**kit.chat(stream=True, max_tokens=1000))
+    long = kit.chat(stream=True, max_tokens=1000, user="u" * 5000)
+    left = kit.openai_client(running, key).chat.completions.create(**long)
     next(iter(left))
+    (request,) = running.gateway._dispatcher.control.requests()
+    assert len(request.facts.user) == USER_CHARS_MAX, "a client may write as much as a body holds"
     left.close()
     running.wait_until(lambda: running.gateway.num_accepted == 0)
     with pytest.raises(openai.RateLimitError):

@@ -2,7 +2,10 @@
 
 import json
 
+import openai
 import pytest
+
+from penstock.text.tool_blocks import HermesToolParser
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -14,7 +17,7 @@ LLAMA = '{"name": "add", "parameters": {"a": 1, "b": [2]}}; {"name": "add", "par
 def reasoner(kit):
     """Its template knows the marks and opens the section where it is asked to."""
     template = kit.TEMPLATE + "{% if opens %}<think>\n{% endif %}{# </think> #}"
-    running = kit.RunningGateway(kit.make_config(), _script, template=template)
+    running = kit.RunningGateway(kit.make_config(), _script, template=template, words=tuple(ANSWER))
     yield running
     running.stop()
 
@@ -94,3 +97,77 @@ def test_a_streamed_call_names_itself_before_its_arguments(start, kit) -> None:
         ).choices[0]
         assert [call.function.name for call in one.message.tool_calls] == ["add"]
         assert one.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("place", ["push", "finish"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_parser_that_fails_ends_its_own_answer_with_an_error(
+    start, kit, monkeypatch, place, stream
+) -> None:
+    running = start(script=lambda _request: iter(["Hm", "."]))
+    with kit.openai_client(running) as client:
+        asked = {"model": "tiny", "messages": HI, "stream": stream}
+
+        def fail(*_args):
+            raise ValueError("no such syntax")
+
+        monkeypatch.setattr(HermesToolParser, place, fail)
+        with pytest.raises(openai.APIError) as failed:
+            list(client.chat.completions.create(**asked, tools=[TOOL]))
+        assert "no such syntax" not in str(failed.value)
+        answer = client.chat.completions.create(**asked)
+        assert stream or answer.choices[0].message.content == "Hm."
+    assert "an answer could not be passed on" in running.log_text.getvalue()
+    assert "no such syntax" in running.log_text.getvalue()
+
+
+def test_special_marks_are_shown_to_the_parser_only(start, kit) -> None:
+    """Plain completions have no reasoning to cut out, so their text has no special tokens."""
+    marks = ("<|START_THINKING|>", "<|END_THINKING|>")
+    running = start(template=kit.TEMPLATE + f"{{# {marks[1]} #}}", words=marks)
+    with kit.openai_client(running) as client:
+        client.chat.completions.create(model="tiny", messages=HI, max_tokens=1)
+        client.completions.create(model="tiny", prompt="a", max_tokens=1)
+    assert [request.skip_special_tokens for request in running.requests] == [False, True]
+
+
+def test_code_in_front_of_a_call_does_not_end_the_answer(start, kit) -> None:
+    words = ["```py", "\nx\n", "```", "\n", "```tool", "_code\n", "add(a=1)", "\n```"]
+    running = start(script=lambda _request: iter(words), template=kit.TEMPLATE + "{# ```tool_code #}")
+    with kit.openai_client(running) as client:
+        message = (
+            client.chat.completions.create(model="tiny", messages=HI, tools=[TOOL], parallel_tool_calls=False)
+            .choices[0]
+            .message
+        )
+    assert message.content == "```py\nx\n```"
+    assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
+        ("add", '{"a": 1}')
+    ]
+
+
+def test_a_thinker_that_writes_of_calls_goes_on(start, kit) -> None:
+    words = ["<think>", "Not </tool_call>", "</think>", "Yes."]
+    running = start(script=lambda _request: iter(words), template=kit.TEMPLATE + "{# </think> #}")
+    with kit.openai_client(running) as client:
+        answer = client.chat.completions.create(
+            model="tiny", messages=HI, tools=[TOOL], parallel_tool_calls=False
+        )
+    assert answer.choices[0].message.content == "Yes."
+
+
+def test_thoughts_come_before_text_with_log_probabilities(start, kit) -> None:
+    words = ["<think>", "Hm", " so</think>Yes", "."]
+    running = start(script=lambda _request: iter(words), template=kit.TEMPLATE + "{# </think> #}")
+    with kit.openai_client(running) as client:
+        chunks = list(client.chat.completions.create(model="tiny", messages=HI, stream=True, logprobs=True))
+    shown = [chunk.choices[0].delta for chunk in chunks]
+    said = [delta.content or delta.model_extra.get("reasoning") for delta in shown]
+    assert [each for each in said if each] == ["Hm", " so", "Yes", "."]
+    tokens = [
+        item.token
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for item in chunk.choices[0].logprobs.content
+    ]
+    assert tokens == words

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from redis_process import RedisProcess
 
 from penstock.clock import NS_PER_S, ManualClock, SystemClock
-from penstock.config.flow import PARENT, LimitsConfig, SharedConfig
+from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.tree import LogConfig
 from penstock.errors import ConfigError
 from penstock.gateway.shared.keeper import LeaseKeeper, StoreError
@@ -82,7 +82,7 @@ def _at(timeline: list[list[int]], at_ns: int) -> int:
 class Processes:
     """The processes of doubles/limit_gateways.py."""
 
-    def __init__(self, directory: Path, shared: dict[str, dict[str, object]]) -> None:
+    def __init__(self, directory: Path, shared: dict[str, dict[str, object]], *, parent: str = "") -> None:
         self._directory = directory
         facts = {
             "count": COUNT,
@@ -90,6 +90,7 @@ class Processes:
             "rate": RATE,
             "burst_s": BURST_S,
             "tokens": TOKENS,
+            "parent": parent,
         }
         command = [sys.executable, limit_gateways.__file__, json.dumps(facts | {"shared": shared})]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -159,9 +160,9 @@ def test_eight_gateways_and_a_redis_that_freezes_and_dies(redis: RedisProcess, t
 
 @pytest.mark.alone
 def test_eight_processes_of_one_parent(tmp_path: Path) -> None:
-    config = SharedTerms(url=f"{PARENT}{tmp_path / 'leases'}", lease_s=LEASE_S)
-    with serving(config):
-        processes = Processes(tmp_path, {"parent": {"url": config.url, "lease_s": LEASE_S}})
+    path = tmp_path / "leases"
+    with serving(SharedTerms(lease_s=LEASE_S), path):
+        processes = Processes(tmp_path, {"parent": {"lease_s": LEASE_S}}, parent=str(path))
         processes.go()
         time.sleep(1.0)
         use = processes.end()
@@ -169,12 +170,12 @@ def test_eight_processes_of_one_parent(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def serving(config: SharedTerms) -> Iterator[LeaseServer]:
+def serving(config: SharedTerms, path: Path) -> Iterator[LeaseServer]:
     """A lease server on a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    server = LeaseServer(config, Path(config.socket), SystemClock())
+    server = LeaseServer(config, path, SystemClock())
     asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
     try:
         yield server
@@ -248,10 +249,10 @@ def test_redis_refills_by_its_own_clock(redis: RedisProcess) -> None:
 
 def test_a_store_that_is_not_there_is_said_once_and_delays_nothing(tmp_path: Path) -> None:
     async def check() -> None:
-        config = SharedTerms(url=f"{PARENT}{tmp_path / 'none'}", retry_s=0.01, timeout_s=0.1)
+        config, path = SharedTerms(retry_s=0.01, timeout_s=0.1), tmp_path / "none"
         stream, clock = io.StringIO(), SystemClock()
         leases = Leases(config)
-        store = open_store(config, "g")
+        store = open_store(config, "g", str(path))
         assert store is not None
         keeper = LeaseKeeper(config, leases, store, clock, Log(LogConfig(), clock, stream=stream))
         await keeper.start()
@@ -262,7 +263,7 @@ def test_a_store_that_is_not_there_is_said_once_and_delays_nothing(tmp_path: Pat
             Tenant(id=TenantId("t"), tokens_per_minute=600),
         )
         assert isinstance(limiter.reserve(clock.now_ns(), who, 300, 300), LimitRefusal)
-        server = LeaseServer(config, Path(config.socket), clock)
+        server = LeaseServer(config, path, clock)
         await server.start()
         while leases.down_ns is not None:
             await asyncio.sleep(0.01)
@@ -276,13 +277,13 @@ def test_a_store_that_is_not_there_is_said_once_and_delays_nothing(tmp_path: Pat
 
 def test_nonsense_on_the_parents_socket_ends_that_connection_alone(tmp_path: Path) -> None:
     async def check() -> None:
-        config = SharedConfig(url=f"{PARENT}{tmp_path / 's'}")
-        server = LeaseServer(config, Path(config.socket), ManualClock())
+        path = tmp_path / "s"
+        server = LeaseServer(SharedConfig(), path, ManualClock())
         await server.start()
-        good = LocalStore(config, "good")
+        good = LocalStore(str(path), "good")
         assert (await good.lease([])).num_gateways == 1
         for frame in (b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\2\xa1x\0\0\0\1\x01"):
-            reader, writer = await asyncio.open_unix_connection(config.socket)
+            reader, writer = await asyncio.open_unix_connection(path)
             writer.write(frame)
             assert await reader.read() == b""
             writer.close()

@@ -3,7 +3,7 @@ import io
 from pathlib import Path
 
 from penstock.clock import SystemClock
-from penstock.config.flow import PARENT, LimitsConfig, SharedConfig
+from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.tree import LogConfig
 from penstock.gateway.shared.limits import SharedLimits
 from penstock.gateway.shared.local_store import LeaseServer
@@ -17,9 +17,9 @@ CLOCK = SystemClock()
 WHO = Tenant(id=TenantId("t"), tokens_per_minute=60)  # One a second: the test is over before much refills.
 
 
-def limits(shared: SharedConfig, name: str) -> SharedLimits:
+def limits(shared: SharedConfig, name: str, parent: str = "") -> SharedLimits:
     log = Log(LogConfig(), CLOCK, stream=io.StringIO())
-    return SharedLimits(LimitsConfig(), shared, gateway=name, clock=CLOCK, log=log)
+    return SharedLimits(LimitsConfig(), shared, gateway=name, clock=CLOCK, log=log, parent=parent)
 
 
 def test_alone_it_is_a_limiter_and_nothing_else() -> None:
@@ -35,10 +35,10 @@ def test_alone_it_is_a_limiter_and_nothing_else() -> None:
 
 def test_what_one_gateway_used_the_other_does_not_have(tmp_path: Path) -> None:
     async def check() -> None:
-        shared = SharedTerms(url=f"{PARENT}{tmp_path / 'leases'}", timeout_s=10)
-        server = LeaseServer(shared, Path(shared.socket), CLOCK)
+        shared, path = SharedTerms(timeout_s=10, gateway_ttl_s=3), tmp_path / "leases"
+        server = LeaseServer(shared, path, CLOCK)
         await server.start()
-        one, other = limits(shared, "one"), limits(shared, "other")
+        one, other = limits(shared, "one", str(path)), limits(shared, "other", str(path))
         await one.start()
         await other.start()
         assert isinstance(one.limiter.reserve(CLOCK.now_ns(), WHO, 50, 0), LimitReservation)

@@ -62,6 +62,7 @@ def test_a_slow_client_gets_all_of_its_text_in_fewer_events(start, kit):
 
 
 def test_it_is_cut_off_where_nothing_is_held_back(start, kit):
+    """`server.slow_client: abort`."""
     running = start(kit.make_config(slow_client="abort"), buffer_bytes_max=200_000)
     raw = deaf(running, kit)
     running.wait_until(lambda: b"penstock_slow_client_aborts_total 1.0" in running.metrics.render())

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engine.masks import Masks
 from penstock.engine.native.sampler import NativeSampler
-from penstock.engine.sampler import Masks, Sampler, SampleRows
+from penstock.engine.sampler import Sampler, SampleRows
 
 CASES = [
     {},

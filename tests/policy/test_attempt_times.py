@@ -1,11 +1,13 @@
 """Attempts that give nothing in time: by the client's bound, and by what is usual at a worker."""
 
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.config.fleet import HealthConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
-from penstock.errors import AttemptTimeout, Evicted
+from penstock.errors import AttemptTimeout, Evicted, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.answers import FallBack, GiveUp, Requeued, Start
 from penstock.policy.estimates.attempt_times import FIRST_MIN_NS, SAMPLES_MIN, FirstTokens
+from penstock.policy.extras.hedging import Hedges, HedgeTerms
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
@@ -13,6 +15,7 @@ from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Evict
+from penstock.policy.resilience.health import FleetHealth
 from penstock.types import RequestId, Usage, WorkerId
 
 S, MS = NS_PER_S, NS_PER_MS
@@ -34,9 +37,13 @@ def made(*, fallback: str = "small", external: bool = True) -> FlowControl:
     return control
 
 
-def arrive(control: FlowControl, now_ns: int, name: str, **facts) -> None:
+def facts_of(name: str, route: str = "large", **facts) -> RequestFacts:
     facts = {"prompt_tokens": 20, "max_tokens": 10, **facts}
-    control.arrive(now_ns, RequestFacts(id=RequestId(name), route="large", requested_model="large", **facts))
+    return RequestFacts(id=RequestId(name), route=route, requested_model="large", **facts)
+
+
+def arrive(control: FlowControl, now_ns: int, name: str, **facts) -> None:
+    control.arrive(now_ns, facts_of(name, **facts))
     (start,) = control.dispatch(now_ns)
     assert isinstance(start, Start)
 
@@ -106,3 +113,67 @@ def test_a_worker_that_is_slow_for_good_is_taken_for_it_in_time() -> None:
         firsts.gave_up("m", W, 20, bound_ns)
         num += 1
     assert 10 < num < 200
+
+
+def test_a_request_that_moved_to_another_model_is_evicted_once_at_its_deadline() -> None:
+    control = made()
+    control.set_worker(0, "small", V, WorkerView(max_running=1))
+    control.arrive(0, facts_of("runs", "small"))
+    control.arrive(0, facts_of("a", first_token_ns=S))
+    control.set_worker(0, "large", W, None)
+    assert FallBack(RequestId("a"), "small", "unavailable") in control.dispatch(0)
+    assert control.move(1, facts_of("a", "small", first_token_ns=S))
+    control.set_worker(1, "small", V, WorkerView(max_running=1, running=9))
+    assert control.dispatch(1) == [], "there is no row"
+    (evicted,) = control.dispatch(S)
+    assert isinstance(evicted, Evict)
+    assert (evicted.id, evicted.reason) == ("a", "late")
+
+
+def test_as_many_attempts_are_given_up_as_another_place_takes() -> None:
+    """One at a time: what is requeued takes a retry and a row before the next one is asked about."""
+    policies = Policies(health=FleetHealth(HealthConfig(), lambda: 0.0))
+    control = FlowControl(QueueTerms(worker_credit=0, retries_max=2), policies)
+    control.set_worker(0, "large", W, WorkerView(is_external=True))
+    for i in range(30):
+        arrive(control, 0, f"r{i}", first_token_ns=10 * S)
+    control.set_worker(1, "large", V, WorkerView(max_running=64))
+    given_up, now_ns = [], 5 * S
+    while control.next_ns(now_ns) == now_ns:
+        late = [each for each in control.dispatch(now_ns) if isinstance(each, GiveUp)]
+        given_up += [control.failed(now_ns, each.id, each.error, retry=True) for each in late]
+    assert [type(each) for each in given_up] == [Requeued] * 3, "as many as the retry budget has"
+    assert len(control) == 30, "the others run on where they are"
+    assert control.next_ns(now_ns) == now_ns + S
+
+
+def hedged() -> FlowControl:
+    """One request of two attempts, both at external workers."""
+    hedges = Hedges(HedgeTerms(hedge_share=1.0, hedge_after_ms=100), lambda *_: None)
+    control = FlowControl(QueueTerms(worker_credit=0), Policies(hedges=hedges))
+    for worker in (W, V):
+        control.set_worker(0, "large", worker, WorkerView(is_external=True))
+    arrive(control, 0, "a", first_token_ns=10 * S)
+    (second,) = control.dispatch(100 * MS)
+    assert isinstance(second, Start)
+    assert second.beside
+    return control
+
+
+def test_the_attempt_that_is_left_of_two_has_its_time_too() -> None:
+    for failing in (1, 2):
+        control = hedged()
+        request = control.request(RequestId("a"))
+        control.hedging.lost(2 * S, request, failing, WorkerUnavailable("gone"))
+        control.set_worker(2 * S, "large", WorkerId("u"), WorkerView(is_external=True))
+        given_up, now_ns = [], 2 * S
+        while not given_up and now_ns < 10 * S:
+            given_up = [each for each in control.dispatch(now_ns) if isinstance(each, GiveUp)]
+            now_ns = max(now_ns + 1, control.next_ns(now_ns))
+        assert [each.id for each in given_up] == ["a"], f"attempt {3 - failing} was never given up"
+
+
+def test_no_attempt_is_given_up_while_two_run() -> None:
+    control = hedged()
+    control.set_worker(S, "large", WorkerId("u"), WorkerView(is_external=True))
+    assert [control.dispatch(at * S) for at in range(1, 10)] == [[]] * 9

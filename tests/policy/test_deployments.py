@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from penstock.clock import NS_PER_S
@@ -29,16 +30,26 @@ def starts(control: FlowControl, now_ns: int) -> list[str]:
     return [action.worker_id for action in control.dispatch(now_ns) if isinstance(action, Start)]
 
 
+def next_start_ns(control: FlowControl, now_ns: int) -> int:
+    """When something starts by time alone."""
+    while not starts(control, now_ns):
+        due_ns = control.next_ns(now_ns)
+        assert due_ns is not None
+        assert due_ns > now_ns
+        now_ns = due_ns
+    return now_ns
+
+
 def arrive(control: FlowControl, now_ns: int, name: str) -> list[str]:
     """Where it started, and whatever else did."""
     control.arrive(now_ns, RequestFacts(id=RequestId(name), route="m", prompt_tokens=20, max_tokens=10))
     return starts(control, now_ns)
 
 
-def end(control: FlowControl, now_ns: int, name: str) -> None:
-    """With one token of its ten."""
+def end(control: FlowControl, now_ns: int, name: str, completion_tokens: int = 1) -> None:
+    """With one token of its ten, unless told otherwise."""
     control.first_output(now_ns, RequestId(name))
-    usage = Usage(prompt_tokens=20, completion_tokens=1)
+    usage = Usage(prompt_tokens=20, completion_tokens=completion_tokens)
     control.ended(now_ns, RequestId(name), Outcome.FINISHED, usage)
 
 
@@ -89,3 +100,57 @@ def test_tokens_a_minute_are_settled_on_what_was_used() -> None:
     end(control, 1, "b")
     assert arrive(control, 2, "d") == ["spare"], "18 of 60 are left, and it may need 30"
     assert arrive(control, 13 * S, "e") == ["small"]
+
+
+def test_a_worker_that_may_start_again_and_has_no_room_is_not_asked_about_for_ever() -> None:
+    control = FlowControl(QueueTerms(worker_credit=0, extra_per_row=0, skip_s=100))
+    terms = DeploymentTerms(rpm=2)
+    control.set_worker(0, "m", WorkerId("w"), WorkerView(max_running=1, terms=terms))
+    for name in ("a", "b"):
+        assert arrive(control, 0, name) == ["w"]
+        end(control, 0, name)
+    assert arrive(control, 1, "c") == []
+    control.set_worker(2, "m", WorkerId("w"), WorkerView(max_running=1, running=9, terms=terms))
+    assert starts(control, 2) == starts(control, 29 * S) == []
+    for now_ns in (30 * S, 31 * S):
+        assert arrive(control, now_ns, f"at {now_ns}") == []
+        due_ns = control.next_ns(now_ns)
+        assert due_ns is not None
+        assert due_ns > now_ns, "others have its only row, and their ends are reported"
+
+
+def test_the_soonest_of_those_that_wait_is_waited_for() -> None:
+    control = made(w=DeploymentTerms(tpm=60))
+    for name in ("a", "b"):
+        assert arrive(control, 0, name) == ["w"]
+        end(control, 0, name, completion_tokens=10)
+    for name, max_tokens in (("short", 2), ("long", 30)):
+        facts = RequestFacts(id=RequestId(name), route="m", prompt_tokens=20, max_tokens=max_tokens)
+        control.arrive(0, facts)
+    assert next_start_ns(control, 0) == pytest.approx(22 * S, rel=0.01)
+
+
+def test_tokens_of_an_attempt_whose_usage_is_not_known_stay_taken() -> None:
+    for usage in (None, Usage()):
+        control = made(w=DeploymentTerms(tpm=60))
+        assert arrive(control, 0, "a") == ["w"]
+        control.ended(0, RequestId("a"), Outcome.CANCELLED, usage)
+        assert arrive(control, 0, "b") == ["w"]
+        assert arrive(control, 0, "c") == [], "a provider counts what was aborted too"
+
+
+def test_a_hedge_and_a_retry_go_where_a_request_may_go() -> None:
+    terms = DeploymentTerms(rpm=1)
+    control = made(first=DeploymentTerms(), spent=terms)
+    lane = control.lane("m")
+    assert arrive(control, 0, "a") == ["first"]
+    assert arrive(control, 0, "b") == ["spent"]
+    end(control, 0, "b")
+    work = control.request(RequestId("a")).work
+    assert not lane.has_other(0, work, besides=WorkerId("first"))
+    second = msgspec.structs.replace(work, id=RequestId("a~2"), hold_ns=1)
+    assert lane.place_hedge(0, second, WorkerId("first")) is None
+    control.set_worker(0, "m", WorkerId("dear"), WorkerView(max_running=2, terms=DeploymentTerms(order=1)))
+    assert lane.place_hedge(0, second, WorkerId("first")).id == "dear"
+    assert lane.has_other(0, work, besides=WorkerId("first"))
+    assert lane.place_hedge(60 * S, second, WorkerId("first")).id == "spent", "the first order has it again"

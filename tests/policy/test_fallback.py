@@ -9,12 +9,14 @@ from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.answers import FallBack, Queued, Requeued, Start
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.lifecycle.fallback import ASKED_MAX
-from penstock.policy.lifecycle.policies import Policies
-from penstock.policy.queueing.capacity import WorkerView
+from penstock.policy.lifecycle.fallback import ASKED_MAX, Fallbacks
+from penstock.policy.lifecycle.policies import Accounts, Policies
+from penstock.policy.queueing.capacity import LeastLoaded, WorkerView
+from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Evict
+from penstock.policy.requests.request import Request, work_of
 from penstock.types import RequestId, Usage, WorkerId
 
 S = NS_PER_S
@@ -130,3 +132,39 @@ def test_a_long_queue_is_asked_in_pieces() -> None:
     waiting(control, *(f"r{i}" for i in range(ASKED_MAX + 5)))
     first, second = control.dispatch(S), control.dispatch(S)
     assert (len(first), len(second)) == (ASKED_MAX, 5)
+
+
+class Counted(dict):
+    """Counts how often requests are looked up."""
+
+    num_gets = 0
+
+    def get(self, key, default=None):
+        self.num_gets += 1
+        return super().get(key, default)
+
+
+def test_what_has_been_asked_is_not_looked_at_again_at_each_dispatch() -> None:
+    policies, requests = Policies(), Counted()
+    accounts = Accounts(policies)
+    fallbacks = Fallbacks(policies, accounts, requests, lambda *_: None, retries_max=2)
+    lane = ModelQueue(QueueTerms(), "large", 0, LeastLoaded(), policies.health)
+
+    def wait(name: str) -> None:
+        facts = arrival(name)
+        holds = accounts.open(0, facts)
+        request = requests[facts.id] = Request(facts, 0, lane, work_of(facts, 0, 0), holds)
+        lane.queue.push(0, request.work)
+
+    for i in range(ASKED_MAX - 1):
+        wait(f"r{i}")
+    found, stay, more = fallbacks.ask(S, lane)
+    assert (found, len(stay), more) == ([], ASKED_MAX - 1, False), "it has no worker, and no other model"
+    for i in range(50):
+        wait(f"s{i}")
+        assert [each.id for each in fallbacks.ask(S + i, lane)[1]] == [f"s{i}"]
+    assert requests.num_gets == len(requests), "each is looked at once"
+    lane.set_worker(2 * S, W, WorkerView(max_running=1))
+    assert fallbacks.ask(2 * S, lane) == ([], [], False)
+    lane.set_worker(3 * S, W, None)
+    assert len(fallbacks.ask(3 * S, lane)[1]) == ASKED_MAX, "it is down again, so all are asked again"

@@ -73,6 +73,16 @@ def test_a_changed_limit_counts_from_the_next_request() -> None:
     assert granted == [True, True, False]
 
 
+def test_invented_users_are_refused_by_the_tenants_limit_and_nothing_is_kept_of_them() -> None:
+    made, _ = levels()
+    acme = tenant(requests_per_minute=3, per_user=PartLimits(requests_per_minute=1))
+    granted = [
+        not isinstance(made.reserve(0, acme, 1, 1, user=f"{i}" * 1000), LimitRefusal) for i in range(9)
+    ]
+    assert granted == [True] * 3 + [False] * 6
+    assert len(made.parts) == 3
+
+
 @given(
     st.lists(
         st.tuples(
@@ -106,6 +116,8 @@ def test_what_all_levels_hold_is_what_was_admitted(steps) -> None:
             live.pop().settle(now_ns, used)
             settled += used
     assert (limiter.num_live(acme.id), limiter.settled) == (len(live), settled)
+    assert made.parts.settled == 2 * settled, "on the level of the key and of the user"
+    assert made.parts.outstanding == 2 * limiter.outstanding
     for each in live:
         each.settle(now_ns, 0)
-    assert limiter.outstanding == 0
+    assert limiter.outstanding == made.parts.outstanding == 0

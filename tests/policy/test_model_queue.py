@@ -7,7 +7,14 @@ from collections.abc import Collection
 from penstock.clock import NS_PER_MS
 from penstock.policy.lifecycle.policies import AllHealthy
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, Hold, LeastLoaded, WorkerCapacity, WorkerView
+from penstock.policy.queueing.capacity import (
+    CapacityTable,
+    DeploymentTerms,
+    Hold,
+    LeastLoaded,
+    WorkerCapacity,
+    WorkerView,
+)
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
@@ -188,3 +195,44 @@ def test_also_beside_the_streams_of_other_gateways() -> None:
     lane.set_worker(0, A, WorkerView(max_running=16, running=16, waiting=4))
     push_all(lane, "small", 20)
     assert start_all(lane) == ["small-0"]
+
+
+def test_what_found_no_place_beyond_the_slots_may_still_wait_for_a_warm_worker() -> None:
+    config = QueueTerms(worker_credit=0, extra_per_row=1)
+    lane = ModelQueue(config, "m", 0, Warm(), AllHealthy())
+    lane.set_worker(0, A, WorkerView(max_running=2, kv_blocks_total=10, kv_blocks_used=8))
+    push_all(lane, "big", 2)
+    assert start_all(lane) == ["big-0", "big-1"]
+    large = work("warm-large", "other")
+    large.blocks = 5
+    lane.queue.push(0, large)
+    assert start_all(lane) == [], "there is a row beyond the slots, but no memory"
+    assert (large.hold_ns, large.takes_row) == (0, False)
+
+
+# --- a worker that is kept free ---------------------------------------------------------------------
+
+
+def test_what_passes_a_held_request_goes_by_the_same_rules_as_any_other() -> None:
+    lane = ModelQueue(
+        QueueTerms(worker_credit=0, kept_share=0, skip_s=1), "m", 0, LeastLoaded(), AllHealthy()
+    )
+    view = WorkerView(max_running=0, kv_blocks_total=10, terms=DeploymentTerms(rpm=2))
+    lane.set_worker(0, A, view)
+    lane.queue.push(0, work("runs"))
+    assert start(lane) == ("runs", A)
+    large, first = work("large"), work("first")
+    large.blocks, first.band = 11, "priority"
+    lane.queue.push(0, large)
+    assert start(lane) is None
+    now_ns = 2000 * NS_PER_MS
+    lane.queue.push(now_ns, first)
+    lane.leaving.add(first.id)
+    assert start(lane, now_ns) is None, "its prompt is being made for another model"
+    assert lane.held is large
+    lane.leaving.clear()
+    assert start(lane, now_ns) == ("first", A)
+    again = work("again")
+    again.band = "priority"
+    lane.queue.push(now_ns, again)
+    assert start(lane, now_ns) is None, "two requests a minute were started"

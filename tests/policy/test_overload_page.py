@@ -8,8 +8,9 @@ import re
 
 import pages
 
+from penstock.clock import NS_PER_MS
 from penstock.policy.admission import admit
-from penstock.policy.admission.admit import AdmissionControl
+from penstock.policy.admission.admit import AdmissionControl, Promises
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.queueing.terms import QueueTerms, band_terms
 from penstock.policy.tenant import Tenant
@@ -48,10 +49,12 @@ def test_every_number_in_the_prose_is_the_default_of_its_setting() -> None:
 def test_the_table_of_targets_is_read_from_the_page() -> None:
     admission = CONFIG.admission
     assert admission.ttft_target_ms == 5000
-    assert {(target.tier, target.band): target.ttft_ms for target in admission.targets} == {
-        ("pro", ""): 2000,
-        ("", "bulk"): 0,
+    assert {(each.tier, each.band): (each.ttft_ms, each.tpot_ms) for each in admission.targets} == {
+        ("pro", ""): (2000, 30),
+        ("", "bulk"): (0, None),
     }
+    assert Promises(admission).of(tier="pro", band="bulk").tpot_ns == 30 * NS_PER_MS
+    assert Promises(admission).of(tier="free", band="bulk").tpot_ns == 50 * NS_PER_MS
 
 
 def candidate(model: str, *, ready: int = 1) -> Candidate:

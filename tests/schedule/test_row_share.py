@@ -1,4 +1,7 @@
-"""Whose row a waiting tenant gets: shares, turns, clients that do not read."""
+"""Whose row a waiting tenant gets: shares and turns."""
+
+from collections import Counter
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -6,10 +9,13 @@ from hypothesis import strategies as st
 from scheduled_engine import ScheduledEngine
 
 from penstock.config.engine_settings import EngineSettings
+from penstock.kv.hashing import token_array
+from penstock.schedule.batch import Batch
 from penstock.schedule.order import waiting_queue
-from penstock.schedule.request import Status
-from penstock.schedule.row_share import TURN_TOKENS
-from penstock.types import BLOCK_TOKENS, RequestId
+from penstock.schedule.queue import WaitingQueue
+from penstock.schedule.request import Request, Status
+from penstock.schedule.row_share import TURN_TOKENS, RowShare
+from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
 
 LONG = 400
 
@@ -167,43 +173,93 @@ def test_a_tenant_that_waits_for_memory_gets_that_of_one_that_has_more_than_its_
     finish(engine)
 
 
-# --- clients that do not read -----------------------------------------------------------------------
+# --- the same decisions, however many wait ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_paused_request_has_no_row_until_it_is_resumed(overlap: bool) -> None:
-    engine = engine_of(2, overlap=overlap)
-    first, second = flood(engine, 2)
-    submit(engine, "next", "big", 10)
-    engine.scheduler.pause(RequestId(first))
-    for _ in range(12):
-        engine.step()
-    assert engine.requests[first].status is Status.PREEMPTED
-    assert engine.ends["next"]
-    engine.scheduler.pause(RequestId(second))
-    while engine.step() is not None:
-        pass
-    assert not engine.scheduler.has_work
-    assert engine.scheduler.statistics().blocks_used == 0
-    for name in (first, second):
-        engine.scheduler.resume(RequestId(name))
-    finish(engine)
+class Rows:
+    """What `RowShare` asks of a batch and of a queue; counts how often it asks for a weight."""
+
+    def __init__(self, running: list[Request]) -> None:
+        self.running = running
+        self.rows_by_tenant = Counter(each.fairness_key for each in running)
+        self.changes = 1
+        self.asked = 0
+
+    def weight_of(self, request: Request) -> float:
+        self.asked += 1
+        return request.fairness_weight
 
 
-def test_a_paused_request_can_be_aborted_and_a_waiting_one_paused() -> None:
-    engine = engine_of(1)
-    flood(engine, 3)
-    for name in ("big-0", "big-1", "big-2"):
-        engine.scheduler.pause(RequestId(name))
-        engine.scheduler.pause(RequestId(name))
-    engine.scheduler.check_invariants()
-    assert not engine.scheduler.has_work
-    assert engine.abort("big-1") is not None
-    for name in ("big-0", "big-2", "gone"):
-        engine.scheduler.resume(RequestId(name))
-    engine.run()
-    for name in ("big-0", "big-2"):
-        assert tuple(engine.got[name]) == engine.expected(name)
+def known(number: int, tenant: str, weight: float, priority: int, drawn: int, num_yields: int) -> Request:
+    request = Request(
+        request_id=RequestId(f"r{number}"),
+        tokens=token_array([1] * (20 + drawn)),
+        sampling=SamplingParams(),
+        fairness_key=tenant,
+        fairness_weight=weight,
+        priority=priority,
+    )
+    request.order = (priority, number, number)
+    request.num_known_at_row, request.num_yields = 20, num_yields
+    request.num_planned, request.num_tokens_max = 19 + drawn, 220
+    request.status = Status.RUNNING
+    return request
+
+
+def slow_victim(rows: Rows, taker: Request) -> Request | None:
+    """The rules word for word: every row, for every taker."""
+    own, by_tenant = taker.fairness_key, rows.rows_by_tenant
+
+    def yields(each: Request) -> bool:
+        drawn = each.num_drawn_here
+        if each.fairness_key == own or each.priority < taker.priority:
+            return False
+        if drawn < (BLOCK_TOKENS if each.num_yields else 1):
+            return False
+        if each.num_tokens_max - len(each.tokens) <= BLOCK_TOKENS:
+            return False
+        left, more = by_tenant[each.fairness_key] - 1, by_tenant.get(own, 0) + 1
+        if left * taker.fairness_weight >= more * each.fairness_weight:
+            return True
+        return not by_tenant[own] and drawn >= TURN_TOKENS and not each.num_planned % BLOCK_TOKENS
+
+    def rank(each: Request) -> tuple[object, ...]:
+        share = by_tenant[each.fairness_key] / each.fairness_weight
+        return each.priority, share, -each.num_yields, -(each.num_planned % BLOCK_TOKENS), each.order
+
+    return max(filter(yields, rows.running), key=rank, default=None)
+
+
+rows_and_takers = st.tuples(
+    st.sampled_from("abcdefgh"),
+    st.sampled_from([1.0, 1.0, 1.0, 0.1, 0.3, 3.0]),
+    st.integers(-1, 1),
+    st.integers(0, 190),
+    st.integers(0, 1),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(rows_and_takers, max_size=12), st.lists(rows_and_takers, max_size=6))
+def test_each_taker_gets_the_row_that_the_rules_say(running: list[Any], takers: list[Any]) -> None:
+    rows = Rows([known(i, *fields) for i, fields in enumerate(running)])
+    share = RowShare(cast(Batch, rows), cast(WaitingQueue, rows))
+    for number, fields in enumerate(takers):
+        taker = known(100 + number, *fields)
+        taker.status = Status.WAITING
+        assert share.victim(taker) is slow_victim(rows, taker)
+
+
+def test_takers_that_get_nothing_cost_little() -> None:
+    rows = Rows([known(i, f"t{i % 64}", 1.0, 0, 30, 0) for i in range(256)])
+    share = RowShare(cast(Batch, rows), cast(WaitingQueue, rows))
+    takers = [known(1000 + i, f"t{i % 64}", 1.0, 0, 0, 0) for i in range(1000)]
+    for taker in takers:
+        taker.status = Status.WAITING
+    for _ in range(2):
+        share.look_again()
+        assert not any(map(share.victim, takers))
+    assert rows.asked <= 4 * (len(rows.running) + 2 * len(takers))
 
 
 # --- whatever comes ---------------------------------------------------------------------------------

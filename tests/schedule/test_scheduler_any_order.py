@@ -39,7 +39,7 @@ def check_end(engine: ScheduledEngine, name: str, end: RequestOutput) -> None:
     assert end.usage.cached_tokens < end.usage.prompt_tokens
     assert min(end.usage.queue_ns, end.usage.prefill_ns, end.usage.decode_ns, end.usage.kv_block_ns) >= 0
     request = engine.requests[name]
-    assert end.usage.preemptions == request.num_preemptions + request.num_yields + request.num_pauses
+    assert end.usage.preemptions == request.num_preemptions + request.num_yields
     assert request.num_yields <= 1 + request.num_generated // BLOCK_TOKENS
     assert end.usage.steps <= end.usage.computed_tokens
     if not end.usage.preemptions and end.finish in (FinishReason.STOP, FinishReason.LENGTH):
@@ -55,8 +55,6 @@ def check_end(engine: ScheduledEngine, name: str, end: RequestOutput) -> None:
 
 def finish_and_check(engine: ScheduledEngine) -> None:
     """Run until nothing is left, then look at every end."""
-    for name in engine.live:
-        engine.scheduler.resume(RequestId(name))
     while engine.in_flight is not None:
         engine.finish_step()
     engine.run()
@@ -152,14 +150,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             name = live[pick % len(live)]
             assert self.engine.abort(name) is not None
             assert self.engine.abort(name) is None
-
-    @rule(pick=st.integers(0, 1000), reads=st.booleans())
-    def pause(self, pick: int, reads: bool) -> None:
-        """The client of a request stops to read, or reads again."""
-        live = list(self.engine.live)
-        if live:
-            name = RequestId(live[pick % len(live)])
-            (self.engine.scheduler.resume if reads else self.engine.scheduler.pause)(name)
 
     @rule(pick=st.integers(0, 1000))
     def break_logits(self, pick: int) -> None:

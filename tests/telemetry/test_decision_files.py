@@ -1,14 +1,21 @@
 """Decisions on disk: found by any process, bounded, and not lost by half a batch."""
 
 import asyncio
+import contextlib
 import io
+import threading
+from collections import deque
 from pathlib import Path
+
+import msgspec
+import pytest
 
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.tree import LogConfig
 from penstock.policy.placement.pick import Choice, ComplexityChoice, Decision, explain
 from penstock.policy.placement.score import RequestFacts, WorkerFacts
 from penstock.policy.placement_terms import PlacementTerms
+from penstock.telemetry import decision_files
 from penstock.telemetry.decision_files import KEPT_S, DecisionFiles, DecisionKeeper, Entry
 from penstock.telemetry.log import Log
 from penstock.types import RequestId, WorkerId
@@ -102,10 +109,13 @@ def test_a_replay_of_what_was_read_is_equal_to_the_bit(tmp_path: Path) -> None:
     replayed = explain(found.decision)["replay"]
     assert replayed["is_equal"]
     assert replayed["worker"] == "w-0"
+    altered = msgspec.structs.replace(found.decision, candidates=found.decision.candidates[1:])
+    assert not explain(altered)["replay"]["is_equal"]  # The only worker that was left had been filtered.
     files.close()
 
 
-def test_a_disk_that_takes_nothing_is_said_once(tmp_path: Path) -> None:
+def test_a_disk_that_takes_nothing_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision_files, "FLUSH_S", 0.01)
     said = io.StringIO()
     (tmp_path / "file").write_text("in the way")
     log = Log(LogConfig(), SystemClock(), stream=said)
@@ -120,3 +130,27 @@ def test_a_disk_that_takes_nothing_is_said_once(tmp_path: Path) -> None:
     asyncio.run(check())
     log.flush()
     assert said.getvalue().count("decisions cannot be written down") == 1
+
+
+def test_two_who_look_while_there_is_something_to_write_both_find_it(tmp_path: Path) -> None:
+    meeting = threading.Barrier(2)
+
+    class Pending(deque[Entry]):
+        def popleft(self) -> Entry:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                meeting.wait(0.05)  # Two threads that were let in here would both take the one entry.
+            return super().popleft()
+
+    async def check() -> None:
+        keeper = DecisionKeeper(
+            DecisionFiles(tmp_path, SystemClock()),
+            Log(LogConfig(), SystemClock(), stream=io.StringIO()),
+        )
+        keeper._pending = Pending()
+        keeper.start()
+        keeper.decided(decision("a"))
+        found = await asyncio.gather(*(keeper.find(RequestId("a")) for _ in range(2)))
+        assert found == [[entry("a")], [entry("a")]]
+        await keeper.stop()
+
+    asyncio.run(check())

@@ -1,5 +1,7 @@
 import asyncio
+import contextlib
 import os
+import sqlite3
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -175,6 +177,22 @@ def test_the_directory_follows_the_xdg_rules() -> None:
         "/s/penstock/ledger"
     )
     assert ledger_segment.ledger_directory(LedgerConfig(), {}) == Path.home() / ".local/state/penstock/ledger"
+
+
+def test_records_leave_the_database_after_the_days_of_the_configuration(tmp_path: Path) -> None:
+    now_ns = CLOCK.wall_ns()
+
+    async def run() -> None:
+        ledger = Ledger(config(tmp_path, keep_days=30), CLOCK, LOG, limits=SMALL)
+        await ledger.start()
+        for name, days in (("old", 31), ("young", 29)):
+            ledger.open(opened(name, ended_ns=now_ns - days * DAY_NS))
+            ledger.close(closed(name, ended_ns=now_ns - days * DAY_NS))
+        await ledger.stop()
+
+    asyncio.run(run())
+    with contextlib.closing(sqlite3.connect(ledger_segment.database_path(tmp_path))) as database:
+        assert database.execute("SELECT request_id FROM usage").fetchall() == [("young",)]
 
 
 def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.text.reasoning import AnswerParser, ReasoningMarks, has_begun, reasoning_marks
+from penstock.text.reasoning import AnswerParser, ReasoningMarks, ThoughtCount, has_begun, reasoning_marks
 from penstock.text.tool_blocks import HermesToolParser
 from penstock.text.tools import ParsedToolCall, Text, Thought, WholeEvent, joined
 
@@ -67,3 +67,26 @@ def test_the_marks_of_a_template() -> None:
 def test_a_prompt_may_have_opened_the_section() -> None:
     assert has_begun(THINK, "<|im_start|>assistant\n<think>\n")
     assert not has_begun(THINK, "<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+@given(
+    words=st.lists(
+        st.sampled_from(["<think>", "</think>", "<", "think>", " ", "\n", "a", "</", "\u00e9"]), max_size=12
+    ),
+    cuts=st.lists(st.integers(0, 12), max_size=5),
+    begun=st.booleans(),
+)
+def test_reasoning_tokens_are_the_same_however_steps_are_joined(
+    words: list[str], cuts: list[int], begun: bool
+) -> None:
+    def counted(edges: list[int]) -> int:
+        count = ThoughtCount(THINK, lambda i: words[i].encode(), has_begun=begun)
+        return sum(count.take(range(a, b)) for a, b in itertools.pairwise(edges))
+
+    one_by_one = counted([*range(len(words) + 1)])
+    assert counted([0, *sorted(min(cut, len(words)) for cut in cuts), len(words)]) == one_by_one
+    text = "".join(words)
+    is_thought = begun or text.lstrip().startswith("<think>")
+    end = text.find("</think>", 0 if begun else text.find("<think>") + len("<think>")) if is_thought else 0
+    starts = [len("".join(words[:i])) for i in range(len(words))]
+    assert one_by_one == sum(is_thought and (end < 0 or start < end + len("</think>")) for start in starts)

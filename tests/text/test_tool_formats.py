@@ -4,8 +4,9 @@ import itertools
 import json
 from collections.abc import Sequence
 
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.text.tool_formats import TOOL_FORMAT_NAMES, tool_format
@@ -217,3 +218,78 @@ def test_forced_calls(name: str, text: str, calls: list[tuple[str, str]]) -> Non
 @pytest.mark.parametrize("name", ["f", ""])
 def test_what_was_forced_and_is_no_call_is_text(name: str) -> None:
     assert read(ForcedCalls(name), list("sorry")) == [Text("sorry")]
+
+
+HOSTILE = {
+    "qwen3_coder": [
+        "<tool_call><function=weather><parameter=days>{}</parameter></function></tool_call>",
+        '<tool_call><function=weather><parameter=units>["{}"]</parameter></function></tool_call>',
+    ],
+    "gemma": [
+        "<start_function_call>call:weather{{days:{}}}<end_function_call>",
+        '<start_function_call>call:weather{{days:["{}"]}}<end_function_call>',
+    ],
+    "pythonic": ["[weather(days={})]", "[weather(days='{}')]"],
+    "tool_code": ["```tool_code\nweather(days={})\n```", "```tool_code\nweather(days='{}')\n```"],
+    "llama3_json": [
+        '{{"name": "weather", "parameters": {{"days": {}}}}}',
+        '{{"name": "{}", "parameters": {{}}}}',
+    ],
+}
+VALUES = [
+    "NaN",
+    "-Infinity",
+    "1e999",
+    "1e999j",
+    "\\ud83d",
+    "\\ud83d\\ude00",
+    "{1}",
+    "b'x'",
+    "9" * 5000,
+    "[" * 3000,
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("value", VALUES)
+def test_arguments_are_json_that_any_client_reads(name: str, value: str) -> None:
+    for form in HOSTILE[name]:
+        for event in read(parser_of(name), list(form.format(value))):
+            msgspec.json.encode(event)
+            if (
+                not isinstance(event, Text) and name != "llama3_json"
+            ):  # Those arguments go on as they were written.
+                found = msgspec.json.decode(event.arguments_json)
+                assert "\ud83d" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("functools", "Use functools.reduce, or functools [x]."),
+        ("mistral", "Look: \n [TOOL_CALLS] is a mark"),
+        ("llama3_json", "Look: \n\n<|python_tag|>print(1)"),
+        ("functools", "See \n functools[0]"),
+    ],
+)
+def test_a_mark_without_a_call_is_text_to_the_character(name: str, text: str) -> None:
+    for pieces in ([text], list(text)):
+        assert read(parser_of(name), pieces) == [Text(text)]
+
+
+def test_prose_about_a_mark_does_not_hide_a_call() -> None:
+    text = "I use functools for that. " + ANSWERS["functools"][0]
+    events = read(parser_of("functools"), list(text))
+    assert events[0] == Text("I use functools for that.")
+    assert len(events) == 3
+
+
+@settings(max_examples=25)
+@given(
+    spaces=st.lists(st.sampled_from([0, 1, 255, 256, 257, 600]), min_size=3, max_size=3),
+    name=st.sampled_from(TOOL_FORMAT_NAMES),
+)
+def test_any_split_of_long_white_space_gives_the_same_events(spaces: list[int], name: str) -> None:
+    call = ANSWERS[name][0]
+    text = " " * spaces[0] + ("a" if spaces[1] else "") + " " * spaces[1] + call + "\n" * spaces[2]
+    assert read(parser_of(name), list(text)) == read(parser_of(name), [text])

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.text.tool_blocks import HermesToolParser
-from penstock.text.tools import CallPiece, ParsedToolCall, Text, ToolEvent, WholeEvent, joined
+from penstock.text.tool_formats import tool_format
+from penstock.text.tools import (
+    SPACE_CHARS_MAX,
+    CallPiece,
+    ParsedToolCall,
+    Text,
+    ToolEvent,
+    WholeEvent,
+    joined,
+)
 
 
 def parsed(deltas: list[str], *, call_chars_max: int = 65_536) -> list[WholeEvent]:
@@ -115,3 +124,29 @@ def test_a_call_that_is_cut_off_keeps_what_there_is() -> None:
     assert parsed(['<tool_call>{"name": "f", "arguments": {"a": [1, ']) == [
         ParsedToolCall(0, "f", '{"a": [1, ')
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "behind"),
+    [
+        ('{"name": "f", "arguments": {}}}\n</tool_call> Yes.', "Yes."),
+        ('{"name": "f", "arguments": {}, "id": "}"}</tool_call>\n\nYes.', "Yes."),
+        ('{"name": "f", "arguments": {}</tool_call> Yes.', "Yes."),
+        ('{"name": "f", "arguments": {}}\n\nYes. <b>', "Yes. <b>"),
+    ],
+)
+def test_what_follows_a_call_is_shown(text: str, behind: str) -> None:
+    whole = [ParsedToolCall(0, "f", "{}"), Text(behind)]
+    assert parsed([f"<tool_call>{text}"]) == whole
+    assert parsed(list(f"<tool_call>{text}")) == whole
+
+
+def test_long_white_space_is_shown_and_costs_no_more_than_other_text() -> None:
+    for parser in (HermesToolParser(), tool_format([], "llama3_json").parser({})):
+        shown = joined(event for _ in range(20_000) for event in parser.push(" \n"))
+        assert shown == [Text(" \n" * (20_000 - SPACE_CHARS_MAX // 2))]
+
+
+def test_joining_takes_time_in_proportion() -> None:
+    pieces = [Text("ab")] * 200_000 + [CallPiece(0, "f"), *[CallPiece(0, arguments="1")] * 200_000]
+    assert joined(pieces) == [Text("ab" * 200_000), ParsedToolCall(0, "f", "1" * 200_000)]

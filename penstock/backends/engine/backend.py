@@ -299,11 +299,13 @@ class EngineBackend:
             for output in message.outputs:
                 # A stream that ended here (abort, stop string) may still get a late output.
                 if (stream := streams.get(output.request_id)) is not None:
-                    if behind:
-                        if stream.gather(output):
+                    try:
+                        if not behind:
+                            stream.push(output)
+                        elif stream.gather(output):
                             self._gathered.append(stream)
-                    else:
-                        stream.push(output)
+                    except Exception as error:  # noqa: BLE001 - the others share the link.
+                        stream.crash(error)
                 elif output.finish is not None:
                     self._leaving.discard(output.request_id)
         elif isinstance(message, Stats):
@@ -323,7 +325,10 @@ class EngineBackend:
         if self._gathered:
             gathered, self._gathered = self._gathered, []
             for stream in gathered:
-                stream.release_buffered()
+                try:
+                    stream.release_buffered()
+                except Exception as error:  # noqa: BLE001 - the others share the link.
+                    stream.crash(error)
 
     def on_link_doubted(self, *, doubted: bool) -> None:
         """It gets nothing new while it does not answer; its streams wait for it, until the link is given

@@ -168,13 +168,13 @@ class EngineStream:
             self._end(finish, tell_worker=True)
 
     def pause_reading(self) -> bool:
-        """See `Generation.hold`: all streams of a worker come over one connection, and its engine goes on
-        anyway.
+        """See `Generation.pause_reading`: all streams of a worker come over one connection, and its engine
+        goes on anyway.
         """
         return False
 
     def resume_reading(self) -> None:
-        """See `Generation.go_on`."""
+        """See `Generation.resume_reading`."""
 
     def break_off(self, why: str, *, died: bool = False) -> None:
         """The worker is lost; `died`: its process ended."""
@@ -185,6 +185,14 @@ class EngineStream:
         error = kind(why, died=died)
         usage, resume = self._usage_here(), self._resume()
         self._end(Finish(reason=FinishReason.ERROR, usage=usage, error=error, resume=resume))
+
+    def crash(self, error: Exception) -> None:
+        """Output could not be passed on, which is a bug: it ends this stream alone."""
+        if not self._done:
+            fault = EngineFault(f"the answer could not be passed on: {type(error).__name__}")
+            fault.__cause__ = error
+            finish = Finish(reason=FinishReason.ERROR, usage=self._usage_here(), error=fault)
+            self._end(finish, tell_worker=True)
 
     def release_buffered(self) -> None:
         """Tell the sink what was held back. It may end the stream."""

@@ -86,7 +86,9 @@ class HttpBackend:
         self._max_model_len, self._max_running = max_model_len, max_running
         self._probe_s = max(config.probe_s, probe_min_s)
         capabilities = frozenset[str](dialect.capabilities) - lacks
-        self._status = BackendStatus(stage="not asked yet", static_capabilities=capabilities)
+        self._status = BackendStatus(
+            stage="not asked yet", static_capabilities=capabilities, resumes=dialect.resumes
+        )
         self._pieces = PieceTokens(tokenizer)
         self._streams: dict[RequestId, HttpStream] = {}
         self._draining = False
@@ -124,9 +126,10 @@ class HttpBackend:
 
         Raises:
             WorkerUnavailable: it is not ready, draining, all connections that are allowed are in use, or it
-                is to go on with what another worker began, which no foreign engine can do exactly.
+                cannot continue what another worker began.
         """
-        if request.resumed:
+        moves = self._dialect.resumes and request.may_move
+        if request.resumed and not moves:
             raise WorkerUnavailable("this kind of worker cannot continue a stream of another one")
         if not self._status.ready or self._draining:
             raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
@@ -144,6 +147,7 @@ class HttpBackend:
             owner=self,
             model=request.adapter or self._dialect.expects_model,
             trusts_prompt=self._dialect.sends_chats and request.is_chat,
+            may_move=moves,
             event_bytes_max=http.event_bytes_max,
             error_bytes_max=http.error_bytes_max,
         )

@@ -72,9 +72,9 @@ class HttpExchange:
         """There was progress: the wait for the next begins now."""
         now_ns, client = self._client.clock.now_ns(), self._client
         if self._touched_ns:
-            client.gaps.saw(now_ns - self._touched_ns)
+            client.gaps.saw(now_ns, now_ns - self._touched_ns)
         self._touched_ns = now_ns
-        self._deadline_ns = now_ns + client.gaps.bound_ns(client.idle_ns)
+        self._deadline_ns = now_ns + client.gaps.bound_ns(now_ns, client.idle_ns)
         if self._fires_ns > self._deadline_ns:
             self._arm()  # Streams may be silent for less long than when it was set.
 
@@ -125,6 +125,7 @@ class HttpExchange:
         if not self._over:
             self.handler = IGNORING_HANDLER
             self.resume_reading()
+            self._touched_ns = 0
             self._deadline_ns = self._client.clock.now_ns() + _END_TIMEOUT_NS
             self._arm()
 
@@ -222,6 +223,8 @@ class HttpExchange:
             self.fail(HttpFailure(kind, f"no end within {self._client.config.request_timeout_s:g} s"))
         elif now_ns >= self._deadline_ns and not self._held_since_ns:
             kind = FailureKind.CONNECT if self._connecting is not None else FailureKind.TIMEOUT
+            if self._touched_ns:
+                self._client.gaps.timed_out(now_ns, now_ns - self._touched_ns)
             self.fail(HttpFailure(kind, f"timed out waiting for {self._what}"))
         else:
             self._arm()

@@ -1,6 +1,6 @@
 """Makes the backend of a worker that is not ours: which dialect, which addresses, which key.
 
-A new engine is a dialect (dialect.py), its names for its load (engine_metrics.py) and an entry here.
+A new engine is a dialect (dialects/base.py), its names for its load (engine_metrics.py) and an entry here.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,9 +3,10 @@
     head ─> events* ─> finish (why it ended) ─> usage ─> end
       │        │           └─ the connection breaks here: the answer is whole all the same
       │        ├─ stop string, stop token or length reached here: ended here, the connection is closed
-      │        ├─ error, corrupt event, silence, broken connection: StreamBroken; before output: unavailable
+      │        ├─ error, corrupt event, silence, broken connection: StreamBroken; before output: unavailable.
+      │        │  Where tokens come as ids, the end has them all: another worker can continue
       │        └─ abort (the client left): the connection is closed, which ends it on every engine
-      └─ a status: worker_errors.py
+      └─ a status: the errors of dialects/base.py
 
 Whose count is believed, in this order: token ids that the worker sends; its log-probabilities, one for each
 token; its `usage`, for workers that send text alone (what came is counted with our tokenizer until then).
@@ -14,6 +15,7 @@ characters; stop strings, stop tokens and the answer's length are watched here f
 """
 
 import enum
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -80,9 +82,9 @@ class HttpStream:
 
     __slots__ = (
         "_body", "_clock", "_count", "_detokenizer", "_done", "_error_bytes", "_events", "_exchange",
-        "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_model", "_num_logprobs", "_owner",
-        "_pieces", "_reader", "_reported", "_request", "_sink", "_started_ns", "_status", "_stop",
-        "_stop_ids", "_stopped_by", "_tokenizer", "_trusts_prompt",
+        "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_may_move", "_model", "_num_logprobs",
+        "_owner", "_pieces", "_reader", "_reported", "_request", "_sink", "_started_ns", "_status", "_stop",
+        "_stop_ids", "_stopped_by", "_token_ids", "_tokenizer", "_trusts_prompt",
     )  # fmt: skip
 
     def __init__(
@@ -97,16 +99,18 @@ class HttpStream:
         owner: StreamOwner,
         model: str,
         trusts_prompt: bool,
+        may_move: bool,
         event_bytes_max: int,
         error_bytes_max: int,
     ) -> None:
         """`model` is the name that the answer must bear; empty: any.
 
-        `trusts_prompt`: only the worker knows how many tokens the prompt has.
+        `trusts_prompt`: only the worker knows how many tokens the prompt has. `may_move`: if it is broken
+        off, another worker may continue it, if all of its tokens came as ids.
         """
         self._request, self._sink, self._reader, self._owner = request, sink, reader, owner
         self._tokenizer, self._clock, self._model = tokenizer, clock, model
-        self._pieces, self._trusts_prompt = pieces, trusts_prompt
+        self._pieces, self._trusts_prompt, self._may_move = pieces, trusts_prompt, may_move
         self._error_bytes = error_bytes_max
         self._events = EventReader(event_bytes_max)
         self._stop = StopChecker(request.stop, include_stop=request.include_stop) if request.stop else None
@@ -123,6 +127,10 @@ class HttpStream:
         self._finish: FinishReason | None = None
         self._stopped_by: str | int | None = None
         self._reported: ReportedUsage | None = None
+        self._token_ids = array("i", request.resumed)
+        """The answer so far, as far as it came as ids."""
+        if request.resumed:
+            self._prime(request.resumed)
 
     @property
     def request_id(self) -> RequestId:
@@ -146,23 +154,40 @@ class HttpStream:
     def abort(self) -> None:
         """See `Generation.abort`."""
         if not self._done:
-            self._end(Finish(reason=FinishReason.ABORT, usage=self._usage()), close=True)
+            finish = Finish(reason=FinishReason.ABORT, usage=self._usage(), resume=self._resume())
+            self._end(finish, close=True)
 
     def pause_reading(self) -> bool:
-        """See `Generation.hold`: TCP's window fills, and the worker waits."""
+        """See `Generation.pause_reading`: TCP's window fills, and the worker waits."""
         if not self._done and self._exchange is not None:
             self._exchange.pause_reading()
         return True
 
     def resume_reading(self) -> None:
-        """See `Generation.go_on`."""
+        """See `Generation.resume_reading`."""
         if self._exchange is not None:
             self._exchange.resume_reading()
 
     def fail(self, error: PenstockError) -> None:
         """End with an error."""
         if not self._done:
-            self._end(Finish(reason=FinishReason.ERROR, usage=self._usage(), error=error), close=True)
+            usage, resume = self._usage(), self._resume()
+            self._end(Finish(reason=FinishReason.ERROR, usage=usage, error=error, resume=resume), close=True)
+
+    def _prime(self, token_ids: tuple[int, ...]) -> None:
+        """Bring everything to where it was after these tokens; the sink has heard all of it."""
+        self._count, self._has_ids, self._has_output = len(token_ids), True, True
+        self._detokenizer = detokenizer(
+            self._tokenizer, skip_special_tokens=self._request.skip_special_tokens
+        )
+        text = self._detokenizer.push(token_ids)
+        if self._stop is not None:
+            _, matched = self._stop.push(text)
+            assert matched is None, "a stopped stream takes no more tokens"
+
+    def _resume(self) -> tuple[int, ...] | None:
+        """The answer so far; None: it cannot be continued, or is not known as tokens."""
+        return tuple(self._token_ids) if self._may_move and len(self._token_ids) == self._count else None
 
     # --- from the exchange -----------------------------------------------------------------------------
 
@@ -268,6 +293,7 @@ class HttpStream:
                 self._tokenizer, skip_special_tokens=self._request.skip_special_tokens
             )
         if ids:
+            self._token_ids.extend(ids)
             self._deliver(self._detokenizer.push(ids), ids, logprobs)
         if ended is not None and not self._done:
             self._finished(ended, None)
@@ -408,6 +434,8 @@ class HttpStream:
             self._owner.noted(Anomaly.NO_USAGE, "an answer came without its usage")
             return
         prompt, exact = len(self._request.prompt_token_ids), self._exact_count()
+        given = len(self._request.resumed)  # To this worker they are prompt.
+        prompt, exact = prompt + given, None if exact is None else exact - given
         wrong = reported.prompt_tokens is not None and self._has_ids and reported.prompt_tokens != prompt
         if exact is not None:
             spare = 1 if self._finish is not FinishReason.LENGTH else 0

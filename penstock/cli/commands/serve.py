@@ -154,8 +154,6 @@ def log_levels() -> tuple[str, ...]:
     return get_args(get_type_hints(LogConfig)["level"])
 
 
-DTYPES = ("auto", "float32", "bfloat16")
-
 DESCRIPTION = """\
 Serve a model behind the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models, with streaming.
 

@@ -69,7 +69,7 @@ async def _serve(launch: ChildLaunch) -> int:
         clock=clock,
         ids=rng.IdSource(),
         log=log,
-        peers=GatewayPeers(launch.parent),
+        peers=GatewayPeers(launch.parent, launch.leases),
         hash_key=launch.hash_key,
     )
     stop = _Stop(gateway)

@@ -23,10 +23,10 @@ from pathlib import Path
 import msgspec
 
 from penstock.clock import Clock, sleep
-from penstock.config.flow import PARENT
 from penstock.config.tree import Config
 from penstock.errors import OperatorError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
+from penstock.gateway.identity.tenancy import Tenancy
 from penstock.gateway.shared.local_store import LeaseServer
 from penstock.protocol.peers import (
     Ask,
@@ -110,12 +110,18 @@ class GatewayProcesses:
     """`start` takes the sockets, `open` starts the processes, `stop` drains them, `kill` leaves nothing."""
 
     def __init__(self, config: Config, clock: Clock, log: Log, *, hash_key: bytes) -> None:
-        """`hash_key` is what the launched workers name their KV blocks with."""
+        """`hash_key` is what the launched workers name their KV blocks with.
+
+        Raises:
+            ConfigError: the keys file cannot be read, or does not go with the tiers.
+        """
         self._clock, self._log, self._hash_key = clock, log, hash_key
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-gateways-")  # Mode 0700.
         self._path = f"{self._directory.name}/parent.sock"
-        self._config = self._sharing(config)
-        self._leases = LeaseServer(self._config.shared, Path(self._leases_path), clock)
+        self._tenancy = Tenancy(config, clock=clock, log=log)
+        self._leases = None
+        if not config.shared.url:
+            self._leases = LeaseServer(config.shared, Path(f"{self._directory.name}/leases.sock"), clock)
         self._listeners: list[socket.socket] = []
         self._workers: tuple[WorkerAt, ...] = ()
         self._held: dict[str, float] = {}
@@ -140,25 +146,16 @@ class GatewayProcesses:
         return tuple(process.pid for process in self._running.values())
 
     @property
-    def _leases_path(self) -> str:
-        return f"{self._directory.name}/leases.sock"
-
-    def _sharing(self, config: Config) -> Config:
-        """The configuration for the processes: they share their rate limits, through this one if not through
-        Redis.
-        """
-        if config.shared.store == "redis":
-            return config
-        shared = msgspec.structs.replace(
-            config.shared, url=f"{PARENT}{self._leases_path}", gateways=config.server.processes
-        )
-        return msgspec.structs.replace(config, shared=shared)
+    def _config(self) -> Config:
+        """The configuration in force."""
+        return self._tenancy.config
 
     async def start(self, listeners: Sequence[socket.socket]) -> None:
         """Take sockets that listen; connections wait until there is a process."""
         self._listeners = list(listeners)
         self._server = await asyncio.start_unix_server(self._hear, self._path)
-        if self._config.shared.store == "parent":
+        self._tenancy.start(follows_provider=False)  # Tokens are read where requests come.
+        if self._leases is not None:
             await self._leases.start()
 
     async def open(self, workers: Sequence[WorkerAt], *, is_patient: bool = False) -> None:
@@ -180,11 +177,12 @@ class GatewayProcesses:
             raise OperatorError(f"the gateway processes did not start within {START_TIMEOUT_S:g} s") from None
 
     async def reload(self, config: Config) -> bool:
-        """Hand a new configuration to every process, and to those that come; each says in the log what it
-        makes of it.
+        """Judge a new configuration as every process will, and hand what is taken to all of them and to those
+        that come; False if it was refused.
         """
-        self._config = config = self._sharing(config)
-        self._tell(ChildReport(config=msgspec.json.encode(config)))
+        if not await self._tenancy.reload(config):
+            return False
+        self._tell(ChildReport(config=msgspec.json.encode(self._config)))
         return True
 
     def take_workers(self, workers: Sequence[WorkerAt]) -> None:
@@ -235,7 +233,9 @@ class GatewayProcesses:
             listener.close()
         if self._server is not None:
             self._server.close()
-        await self._leases.close()
+        self._tenancy.stop()
+        if self._leases is not None:
+            await self._leases.close()
         self._directory.cleanup()
 
     async def _supervise(self, index: int) -> None:
@@ -264,6 +264,7 @@ class GatewayProcesses:
             listeners=tuple(each.fileno() for each in self._listeners),
             workers=self._workers,
             parent=self._path,
+            leases=str(self._leases.path) if self._leases is not None else "",
             hash_key=self._hash_key,
             held=self._held,
             is_patient=self._is_patient,

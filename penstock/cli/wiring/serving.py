@@ -175,8 +175,8 @@ class Serving:
         self._clock, self._started_ns, self._reread = clock, started_ns, reread
         self._reloading: asyncio.Task[None] | None = None
         self._reload_wanted = False
-        self._new_key, self._is_taken = "", False
-        self._port, self._takes_over = 0, takes_over
+        self._new_key, self._owns_key, self._is_taken = "", False, False
+        self._hosts, self._port, self._takes_over = tuple[str, ...](), 0, takes_over
         if not names_callers(config.auth):
             # Settings made sure that this is a loopback address.
             kept = load_key(config.server.host, config.server.port) if takes_over else ""
@@ -203,32 +203,46 @@ class Serving:
             try:
                 takeover = await begin_takeover(self._config.server) if self._takes_over else None
                 host, self._port = await self._stack.start(takeover)
-                if self._new_key and takeover is None:
-                    save_key(self._port, self._new_key)
+                self._hosts = tuple(str(each.getsockname()[0]) for each in self._stack.listeners)
+                if takeover is None:
+                    self._save_key()
                 is_loaded = await self._loaded(signals)
                 await self._spares.close()
                 if is_loaded:
                     gc_tuning.freeze_gc()
                     if takeover is not None:
                         await self._stack.take_over(takeover)
+                        self._save_key()  # Until here the file is the running server's.
                         self._log.info("took over from the server that ran here")
                     return await self._served(signals, host)
                 return 0
             finally:
-                if self._new_key and not self._is_taken:
-                    forget_key(self._port)
+                if self._owns_key:
+                    self._forget_key()
                 await self._stack.abort()  # After a drain there is nothing left to do.
+
+    def _save_key(self) -> None:
+        """This server has its address now: the key in the files is its key, and no other's."""
+        self._forget_key()
+        if self._new_key:
+            for host in self._hosts:
+                save_key(host, self._port, self._new_key)
+        self._owns_key = True
+
+    def _forget_key(self) -> None:
+        for host in self._hosts:
+            forget_key(host, self._port)
 
     async def _served(self, signals: StopSignals, host: str) -> int:
         """Serve until asked to stop, or until another server has taken over."""
 
         def taken() -> None:
-            self._is_taken = True
+            self._is_taken, self._owns_key = True, False
             self._log.info("another server has taken over; this one drains")
             signals.drain.set()
 
         handover = Handover(self._stack.listeners, taken, self._log)
-        handover.open(self._port)
+        handover.open()
         try:
             self._show_banner(host, self._port)
             await signals.drain.wait()

@@ -3,6 +3,7 @@ the key of a running server.
 """
 
 import contextlib
+import ipaddress
 import os
 import stat
 import tempfile
@@ -69,12 +70,14 @@ def _kept_secret(path: Path, fresh: str) -> str:
 KEY_BYTES_MAX = 4096
 
 
-def save_key(port: int, key: str) -> None:
-    """Write the key down; a machine that does not let us is no reason not to serve."""
+def save_key(host: str, port: int, key: str) -> None:
+    """Write down the key of the server at an address; a machine that does not let us is no reason not to
+    serve.
+    """
     with contextlib.suppress(OSError):
         if (directory := runtime_directory()) is None:
             return
-        path = directory / f"key-{port}"
+        path = directory / key_name(host, port)
         path.unlink(missing_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(handle, "w") as file:
@@ -89,16 +92,28 @@ def load_key(host: str, port: int) -> str:
     try:
         if not _is_private(directory):
             return ""
-        with (directory / f"key-{port}").open() as file:
-            return file.read(KEY_BYTES_MAX).strip()
     except OSError:
         return ""
+    for address in ("127.0.0.1", "::1") if host == "localhost" else (host,):
+        with contextlib.suppress(OSError), (directory / key_name(address, port)).open() as file:
+            return file.read(KEY_BYTES_MAX).strip()
+    return ""
 
 
-def forget_key(port: int) -> None:
+def forget_key(host: str, port: int) -> None:
     """Remove the key again."""
     with contextlib.suppress(OSError):
-        (_directory() / f"key-{port}").unlink(missing_ok=True)
+        (_directory() / key_name(host, port)).unlink(missing_ok=True)
+
+
+def key_name(host: str, port: int) -> str:
+    """The file that keeps the key of the server at an address."""
+    return f"key-{address_name(host, port)}"
+
+
+def address_name(host: str, port: int) -> str:
+    """A file name's part for a numeric address: two servers may have one port, each of another address."""
+    return f"{ipaddress.ip_address(host.strip('[]')).compressed}-{port}"
 
 
 def runtime_directory() -> Path | None:

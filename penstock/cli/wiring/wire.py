@@ -3,9 +3,8 @@
     config ─> ServedModel (tokenizer, template) ─────────────────────> Gateway      listens first
            ─> sources ─> Members ─> Registry <─ workers, ready ──────────┘          then the models load
 
-Chooses nothing at run time: which launcher and which sources there are, is decided here, once.
-
-Which launcher there is, by the configuration.
+Chooses nothing at run time: which launcher and which sources of workers there are follows from the
+configuration, and is decided here, once.
 """
 
 import asyncio

@@ -9,8 +9,8 @@ Bits of tokens are the only thing that the sampler sees. A token that is forced 
 drawn there is replaced.
 """
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 from llguidance import LLExecutor
@@ -18,19 +18,25 @@ from llguidance import LLExecutor
 from penstock.engine.arrays import Int64Array
 from penstock.engine.grammar.answer import GrammarAnswer
 from penstock.engine.grammar.compiler import CompiledGrammar, GrammarTokens, eos_bits
-from penstock.engine.sampler import Masks
+from penstock.engine.masks import Masks
 from penstock.schedule.plan import Forced, NewRow
+
+KnownTokens = Callable[[int, int, int], Sequence[int]]
+"""The tokens of a row, from one position up to another, as the runner remembers them."""
+_LOST = 1 << 60
 
 
 class _Row:
     """A row whose answer has a grammar. Its fields belong to `job` until that is over."""
 
-    __slots__ = ("answer", "job", "known", "run", "singly")
+    __slots__ = ("answer", "grammar", "job", "known", "num_prompt", "run", "singly")
 
-    def __init__(self, known: int, *, singly: bool) -> None:
+    def __init__(self, new: NewRow, grammar: CompiledGrammar, *, singly: bool) -> None:
         self.answer: GrammarAnswer | None = None
-        self.known = known
-        """The position of the next token that is to be drawn."""
+        self.grammar = grammar
+        self.num_prompt = new.num_prompt_tokens
+        self.known = len(new.token_ids)
+        """The position of the next token that is to be drawn; `_LOST` if `answer` may be anywhere."""
         self.run: tuple[int, ...] = ()
         """The forced tokens before that."""
         self.singly = singly
@@ -41,7 +47,10 @@ class _Row:
 class GrammarRows:
     """The grammars of the rows of one runner; one step at a time."""
 
-    def __init__(self, max_running: int, tokens: GrammarTokens, num_threads: int) -> None:
+    def __init__(
+        self, max_running: int, tokens: GrammarTokens, num_threads: int, known_tokens: KnownTokens
+    ) -> None:
+        self._known_tokens = known_tokens
         num_words = -(-tokens.vocab_size // 32)
         self._bits = np.zeros((max_running, num_words), np.int32)
         self._ends = np.array(eos_bits(tokens.eos_ids, num_words), np.uint32).view(np.int32)
@@ -58,7 +67,7 @@ class GrammarRows:
         if new.grammar is None:
             return
         assert isinstance(new.grammar, CompiledGrammar)
-        row = _Row(len(new.token_ids), singly=new.sampling.logprobs is not None)
+        row = _Row(new, new.grammar, singly=new.sampling.logprobs is not None)
         self._rows[new.row] = row
         answer = new.token_ids[new.num_prompt_tokens :]
         row.job = self._entering.submit(self._make, row, new.row, new.grammar, answer)
@@ -67,7 +76,7 @@ class GrammarRows:
         """The row is free."""
         row = self._rows.pop(index, None)
         if row is not None and row.job is not None:
-            row.job.result()  # It writes where the next request's mask will be.
+            wait([row.job])  # It writes where the next request's mask will be.
 
     def masks(self, rows: Int64Array, positions: Int64Array) -> Masks | None:
         """What may be drawn at `positions` of `rows`; None: anything."""
@@ -76,11 +85,11 @@ class GrammarRows:
         of_row = np.full(len(rows), -1, np.int32)
         found: list[tuple[int, int]] = []
         for i, (index, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-            if (row := self._rows.get(index)) is None or position < row.known:
+            if (row := self._rows.get(index)) is None:
                 continue
-            if row.job is not None:
-                row.job.result()
-                row.job = None
+            self._settle(row, index, position)
+            if position != row.known:
+                continue  # It was forced, or a step that failed should have drawn the one before.
             answer = row.answer
             assert answer is not None
             if answer.wants_mask and not answer.only_ends:
@@ -109,6 +118,8 @@ class GrammarRows:
             if position < row.known:  # Forced by a step before this one, which was on its way already.
                 token_ids[i] = row.run[position - row.known]
                 continue
+            if position > row.known:
+                continue  # The step before failed, and this one does not count.
             answer = row.answer
             assert answer is not None
             if answer.error is None:
@@ -135,11 +146,25 @@ class GrammarRows:
             token_ids[i] = answer.forced[0]
         elif answer.only_ends:
             token_ids[i] = self._eos_id
+        known, row.known = row.known, _LOST  # If this fails.
         answer.take(int(token_ids[i]))
         row.run = () if row.singly else answer.take_forced()
-        row.known += 1 + len(row.run)
+        row.known = known + 1 + len(row.run)
         if row.run or answer.is_complete:
             follows[i] = Forced(row.run, answer.is_complete)
+
+    def _settle(self, row: _Row, index: int, position: int) -> None:
+        """Wait for the row's mask. A row whose draws were forgotten is made again from its known tokens: a
+        step may run out of memory behind `take`, and is planned again.
+        """
+        job, row.job = row.job, None
+        if job is not None and job.exception() is not None:
+            row.known = _LOST
+        if position < row.known - len(row.run):
+            row.known, row.run = _LOST, ()  # If this fails.
+            answer = self._known_tokens(index, row.num_prompt, position)
+            self._make(row, index, row.grammar, answer)
+            row.known = position
 
     # --- on the threads ---------------------------------------------------------------------------
 

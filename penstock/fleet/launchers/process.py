@@ -69,7 +69,7 @@ EXIT_CANNOT_SERVE = 78
 TAIL_LINES = 20
 LINE_BYTES_MAX = 8192
 TakeSpare = Callable[[dict[str, str]], Process | None]
-"""Gives away a process that was begun in this environment; see spares.py."""
+"""Gives away a process that was begun in this environment: `Spares.take`."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 

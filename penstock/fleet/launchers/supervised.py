@@ -4,7 +4,7 @@
       ^                                ├─ cannot serve, or never was ready ──> down (wait_ready raises)
       └──── back-off ──── restart <────┴─ crashed, killed, hung, lost ──> down once the restarts are used up
 
-When to restart is in `supervision.py`; how a process is started and ended is the launcher's.
+When to restart is in `RestartBudget`; how a process is started and ended is the launcher's.
 
 What every launcher whose workers are supervised from here has in common: which there are, who hears them,
 how they end.

@@ -1,8 +1,8 @@
 """What generates: `/v1/chat/completions` and `/v1/completions`. `/v1/responses` goes the way of chats.
 
 Each reads its request, finds the model, makes prompt tokens, checks that they fit, and submits a reply with
-one sink per choice to the dispatcher. After that everything is pushed (dispatch.py, reply.py, relay.py,
-collect.py).
+one sink per choice to the dispatcher. After that everything is pushed (gateway/dispatch/dispatcher.py, and in
+gateway/relay/: reply.py, relay.py, collect.py).
 """
 
 import math
@@ -60,7 +60,7 @@ from penstock.protocol.parameters import Need
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
-from penstock.text.reasoning import AnswerParser
+from penstock.text.reasoning import AnswerParser, ThoughtCount
 from penstock.text.tool_tails import ForcedCalls
 from penstock.text.tools import FirstCallOnly, ToolParser
 
@@ -216,7 +216,7 @@ class Generate:
             if choice is not None:
                 services.explained.chose(facts.id, choice)
             reply, sinks = begin(job)
-            streams = self._streams(job, sinks)
+            streams = self._streams(job, hints, sinks)
             fall_back = partial(self._retarget, served, hints, prepare) if services.falls_back else None
             diverted = services.dispatcher.submit(facts, reply, streams, fall_back)
             if diverted is None:
@@ -248,7 +248,7 @@ class Generate:
             if (found := services.models.get(name)).workers.is_ready:
                 yield found
 
-    def _streams(self, job: Job, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
+    def _streams(self, job: Job, hints: Hints, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
         """Every choice's request, and who hears its answer."""
         piece_tokens = 1
         if not job.request.stream and job.num_choices == 1 and job.model.reasoning is None:
@@ -256,7 +256,7 @@ class Generate:
             piece_tokens = math.gcd(PIECE_TOKENS, SLICE_TOKENS)
         if job.only_scores:
             sinks = [ScoringSink(sink) for sink in sinks]
-        return list(zip(requests_of(job, piece_tokens), sinks, strict=True))
+        return list(zip(requests_of(job, hints, piece_tokens), sinks, strict=True))
 
     async def _retarget(
         self,
@@ -285,7 +285,7 @@ class Generate:
                 started_ns=exchange.started_ns,
             )
             reply, sinks = begin(job)
-            return reply, self._streams(job, sinks)
+            return reply, self._streams(job, hints, sinks)
 
         services.dispatcher.move(request, facts, start)
 
@@ -372,11 +372,15 @@ def answer_parser(job: Job) -> AnswerParser:
         tools = model.tool_format.parser(schemas_of(request))
         if request.parallel_tool_calls is False:
             tools = FirstCallOnly(tools)
+    if (marks := model.reasoning) is None:
+        return AnswerParser(tools)
+    has_begun = begins_reasoning(model, job.prompts[0])
     return AnswerParser(
         tools,
-        model.reasoning,
-        has_begun=begins_reasoning(model, job.prompts[0]),
+        marks,
+        has_begun=has_begun,
         shows=getattr(request, "include_reasoning", None) is not False,
+        counts=ThoughtCount(marks, model.tokenizer.token_bytes, has_begun=has_begun),
     )
 
 

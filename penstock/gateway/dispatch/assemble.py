@@ -1,15 +1,15 @@
 """Wires the decisions of one gateway together, from its configuration.
 
-The placements of this gateway's models, and what is seen of their decisions: metrics, a sampled log line,
-explanations.
-
-Says in the log when a machine is too slow for what is promised, and what holds there instead
-(policy/admission/admit.py).
+`Placements` makes the placement of each model, and shows its decisions: metrics, a sampled log line,
+explanations. `StretchedPromises` writes a line into the log where a machine is too slow for what is promised,
+with what holds there instead (policy/admission/admit.py).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock
@@ -156,15 +156,19 @@ def make_policies(
     clock: Clock,
     log: Log,
     locality: KVLocality,
+    leases: str = "",
 ) -> GatewayPolicies:
     """Admission, limits, budgets, prices and queues of `config`, in front of the models' workers.
 
-    `gateway` names this process for all time.
+    `gateway` names this process for all time; `leases` is the socket of the parent's store of limits.
 
     Raises:
         ConfigError: the store of shared limits cannot be used as configured.
     """
-    limits = SharedLimits(config.limits, config.shared, gateway=gateway, clock=clock, log=log)
+    shared = config.shared
+    if leases:
+        shared = msgspec.structs.replace(shared, gateways=config.server.processes)
+    limits = SharedLimits(config.limits, shared, gateway=gateway, clock=clock, log=log, parent=leases)
     ledger = Ledger(config.ledger, clock, log)
     placements = Placements(
         config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality

@@ -4,8 +4,8 @@
     on_first_output, on_tokens, on_attempt_failed, on_ended <── the replies ──> Driver
 
 The driver decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know.
-
-What the driver writes down and counts, of this gateway: the ledger and the metrics.
+`Dispatcher` is the driver's `Workers` and `Clients`, `GatewayRecords` its `Records`: the ledger and the
+metrics.
 """
 
 import asyncio
@@ -298,6 +298,10 @@ class Dispatcher:
             self._driver.cancel(self._clock.now_ns(), reply.request)
             self._dispatch_soon()
 
+    def on_bug(self, reply: Reply, error: Exception) -> None:
+        """See `ReplyListener`."""
+        self._log.bug("an answer could not be passed on", error, request_id=reply.exchange.id)
+
     def on_ended(self, reply: Reply) -> None:
         """See `ReplyListener`. A request that goes to another model has a reply that was never accepted."""
         request, tally = reply.request, reply.tally
@@ -327,6 +331,9 @@ class Dispatcher:
             streams = reply.remaining()
             if start.priority or start.attempt > 1 or start.takes_row:
                 streams = [(_attempt(stream, start), sink) for stream, sink in streams]
+            if worker.engine != "penstock" and streams:
+                moves = worker.backend.status.resumes and streams[0][0].may_move
+                reply.tally.migration = "approximate" if moves else "none"
             race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
             reply.start(worker.backend, streams, race=race)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.

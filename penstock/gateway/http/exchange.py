@@ -13,6 +13,7 @@ chunk.
                                                 unavailable, failure, timeout, breaker, busy
     x-penstock-route: complexity=0.31 (code .20, question .11)      how `model: "auto"` was decided
     x-penstock-queue-ms: 12                     how long it waited here for a worker
+    x-penstock-migration: approximate           or none: where its worker is no one of ours (docs/failures.md)
 """
 
 import enum
@@ -34,8 +35,6 @@ from penstock.protocol.stream import HEARTBEAT
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import RequestMeasurement
 from penstock.types import FinishReason, Usage
-
-_SAFE = "/:@!$&'()*+,;=~"
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -65,19 +64,19 @@ class Served:
     """How it was chosen, if it was: `Choice.explain()`."""
     queue_ns: int | None = None
     """From its arrival to its (last) start on a worker; None before."""
+    migration: str = ""  # "approximate" or "none", where its worker cannot promise the same tokens.
 
     def headers(self) -> Headers:
         """The response's headers, as far as the facts are known."""
-        found = [(b"x-penstock-model", _value(self.model))]
-        if self.requested != self.model:
-            found.append((b"x-penstock-requested-model", _value(self.requested)))
-        if self.downgrade is not None:
-            found.append((b"x-penstock-downgrade", self.downgrade.encode()))
-        if self.route:
-            found.append((b"x-penstock-route", self.route.encode()))
-        if self.queue_ns is not None:
-            found.append((b"x-penstock-queue-ms", b"%d" % self._queue_ms()))
-        return tuple(found)
+        found = (
+            (b"x-penstock-model", _value(self.model)),
+            (b"x-penstock-requested-model", b"" if self.requested == self.model else _value(self.requested)),
+            (b"x-penstock-downgrade", (self.downgrade or "").encode()),
+            (b"x-penstock-route", self.route.encode()),
+            (b"x-penstock-queue-ms", b"" if self.queue_ns is None else b"%d" % self._queue_ms()),
+            (b"x-penstock-migration", self.migration.encode()),
+        )
+        return tuple(header for header in found if header[1])
 
     def facts(self) -> bytes:
         """The same as JSON, for clients that do not see headers."""
@@ -97,7 +96,7 @@ class Served:
 
 def _value(name: str) -> bytes:
     """A model's name in a header: as it is if it is ASCII, else percent-encoded (RFC 3986)."""
-    return (name if name.isascii() else quote(name, safe=_SAFE)).encode()
+    return (name if name.isascii() else quote(name, safe="/:@!$&'()*+,;=~")).encode()
 
 
 _OUTCOMES: Mapping[FinishReason, OutcomeLabel] = {

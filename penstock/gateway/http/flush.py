@@ -8,8 +8,8 @@ than a mark) is treated by `server.slow_client`:
     pause   its text is held back as text, and leaves as one event when it has caught up. The text of a token
             is a fiftieth of its event, so a bound of 1 MiB holds nearly any answer. Over the bound a worker
             that is reached over HTTP is not read until the client has caught up, so it waits
-            (`Generation.hold`); an engine of ours, which sends all streams over one connection, has the
-            answer aborted.
+            (`Generation.pause_reading`); an engine of ours, which sends all streams over one connection,
+            has the answer aborted.
     abort   it is written all the same, and aborted once the buffer is full.
 
 Our own engine is not slowed in either case: a stream that waits holds its KV blocks, which are dearer than a

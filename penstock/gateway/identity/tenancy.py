@@ -22,7 +22,8 @@ check: no browser adds keys by itself.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import enum
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,26 +31,27 @@ import msgspec
 
 from penstock.clock import Clock, sleep
 from penstock.config.checks import check
-from penstock.config.flow import SharedConfig
+from penstock.config.machine import is_loopback
 from penstock.config.reload import with_members
 from penstock.config.tenancy import names_callers
-from penstock.config.tree import Config
-from penstock.errors import ConfigError, Unauthenticated
+from penstock.config.tree import Config, ServerConfig
+from penstock.errors import ConfigError, Forbidden, Unauthenticated
 from penstock.gateway.http.exchange import RequestHead
 from penstock.gateway.identity.api_keys import Stamp, stamp
-from penstock.gateway.identity.tenants import ANONYMOUS_CALLER, Caller, TenantTable, credential, read_tenants
+from penstock.gateway.identity.tenants import (
+    ANONYMOUS_CALLER,
+    OPERATOR,
+    SCRAPER,
+    Caller,
+    TenantTable,
+    credential,
+    read_tenants,
+)
 from penstock.rng import fresh_key
 from penstock.telemetry.log import Log
 
 if TYPE_CHECKING:
     from penstock.gateway.identity.tokens import ProviderKeys, TokenVerifier
-import enum
-from collections.abc import Mapping
-
-from penstock.config.machine import is_loopback
-from penstock.config.tree import ServerConfig
-from penstock.errors import Forbidden
-from penstock.gateway.identity.tenants import OPERATOR, SCRAPER
 
 RELOADABLE = ("tenants", "tiers", "auth", "prices", "budgets")
 """Sections that a reload takes, and of `models` who their workers are. Changes of others are named in the
@@ -82,7 +84,7 @@ class Tenancy:
         self._fetching: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
-        self._started = False
+        self._follows_provider = False
         self.on_reload: list[Subscriber] = []
         self._take_tokens(config)
 
@@ -96,11 +98,11 @@ class Tenancy:
         """The table in force."""
         return self._table
 
-    def start(self) -> None:
-        """Begin to follow the keys file and the identity provider."""
-        self._started = True
+    def start(self, *, follows_provider: bool = True) -> None:
+        """Begin to follow the keys file, and the identity provider if tokens are to be read here."""
+        self._follows_provider = follows_provider
         self._following = _task(self._follow(), "follow the keys file")
-        if self._keys is not None:
+        if self._keys is not None and follows_provider:
             self._fetching = _task(self._keys.run(), "follow the identity provider")
 
     def stop(self) -> None:
@@ -178,10 +180,7 @@ class Tenancy:
             merged = self._mergeable(config)
             mark = self._stamp_of(merged)
             try:
-                # Again, since what runs may go with the old settings and not with the new ones.
-                # But for the store that `--processes` wrote there, which no file may name.
-                is_parents = merged.shared.store == "parent"
-                check(msgspec.structs.replace(merged, shared=SharedConfig()) if is_parents else merged)
+                check(merged)  # Again: what runs may go with the old settings and not with the new ones.
                 if not names_callers(merged.auth):
                     raise ConfigError("auth: it names nobody, so nobody could call any more")
                 table = await asyncio.to_thread(self._read, merged)
@@ -238,7 +237,7 @@ class Tenancy:
         if self._keys is None or not same_provider:
             self._end_fetching()
             self._keys = ProviderKeys(jwt, clock=self._clock, log=self._log)
-            if self._started:
+            if self._follows_provider:
                 self._fetching = _task(self._keys.run(), "follow the identity provider")
         self._tokens = TokenVerifier(jwt, self._keys, self._table.tenants, clock=self._clock)
         self._keys.on_change = self._tokens.forget

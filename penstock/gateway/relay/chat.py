@@ -30,13 +30,18 @@ class ChatSink(TextSink):
         """More output. Log-probabilities travel with the text that is shown now, even if that is none."""
         if not self._began:
             self._begin()
-        events = self._parser.push(delta.text)
-        if self._parser.takes_thought():
-            self._reply.tally.reasoning_tokens += len(delta.token_ids)
+        try:
+            events = self._parser.push(delta.text)
+        except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
+            self._reply.crash(error)
+            return
+        self._reply.tally.reasoning_tokens += self._parser.num_thoughts(delta.token_ids)
         if self._logprobs and delta.logprobs:
-            text = "".join(item.text for item in events if isinstance(item, Text))
+            at = next((i for i, item in enumerate(events) if isinstance(item, Text)), len(events))
+            self._send(events[:at])
+            text = "".join(item.text for item in events[at : at + 1] if isinstance(item, Text))
             self._exchange.write(self._chunks.text_with_logprobs(text, chat_logprobs(delta.logprobs)))
-            events = [item for item in events if not isinstance(item, Text)]
+            events = events[at + 1 :]
         self._send(events)
         for piece in delta.tool_calls:
             self._exchange.write(self._chunks.tool_call(passed_call(piece)))
@@ -48,10 +53,17 @@ class ChatSink(TextSink):
         if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
             if not self._began:
                 self._begin()
-            self._send(self._parser.finish())
+            self._send(self._last_events())
             if self._num_calls and finish.reason is FinishReason.STOP:
                 finish = Finish(reason=FinishReason.TOOL_CALLS, usage=finish.usage)
         super().on_finish(finish)
+
+    def _last_events(self) -> Sequence[ToolEvent]:
+        try:
+            return self._parser.finish()
+        except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
+            self._reply.crash(error)
+            return ()
 
     def _send(self, events: Sequence[ToolEvent]) -> None:
         for item in events:

@@ -84,9 +84,12 @@ class CollectSink:
         if not self._began:
             self._began = True
             self._reply.first_output()
-        self.events += self._parser.push(delta.text)
-        if self._parser.takes_thought():
-            self._reply.tally.reasoning_tokens += len(delta.token_ids)
+        try:
+            self.events += self._parser.push(delta.text)
+        except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
+            self._reply.crash(error)
+            return
+        self._reply.tally.reasoning_tokens += self._parser.num_thoughts(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         for piece in delta.tool_calls:
             self.passed_calls.setdefault(piece.index, PassedCall()).add(piece)
@@ -97,7 +100,10 @@ class CollectSink:
         finish = self._reply.ended(finish)
         self.reason = finish.reason
         if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may go on.
-            self.events += self._parser.finish()
+            try:
+                self.events += self._parser.finish()
+            except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
+                self._reply.crash(error)
         elif not self._began:
             self.prompt_logprobs.clear()  # Another attempt tells them again.
         self._reply.choice_finished(self._index, finish)

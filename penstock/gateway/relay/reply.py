@@ -149,6 +149,10 @@ class ReplyListener(Protocol):
         """The client is gone; the reply ends as soon as nothing of it runs."""
         ...
 
+    def on_bug(self, reply: "Reply", error: Exception) -> None:
+        """A sink could not pass its output on; the reply fails."""
+        ...
+
     def on_ended(self, reply: "Reply") -> None:
         """Nothing of this reply runs any more. Called exactly once."""
         ...
@@ -362,6 +366,13 @@ class Reply:
         self._abort_all()
         self.send_error(error)
         self._settle_if_idle()
+
+    def crash(self, error: Exception) -> None:
+        """A sink met a bug (called by sinks, which raise nothing): it ends this reply alone, not its worker's
+        connection, on which others wait.
+        """
+        self.listener.on_bug(self, error)
+        self.fail(error)
 
     def give_up(self, error: PenstockError) -> None:
         """The attempt that runs has given nothing for too long: it has failed."""

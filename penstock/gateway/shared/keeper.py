@@ -4,7 +4,7 @@ It asks when something is wanted and at least once in a while (so that it is cou
 each within its timeout. While the store is away it tries again every `retry_s`; requests meanwhile go by
 `on_store_down`.
 
-What a lease store is: where the true buckets of shared limits are kept.
+A lease store is where the true buckets of shared limits are kept.
 """
 
 import asyncio

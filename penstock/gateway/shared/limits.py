@@ -14,14 +14,22 @@ class SharedLimits:
     """A `Limiter`, and the task that keeps it in leases where limits are shared."""
 
     def __init__(
-        self, limits: LimitsConfig, shared: SharedConfig, *, gateway: str, clock: Clock, log: Log
+        self,
+        limits: LimitsConfig,
+        shared: SharedConfig,
+        *,
+        gateway: str,
+        clock: Clock,
+        log: Log,
+        parent: str = "",
     ) -> None:
         """`gateway` names this process for all time: a name that another one had would get its answers.
+        `parent` is the socket of the parent's store, for one of several processes.
 
         Raises:
             ConfigError: the store cannot be used as configured, or its client is not installed.
         """
-        store = open_store(shared, gateway)
+        store = open_store(shared, gateway, parent)
         if store is None:
             self.leases, self._keeper = None, None
             self.limiter = Limiter(limits)
@@ -41,19 +49,21 @@ class SharedLimits:
             await self._keeper.close()
 
 
-def open_store(config: SharedConfig, gateway: str) -> LeaseStore | None:
-    """The store of the configuration; None if nothing is shared. `gateway` names this process for all time.
+def open_store(config: SharedConfig, gateway: str, parent: str = "") -> LeaseStore | None:
+    """The store of the configuration, else the parent's on its socket; None if nothing is shared.
+
+    `gateway` names this process for all time.
 
     Raises:
         ConfigError: the store cannot be used as configured, or its client is not installed.
     """
     # Both are imported when they are used: most gateways share nothing.
-    if config.store == "redis":
+    if config.url:
         from penstock.gateway.shared.redis_store import RedisStore
 
         return RedisStore(config, gateway)
-    if config.store == "parent":
+    if parent:
         from penstock.gateway.shared.local_store import LocalStore
 
-        return LocalStore(config, gateway)
+        return LocalStore(parent, gateway)
     return None

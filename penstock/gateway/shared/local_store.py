@@ -32,8 +32,8 @@ _NAME = msgspec.msgpack.Decoder(str)
 class LocalStore:
     """A `LeaseStore` in the parent process."""
 
-    def __init__(self, config: SharedConfig, gateway: str) -> None:
-        self._config, self._gateway = config, gateway
+    def __init__(self, path: str, gateway: str) -> None:
+        self._path, self._gateway = path, gateway
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def lease(self, asks: Sequence[LeaseAsk]) -> LeaseReply:
@@ -47,7 +47,7 @@ class LocalStore:
             # A frame may be half read: nothing more can come from this connection, whatever ended it.
             await self.close()
             if isinstance(error, OSError | EOFError | msgspec.MsgspecError):
-                raise StoreError(f"{self._config.socket}: {error}") from error
+                raise StoreError(f"{self._path}: {error}") from error
             raise
 
     async def close(self) -> None:
@@ -57,7 +57,7 @@ class LocalStore:
             self._streams = None
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_unix_connection(self._config.socket)
+        reader, writer = await asyncio.open_unix_connection(self._path)
         self._streams = reader, writer
         _write(writer, self._gateway)
         return reader, writer
@@ -67,7 +67,7 @@ class LeaseServer:
     """The parent's side: answers its gateways from one `LeaseTable`."""
 
     def __init__(self, config: SharedConfig, path: Path, clock: Clock) -> None:
-        self._config, self._path, self._clock = config, path, clock
+        self.path, self._clock = path, clock
         self.table = LeaseTable(config, epoch=clock.wall_ns() // 1000)
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, str] = {}
@@ -79,9 +79,9 @@ class LeaseServer:
             OSError: the socket cannot be made.
         """
         with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
-        self._server = await asyncio.start_unix_server(self._serve, self._path)
-        os.chmod(self._path, 0o600)
+            self.path.unlink()
+        self._server = await asyncio.start_unix_server(self._serve, self.path)
+        os.chmod(self.path, 0o600)
 
     async def close(self) -> None:
         """Stop listening and hang up."""
@@ -91,7 +91,7 @@ class LeaseServer:
                 writer.transport.abort()
             await self._server.wait_closed()
         with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+            self.path.unlink()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open) >= GATEWAYS_MAX:

@@ -20,9 +20,9 @@ class GatewayPeers:
     `start` it once; the parent's end is this process's end, so it is never made again.
     """
 
-    def __init__(self, path: str) -> None:
-        """`path` is the parent's Unix socket."""
-        self._path = path
+    def __init__(self, path: str, leases: str = "") -> None:
+        """`path` is the parent's Unix socket; `leases` is that of its store of limits, if it has one."""
+        self._path, self.leases = path, leases
         self._asked: deque[asyncio.Future[ToChild]] = deque()
         self._tasks: list[asyncio.Task[None]] = []
 

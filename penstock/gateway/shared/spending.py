@@ -47,7 +47,7 @@ class Spending:
             LedgerError: the ledger cannot be read, or cannot be given a name.
         """
         self._budgets.restore(self._clock.now_ns(), await self._ledger.spent())
-        if self._shared.store == "redis":
+        if self._shared.url:
             # Imported when it is used: it needs the extra.
             from penstock.gateway.shared.redis_store import RedisSpending
 

@@ -276,7 +276,7 @@ class EngineBlockNames:
     def __init__(self, key: bytes) -> None:
         self.key = key
         self.hasher: BlockHasher | None = None
-        """Of what it computes (identity.py); None until it has announced that."""
+        """Of what it computes (engine/fingerprint.py); None until it has announced that."""
         self.num_orphans = 0
         self.refused = ""
         self.unit = 1

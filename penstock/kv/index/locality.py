@@ -152,9 +152,9 @@ class KVLocality:
         return self._model(model).maker
 
     def identify(self, worker: WorkerId, identity: str) -> None:
-        """A worker of ours announced what it computes (identity.py): its blocks are looked up by names that
-        start from that. Its name for the model is a label. If it was another identity before, what was
-        believed of it is forgotten.
+        """A worker of ours announced what it computes (engine/fingerprint.py): its blocks are looked up by
+        names that start from that. Its name for the model is a label. If it was another identity before, what
+        was believed of it is forgotten.
         """
         cache_view = self._workers[worker]
         names, entry = cache_view.names, self._models_of[worker]

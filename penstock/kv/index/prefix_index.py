@@ -294,7 +294,7 @@ class PrefixIndex:
 
     def match(self, now_ns: int, *names: Sequence[int]) -> Match:
         """What every worker has of one prompt, whose blocks go by one or more lists of keys (see
-        prompt_keys.py).
+        `PromptKeys`).
         """
         if self._due and now_ns >= self._due[0][0]:
             self._expire(now_ns)

@@ -6,11 +6,12 @@ does not wait any longer.
                            worker or model could answer
     what is usual there    attempt_times.py, external workers only, if another worker or model could answer
 
-An attempt is never given up for nothing: while no other place would take the request, it goes on. After its
-first output none of this holds.
+An attempt is never given up for nothing: while no other place would take the request, it goes on. One is
+given up at a time, so that the next one is asked about what is left of those places. After its first output
+none of this holds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_MS, NS_PER_S
@@ -45,25 +46,17 @@ class AttemptClock(Extra):
         self._deadlines: list[tuple[int, RequestId]] = []
 
     def queued(self, now_ns: int, request: Request) -> None:
-        """See `Extra`."""
-        if request.facts.first_token_ns and not request.attempts:
+        """See `Extra`. The deadline that it came with holds for every model that it moves to."""
+        if request.facts.first_token_ns and now_ns == request.arrived_ns:
             heappush(self._deadlines, (_deadline_ns(request), request.id))
 
     def started(self, now_ns: int, request: Request) -> None:
         """See `Extra`."""
-        if request.has_begun or not _is_external(request):
-            return
-        bound_ns = self._firsts.bound_ns(request.lane.route, request.worker, _tokens(request))
-        if deadline_ns := _deadline_ns(request):
-            half_ns = max(1, (deadline_ns - now_ns) // 2)
-            assert half_ns <= max(1, deadline_ns - now_ns), "no attempt has more than the client"
-            bound_ns = min(bound_ns or half_ns, half_ns)
-        if bound_ns:
-            heappush(self._due, (now_ns + bound_ns, request.id, request.attempts))
+        self._watch(now_ns, request, request.worker, request.attempt)
 
     def first_output(self, now_ns: int, request: Request) -> None:
         """See `Extra`."""
-        if not request.has_begun and request.hedge is None and _is_external(request):
+        if not request.has_begun and request.hedge is None and _is_external(request, request.worker):
             ttft_ns = now_ns - request.dispatched_ns
             self._firsts.took(request.lane.route, request.worker, _tokens(request), ttft_ns)
 
@@ -78,10 +71,11 @@ class AttemptClock(Extra):
         """See `Extra`."""
         if isinstance(error, AttemptTimeout):
             self._firsts.gave_up(request.lane.route, worker, _tokens(request), error.waited_ns)
+        if request.hedge is not None and worker == request.worker:
+            self._watch(now_ns, request, request.hedge.worker, request.hedge.attempt)
 
-    def evictions(self, now_ns: int) -> list[tuple[Request, str, PenstockError]]:
+    def evictions(self, now_ns: int) -> Iterator[tuple[Request, str, PenstockError]]:
         """See `Extra`: clients that do not wait any longer."""
-        found = list[tuple[Request, str, PenstockError]]()
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             request = self._requests.get(heappop(self._deadlines)[1])
             if request is not None and _is_silent(request):
@@ -90,27 +84,22 @@ class AttemptClock(Extra):
                     f"no first token within {wait_ms} ms, which is as long as the client waits",
                     retry_after_s=request.lane.retry_after_s(),
                 )
-                found.append((request, "late", error))
-        return found
+                yield request, "late", error
 
     def due(self, now_ns: int) -> list[GiveUp]:
-        """See `Extra`: attempts that are over their time."""
-        found = list[GiveUp]()
+        """See `Extra`: an attempt that is over its time, one for each call."""
         while self._due and self._due[0][0] <= now_ns:
             _, request_id, attempt = heappop(self._due)
             request = self._requests.get(request_id)
-            if request is None or request.state is not State.STARTED or request.has_begun:
+            if request is None or not self._counts(request_id, attempt):
                 continue
-            if request.attempts != attempt or request.hedge is not None:
-                continue  # Another attempt is the one that counts, and has its own time.
-            if self._can_leave(now_ns, request):
+            if request.hedge is None and self._can_leave(now_ns, request):
                 waited_ns = now_ns - request.dispatched_ns
                 assert waited_ns > 0, "an attempt has some time"
                 why = f"the worker gave no first token within {waited_ns / NS_PER_S:.1f} s"
-                found.append(GiveUp(request.id, AttemptTimeout(why, waited_ns=waited_ns)))
-            else:
-                heappush(self._due, (now_ns + _AGAIN_NS, request_id, attempt))
-        return found
+                return [GiveUp(request.id, AttemptTimeout(why, waited_ns=waited_ns))]
+            heappush(self._due, (now_ns + _AGAIN_NS, request_id, attempt))
+        return []
 
     def next_ns(self) -> int | None:
         """See `Extra`."""
@@ -121,9 +110,26 @@ class AttemptClock(Extra):
         times = [heap[0][0] for heap in (self._due, self._deadlines) if heap]
         return min(times, default=None)
 
+    def _watch(self, now_ns: int, request: Request, worker: WorkerId, attempt: int) -> None:
+        """Bound an attempt that begins, or runs alone from now on."""
+        if request.has_begun or not _is_external(request, worker):
+            return
+        bound_ns = self._firsts.bound_ns(request.lane.route, worker, _tokens(request))
+        if deadline_ns := _deadline_ns(request):
+            half_ns = max(1, (deadline_ns - now_ns) // 2)
+            bound_ns = min(bound_ns or half_ns, half_ns)
+        assert bound_ns >= 0, "no attempt is over before it begins"
+        if bound_ns:
+            heappush(self._due, (now_ns + bound_ns, request.id, attempt))
+
     def _counts(self, request_id: RequestId, attempt: int) -> bool:
         request = self._requests.get(request_id)
-        return request is not None and request.attempts == attempt and request.state is State.STARTED
+        return (
+            request is not None
+            and request.attempt == attempt
+            and request.state is State.STARTED
+            and not request.has_begun
+        )
 
     def _is_waited_for(self, request_id: RequestId) -> bool:
         request = self._requests.get(request_id)
@@ -141,8 +147,8 @@ def _deadline_ns(request: Request) -> int:
     return request.arrived_ns + first_token_ns if first_token_ns else 0
 
 
-def _is_external(request: Request) -> bool:
-    room = request.lane.rooms.get(request.worker)
+def _is_external(request: Request, worker: WorkerId) -> bool:
+    room = request.lane.rooms.get(worker)
     return room is not None and room.view.is_external
 
 

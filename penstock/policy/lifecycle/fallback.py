@@ -12,6 +12,7 @@ nothing is lost. It takes nothing of the retry budget: what keeps it from multip
 other model lets in what it can answer in time. Nothing falls back that has given output.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -47,10 +48,18 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
     holds: Holds
 
 
+class _Round(msgspec.Struct):
+    """One time in which a model cannot be used."""
+
+    since_ns: int
+    unasked: deque[Work]
+    """What waits and has not been asked yet; some may have left."""
+
+
 class Fallbacks:
     """Those of one flow control."""
 
-    __slots__ = ("_accounts", "_look", "_policies", "_requests", "_retries_max")
+    __slots__ = ("_accounts", "_look", "_policies", "_requests", "_retries_max", "_rounds")
 
     def __init__(
         self,
@@ -64,6 +73,8 @@ class Fallbacks:
         """`requests` are all accepted ones, by reference; `retries_max` bounds the tries at one model."""
         self._retries_max = retries_max
         self._policies, self._accounts, self._requests, self._look = policies, accounts, requests, look
+        self._rounds: dict[str, _Round] = {}
+        """By model."""
 
     def ask(self, now_ns: int, lane: ModelQueue) -> tuple[list[FallBack], list[Request], bool]:
         """What waits for a model that has no worker, or none that may be used: which requests could go
@@ -71,21 +82,29 @@ class Fallbacks:
         """
         found, stay = list[FallBack](), list[Request]()
         why, since_ns = _unusable(now_ns, lane, self._policies.health)
+        entered = lane.queue.take_entered()
         if not why:
+            self._rounds.pop(lane.route, None)
             return found, stay, False
-        for work in lane.waiting():
-            request = self._requests[work.id]
-            if request.asked_ns == since_ns or request.has_begun:
+        assert since_ns <= now_ns, "trouble that has not begun is none"
+        asking = self._rounds.get(lane.route)
+        if asking is None or asking.since_ns != since_ns:
+            asking = self._rounds[lane.route] = _Round(since_ns, deque(lane.waiting()))
+        else:
+            asking.unasked.extend(entered)
+        unasked = asking.unasked
+        while unasked and len(found) + len(stay) < ASKED_MAX:
+            work = unasked.popleft()
+            request = self._requests.get(work.id) if work.waiting else None
+            if request is None or request.has_begun or request.asked_ns == since_ns:
                 continue
-            if len(found) + len(stay) == ASKED_MAX:
-                return found, stay, True
             request.asked_ns = since_ns
             leaves = self._without_worker if why == "unavailable" else self.leave
             if (action := leaves(now_ns, request, why)) is not None:
                 found.append(action)
             else:
                 stay.append(request)
-        return found, stay, False
+        return found, stay, bool(unasked)
 
     def can_leave(self, now_ns: int, request: Request) -> bool:
         """Whether another worker or model would take a request that runs and has given nothing."""

@@ -1,11 +1,12 @@
 """The limits inside a tenant, of each of its keys and of each `user` that it names: one reservation over all
 levels.
 
-    reserve: user, key, tenant ──> all hold, or the first that refuses gives back what the others took
+    reserve: tenant, key, user ──> all hold, or the first that refuses gives back what the others took
 
 Each level is a tenant of its own to a `Limiter`: its buckets, leases and lines are those of rate_limit.py.
 Clients choose what they write as `user`, so these levels keep people of one tenant apart; the tenant's limit
-holds whatever they write.
+holds whatever they write. It is asked first: a flood of invented users is refused before anything of them is
+kept.
 """
 
 from dataclasses import replace
@@ -47,11 +48,12 @@ class LevelsReservation:
 class LimitLevels:
     """The `Limits` of a gateway: a tenant's, and those inside it."""
 
-    __slots__ = ("_known", "_parts", "_tenants")
+    __slots__ = ("_known", "_tenants", "parts")
 
     def __init__(self, tenants: Limiter) -> None:
-        self._tenants, self._parts = tenants, tenants.sibling()
-        self._known: dict[tuple[TenantId, str, str], tuple[PartLimits, Tenant]] = {}
+        self._tenants, self.parts = tenants, tenants.sibling()
+        self._known: dict[TenantId, tuple[PartLimits, Tenant]] = {}
+        """By the name that the limiter knows it by."""
 
     def reserve(
         self,
@@ -65,42 +67,38 @@ class LimitLevels:
         request_id: str = "",
     ) -> LimitReservation | LevelsReservation | LimitRefusal:
         """Take what a request needs on all levels, or nothing."""
-        inside = ((tenant.per_user, "user", user), (tenant.per_key, "key", key))
-        held: list[LimitReservation] = []
-        for limits, level, name in inside:
+        answer = self._tenants.reserve(now_ns, tenant, prompt_tokens, output_tokens, request_id=request_id)
+        if isinstance(answer, LimitRefusal) or (tenant.per_key is None and tenant.per_user is None):
+            return answer
+        held = [answer]
+        for limits, level, name in ((tenant.per_key, "key", key), (tenant.per_user, "user", user)):
             if limits is None:
                 continue
             part = self._part(tenant, limits, level, name)
-            answer = self._parts.reserve(now_ns, part, prompt_tokens, output_tokens, request_id=request_id)
+            answer = self.parts.reserve(now_ns, part, prompt_tokens, output_tokens, request_id=request_id)
             if isinstance(answer, LimitRefusal):
                 for each in held:
                     each.undo(now_ns)
                 return replace(answer, level=level)
             held.append(answer)
-        answer = self._tenants.reserve(now_ns, tenant, prompt_tokens, output_tokens, request_id=request_id)
-        if not held:
-            return answer
-        if isinstance(answer, LimitRefusal):
-            for each in held:
-                each.undo(now_ns)
-            return answer
-        return LevelsReservation([*held, answer])
+        return LevelsReservation(held)
 
     def _part(self, tenant: Tenant, limits: PartLimits, level: str, name: str) -> Tenant:
         """A key or a user, as the limiter knows it: the same object as long as its limits are."""
-        known = self._known.get((tenant.id, level, name))
+        # A client's words name no key of a store, and take no more memory than this.
+        digest = blake2b(name.encode(), digest_size=12).hexdigest()
+        part_id = TenantId(f"{tenant.id};{level};{digest}")  # No tenant's name has a semicolon.
+        known = self._known.get(part_id)
         if known is not None and known[0] == limits:
             return known[1]
         if len(self._known) >= PARTS_MAX:
             self._known.clear()
-        digest = blake2b(
-            name.encode(), digest_size=12
-        ).hexdigest()  # A client's words name no key of a store.
         part = Tenant(
-            id=TenantId(f"{tenant.id};{level};{digest}"),  # No tenant's name has a semicolon.
+            id=part_id,
             requests_per_minute=limits.requests_per_minute,
             tokens_per_minute=limits.tokens_per_minute,
             concurrent_max=limits.concurrent_max,
         )
-        self._known[tenant.id, level, name] = limits, part
+        self._known[part_id] = limits, part
+        assert len(self._known) <= PARTS_MAX, "names are bounded"
         return part

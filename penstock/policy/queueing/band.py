@@ -63,8 +63,8 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     goes_on: bool = False
     """It was begun on a worker that is lost: only one that goes on behind its last token can have it."""
     identity: str = ""
-    """Of the worker that it was started on last: where it goes on must be the same, or its tokens would be
-    another model's."""
+    """Of the worker that it was started on last: where it continues must be the same, or its tokens would be
+    another model's; empty: a foreign engine's, which any worker of the model may continue."""
 
     takes_row: bool = False
     """Its tenant ran nothing else of the model when it was started: a worker may be given it beyond its

@@ -57,7 +57,9 @@ class Deployments:
         self._taken: dict[tuple[RequestId, WorkerId], int] = {}
         """Tokens that were taken for what runs."""
         self.due_ns: int | None = None
-        """When a worker that is spent may be given something again, as of the last look; None: none is."""
+        """When a worker that is spent may be given one of the requests asked about since `look`; None: none
+        is.
+        """
 
     def set(self, worker_id: WorkerId, terms: DeploymentTerms | None) -> None:
         """Take a worker's terms; None: it has none."""
@@ -76,6 +78,10 @@ class Deployments:
     def __bool__(self) -> bool:
         return bool(self._known)
 
+    def look(self) -> None:
+        """A pass over the queue begins."""
+        self.due_ns = None
+
     def spent(self, now_ns: int, work: Work) -> frozenset[WorkerId]:
         """Workers that must not be given this request now."""
         found, waits_ns = list[WorkerId](), list[int]()
@@ -86,7 +92,10 @@ class Deployments:
             if wait_ns:
                 found.append(worker_id)
                 waits_ns.append(wait_ns)
-        self.due_ns = now_ns + min(waits_ns) if waits_ns else None
+        if waits_ns:
+            due_ns = now_ns + min(waits_ns)
+            self.due_ns = due_ns if self.due_ns is None else min(self.due_ns, due_ns)
+            assert due_ns > now_ns, "a worker that is spent is waited for"
         return frozenset(found)
 
     def groups(
@@ -116,11 +125,13 @@ class Deployments:
             each.tokens.take(now_ns, amount)
 
     def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
-        """It runs there no more, and used so much; None: it failed, or nothing is known."""
+        """It runs there no more, and used so much. Where that is not known nothing is given back: a provider
+        counts attempts that failed or were aborted too.
+        """
         taken, each = self._taken.pop((work.id, room.id), 0), self._known.get(room.id)
-        if each is None or each.tokens is None:
+        if each is None or each.tokens is None or usage is None or not usage.prompt_tokens:
             return
-        used = usage.prompt_tokens + usage.completion_tokens if usage is not None else 0
+        used = usage.prompt_tokens + usage.completion_tokens
         assert taken >= 0 <= used, (taken, used)
         each.tokens.take(now_ns, used - taken)
 

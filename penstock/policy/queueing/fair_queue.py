@@ -52,8 +52,8 @@ class FairQueue:
     """The bounded queue of one model. All times are handed in; the same calls give the same order."""
 
     __slots__ = (
-        "_config", "_default", "_expiries", "_levels", "_number", "_pushes", "_skip_ns", "_slots", "bands",
-        "num_bytes", "num_waiting",
+        "_config", "_default", "_entered", "_expiries", "_levels", "_number", "_pushes", "_skip_ns", "_slots",
+        "bands", "num_bytes", "num_waiting",
     )  # fmt: skip
 
     def __init__(self, config: QueueConfig) -> None:
@@ -66,6 +66,7 @@ class FairQueue:
         self._slots = 0
         self._number = self._pushes = 0
         self._expiries: list[tuple[int, int, Work]] = []
+        self._entered: list[Work] = []
         self.num_waiting = self.num_bytes = 0
 
     def band_of(self, work: Work) -> Band:
@@ -221,6 +222,11 @@ class FairQueue:
         times = [work.aside_ns for band in self.bands for work in band.aside]
         return min(times) + self._skip_ns if times else None
 
+    def take_entered(self) -> Sequence[Work]:
+        """What has begun to wait, or waits again, since this was last asked; some may have left."""
+        entered, self._entered = self._entered, []
+        return entered
+
     def served(self, band: str, tenant: TenantId) -> float:
         """A tenant's counter, in computed prompt tokens."""
         return self.bands[self._levels[band]].served(tenant)
@@ -239,6 +245,7 @@ class FairQueue:
         assert work.expires_ns >= work.queued_ns, f"{work.id} would wait for no time"
         self.num_waiting += 1
         self.num_bytes += work.num_bytes
+        self._entered.append(work)
         if len(self._expiries) > 2 * self.num_waiting + 64:
             self._expiries = [entry for entry in self._expiries if entry[2].waiting]
             heapify(self._expiries)

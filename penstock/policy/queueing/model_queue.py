@@ -1,4 +1,4 @@
-"""One model's queue and its workers' rooms, and which request starts where, next.
+"""One model's queue and the capacity of its workers, and which request starts where, next.
 
 Knows requests only as `Work`.
 """
@@ -111,6 +111,7 @@ class ModelQueue:
         """
         queue, rooms = self.queue, self.rooms
         self._now_ns = now_ns
+        self._deployments.look()
         for worker_id in self.pace.overdue(now_ns):
             rooms.look_again(worker_id)
         if not queue.num_waiting:
@@ -150,8 +151,8 @@ class ModelQueue:
         if self.queue.num_waiting:
             return None
         taken = self._apart.taken(self.route) if self._apart is not None else ()
-        blocked = self._health.blocked(now_ns, self.route).union((worker,), taken)
-        room = self.placement.place(now_ns, work, self.rooms, _NOBODY, blocked)
+        blocked = self._blocked(now_ns, work).union((worker,), taken)
+        room = self._place(now_ns, work, _NOBODY, blocked)
         if room is None or isinstance(room, Hold):
             return None
         rows = room.view.max_running or room.slots
@@ -166,7 +167,7 @@ class ModelQueue:
         self, now_ns: int, work: Work, *, besides: WorkerId | None = None, now: bool = False
     ) -> bool:
         """Whether a worker where it has not failed, and not this one, could have it: in time, or `now`."""
-        blocked = self._health.blocked(now_ns, self.route, strict=True)
+        blocked = self._blocked(now_ns, work, strict=True)
         avoid = self.avoid.get(work.id, _NOBODY)
         return any(
             room.view.ready
@@ -246,7 +247,9 @@ class ModelQueue:
         if holds:
             times.append(holds[0][0])
         if self.queue.num_waiting:
-            times += [self._health.due_ns(self.route), self._deployments.due_ns]
+            # What is over by now has been looked at: a time in the past would be asked for again and again.
+            again = (self._health.due_ns(self.route), self._deployments.due_ns)
+            times += [time for time in again if time is not None and time > now_ns]
         return min((time for time in times if time is not None), default=None)
 
     def retry_after_s(self) -> float:
@@ -314,9 +317,13 @@ class ModelQueue:
         line = self.queue.band_of(work).line(work.tenant)
         if (line is not None and line.num_running) or work.hold_ns > self._now_ns:
             return False  # In the latter case it waits for a warm worker by choice.
+        was_held_ns = work.hold_ns
         work.takes_row = True
-        work.hold_ns = work.hold_ns or 1  # It is not held now.
-        return self._finds_place(work)
+        work.hold_ns = was_held_ns or 1  # It is not held now.
+        if self._finds_place(work):
+            return True
+        work.takes_row, work.hold_ns = False, was_held_ns
+        return False
 
     def _fits(self, work: Work) -> bool:
         work.takes_row = False
@@ -343,12 +350,12 @@ class ModelQueue:
         self._found = found
         return found is not None
 
-    def _blocked(self, now_ns: int, work: Work) -> frozenset[WorkerId]:
-        """Workers that this request must not be given to now."""
+    def _blocked(self, now_ns: int, work: Work, *, strict: bool = False) -> frozenset[WorkerId]:
+        """Workers that this request must not be given to now; `strict`: by their breakers alone."""
         if self.leaving and work.id in self.leaving:
             assert not work.goes_on, "nothing leaves that has given output"
             return frozenset(room.id for room in self.rooms)
-        blocked = self._health.blocked(now_ns, self.route, strict=work.is_strict)
+        blocked = self._health.blocked(now_ns, self.route, strict=strict or work.is_strict)
         if self._deployments:
             blocked |= self._deployments.spent(now_ns, work)
         barred = self._apart.barred(self.route, work.id) if self._apart is not None else None
@@ -401,7 +408,9 @@ class ModelQueue:
         if room is None or room.num_free < 1 or now_ns - held.aside_ns >= band.starvation_ns:
             return None, None
         work = self.queue.pop(
-            now_ns, lambda each: not self.is_apart(each) and room.fits(each), above=held.level
+            now_ns,
+            lambda each: room.fits(each) and room.id not in self._blocked(now_ns, each),
+            above=held.level,
         )
         if work is not None:
             work.matched_tokens = 0

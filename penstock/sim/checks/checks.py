@@ -5,10 +5,10 @@
 | a request ends exactly once; it has one ledger record if accepted, else none | every end |
 | counts: output, prompt and cached tokens are those of the model and the worker | every end |
 | queue bounds; requests and holds agree | every event of a gateway, O(1) |
-| cache hits are text of the same tenant and adapter (isolation.py) | every message of a worker |
+| cache hits are text of the same tenant and adapter (`Isolation`) | every message of a worker |
 | a higher band goes first, but for floors, starvation and age (order_checks.py) | every start |
 | no request waits that a worker has room for; in-flight caps (order_checks.py) | every `_LOOK_EVERY` events |
-| what an engine runs and has waiting (engine_checks.py) | every `every` events |
+| what an engine runs and has waiting (`over_engine_cap`) | every `every` events |
 | KV blocks: one state each, references add up, one namespace; answers | every `every` events |
 | queue, rooms, scheduler and rows agree | every `every` events |
 | a drain cuts no stream | when a worker has left (world.py) |

@@ -1,9 +1,9 @@
 """What a simulated run came to, as numbers: latencies, goodput, reuse, fairness, money, and their course over
 time.
 
-A request is *good* when it was answered as promised: first token and mean time per further token (judge.py).
-Goodput is requests per second that met both promises, also told as their output tokens per second; throughput
-counts the output tokens of all.
+A request is *good* when it was answered as promised: first token and mean time per further token
+(`Judge` in sim/scenarios/setup.py). Goodput is requests per second that met both promises, also told as their
+output tokens per second; throughput counts the output tokens of all.
 Attainment is the share of good ones among all that came, each counted once however often it came, so that
 refusing does not look like serving. Percentiles are over requests that had a first token, and never without
 the attainment beside them.

@@ -1,4 +1,4 @@
-"""Failures as data, drawn from a seed: which, when, how long, where. What they do is in chaos.py.
+"""Failures as data, drawn from a seed: which, when, how long, where. `Chaos` carries them out.
 
 Swarm testing (Groce et al., ISSTA 2012): every run draws first which kinds may happen in it at all. Runs with
 few kinds find what is hidden when everything fails at once.
@@ -37,7 +37,7 @@ class FaultKind(enum.StrEnum):
     """What it says of itself is lost."""
     KV_GAP = "kv-event-gap"
     """What it says of its cache is lost, until it is heard again: what the gateways miss then they are told,
-    or ask for (kv_event_channel.py)."""
+    or ask for (`KVEventChannel`)."""
     STORE_LOSS = "store-loss"
     """The store of shared limits does not answer; with `amount` over 1 it comes back empty."""
     REGION_LOSS = "region-loss"

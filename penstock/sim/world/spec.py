@@ -43,7 +43,7 @@ class WorldSpec:
     """Time between two reports of a worker."""
     kv_kept: int = 0
     """KV events come over connections that keep them in order (0), or as a publisher's numbered messages,
-    which may be lost and of which it keeps so many to send again (kv_event_channel.py)."""
+    which may be lost and of which it keeps so many to send again (`KVEventChannel`)."""
     clock_skews_s: tuple[float, ...] = ()
     """How far the dates of the gateways are off, from the first on."""
     placement: Callable[[str], Placement] | None = None

@@ -68,7 +68,7 @@ class World:
         self.facts.seed, self.facts.placement = spec.seed, spec.placement
         self.regions = tuple(dict.fromkeys(pool.region for pool in spec.pools))
         shared = spec.config.shared
-        self.store = SharedStore(shared) if shared.store != "none" else None
+        self.store = SharedStore(shared) if shared.url else None
         self.gateways: list[SimGateway] = []
         """Those that are gone too, until they are back."""
         self._fronts: dict[str, list[int]] = {}

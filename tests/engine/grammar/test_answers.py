@@ -14,9 +14,11 @@ from engine_driver import Answer, tiny_runner
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
+from penstock.engine import runner as runner_module
 from penstock.engine.core import EngineCore, build_core
 from penstock.engine.grammar.compiler import CompiledGrammar, GrammarTokens, compile_grammar
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
+from penstock.engine.runner import Runner
 from penstock.protocol.grammar import Grammar
 from penstock.protocol.worker import Submit
 from penstock.text.tokenizer import Tokenizer
@@ -98,6 +100,7 @@ class Engine:
                 answer.logprobs += output.logprobs or ()
                 if output.finish is not None:
                     answer.finish, answer.error = output.finish.reason, output.finish.error
+                    answer.stop_token_id = output.finish.stop_token_id
                     answer.usage = output.finish.usage
         return list(answers.values())
 
@@ -249,3 +252,70 @@ def test_min_tokens_does_not_hold_a_complete_grammar_back() -> None:
     (answer,) = engine.ask({"form": {"choice": ["a", "ab"]}, "sampling": sampling(3, min_tokens=50)})
     assert engine.text(answer) in ("a", "ab")
     assert answer.finish is FinishReason.STOP
+
+
+def long_and_forced() -> list[dict[str, Any]]:
+    form = {"regex": "[a-z]{5,20} is the answer[a-z]{2,9}"}
+    asked = [{"form": form, "sampling": sampling(i, logprobs=1 if i == 2 else None)} for i in (1, 2)]
+    return asked + requests()[:3]
+
+
+@cache
+def undisturbed() -> list[Answer]:
+    return Engine().ask(*long_and_forced())
+
+
+@pytest.mark.parametrize(("where", "overlap"), [("results", "off"), ("results", "on"), ("_sample", "on")])
+def test_a_step_that_runs_out_of_memory_behind_its_draws_is_drawn_again(
+    monkeypatch: pytest.MonkeyPatch, where: str, overlap: str
+) -> None:
+    whole = undisturbed()
+    owner = runner_module if where == "results" else Runner
+    plain, calls = getattr(owner, where), [0]
+
+    def fails(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] in (3, 8):  # Each time smaller steps follow; one of a single token may not fail.
+            raise MemoryError("no room")
+        return plain(*args)
+
+    monkeypatch.setattr(owner, where, fails)
+    answers = Engine(overlap=overlap).ask(*long_and_forced())
+    assert calls[0] > 10
+    assert [each.token_ids for each in answers] == [each.token_ids for each in whole]
+    assert [each.finish for each in answers] == [each.finish for each in whole]
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_a_forced_stop_token_ends_the_answer(logprobs: int | None) -> None:
+    engine = Engine()
+    form = {"regex": "(x|y) the answer is forty-two"}
+    (whole,) = engine.ask({"form": form, "sampling": sampling(1)})
+    cut = 4
+    assert cut < len(whole.token_ids)
+    stop = whole.token_ids[cut]
+    assert stop not in whole.token_ids[:cut]
+    how = sampling(1, logprobs=logprobs, stop_token_ids=(*tokens().eos_ids, stop))
+    (answer,) = engine.ask({"form": form, "sampling": how})
+    assert answer.token_ids == whole.token_ids[:cut]
+    assert (answer.finish, answer.stop_token_id) == (FinishReason.STOP, stop)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == cut + 1
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_a_grammar_that_allows_only_stop_tokens_wins_over_min_tokens(kernels: str) -> None:
+    try:
+        NativeLibrary()
+    except KernelsUnavailable as why:
+        if kernels == "native":
+            pytest.skip(str(why))
+    engine = Engine(kernels=kernels, dtype="bfloat16" if kernels == "native" else "float32")
+    stops = tuple(i for i in range(256) if tokens().tokenizer.token_bytes(i) in (b"7", b"8"))
+    assert len(stops) == 2
+    how = sampling(1, min_tokens=5, stop_token_ids=(*tokens().eos_ids, *stops))
+    (answer,) = engine.ask({"form": {"regex": "[ab][78][ab]{9}"}, "sampling": how})
+    assert answer.error is None
+    assert answer.finish is FinishReason.STOP
+    assert answer.stop_token_id in stops
+    assert len(answer.token_ids) == 1

@@ -1,6 +1,6 @@
 """What differs from engine to engine: how a request is written down, and what an event of the answer says.
 
-A dialect translates and decides nothing; streams (backends/http/stream.py), errors (worker_errors.py), health
+A dialect translates and decides nothing; streams (backends/http/stream.py), errors (below), health
 and load (backends/http/backend.py) are the same for all.
 
 From what a worker answers, instead of text, to the error that says whose fault it is and what may be
@@ -40,6 +40,8 @@ from penstock.errors import (
 from penstock.protocol.openai import ErrorBody
 from penstock.protocol.server_answers import ErrorEvent, decode_error
 from penstock.types import Capability, FinishReason, TokenLogprob
+
+_SEED_MAX, _SEED_STRIDE = 2**63 - 1, 0x9E3779B97F4A7C15
 
 
 class HttpSubmission(msgspec.Struct, frozen=True):
@@ -165,6 +167,11 @@ class Dialect(Protocol):
         """The name that answers must bear; empty: any."""
         ...
 
+    @property
+    def resumes(self) -> bool:
+        """Whether answers come as token ids, so that they can be continued elsewhere, and others here."""
+        ...
+
     def facts(self, body: bytes) -> ServerFacts:
         """Read what `facts_path` answered.
 
@@ -184,6 +191,31 @@ class Dialect(Protocol):
     def reader(self, request: GenerateRequest) -> AnswerReader:
         """For one answer."""
         ...
+
+
+def rest_of(request: GenerateRequest, *, keeps_seed: bool = False) -> GenerateRequest:
+    """What is left of a request of which another worker gave a part, as a request of its own.
+
+    `keeps_seed`: the engine draws by seed and position. One that draws in turn would use its first draws
+    again, so that it gets a derived seed.
+    """
+    num_given, sampling = len(request.resumed), request.sampling
+    if not num_given:
+        return request
+    seed = sampling.seed
+    if not keeps_seed and sampling.temperature > 0:
+        seed = (seed + num_given * _SEED_STRIDE) & _SEED_MAX
+    return msgspec.structs.replace(
+        request,
+        prompt_token_ids=request.prompt_token_ids + request.resumed,
+        resumed=(),
+        sampling=msgspec.structs.replace(
+            sampling,
+            seed=seed,
+            max_tokens=sampling.max_tokens - num_given,
+            min_tokens=max(0, sampling.min_tokens - num_given),
+        ),
+    )
 
 
 def refuse(engine: str, **asked: bool) -> None:

@@ -237,6 +237,7 @@ class EngineDialect:
     needs_facts = True
     sends_chats = False
     has_adapters = False
+    resumes = False
     capabilities = COMMON_CAPABILITIES
 
     def __init__(self, model: str, *, has_priorities: bool) -> None:
@@ -274,6 +275,7 @@ class OpenAIDialect:
     needs_facts = False
     sends_chats = True
     has_adapters = False
+    resumes = False
     capabilities = ALL_CAPABILITIES - {Capability.ECHO_LOGPROBS}
     listed_model = ""
     """Not every provider lists every name that it answers to, or has a list at all."""

@@ -16,6 +16,7 @@ from penstock.backends.http.dialects.base import (
     Piece,
     ReportedUsage,
     SaidError,
+    rest_of,
     said_by,
 )
 from penstock.backends.http.dialects.openai import EngineDialect
@@ -141,6 +142,7 @@ class SglangDialect(EngineDialect):
     """SGLang. `has_priorities`: it was started with `--enable-priority-scheduling`."""
 
     engine = "sglang"
+    resumes = True
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, has_priorities: bool) -> None:
         super().__init__(model, has_priorities=has_priorities)
@@ -149,6 +151,7 @@ class SglangDialect(EngineDialect):
 
     def submission(self, request: GenerateRequest) -> HttpSubmission:
         """See `Dialect`."""
+        request = rest_of(request, keeps_seed=True)
         sampling = request.sampling
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,

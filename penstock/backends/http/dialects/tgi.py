@@ -99,6 +99,7 @@ class TgiDialect:
     needs_facts = True
     sends_chats = False
     has_adapters = False
+    resumes = False
     capabilities = frozenset({Capability.LOGPROBS})
     listed_model = ""
     """It goes by the name of its checkpoint, which is not the name that anybody asks for."""
