@@ -80,13 +80,12 @@ class Gateway:
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
-        slots = StreamSlots(config.limits.concurrent_max)
         self._policies = make_policies(
             config,
             models,
             registry,
             gateway=ids.take("gw"),
-            slots=slots,
+            slots=StreamSlots(config.limits.concurrent_max),
             metrics=metrics,
             clock=clock,
             log=log,

@@ -101,5 +101,5 @@ async def are_seen_by_another_process(config: SharedConfig) -> None:
 
 
 def test_processes_that_share_no_store_keep_none() -> None:
-    assert open_responses(SharedConfig(url="parent:/run/x"), ManualClock()) is None
-    assert isinstance(open_responses(SharedConfig(), ManualClock()), MemoryResponses)
+    assert open_responses(SharedConfig(), ManualClock(), processes=2) is None
+    assert isinstance(open_responses(SharedConfig(), ManualClock(), processes=1), MemoryResponses)

@@ -335,7 +335,7 @@ def test_items_may_be_given_by_their_ids(talk, hello):
 
 
 def test_processes_without_a_store_keep_nothing(make, kit):
-    config = kit.replace(kit.make_config(), shared={"url": "parent:/nowhere"})
+    config = kit.make_config(processes=2)
     with kit.openai_client(make("a", config=config)) as talk:
         made = talk.responses.create(model="tiny", input="hi")
         assert made.store is False

@@ -64,7 +64,8 @@ class Responses:
             ConfigError: it cannot be used as configured.
         """
         self._services, self._generate = services, generate
-        self._store = open_responses(services.config.shared, services.clock)
+        config = services.config
+        self._store = open_responses(config.shared, services.clock, processes=config.server.processes)
         """None: nothing is kept."""
         self._saves = set[asyncio.Task[None]]()
 

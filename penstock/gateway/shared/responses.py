@@ -179,12 +179,12 @@ class RedisResponses:
         return f"{self._prefix}:response:{named}:{response_id}"
 
 
-def open_responses(shared: SharedConfig, clock: Clock) -> ResponseStore | None:
-    """Where responses are kept; None where no place is seen by all processes.
+def open_responses(shared: SharedConfig, clock: Clock, *, processes: int) -> ResponseStore | None:
+    """Where responses are kept; None where no place is seen by all `processes` of this server.
 
     Raises:
         ConfigError: the store cannot be used as configured, or its client is not installed.
     """
-    if shared.store == "redis":
+    if shared.url:
         return RedisResponses(shared)
-    return MemoryResponses(clock) if shared.store == "none" else None
+    return MemoryResponses(clock) if processes == 1 else None
