@@ -4,7 +4,7 @@ refused by name.
 
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import openai
@@ -50,9 +50,9 @@ class SayingVllm(VllmStandIn):
 
     says: tuple[int, ...] | None = None
 
-    def tokens(self, seed: int, max_tokens: int) -> tuple[list[int], str]:
+    def tokens(self, seed: int, max_tokens: int, prompt: Sequence[int] = ()) -> tuple[list[int], str]:
         if self.says is None:
-            return super().tokens(seed, max_tokens)
+            return super().tokens(seed, max_tokens, prompt)
         ids = [*self.says, EOS]
         return (ids, "stop") if len(ids) <= max_tokens else (ids[:max_tokens], "length")
 
