@@ -25,6 +25,7 @@ CACHED_MAX = 256
 """Compiled grammars that are kept, of all tenants."""
 CACHED_PER_TENANT_MAX = 64
 COMPILE_THREADS = 2
+ANYTHING = b'{"regex": "(?s:.*)"}'
 
 _log = logging.getLogger(__name__)
 
@@ -75,11 +76,26 @@ class CompiledGrammar:
     first: LLMatcher
     """In its first state. Never to be changed: answers follow copies."""
     tokens: GrammarTokens = field(repr=False)
+    is_empty: bool = False
+    """It allows anything: only the reasoning in front of it is bounded."""
+    opening: bytes = b""
+    opening_ids: tuple[int, ...] = ()
+    """See `Grammar.opens_with`."""
     marker: bytes = b""
     marker_ids: tuple[int, ...] = ()
     """See `Grammar.begins_after`."""
-    begins_within: int = 0
-    may_end_before: bool = False
+    begins_within: int | None = None
+    call_mark: bytes = b""
+
+    @property
+    def binds_all(self) -> bool:
+        """Whether the grammar holds from the end of the reasoning to the end of the answer."""
+        return not (self.is_empty or self.call_mark)
+
+    @property
+    def may_end_before(self) -> bool:
+        """Whether the answer may end within the reasoning."""
+        return not self.binds_all
 
 
 class GrammarCompiler:
@@ -120,7 +136,8 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         try:
-            self._trials.check(grammar.form)
+            if grammar.form:
+                self._trials.check(grammar.form)
         except InvalidRequest as error:
             raise _named(error) from None
         return compile_grammar(grammar, self._tokens)
@@ -146,7 +163,7 @@ def compile_grammar(grammar: Grammar, tokens: GrammarTokens) -> CompiledGrammar:
         InvalidRequest: it cannot be enforced; `param` is "grammar", or "grammar." and the keyword.
     """
     try:
-        text, schema = grammar_text(grammar.form)
+        text, schema = grammar_text(grammar.form or ANYTHING)
         first = LLMatcher(tokens.library, text, log_level=0, limits=limits())
         if first.is_error():
             refuse_words(first.get_error(), schema)
@@ -157,14 +174,17 @@ def compile_grammar(grammar: Grammar, tokens: GrammarTokens) -> CompiledGrammar:
             raise InvalidRequest("nothing matches it")
     except InvalidRequest as error:
         raise _named(error) from None
-    marker = grammar.begins_after
+    encode = tokens.tokenizer.encode
     return CompiledGrammar(
         first,
         tokens,
-        marker=marker.encode(),
-        marker_ids=tokens.tokenizer.encode(marker) if marker else (),
+        is_empty=not grammar.form,
+        opening=grammar.opens_with.encode(),
+        opening_ids=encode(grammar.opens_with) if grammar.opens_with else (),
+        marker=grammar.begins_after.encode(),
+        marker_ids=encode(grammar.begins_after) if grammar.begins_after else (),
         begins_within=grammar.begins_within,
-        may_end_before=grammar.may_end_before,
+        call_mark=grammar.call_mark.encode(),
     )
 
 

@@ -94,7 +94,7 @@ class GrammarRows:
             assert answer is not None
             if answer.wants_mask and not answer.only_ends:
                 of_row[i] = index
-            elif answer.is_free and not answer.grammar.may_end_before:
+            elif answer.must_go_on:
                 found.append((i, index))
         for i, index in found:
             self._bits[index] = ~self._ends
@@ -183,5 +183,7 @@ class GrammarRows:
             bits.shape[0],
         )
         for answer, index in zip(answers, indexes, strict=True):
+            if (token_id := answer.may_open_with) is not None:
+                bits.view(np.uint32)[index, token_id // 32] |= np.uint32(1 << token_id % 32)
             answer.only_ends = not (bits[index] & ~self._ends).any()
             answer.check()
