@@ -129,14 +129,9 @@ class Tally(Served):
     def begin(cls, served: Served, *, counted_model: str, endpoint: Endpoint, started_ns: int) -> "Tally":
         """Of a request whose model was found."""
         return cls(
-            model=served.model,
-            requested=served.requested,
-            downgrade=served.downgrade,
-            route=served.route,
-            counted_model=counted_model,
-            endpoint=endpoint,
-            started_ns=started_ns,
-        )
+            model=served.model, requested=served.requested, downgrade=served.downgrade, route=served.route,
+            counted_model=counted_model, endpoint=endpoint, started_ns=started_ns,
+        )  # fmt: skip
 
     def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
         """A choice's stream is over.
