@@ -307,7 +307,6 @@ class Generate:
         assert tally is not None
         if isinstance(job.request, ChatRequest) and job.model.reasoning is not None:
             tally.reasoning_tokens = 0
-        tally.num_choices, tally.usages.choices_per_prompt = job.num_choices, job.choices_per_prompt
         head = StreamHead(
             id=job.answer_id,
             created=services.clock.wall_ns() // NS_PER_S,
