@@ -12,6 +12,8 @@ import msgspec
 import pytest
 from engine_driver import Answer, tiny_runner
 
+pytest.importorskip("llguidance")
+
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine import runner as runner_module
