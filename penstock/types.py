@@ -154,7 +154,7 @@ CPU_CAPABILITIES = COMMON_CAPABILITIES | {Capability.BAD_WORDS, Capability.ALLOW
 """What our engine has on a CPU without grammars."""
 GRAMMAR_CAPABILITIES = frozenset({
     Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
-    Capability.FORCED_TOOLS, Capability.REASONING_BUDGET,
+    Capability.FORCED_TOOLS, Capability.STRICT_TOOLS, Capability.REASONING_BUDGET,
 })  # fmt: skip
 """What an engine has whose answers can follow a grammar."""
 ENGINE_CAPABILITIES = CPU_CAPABILITIES | GRAMMAR_CAPABILITIES

@@ -31,7 +31,7 @@ from penstock.gateway.models.prepare import (
     truncated,
 )
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.models.shape import shaped, template_extra
+from penstock.gateway.models.shape import own_needs, shaped, template_extra
 from penstock.gateway.relay.chat import ChatSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
@@ -314,7 +314,6 @@ class Generate:
         assert tally is not None
         if isinstance(job.request, ChatRequest) and job.model.reasoning is not None:
             tally.reasoning_tokens = 0
-        tally.num_choices, tally.usages.choices_per_prompt = job.num_choices, job.choices_per_prompt
         head = StreamHead(
             id=job.answer_id,
             created=services.clock.wall_ns() // NS_PER_S,
@@ -347,6 +346,8 @@ def _checked(model: ServedModel, request: GenerationRequest, needs: Sequence[Nee
     """
     if model.workers.lacks_common:
         needs = [*needs, *common_needs(request)]
+    if needs:
+        needs = own_needs(model, needs)
     wanted = _names(needs)
     if wanted and (lacking := model.workers.lacking(wanted)):
         raise unsupported(needs, lacking, model.name)
