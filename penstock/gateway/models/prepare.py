@@ -271,12 +271,13 @@ def truncated(prompt: tuple[int, ...], request: GenerationRequest, info: ModelIn
     Raises:
         InvalidRequest: the number makes no sense for this model.
     """
-    count: int | None = getattr(request, "truncate_prompt_tokens", None)
-    if count is None:
+    asked: int | None = getattr(request, "truncate_prompt_tokens", None)
+    if asked is None:
         return prompt
-    if count == -1:
-        asked = getattr(request, "max_completion_tokens", None) or request.max_tokens or 1
-        count = max(1, info.max_model_len - asked)
+    count = asked
+    if asked == -1:
+        answer: int = getattr(request, "max_completion_tokens", None) or request.max_tokens or 1
+        count = max(1, info.max_model_len - answer)
     if not 0 < count <= info.max_model_len:
         raise InvalidRequest(
             f"Invalid 'truncate_prompt_tokens': expected -1, or 1 to {info.max_model_len}, but got {count}.",
