@@ -4,8 +4,8 @@
     on_first_output, on_tokens, on_attempt_failed, on_ended <── the replies ──> Driver
 
 The driver decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know.
-
-What the driver writes down and counts, of this gateway: the ledger and the metrics.
+`Dispatcher` is the driver's `Workers` and `Clients`, `GatewayRecords` its `Records`: the ledger and the
+metrics.
 """
 
 import asyncio

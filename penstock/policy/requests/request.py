@@ -1,12 +1,10 @@
-"""One accepted request: its facts, where it is, what is held for it, and what its usage record is made of.
+"""One accepted request: its facts and its state, its place in a queue or at a worker, what is held for it,
+and what its usage record is made of.
 
-What is held for a request while it lives: tokens of its tenant's limits, and money of its budget, slice by
-slice.
+    Holds      tokens of its tenant's limits and money of its budget, slice by slice
+    UsageSum   what its streams used, as their workers counted it, over all choices and all workers
 
-Knows limits, budgets and prices as `parts` names them, and nothing of queues and workers.
-
-What a request's streams used, as their workers counted it, over all choices and all workers that it ran
-on.
+Knows limits and budgets by their contracts (policy/contracts.py).
 """
 
 from collections.abc import Sequence
