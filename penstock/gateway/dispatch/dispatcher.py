@@ -387,8 +387,7 @@ class Dispatcher:
         """From here on the reply is that request's."""
         request = self.control.request(request_id)
         assert request is not None, f"{request_id} was just accepted"
-        reply.request, reply.streams = request, streams
-        request.usages = reply.tally.usages
+        reply.tally.request, reply.streams = request, streams
 
     async def _fall_back(self, request: Request, making: Awaitable[None]) -> None:
         try:
