@@ -102,6 +102,7 @@ class Gateway:
             dispatcher=self._dispatcher,
             gate=self._policies.gate,
             limiter=self._policies.limits.limiter,
+            ask_store=self._policies.ask_store,
             budgets=self._policies.budgets,
             cold=ColdStarts(config.queue, registry),
             metrics=metrics,
