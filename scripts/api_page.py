@@ -1,11 +1,14 @@
-"""Writes the tables of docs/api.md from the code: what each engine can do, and what becomes of each
-parameter. `python scripts/api_page.py` after either has changed; tests/gateway/test_api_page.py compares.
+"""Writes the tables of docs/api.md from the code: the endpoints, what each engine can do, and what becomes
+of each parameter. `python scripts/api_page.py` after one has changed; tests/gateway/test_api_page.py
+compares.
 """
 
+import inspect
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from penstock.backends.http.dialects.openai import OpenAIDialect
 from penstock.backends.http.dialects.sglang import SglangDialect
@@ -13,7 +16,14 @@ from penstock.backends.http.dialects.tgi import TgiDialect
 from penstock.backends.http.dialects.triton import TritonDialect
 from penstock.backends.http.dialects.trtllm import TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
+from penstock.gateway.api.admin import Admin
+from penstock.gateway.api.generate import Generate
+from penstock.gateway.api.inspect import Inspect
+from penstock.gateway.api.responses import Responses
+from penstock.gateway.api.routes import Handler, Routes
+from penstock.gateway.identity.tenancy import Access
 from penstock.protocol.parameters import CHAT, COMPLETION, Fate, Parameter
+from penstock.protocol.responses import CHAT_WORDS, RESPONSES, SHARED
 from penstock.types import ENGINE_CAPABILITIES, Capability
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
@@ -78,15 +88,59 @@ NOTES = {
     "prompt": "a text, texts, token ids, or lists of them",
 }
 """What else there is to say of a parameter."""
+CALLERS = {
+    Access.OPEN: "anyone",
+    Access.LOOK: "operators",
+    Access.KEY: "callers with a key",
+    Access.ADMIN: "admins",
+}
+OF_RESPONSES = {
+    "input": "a text, or items: messages, reasoning, calls and their outputs, items of earlier responses by "
+    "their ids; of built-in tools: refused",
+    "instructions": "the system message; not taken over from an earlier response",
+    "previous_response_id": "a stored response of the same tenant; see below",
+    "store": "kept for a day, if it is not `false`",
+    "reasoning": "`effort`; a `summary` other than `auto` is refused",
+    "text": "`format` `json_schema` and `json_object`; `verbosity`",
+    "include": "`message.output_text.logprobs`; `reasoning.encrypted_content` asks for nothing",
+    "tools": "functions; built-in tools are refused",
+    "tool_choice": "also `allowed_tools`",
+    "top_logprobs": "with `include`",
+    "stream": "typed events",
+    "stream_options": "`include_obfuscation: true` is refused",
+}
+"""What else there is to say of a parameter of a response."""
 
 
 def tables() -> dict[str, str]:
     """The tables of the page by the heading that they stand under."""
     return {
+        "Endpoints": _table(["endpoint", "for", ""], endpoints()),
+        "Parameters of responses": _of_responses(),
         "Capabilities": _capabilities(),
         "Parameters of chat completions": _parameters("chat", CHAT),
         "Parameters of plain completions": _parameters("completion", COMPLETION),
     }
+
+
+def endpoints() -> Iterator[list[str]]:
+    """Every endpoint, whom it is for and what its handler says that it does."""
+    # The handlers are only looked at, so the classes do as well as what is made of them.
+    routes = Routes(*(cast(Any, each) for each in (Generate, Responses, Inspect, Admin)))
+    for path, route in routes.all().items():
+        for verb, handler in route.handlers.items():
+            said, does = _said(handler)
+            # The same handler may serve a second path, which it does not name.
+            name = said if said.startswith(f"{verb} {path}") else f"{verb} {path}"
+            assert not name.endswith("/") or path == "/", f"{handler} does not say that it is {name}"
+            yield [f"`{name}`", CALLERS[route.access], does]
+
+
+def _said(handler: Handler) -> tuple[str, str]:
+    """The endpoint that a handler's first paragraph begins with, and what it does."""
+    first = (inspect.getdoc(handler) or "").partition("\n\n")[0].replace("\n", " ")
+    name, _, does = first.removeprefix("`").partition("`")
+    return name, does.removeprefix(": ").removesuffix(".")
 
 
 def written(page: str) -> str:
@@ -114,6 +168,23 @@ def _parameters(endpoint: str, parameters: Iterable[Parameter]) -> str:
     return _table(["parameter", "our engine", "vLLM", "a provider", ""], rows)
 
 
+def _of_responses() -> str:
+    order = list(Fate)
+    ranked = sorted(RESPONSES, key=lambda each: (each in SHARED, order.index(each.fate)))
+    rows = [[f"`{each.name}`", _becomes(each), _note(each, OF_RESPONSES)] for each in ranked]
+    return _table(["parameter", "", ""], rows)
+
+
+def _becomes(parameter: Parameter) -> str:
+    """What a parameter of a response is."""
+    if parameter.fate is Fate.REFUSED:
+        return "refused"
+    words = [word for name, word in CHAT_WORDS.items() if name.partition(".")[0] == parameter.name]
+    if words:
+        return "as " + ", ".join(f"`{word}`" for word in words) + " of a chat"
+    return "as in a chat" if parameter in SHARED else "honoured"
+
+
 def _fates(endpoint: str, parameter: Parameter) -> list[str]:
     name, fate = parameter.name, parameter.fate
     if fate is Fate.REFUSED:
@@ -126,11 +197,11 @@ def _fates(endpoint: str, parameter: Parameter) -> list[str]:
     return [*fates, passed if needed in ENGINES["a provider"] else "refused"]
 
 
-def _note(parameter: Parameter) -> str:
+def _note(parameter: Parameter, notes: Mapping[str, str] = NOTES) -> str:
     neutral = [each for each in parameter.neutral if each not in ({}, [], 0)]
     verb = "asks" if len(neutral) == 1 else "ask"
     asks_nothing = ", ".join(f"`{json.dumps(each)}`" for each in neutral)
-    said = NOTES.get(parameter.name, "")
+    said = notes.get(parameter.name, "")
     return "; ".join(filter(None, (said, f"{asks_nothing} {verb} for nothing" if neutral else "")))
 
 

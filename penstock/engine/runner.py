@@ -131,7 +131,7 @@ class Runner:
         memory.
 
         What is large is scratch of a fixed size, made when the model was wired and touched here; what a step
-        makes beside it is no more than it was here and goes back to the system (`malloc.settle_malloc`).
+        makes beside it is no more than it was here and goes back to the system (`memory.settle_malloc`).
         Later steps raise the peak only by Python's own objects (requests, their tables and outputs) and, with
         torch's kernels, by some 20 MB more that were seen and not explained. The KV cache and the host tier,
         whose size is fixed, are committed page by page as they are first used.

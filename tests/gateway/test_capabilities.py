@@ -4,7 +4,7 @@ refused by name.
 
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import openai
@@ -50,17 +50,21 @@ class SayingVllm(VllmStandIn):
 
     says: tuple[int, ...] | None = None
 
-    def tokens(self, seed: int, max_tokens: int) -> tuple[list[int], str]:
+    def tokens(self, seed: int, max_tokens: int, prompt: Sequence[int] = ()) -> tuple[list[int], str]:
         if self.says is None:
-            return super().tokens(seed, max_tokens)
+            return super().tokens(seed, max_tokens, prompt)
         ids = [*self.says, EOS]
         return (ids, "stop") if len(ids) <= max_tokens else (ids[:max_tokens], "length")
 
 
 @pytest.fixture(scope="module")
 def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
+    yield from serve(kit)
+
+
+def serve(kit: types.SimpleNamespace, added: str = "") -> Iterator[types.SimpleNamespace]:
     """Models named by their workers: our engine's double, a provider, vLLM, and "both", which has one of ours
-    and a provider.
+    and a provider. `added` to their template.
     """
 
     class Fleet(kit.RunningGateway):
@@ -105,7 +109,7 @@ def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
             await self.provider.kill()
             await self.vllm.kill()
 
-    running = Fleet(kit.make_config())
+    running = Fleet(kit.make_config(), template=kit.TEMPLATE + added)
     with kit.openai_client(running) as client:
         yield types.SimpleNamespace(
             running=running, provider=running.provider, vllm=running.vllm, client=client
@@ -310,6 +314,34 @@ def test_a_forced_call_at_vllm_is_a_schema_and_comes_back_as_calls(served, choic
         assert look["properties"]["name"] == {"enum": ["look"]}
         assert schema["$defs"] == {"place": {"type": "string"}}, "references are from the root"
         assert touch["properties"]["arguments"] == {"type": "object"}
+
+
+@pytest.fixture
+def thinking(kit) -> Iterator[types.SimpleNamespace]:
+    yield from serve(kit, "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}")
+
+
+def test_a_grammar_of_vllm_holds_from_the_first_token_so_the_reasoning_is_closed(thinking) -> None:
+    served = thinking
+    create = served.client.chat.completions.create
+    for says, fields in (
+        ('{"x": 1}', {"response_format": SCHEMA}),
+        ('{"at": "sky"}', {"tools": [LOOK], "tool_choice": NAMED}),
+    ):
+        served.vllm.says = served.running.tokenizer.encode(says)
+        message = create(**ask("vllm", **fields)).choices[0].message
+        assert "reasoning" not in message.model_extra
+        found = message.content or message.tool_calls[0].function.arguments
+        assert json.loads(found) == json.loads(says)
+        prompt = served.running.tokenizer.decode(
+            served.vllm.requests[-1].json["prompt"], skip_special_tokens=False
+        )
+        assert prompt.endswith("<think>\n</think>\n\n")
+        streamed = [chunk.choices[0].delta for chunk in create(**ask("vllm", **fields), stream=True)]
+        assert not any("reasoning" in delta.model_extra for delta in streamed)
+    served.vllm.says = served.running.tokenizer.encode("Hm.</think>Yes")
+    message = create(**ask("vllm")).choices[0].message
+    assert (message.reasoning, message.content) == ("Hm.", "Yes"), "without a grammar it reasons"
 
 
 def test_a_forced_call_that_was_cut_off_is_not_lost(served) -> None:

@@ -188,3 +188,27 @@ def test_what_was_never_started_has_no_times_of_a_worker() -> None:
     )
     assert record.attempts == 0
     assert record.worker == ""
+
+
+# --- what its streams used --------------------------------------------------------------------------
+
+
+def test_a_prompt_counts_once_for_all_of_its_choices_and_an_answer_once_for_all_of_its_workers() -> None:
+    request = make(choices=4, choices_per_prompt=2)
+    request.on(E.DISPATCH, 0)
+    for choice in range(4):
+        request.stream_ended(choice, Usage(prompt_tokens=7, completion_tokens=9))
+    request.break_off()
+    assert request.used() == Usage(), "none had begun, so each begins again"
+    request.on(E.FIRST_OUTPUT, 1)
+    for choice in range(4):
+        request.stream_ended(choice, Usage(prompt_tokens=10, completion_tokens=choice + 1, prefill_ns=3))
+    request.break_off()
+    request.stream_ended(3, Usage(prompt_tokens=10, completion_tokens=9, prefill_ns=5, decode_ns=6))
+    used = request.used()
+    assert (used.prompt_tokens, used.completion_tokens) == (20, 1 + 2 + 3 + 9)
+    assert request.longest_answer == 9
+    continued = request.used_by(3)
+    assert continued is not None
+    assert (continued.prefill_ns, continued.decode_ns) == (3, 11), "its prompt was read once for the client"
+    assert request.used_by(4) is None

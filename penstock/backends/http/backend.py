@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock.backends.base import (
     Adapters,
@@ -137,6 +138,10 @@ class HttpBackend:
             raise WorkerUnavailable(f"the worker does not serve the adapter '{request.adapter[:64]}'")
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
         http = self._config.http
+        closing = self._closing_mark(request)
+        if closing:
+            behind = self._tokenizer.encode(f"{closing}\n\n")
+            request = replace(request, prompt_token_ids=request.prompt_token_ids + behind)
         stream = HttpStream(
             request,
             sink,
@@ -150,6 +155,7 @@ class HttpBackend:
             may_move=moves,
             event_bytes_max=http.event_bytes_max,
             error_bytes_max=http.error_bytes_max,
+            said_before=closing,
         )
         try:
             submission = self._dialect.submission(request)
@@ -163,6 +169,15 @@ class HttpBackend:
             raise WorkerUnavailable(str(error)) from None
         self._streams[request.request_id] = stream
         return stream
+
+    def _closing_mark(self, request: GenerateRequest) -> str:
+        """What closes the reasoning that the prompt has opened, where a grammar bounds the answer: a foreign
+        engine's holds from the first token, so such an answer has no reasoning.
+        """
+        grammar = request.constraint.grammar
+        if grammar is None or not grammar.form or grammar.opens_with:
+            return ""
+        return "" if self._dialect.sends_chats and request.is_chat else grammar.begins_after
 
     async def drain(self, timeout_s: float) -> None:
         """See `Backend.drain`. The worker stays: it is not ours."""

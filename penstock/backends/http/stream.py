@@ -83,8 +83,8 @@ class HttpStream:
     __slots__ = (
         "_body", "_clock", "_count", "_detokenizer", "_done", "_error_bytes", "_events", "_exchange",
         "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_may_move", "_model", "_num_logprobs",
-        "_owner", "_pieces", "_reader", "_reported", "_request", "_sink", "_started_ns", "_status", "_stop",
-        "_stop_ids", "_stopped_by", "_token_ids", "_tokenizer", "_trusts_prompt",
+        "_owner", "_pieces", "_reader", "_reported", "_request", "_said_before", "_sink", "_started_ns",
+        "_status", "_stop", "_stop_ids", "_stopped_by", "_token_ids", "_tokenizer", "_trusts_prompt",
     )  # fmt: skip
 
     def __init__(
@@ -102,16 +102,19 @@ class HttpStream:
         may_move: bool,
         event_bytes_max: int,
         error_bytes_max: int,
+        said_before: str = "",
     ) -> None:
-        """`model` is the name that the answer must bear; empty: any.
+        """`model` is the name that the answer must bear; empty: any. `said_before`: text that the prompt ends
+        with, and that the sink is to hear as if the answer began with it.
 
         `trusts_prompt`: only the worker knows how many tokens the prompt has. `may_move`: if it is broken
         off, another worker may continue it, if all of its tokens came as ids.
         """
         self._request, self._sink, self._reader, self._owner = request, sink, reader, owner
         self._tokenizer, self._clock, self._model = tokenizer, clock, model
-        self._pieces, self._trusts_prompt, self._may_move = pieces, trusts_prompt, may_move
-        self._error_bytes = error_bytes_max
+        self._pieces, self._trusts_prompt = pieces, trusts_prompt
+        self._may_move = may_move and not said_before  # Elsewhere its prompt would not end so.
+        self._error_bytes, self._said_before = error_bytes_max, said_before
         self._events = EventReader(event_bytes_max)
         self._stop = StopChecker(request.stop, include_stop=request.include_stop) if request.stop else None
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -337,6 +340,11 @@ class HttpStream:
         self, text: str, ids: tuple[int, ...], logprobs: tuple[TextLogprob, ...], piece: Piece | None = None
     ) -> None:
         """Pass output on, up to a stop string."""
+        if said := self._said_before:
+            self._said_before = ""
+            self._sink.on_delta(Delta(said, self._pieces.of(said)))
+            if self._done:
+                return  # The sink left.
         self._count += len(ids)
         if not self._first_ns:
             self._first_ns = self._clock.now_ns()

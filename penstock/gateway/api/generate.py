@@ -1,4 +1,4 @@
-"""The two endpoints that generate: `/v1/chat/completions` and `/v1/completions`.
+"""What generates: `/v1/chat/completions` and `/v1/completions`. `/v1/responses` goes the way of chats.
 
 Each reads its request, finds the model, makes prompt tokens, checks that they fit, and submits a reply with
 one sink per choice to the dispatcher. After that everything is pushed (gateway/dispatch/dispatcher.py, and in
@@ -9,6 +9,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -57,6 +58,7 @@ from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationR
 from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
 from penstock.protocol.parameters import Need
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
+from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
 from penstock.text.reasoning import AnswerParser, ThoughtCount
 from penstock.text.tool_tails import ForcedCalls
@@ -73,6 +75,14 @@ PIECE_TOKENS = 32
 step."""
 
 
+class Wording(NamedTuple):
+    """How the answer to a chat is written: one of the APIs that ask for one."""
+
+    endpoint: Endpoint
+    new_id: Callable[[IdSource], str]
+    begin: Callable[[Context, Job], tuple[Reply, Sequence[Sink]]]
+
+
 class Generate:
     """The endpoints, over the services they share."""
 
@@ -80,9 +90,13 @@ class Generate:
         self._services = services
 
     async def chat(self, exchange: Exchange, caller: Caller) -> None:
-        """`POST /v1/chat/completions`."""
-        request = parse_chat(exchange.body, self._services.config.limits)
-        body, needs = exchange.body, rare_needs(request)
+        """`POST /v1/chat/completions`: answers to a conversation, whole or streamed."""
+        await self.answer_chat(exchange, caller, exchange.body, CHAT_WORDING)
+
+    async def answer_chat(self, exchange: Exchange, caller: Caller, body: bytes, wording: Wording) -> None:
+        """Answer a chat, whose request is `body`, in this wording."""
+        request = parse_chat(body, self._services.config.limits)
+        needs = rare_needs(request)
         num_bytes = len(body)
         constraint = constraint_of(request) if needs else NO_CONSTRAINT
 
@@ -99,7 +113,7 @@ class Generate:
                 model=model,
                 adapter=adapter,
                 request=request,
-                answer_id=self._services.ids.take("chatcmpl"),
+                answer_id=wording.new_id(self._services.ids),
                 prompts=[prompt],
                 max_tokens=[max_tokens],
                 logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -108,13 +122,12 @@ class Generate:
                 constraint=shaped(model, request, prompt, max_tokens, constraint),
                 body=body,
             )
-            kind = _chat_stream if request.stream else _chat_whole
-            return job, lambda job: kind(self._context(job), job)
+            return job, lambda job: wording.begin(self._context(job), job)
 
-        await self._serve(exchange, caller, request, Endpoint.CHAT, prepare, _names(needs))
+        await self._serve(exchange, caller, request, wording.endpoint, prepare, _names(needs))
 
     async def completions(self, exchange: Exchange, caller: Caller) -> None:
-        """`POST /v1/completions`."""
+        """`POST /v1/completions`: text that follows prompts, whole or streamed; also their scores."""
         request = parse_completion(exchange.body, self._services.config.limits)
         body, needs = exchange.body, rare_needs(request)
         num_bytes = len(body)
@@ -295,7 +308,6 @@ class Generate:
         assert tally is not None
         if isinstance(job.request, ChatRequest) and job.model.reasoning is not None:
             tally.reasoning_tokens = 0
-        tally.num_choices, tally.usages.choices_per_prompt = job.num_choices, job.choices_per_prompt
         head = StreamHead(
             id=job.answer_id,
             created=services.clock.wall_ns() // NS_PER_S,
@@ -349,7 +361,7 @@ def _session_word(request: GenerationRequest) -> object:
     return key or request.user
 
 
-def _parser(job: Job) -> AnswerParser:
+def answer_parser(job: Job) -> AnswerParser:
     """Of one choice's text."""
     model, request = job.model, job.request
     assert isinstance(request, ChatRequest)
@@ -383,13 +395,25 @@ def _counted(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequenc
     return [CountingSink(sink, writer) for sink in sinks]
 
 
+def _begin_chat(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
+    kind = _chat_stream if job.request.stream else _chat_whole
+    return kind(context, job)
+
+
+def _chat_id(ids: IdSource) -> str:
+    return ids.take("chatcmpl")
+
+
+CHAT_WORDING = Wording(Endpoint.CHAT, _chat_id, _begin_chat)
+
+
 def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
     reply = StreamReply(context, ChatChunks.KIND)
     logprobs = job.logprobs is not None
     sinks: list[TextSink] = []
     for i in range(job.num_choices):
         chunks = ChatChunks(context.head, i)
-        parser = _parser(job)
+        parser = answer_parser(job)
         if parser.is_needed or logprobs:
             sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=parser))
         else:
@@ -398,7 +422,7 @@ def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
 
 
 def _chat_whole(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
-    parsers = [_parser(job) for _ in range(job.num_choices)]
+    parsers = [answer_parser(job) for _ in range(job.num_choices)]
     reply = WholeChat(
         context,
         parsers=parsers,

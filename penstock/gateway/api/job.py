@@ -175,6 +175,7 @@ def facts_of(
         context_tokens=max(lengths) + _asked_tokens(job.request),
         max_tokens=max(job.max_tokens),
         choices=job.num_choices,
+        choices_per_prompt=job.choices_per_prompt,
         num_bytes=len(job.exchange.body) + TOKEN_BYTES * sum(lengths),
         first_token_ns=hints.max_wait_ns,
         degrade=hints.degrade,

@@ -1,10 +1,8 @@
 """Wires the decisions of one gateway together, from its configuration.
 
-The placements of this gateway's models, and what is seen of their decisions: metrics, a sampled log line,
-explanations.
-
-Says in the log when a machine is too slow for what is promised, and what holds there instead
-(policy/admission/admit.py).
+`Placements` makes the placement of each model, and shows its decisions: metrics, a sampled log line,
+explanations. `StretchedPromises` writes a line into the log where a machine is too slow for what is promised,
+with what holds there instead (policy/admission/admit.py).
 """
 
 from collections.abc import Callable, Mapping

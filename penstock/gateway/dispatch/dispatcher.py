@@ -4,8 +4,8 @@
     on_first_output, on_tokens, on_attempt_failed, on_ended <── the replies ──> Driver
 
 The driver decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know.
-
-What the driver writes down and counts, of this gateway: the ledger and the metrics.
+`Dispatcher` is the driver's `Workers` and `Clients`, `GatewayRecords` its `Records`: the ledger and the
+metrics.
 """
 
 import asyncio
@@ -387,8 +387,7 @@ class Dispatcher:
         """From here on the reply is that request's."""
         request = self.control.request(request_id)
         assert request is not None, f"{request_id} was just accepted"
-        reply.request, reply.streams = request, streams
-        request.usages = reply.tally.usages
+        reply.tally.request, reply.streams = request, streams
 
     async def _fall_back(self, request: Request, making: Awaitable[None]) -> None:
         try:

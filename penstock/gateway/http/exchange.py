@@ -19,7 +19,7 @@ chunk.
 import enum
 import http
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import quote
 
@@ -29,7 +29,7 @@ from penstock.clock import NS_PER_MS
 from penstock.errors import ClientError, Overloaded, WorkerUnavailable
 from penstock.gateway.http.flush import RelayTerms
 from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.requests.request import UsageSum
+from penstock.policy.requests.request import Request
 from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody
 from penstock.protocol.stream import HEARTBEAT
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
@@ -117,39 +117,35 @@ class Tally(Served):
     counted_model: str
     """In whose metrics it is: of an adapter, the model that it is for."""
     endpoint: Endpoint
-    num_choices: int = 1
     started_ns: int
     first_ns: int | None = None  # When the first output of any choice came.
     ended_ns: int | None = None
     outcome: OutcomeLabel | None = None
     reasoning_tokens: int = -1  # -1: the model does not reason.
-    usages: UsageSum = field(default_factory=UsageSum)
+    request: Request | None = None
+    """Since flow control accepted it."""
 
     @classmethod
     def begin(cls, served: Served, *, counted_model: str, endpoint: Endpoint, started_ns: int) -> "Tally":
         """Of a request whose model was found."""
         return cls(
-            model=served.model,
-            requested=served.requested,
-            downgrade=served.downgrade,
-            route=served.route,
-            counted_model=counted_model,
-            endpoint=endpoint,
-            started_ns=started_ns,
-        )
+            model=served.model, requested=served.requested, downgrade=served.downgrade, route=served.route,
+            counted_model=counted_model, endpoint=endpoint, started_ns=started_ns,
+        )  # fmt: skip
 
     def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
         """A choice's stream is over.
 
         The first choice's ending stands for the request, if nothing worse happens.
         """
-        self.usages.ended(index, usage)
+        if self.request is not None:
+            self.request.stream_ended(index, usage)
         if index == 0 and self.outcome is None:
             self.outcome = _OUTCOMES.get(reason)
 
     def usage(self) -> UsageBody:
         """The sum: every prompt once, every choice's answer."""
-        total = self.usages.total()
+        total = self._used()
         return UsageBody(
             prompt_tokens=total.prompt_tokens,
             completion_tokens=total.completion_tokens,
@@ -164,7 +160,9 @@ class Tally(Served):
 
     def record(self, now_ns: int) -> RequestMeasurement:
         """The request as it is counted; `now_ns` is its end."""
-        usage, first, longest = self.usages.total(), self.usages.of(0), self.usages.longest
+        request = self.request
+        usage = self._used()
+        first, longest = (request.used_by(0), request.longest_answer) if request is not None else (None, 0)
         ended_ns = now_ns if self.ended_ns is None else self.ended_ns
         tpot_ns = None
         if self.first_ns is not None and longest > 1:
@@ -180,6 +178,9 @@ class Tally(Served):
             cached_tokens=usage.cached_tokens,
             generated_tokens=usage.completion_tokens,
         )
+
+    def _used(self) -> Usage:
+        return self.request.used() if self.request is not None else Usage()
 
 
 def outcome_of(error: Exception) -> OutcomeLabel:

@@ -15,7 +15,6 @@ from penstock.types import Capability
 
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
 """`reasoning_effort`: the share of an answer's tokens that its reasoning may take."""
-_ANYTHING = {"regex": r"(?s:.*)"}
 _MAY_FORWARD = frozenset({Capability.PASS_THROUGH})
 
 
@@ -51,15 +50,11 @@ def shaped(
         return constraint
     if not (constraint.structured or budget is not None) or ends_reasoning(model, prompt):
         return constraint
-    if budget == 0 and not begins_reasoning(model, prompt):
-        return constraint
-    structured = constraint.structured or _ANYTHING
     grammar = Grammar(
-        form=msgspec.json.encode(structured),
+        form=constraint.form,
+        opens_with="" if begins_reasoning(model, prompt) else model.reasoning.open,
         begins_after=model.reasoning.close,
-        # The engine counts free tokens from one on.
-        begins_within=0 if budget is None else max(1, budget),
-        may_end_before=not constraint.structured,
+        begins_within=budget,
     )
     return msgspec.structs.replace(constraint, grammar=grammar, param=constraint.param or param)
 

@@ -22,7 +22,7 @@ from penstock.telemetry.log import Log
 class StoreError(Exception):
     """The store is not there, or does not answer as it should.
 
-    Only the keeper sees it; no request ever does.
+    Only the keeper of the limits and the API's stored responses see it.
     """
 
 

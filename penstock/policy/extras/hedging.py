@@ -1,21 +1,17 @@
-"""Hedged requests on requests' lives: a request that runs on two workers at once until one of them says
-something.
-
-A second attempt begins when a request's time has come (below), it is the first attempt of one stream,
-nothing waits for its model and another worker has capacity of its own, not borrowed from its queue. It ends
-when one of the two attempts is dropped: then the request is an ordinary one again, on the other worker. Both
-attempts are booked with the worker, the placement and the breakers like any other, the second one under a
-name of its own.
-
-When a request that says nothing is started a second time, on another worker: hedged requests.
+"""Hedges: a request without output is started a second time, on another worker, and the first of the two
+attempts that has output wins.
 
 After Dean and Barroso, "The Tail at Scale" (CACM 2013): wait for a high percentile of the usual time, then
 send a second request, and take whichever answers first. The delay alone bounds the extra load to some percent
 while nothing is wrong; the budget bounds it when something is: every start pays in `hedge_share` of a hedge,
 so hedges are never more than that share of the starts.
 
-Decides when, and counts; `FlowControl` knows whom it concerns and where there is room. Pure; bounded; time is
-handed in.
+`Hedges` decides when a request is late enough and whether a hedge is paid for. `Hedging` hangs it on the
+lives of requests. A second attempt begins if the first is the request's only one until then and has one
+stream, nothing waits for the model, and another worker has capacity of its own, not borrowed from its queue.
+It ends when one of the two attempts is dropped: then the request is an ordinary one again, on the other
+worker. Both attempts are booked with the worker, the placement and the breakers like any other, the second
+one under a name of its own. Pure; bounded; time is handed in.
 """
 
 import enum

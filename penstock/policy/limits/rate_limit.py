@@ -15,10 +15,8 @@ Pure: gateway and simulator run this same object, each on its own clock. Whoever
 gateways hands in buckets that are filled by leases (policy/limits/lease.py); nothing here knows the
 difference.
 
-The `x-ratelimit-*` headers, as OpenAI writes them.
-
-They stand on every response, so they are made of few operations: a tenant's limits are formatted once, and
-the rest is integers.
+`limit_headers` writes the `x-ratelimit-*` headers as OpenAI does. They stand on every response, so they take
+few operations: a tenant's limits are formatted once, and the rest is integers.
 """
 
 from collections.abc import Callable

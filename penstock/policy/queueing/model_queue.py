@@ -1,4 +1,4 @@
-"""One model's queue and its workers' rooms, and which request starts where, next.
+"""One model's queue and the capacity of its workers, and which request starts where, next.
 
 Knows requests only as `Work`.
 """

@@ -1,12 +1,9 @@
-"""One accepted request: its facts, where it is, what is held for it, and what its usage record is made of.
+"""One accepted request: its facts and its state, its place in a queue or at a worker, what is held for it,
+and what its usage record is made of.
 
-What is held for a request while it lives: tokens of its tenant's limits, and money of its budget, slice by
-slice.
-
-Knows limits, budgets and prices as `parts` names them, and nothing of queues and workers.
-
-What a request's streams used, as their workers counted it, over all choices and all workers that it ran
-on.
+Held are tokens of its tenant's limits and money of its budget, slice by slice, both known by their contracts
+(policy/contracts.py). A choice is one stream; most requests have one. What its streams used is summed here,
+as their workers counted it, over all choices and all workers that it ran on.
 """
 
 from collections.abc import Sequence
@@ -40,65 +37,6 @@ class Holds(msgspec.Struct, frozen=True, kw_only=True):
         self.money.undo(now_ns)
 
 
-_NOTHING = Usage()
-
-
-class UsageSum:
-    """One for each request. A choice is one stream; most requests have one."""
-
-    __slots__ = ("_before", "_usages", "choices_per_prompt")
-
-    def __init__(self, choices_per_prompt: int = 1) -> None:
-        self.choices_per_prompt = choices_per_prompt
-        self._usages: dict[int, Usage] = {}
-        """By index of the choice."""
-        self._before: dict[int, Usage] = {}
-        """Of choices that continue on another worker: what was used until they left the last one."""
-
-    def ended(self, index: int, usage: Usage) -> None:
-        """A choice's stream on its worker is over."""
-        before = self._before.get(index)
-        self._usages[index] = usage if before is None else continued(before, usage)
-
-    def break_off(self, *, has_begun: bool) -> None:
-        """Every choice whose stream was cut continues elsewhere; if none has begun, each begins again."""
-        if has_begun:
-            self._before.update(self._usages)
-        else:
-            self._usages.clear()
-
-    def of(self, index: int) -> Usage | None:
-        """One choice's."""
-        return self._usages.get(index)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest answer."""
-        return max((usage.completion_tokens for usage in self._usages.values()), default=0)
-
-    def total(self) -> Usage:
-        """All choices together: every prompt once, every choice's answer. Times are the first choice's."""
-        if len(self._usages) == 1 and 0 in self._usages:
-            return self._usages[0]
-        usages = list(self._usages.values())
-        firsts = [usage for i, usage in self._usages.items() if i % self.choices_per_prompt == 0]
-        first = self._usages.get(0, _NOTHING)
-        return Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
-            completion_tokens=sum(usage.completion_tokens for usage in usages),
-            cached_tokens=sum(usage.cached_tokens for usage in firsts),
-            host_cached_tokens=sum(usage.host_cached_tokens for usage in firsts),
-            queue_ns=first.queue_ns,
-            prefill_ns=first.prefill_ns,
-            decode_ns=first.decode_ns,
-            steps=sum(usage.steps for usage in usages),
-            computed_tokens=sum(usage.computed_tokens for usage in usages),
-            preemptions=sum(usage.preemptions for usage in usages),
-            kv_block_ns=sum(usage.kv_block_ns for usage in usages),
-            device_ns=sum(usage.device_ns for usage in usages),
-        )
-
-
 def continued(before: Usage, after: Usage) -> Usage:
     """What a stream used that went on on another worker, as if it had never been interrupted: its prompt was
     read once for it, its answer is one, and the time of the move is part of its decoding. The machines' work
@@ -126,6 +64,7 @@ def continued(before: Usage, after: Usage) -> Usage:
     )
 
 
+_NOTHING = Usage()
 NO_PROMISE = Pass()
 _MOVES = [[TABLE.get((state, event)) for event in Event] for state in State]
 """`TABLE` by index: two list look-ups per event."""
@@ -154,6 +93,8 @@ class Request:
     """One accepted request. `FlowControl` changes it; others read it."""
 
     __slots__ = (
+        "_used",
+        "_used_before",
         "arrived_ns",
         "asked_ns",
         "attempt",
@@ -187,7 +128,6 @@ class Request:
         "state",
         "tokens",
         "usage",
-        "usages",
         "work",
         "worker",
     )  # fmt: skip
@@ -233,8 +173,10 @@ class Request:
         """By the price list, set at the end."""
         self.machine_micros = 0
         """What workers cost that it began on and left for another one."""
-        self.usages = UsageSum()
-        """What its streams used, as their workers counted it."""
+        self._used: dict[int, Usage] = {}
+        """What its streams used, as their workers counted it, by index of the choice."""
+        self._used_before: dict[int, Usage] = {}
+        """Of choices that continue on another worker: what was used until they left the last one."""
         self.usage: Usage | None = None
         """The workers' count of all of it, at the end of an attempt."""
         self.outcome: Outcome | None = None
@@ -291,6 +233,49 @@ class Request:
             self.attempts += Step.START in actions
             self._stamp(state, now_ns)
         return actions
+
+    def stream_ended(self, choice: int, usage: Usage) -> None:
+        """A choice's stream on its worker is over."""
+        before = self._used_before.get(choice)
+        self._used[choice] = usage if before is None else continued(before, usage)
+
+    def break_off(self) -> None:
+        """Every choice whose stream was cut continues elsewhere; if none has begun, each begins again."""
+        if self.has_begun:
+            self._used_before.update(self._used)
+        else:
+            self._used.clear()
+
+    def used_by(self, choice: int) -> Usage | None:
+        """What one choice used; None while its stream runs."""
+        return self._used.get(choice)
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of the longest choice."""
+        return max((usage.completion_tokens for usage in self._used.values()), default=0)
+
+    def used(self) -> Usage:
+        """What all choices used: every prompt once, every answer. Times are the first choice's."""
+        if len(self._used) == 1 and 0 in self._used:
+            return self._used[0]
+        usages, per_prompt = list(self._used.values()), self.facts.choices_per_prompt
+        firsts = [usage for choice, usage in self._used.items() if choice % per_prompt == 0]
+        first = self._used.get(0, _NOTHING)
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in firsts),
+            host_cached_tokens=sum(usage.host_cached_tokens for usage in firsts),
+            queue_ns=first.queue_ns,
+            prefill_ns=first.prefill_ns,
+            decode_ns=first.decode_ns,
+            steps=sum(usage.steps for usage in usages),
+            computed_tokens=sum(usage.computed_tokens for usage in usages),
+            preemptions=sum(usage.preemptions for usage in usages),
+            kv_block_ns=sum(usage.kv_block_ns for usage in usages),
+            device_ns=sum(usage.device_ns for usage in usages),
+        )
 
     def record(self, wall_ns: int) -> UsageRecord:
         """The facts for the ledger, of a request that has ended; `wall_ns` is the date of the end.

@@ -12,6 +12,8 @@ import msgspec
 import pytest
 from engine_driver import Answer, tiny_runner
 
+pytest.importorskip("llguidance")
+
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine import runner as runner_module
@@ -82,7 +84,8 @@ class Engine:
             self.asked += 1
             request_id = RequestId(f"r{self.asked}")
             answers[request_id] = Answer()
-            grammar = Grammar(form=msgspec.json.encode(each["form"]), **each.get("how", {}))
+            form = msgspec.json.encode(each["form"]) if each["form"] else b""
+            grammar = Grammar(form=form, **each.get("how", {}))
             message = Submit(
                 request_id=request_id,
                 prompt=array("i", self.tokenizer.encode(each.get("prompt", "Hello"))).tobytes(),
@@ -252,6 +255,51 @@ def test_min_tokens_does_not_hold_a_complete_grammar_back() -> None:
     (answer,) = engine.ask({"form": {"choice": ["a", "ab"]}, "sampling": sampling(3, min_tokens=50)})
     assert engine.text(answer) in ("a", "ab")
     assert answer.finish is FinishReason.STOP
+
+
+def begin_with(text: str) -> tuple[int, ...]:
+    return tuple(Tokenizer.load(MODEL).encode(text))
+
+
+THINK: dict[str, Any] = {"opens_with": "<think>", "begins_after": "</think>"}
+
+
+@pytest.mark.parametrize("within", [0, 1, 5])
+def test_a_reasoning_is_closed_after_its_bound(within: int) -> None:
+    """Whoever has opened it: the prompt, or the answer."""
+    engine = Engine()
+    asked: dict[str, Any] = {"form": None, "sampling": sampling(5, max_tokens=40, min_tokens=30)}
+    (begun,) = engine.ask(asked | {"how": {"begins_after": "</think>", "begins_within": within}})
+    close = begin_with("</think>")
+    assert tuple(begun.token_ids[within : within + len(close)]) == close
+    opening = begin_with("<think>")
+    (opened,) = engine.ask(asked | {"how": THINK | {"begins_within": within}, "resumed": opening})
+    assert tuple(opened.token_ids[within : within + len(close)]) == close
+
+
+def test_a_bound_writes_nothing_into_an_answer_without_reasoning() -> None:
+    engine = Engine()
+    asked: dict[str, Any] = {"form": None, "sampling": sampling(5, max_tokens=40, min_tokens=30)}
+    (bounded,) = engine.ask(asked | {"how": THINK | {"begins_within": 4}})
+    (free,) = engine.ask(asked | {"how": THINK})
+    assert "think>" not in engine.text(free)
+    assert bounded.token_ids == free.token_ids
+
+
+def test_a_grammar_holds_from_the_first_token_where_no_reasoning_begins() -> None:
+    engine = Engine()
+    asked: dict[str, Any] = {"form": FORMS[0], "how": THINK, "sampling": sampling(5)}
+    (answer,) = engine.ask(asked)
+    check(FORMS[0], engine.text(answer))
+    biased = sampling(5, logit_bias=((begin_with("<think>")[0], 100.0),))
+    (opened,) = engine.ask(asked | {"sampling": biased, "how": THINK | {"begins_within": 6}})
+    thought, _, rest = engine.text(opened).partition("</think>")
+    assert thought.startswith("<think>")
+    check(FORMS[0], rest)
+    (again,) = Engine().ask(
+        asked | {"sampling": biased, "how": THINK | {"begins_within": 6}, "resumed": opened.token_ids[:4]}
+    )
+    assert opened.token_ids[:4] + again.token_ids == opened.token_ids
 
 
 def long_and_forced() -> list[dict[str, Any]]:
