@@ -148,7 +148,7 @@ COMMON_CAPABILITIES = frozenset({
 one."""
 GRAMMAR_CAPABILITIES = frozenset({
     Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
-    Capability.FORCED_TOOLS, Capability.REASONING_BUDGET,
+    Capability.FORCED_TOOLS, Capability.STRICT_TOOLS, Capability.REASONING_BUDGET,
 })  # fmt: skip
 """What an engine has whose answers can follow a grammar."""
 ENGINE_CAPABILITIES = COMMON_CAPABILITIES | GRAMMAR_CAPABILITIES

@@ -30,7 +30,7 @@ from penstock.gateway.models.prepare import (
     schemas_of,
 )
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.models.shape import shaped, template_extra
+from penstock.gateway.models.shape import own_needs, shaped, template_extra
 from penstock.gateway.relay.chat import ChatSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
@@ -211,8 +211,9 @@ class Generate:
                 services.metrics.diverted(model.name, "context")
                 model, served = longer, replace(served, model=adapter or longer.name, downgrade="context")
                 continue
-            services.check_draining()  # It may have begun while the prompt was tokenized.
             facts = facts_of(job, served, hints, endpoint, self._keys(job))
+            await services.ask_store(facts)
+            services.check_draining()  # It may have begun while the prompt was tokenized.
             if choice is not None:
                 services.explained.chose(facts.id, choice)
             reply, sinks = begin(job)
@@ -339,6 +340,8 @@ def _checked(model: ServedModel, request: GenerationRequest, needs: Sequence[Nee
     """
     if model.workers.lacks_common:
         needs = [*needs, *common_needs(request)]
+    if needs:
+        needs = own_needs(model, needs)
     wanted = _names(needs)
     if wanted and (lacking := model.workers.lacking(wanted)):
         raise unsupported(needs, lacking, model.name)

@@ -19,9 +19,10 @@ from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine import runner as runner_module
 from penstock.engine.core import EngineCore, build_core
-from penstock.engine.grammar.compiler import CompiledGrammar, GrammarTokens, compile_grammar
+from penstock.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarTokens, compile_grammar
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 from penstock.engine.runner import Runner
+from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import Grammar
 from penstock.protocol.worker import Submit
 from penstock.text.tokenizer import Tokenizer
@@ -390,3 +391,57 @@ def test_a_grammar_that_allows_only_stop_tokens_wins_over_min_tokens(kernels: st
     assert answer.finish is FinishReason.STOP
     assert answer.stop_token_id in stops
     assert len(answer.token_ids) == 1
+
+
+CALL = {
+    "type": "object",
+    "properties": {"name": {"enum": ["greet"]}, "arguments": PERSON},
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+
+
+def test_a_call_obeys_its_schema_from_its_mark_on_and_text_follows() -> None:
+    """A bias makes the model begin a call wherever it may."""
+    engine = Engine()
+    (mark,) = begin_with("<tool_call>")
+    how = sampling(5, logit_bias=((mark, 100.0),), max_tokens=300)
+    asked: dict[str, Any] = {"form": {"call": CALL}, "how": {"call_mark": "<tool_call>"}, "sampling": how}
+    (answer,) = engine.ask(asked)
+    parts = engine.tokenizer.decode(answer.token_ids, skip_special_tokens=False).split("<tool_call>")
+    assert parts[0] == ""
+    assert len(parts) > 3, "one follows the other"
+    for part in parts[1:-1]:
+        jsonschema.validate(json.loads(part), CALL)
+    for cut in (1, 7, 60, 150):
+        (again,) = Engine(step_tokens=32, overlap="on").ask(asked | {"resumed": answer.token_ids[:cut]})
+        assert answer.token_ids[:cut] + again.token_ids == answer.token_ids
+
+
+def test_an_answer_without_a_call_is_free() -> None:
+    engine = Engine()
+    asked: dict[str, Any] = {"form": {"call": CALL}, "sampling": sampling(5, max_tokens=30)}
+    (offered,) = engine.ask(asked | {"how": {"call_mark": "<tool_call>"}})
+    (plain,) = engine.ask(asked | {"form": None})
+    assert offered.token_ids == plain.token_ids
+    assert offered.finish == plain.finish
+
+
+def test_a_call_that_another_worker_began_without_a_grammar_goes_on() -> None:
+    begun = begin_with('<tool_call>{"nam')[:-1] + begin_with(" no call </tool_call> and")
+    asked = {"form": {"call": CALL}, "sampling": sampling(5, max_tokens=40), "resumed": begun}
+    (answer,) = Engine().ask(asked | {"how": {"call_mark": "<tool_call>", "is_optional": True}})
+    assert answer.finish in (FinishReason.STOP, FinishReason.LENGTH)
+    (failed,) = Engine().ask(asked | {"how": {"call_mark": "<tool_call>"}})
+    assert failed.finish is FinishReason.ERROR
+
+
+def test_what_is_optional_is_passed_over_where_it_cannot_be_enforced() -> None:
+    compiler = GrammarCompiler(tokens())
+    try:
+        wrong = Grammar(form=b'{"call": {"type": "object", "not": {}}}', call_mark="<tool_call>")
+        with pytest.raises(InvalidRequest):
+            compiler.compile(b"", wrong).result()
+        assert not compiler.compile(b"", msgspec.structs.replace(wrong, is_optional=True)).result().call_mark
+    finally:
+        compiler.close()
