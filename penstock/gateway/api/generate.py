@@ -218,8 +218,9 @@ class Generate:
                 services.metrics.diverted(model.name, "context")
                 model, served = longer, replace(served, model=adapter or longer.name, downgrade="context")
                 continue
-            services.check_draining()  # It may have begun while the prompt was tokenized.
             facts = facts_of(job, served, hints, endpoint, self._keys(job))
+            await services.ask_store(facts)
+            services.check_draining()  # It may have begun while the prompt was tokenized.
             if choice is not None:
                 services.explained.chose(facts.id, choice)
             reply, sinks = begin(job)
