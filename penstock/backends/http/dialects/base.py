@@ -266,7 +266,7 @@ def form_of(constraint: Constraint) -> tuple[str, Any]:
             raise _bad_form(constraint, "the schema is not JSON") from None
     if not isinstance(value, dict if kind == "json" else str):
         raise _bad_form(constraint, f"expected {'an object' if kind == 'json' else 'a string'}")
-    return kind, value
+    return kind, cast(Any, value)
 
 
 def _bad_form(constraint: Constraint, message: str) -> InvalidRequest:
