@@ -50,44 +50,55 @@ NOTES = {
     "stream_options": "`include_usage`; `continuous_usage_stats` (vLLM's) beside it; "
     "`include_obfuscation: true` is refused",
     "n": "each choice is a request of its own",
-    "max_tokens": "0 with `echo` or `prompt_logprobs` of a plain completion: it is scored, not answered",
+    "completion max_tokens": "0 with `echo` or `prompt_logprobs`: the prompt is scored, and nothing answered",
     "max_completion_tokens": "goes before `max_tokens`",
-    "stop": "checked by the gateway for every kind of worker",
+    "stop": "checked by this server for every kind of worker",
+    "chat stop": "checked by this server for every kind of worker; a provider gets it too",
     "user": "names the session and stands in the usage records",
     "messages": "unknown fields within are dropped (a provider gets them); see above",
-    "tools": "a tool's `strict: true`, and types other than `function`, need a provider; "
-    "a forced call obeys its schema on vLLM too",
-    "parallel_tool_calls": "`false`: the answer ends with its first call",
+    "tools": "`strict: true` needs our engine, with a `tool_format` that has marks around JSON (see Tools), "
+    "or a provider; types other than `function` need a provider",
+    "parallel_tool_calls": "`false`: calls behind the first are not shown, and the answer ends where that "
+    "can be seen",
     "chat_template_kwargs": "variables of the chat template",
-    "metadata": "changes no answer",
-    "safety_identifier": "changes no answer",
     "prompt_cache_key": "names the session: such requests go to one worker among equals",
     "store": "a promise to keep the answer",
     "service_tier": "here tiers belong to tenants",
-    "response_format": "`text` asks for nothing; vLLM: by its `structured_outputs`",
+    "response_format": "`text` asks for nothing; each engine gets it in its own words (see above)",
     "structured_outputs": "vLLM's `json`, `json_object`, `regex`, `choice`, `grammar`; "
     "see [structured output](structured.md)",
-    "guided_json": "the older spelling; vLLM gets `structured_outputs`",
+    "guided_json": "the older spelling of `structured_outputs`",
     "guided_regex": "the same",
     "guided_choice": "the same",
     "guided_grammar": "the same",
-    "tool_choice": "`auto`, `none` everywhere; "
-    "`required` and a named function give calls that obey their schemas",
-    "logprobs": "`top_logprobs` of a plain completion has the token itself too; of one text the likeliest",
+    "tool_choice": "`required` and a named function give calls that obey their schemas; "
+    "any worker takes `auto` and `none`",
+    "completion logprobs": "the alternatives have the token itself too; of those with one text the likeliest",
     "reasoning_effort": "`minimal` 0.1, `low` 0.2, `medium` 0.5, `high` 0.8, `xhigh` 0.95 "
-    "of the answer's tokens; also a variable of the chat template",
+    "of the answer's tokens; any worker takes `none`, which leaves the reasoning out where the chat template "
+    "or our engine can; also a variable of the chat template",
     "thinking_token_budget": "vLLM's: after so many tokens the reasoning is closed",
     "include_reasoning": "`false`: the reasoning is not shown, and counts",
+    "bad_words": "at most 256; looked for in the answer; what a grammar forces is written all the same",
+    "allowed_token_ids": "no other token is drawn; what a grammar forces is written all the same",
+    "truncate_prompt_tokens": "the last so many tokens of the prompt; "
+    "-1: as many as leave room for the answer",
+    "continue_final_message": "the answer continues the last message",
+    "add_generation_prompt": "`false`: the template does not begin the answer",
     "prompt_logprobs": "vLLM's, up to 20 alternatives; not in streams",
     "priority": "the tenant's band sets it",
     "cache_salt": "made from the tenant",
     "request_id": "the answer's `x-request-id` has ours",
     "functions": "use `tools`",
     "function_call": "use `tool_choice`",
-    "best_of": "only what `n` is",
+    "chat best_of": "a parameter of plain completions",
+    "completion best_of": "only what `n` is",
+    "chat echo": "a parameter of plain completions",
     "prompt": "a text, texts, token ids, or lists of them",
 }
-"""What else there is to say of a parameter."""
+"""What else there is to say of a parameter, or of that of one endpoint."""
+SAID_IN_NOTES = ("tool_choice", "reasoning_effort")
+"""Parameters whose note has the values that any worker takes."""
 CALLERS = {
     Access.OPEN: "anyone",
     Access.LOOK: "operators",
@@ -164,14 +175,14 @@ def _capabilities() -> str:
 def _parameters(endpoint: str, parameters: Iterable[Parameter]) -> str:
     order = list(Fate)
     ranked = sorted(parameters, key=lambda each: order.index(each.fate))
-    rows = [[f"`{each.name}`", *_fates(endpoint, each), _note(each)] for each in ranked]
+    rows = [[f"`{each.name}`", *_fates(endpoint, each), _note(endpoint, each)] for each in ranked]
     return _table(["parameter", "our engine", "vLLM", "a provider", ""], rows)
 
 
 def _of_responses() -> str:
     order = list(Fate)
     ranked = sorted(RESPONSES, key=lambda each: (each in SHARED, order.index(each.fate)))
-    rows = [[f"`{each.name}`", _becomes(each), _note(each, OF_RESPONSES)] for each in ranked]
+    rows = [[f"`{each.name}`", _becomes(each), _note("responses", each, OF_RESPONSES)] for each in ranked]
     return _table(["parameter", "", ""], rows)
 
 
@@ -197,11 +208,13 @@ def _fates(endpoint: str, parameter: Parameter) -> list[str]:
     return [*fates, passed if needed in ENGINES["a provider"] else "refused"]
 
 
-def _note(parameter: Parameter, notes: Mapping[str, str] = NOTES) -> str:
+def _note(endpoint: str, parameter: Parameter, notes: Mapping[str, str] = NOTES) -> str:
     neutral = [each for each in parameter.neutral if each not in ({}, [], 0)]
+    if parameter.name in SAID_IN_NOTES:
+        neutral = []
     verb = "asks" if len(neutral) == 1 else "ask"
     asks_nothing = ", ".join(f"`{json.dumps(each)}`" for each in neutral)
-    said = notes.get(parameter.name, "")
+    said = notes.get(f"{endpoint} {parameter.name}") or notes.get(parameter.name, "")
     return "; ".join(filter(None, (said, f"{asks_nothing} {verb} for nothing" if neutral else "")))
 
 

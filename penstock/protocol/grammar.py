@@ -15,7 +15,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     form: bytes = b""
     """JSON, vLLM's `structured_outputs`: an object with one of `json`, `json_object`, `regex`, `choice` and
-    `grammar` (Lark as llguidance reads it, or GBNF). Empty: only the reasoning is bounded."""
+    `grammar` (Lark as llguidance reads it, or GBNF); or with `call`, the schema of the JSON behind a call's
+    mark. Empty: only the reasoning is bounded."""
     opens_with: str = ""
     """The answer may begin with a reasoning, and this mark then (say `<think>`), or without one. Empty: the
     prompt has opened it, if there is a `begins_after`."""
@@ -27,3 +28,5 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     call_mark: str = ""
     """The answer is free text, and the grammar holds behind each of these marks (say `<tool_call>`), until it
     is complete; the answer may end where it is free. Empty: the grammar holds to the answer's end."""
+    is_optional: bool = False
+    """A form that cannot be enforced is passed over, and not refused."""

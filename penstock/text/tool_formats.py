@@ -27,6 +27,10 @@ class ToolFormat:
     """Makes the parser of one answer."""
     taught_by: tuple[str, ...]
     """What a template of this syntax has in its source, one of them."""
+    call_mark: str = ""
+    """What stands before the JSON of a call, or of an array of them if `calls_are_array`, and nowhere else.
+    Empty: calls have no such mark, or are no JSON."""
+    calls_are_array: bool = False
     family: tuple[str, ...] = ()
     """What templates of models that know this syntax have in their source, where none teaches one."""
 
@@ -39,7 +43,7 @@ TOOL_FORMATS = (
         "mistral", lambda schemas: JsonTailParser(["[TOOL_CALLS]"], names=schemas.keys()), ("[TOOL_CALLS]",)
     ),
     ToolFormat("gemma", lambda _schemas: GemmaToolParser(), ("<start_function_call>",)),
-    ToolFormat("phi", lambda _schemas: PhiToolParser(), ("<|tool_call|>", "<|tool|>")),
+    ToolFormat("phi", lambda _schemas: PhiToolParser(), ("<|tool_call|>", "<|tool|>"), "<|tool_call|>", True),
     ToolFormat(
         "functools", lambda schemas: JsonTailParser(["functools["], names=schemas.keys()), ("functools[",)
     ),
@@ -49,8 +53,10 @@ TOOL_FORMATS = (
         lambda schemas: JsonTailParser(_PYTHON_MARKS, at_start=True, names=schemas.keys()),
         ("<|python_tag|>", '"parameters": dictionary', "Environment: ipython"),
     ),
-    ToolFormat("tool_code", lambda _schemas: ToolCodeParser(), ("```tool_code",), ("<start_of_turn>",)),
-    ToolFormat("hermes", lambda _schemas: HermesToolParser(), ("<tool_call>",)),
+    ToolFormat(
+        "tool_code", lambda _schemas: ToolCodeParser(), ("```tool_code",), family=("<start_of_turn>",)
+    ),
+    ToolFormat("hermes", lambda _schemas: HermesToolParser(), ("<tool_call>",), "<tool_call>"),
 )
 """The more telling ones first: a template of Qwen3-Coder has the marks of Hermes too."""
 HERMES = TOOL_FORMATS[-1]

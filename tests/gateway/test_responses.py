@@ -7,6 +7,7 @@ import openai
 import pydantic
 import pytest
 
+from penstock.text.tool_blocks import HermesToolParser
 from penstock.types import ENGINE_CAPABILITIES
 
 TOOL = {
@@ -190,7 +191,7 @@ THOUGHT = ["<think>", "Let me", " think.\n", "</think>", "\n\n", "Yes", "."]
 
 @pytest.fixture(scope="module")
 def reasoner(make, kit):
-    return make(*THOUGHT, template=kit.TEMPLATE + "{# </think> #}")
+    return make(*THOUGHT, template=kit.TEMPLATE + "{# </think> #}", words=tuple(THOUGHT))
 
 
 def test_reasoning_is_an_item(reasoner, kit):
@@ -440,6 +441,23 @@ def test_a_worker_that_is_lost_ends_the_stream_with_its_response(start, kit):
     assert (last.type, last.response.status) == ("response.failed", "failed")
     assert last.response.error.code == "stream_broken"
     assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+@pytest.mark.parametrize("place", ["push", "finish"])
+def test_a_parser_that_fails_ends_its_own_response(caller, kit, monkeypatch, place):
+    def fail(*_args):
+        raise ValueError("no such syntax")
+
+    asked = {"model": "tiny", "input": "hi", "tools": [TOOL]}
+    with kit.openai_client(caller) as talk:
+        monkeypatch.setattr(HermesToolParser, place, fail)
+        *_, last = talk.responses.create(**asked, stream=True)
+        assert (last.type, last.response.error.code) == ("response.failed", "internal_error")
+        with pytest.raises(openai.InternalServerError):
+            talk.responses.create(**asked)
+        assert "no such syntax" not in last.response.error.message
+        monkeypatch.undo()
+        assert talk.responses.create(**asked).status == "completed"
 
 
 def test_responses_are_counted_as_such(talk, hello):

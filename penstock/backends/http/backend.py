@@ -175,7 +175,7 @@ class HttpBackend:
         engine's holds from the first token, so such an answer has no reasoning.
         """
         grammar = request.constraint.grammar
-        if grammar is None or not grammar.form or grammar.opens_with:
+        if grammar is None or not request.constraint.structured or grammar.opens_with:
             return ""
         return "" if self._dialect.sends_chats and request.is_chat else grammar.begins_after
 

@@ -18,6 +18,8 @@ from llguidance import LLMatcher
 
 from penstock.engine.grammar.compiler import CompiledGrammar
 
+_NO_MATCH = "the answer does not match its grammar"
+
 
 class Stage(enum.Enum):
     """What may come next."""
@@ -32,7 +34,8 @@ class GrammarAnswer:
     """The grammar's state behind the tokens that were taken so far."""
 
     __slots__ = (
-        "_matcher", "_num_thought", "_stage", "_tail", "error", "forced", "grammar", "only_ends",
+        "_is_let_be", "_matcher", "_num_thought", "_stage", "_tail", "error", "forced", "grammar",
+        "only_ends",
     )  # fmt: skip
 
     def __init__(self, grammar: CompiledGrammar, token_ids: Iterable[int]) -> None:
@@ -45,6 +48,8 @@ class GrammarAnswer:
         """Nothing but the end may come next; set with the mask."""
         self.error: str | None = None
         """Why the answer cannot go on."""
+        self._is_let_be = False
+        """An optional grammar could not be followed: anything goes."""
         self._num_thought = 0
         self._tail = b""
         self._stage = Stage.OPENING
@@ -92,7 +97,7 @@ class GrammarAnswer:
             return
         if self.forced:
             if self.forced.pop(0) != token_id:
-                self.error = "the answer does not match its grammar"
+                self._fail(_NO_MATCH)
             self._leave_call()
             return
         if self._stage is Stage.OPENING:
@@ -101,7 +106,7 @@ class GrammarAnswer:
             self._consume(token_id)
         elif self._stage is Stage.THINKING:
             self._take_thought(token_id)
-        elif self.grammar.call_mark:
+        elif self.grammar.call_mark and not self._is_let_be:
             self._write(self.grammar.tokens.tokenizer.token_bytes(token_id))
 
     def take_forced(self) -> tuple[int, ...]:
@@ -113,7 +118,7 @@ class GrammarAnswer:
     def check(self) -> None:
         """After a mask: whether the matcher can go on."""
         if self._matcher.is_error():
-            self.error = self._matcher.get_error().partition("\n")[0]
+            self._fail(self._matcher.get_error().partition("\n")[0])
 
     # --- the reasoning ----------------------------------------------------------------------------
 
@@ -205,7 +210,7 @@ class GrammarAnswer:
         if self._matcher.consume_token(token_id):
             self._force()
         else:
-            self.error = self._matcher.get_error() or "the answer does not match its grammar"
+            self._fail(self._matcher.get_error() or _NO_MATCH)
 
     def _force(self) -> None:
         if not self._matcher.is_stopped() and (forced := self._matcher.compute_ff_tokens()):
@@ -213,6 +218,14 @@ class GrammarAnswer:
             self.forced = forced
         self.check()
         self._leave_call()
+
+    def _fail(self, why: str) -> None:
+        if not self.grammar.is_optional:
+            self.error = why
+            return
+        # Another worker may have begun it without a grammar.
+        self._stage, self._is_let_be = Stage.WRITING, True
+        self.forced, self.only_ends = [], False
 
     def _leave_call(self) -> None:
         """A call's grammar is complete: text follows."""

@@ -88,6 +88,7 @@ class CompiledGrammar:
     """See `Grammar.begins_after`."""
     begins_within: int | None = None
     call_mark: bytes = b""
+    is_optional: bool = False
 
     @property
     def binds_all(self) -> bool:
@@ -203,9 +204,12 @@ class GrammarCompiler:
         try:
             if grammar.form:
                 self._trials.check(grammar.form)
+            return compile_grammar(grammar, self._tokens)
         except InvalidRequest as error:
-            raise _named(error) from None
-        return compile_grammar(grammar, self._tokens)
+            if not grammar.is_optional:
+                raise _named(error) from None
+        without = msgspec.structs.replace(grammar, form=b"", call_mark="")
+        return compile_grammar(without, self._tokens)
 
     def _keep(self, key: _Key, made: CompiledGrammar | InvalidRequest) -> None:
         self._cache[key] = made
@@ -245,11 +249,14 @@ def compile_grammar(grammar: Grammar, tokens: GrammarTokens) -> CompiledGrammar:
         marker_ids=encode(grammar.begins_after) if grammar.begins_after else (),
         begins_within=grammar.begins_within,
         call_mark=grammar.call_mark.encode(),
+        is_optional=grammar.is_optional,
     )
 
 
 def _named(error: InvalidRequest) -> InvalidRequest:
     """The error with the field of `Submit` that it is about."""
+    if (error.param or "").startswith("grammar"):
+        return error
     return InvalidRequest(str(error), param=f"grammar.{error.param}" if error.param else "grammar")
 
 

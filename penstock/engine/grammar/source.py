@@ -21,7 +21,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import GRAMMAR_BYTES_MAX
 
-KINDS = ("json", "json_object", "regex", "choice", "grammar")
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "call")
 CHOICES_MAX = 4096
 PROPERTIES_MAX = 1024
 """Of all objects of a schema, those in `$defs` counted if they are used, and those in `enum` and `const` too:
@@ -149,6 +149,17 @@ def _json_object(value: object) -> tuple[str, object]:
     return _json({"type": "object"})
 
 
+def _call(value: object) -> tuple[str, object]:
+    """The JSON of a call, with the white space that models write behind its mark."""
+    if not isinstance(value, dict):
+        _refuse("expected a schema", "call")
+    schema = cast(dict[str, Any], value)
+    _check(schema)
+    body = json.dumps(schema | {"x-guidance": _JSON_OPTIONS})
+    lark = f"start: SPACE? body\nSPACE: /[ \\t\\r\\n]{{1,4}}/\nbody: %json {body}"
+    return LLMatcher.grammar_from_lark(lark), schema
+
+
 def _regex(value: object) -> tuple[str, object]:
     if not isinstance(value, str):
         _refuse("expected a string", "regex")
@@ -190,6 +201,7 @@ _MAKERS: Mapping[str, Callable[[object], tuple[str, object]]] = {
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,
+    "call": _call,
 }
 
 

@@ -279,9 +279,12 @@ class ResponseStream(StreamReply):
         """More output (the sink of its one stream is this reply itself)."""
         self._begin_once()
         logprobs = chat_logprobs(delta.logprobs).content or () if self._shows_logprobs else ()
-        self._tell(self._items.push(self._parser.push(delta.text), logprobs))
-        if self._parser.takes_thought():
-            self.tally.reasoning_tokens += len(delta.token_ids)
+        try:
+            self._tell(self._items.push(self._parser.push(delta.text), logprobs))
+        except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
+            self.crash(error)
+            return
+        self.tally.reasoning_tokens += self._parser.num_thoughts(delta.token_ids)
         for piece in delta.tool_calls:
             self._tell(self._items.passed(piece))
         self.count(len(delta.token_ids))
@@ -292,8 +295,11 @@ class ResponseStream(StreamReply):
         self._reason = finish.reason
         if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
             self._begin_once()
-            self._tell(self._items.push(self._parser.finish()))
-            self._tell(self._items.finish(is_whole=finish.reason is FinishReason.STOP))
+            try:
+                self._tell(self._items.push(self._parser.finish()))
+                self._tell(self._items.finish(is_whole=finish.reason is FinishReason.STOP))
+            except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
+                self.crash(error)
         self.choice_finished(0, finish)
 
     def complete(self) -> None:

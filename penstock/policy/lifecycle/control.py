@@ -105,6 +105,10 @@ class FlowControl:
 
     # --- from the front ---------------------------------------------------------------------------
 
+    def lacks(self, now_ns: int, facts: RequestFacts) -> bool:
+        """Whether the store of shared limits is asked before this request arrives; see `TokenSource`."""
+        return self._accounts.lacks(now_ns, facts)
+
     def arrive(self, now_ns: int, facts: RequestFacts) -> Queued | Diverted | Refused:
         """Accept a request into the queue, or say why not. Its id must not be in use."""
         assert facts.id not in self._requests, f"{facts.id} is here already"
