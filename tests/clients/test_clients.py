@@ -5,6 +5,7 @@ Each is a program in its own environment that fails by itself if an answer is no
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ LLM_MODELS = """
 - model_id: demo
   model_name: penstock-demo
   api_base: {url}
+  api_key_name: penstock
   supports_schema: true
   supports_tools: true
 """
@@ -40,6 +42,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     try:
         server.wait_ready()
         (place / "extra-openai-models.yaml").write_text(LLM_MODELS.format(url=server.url))
+        (place / "keys.json").write_text(json.dumps({"penstock": KEY}))
         yield {
             **os.environ,
             "OPENAI_BASE_URL": server.url,
@@ -76,11 +79,13 @@ def test_node(environment: dict[str, str], client: str) -> None:
     where = VENV / "clients-node"
     if not where.exists():
         pytest.skip("there is no Node (Debian: apt-get install nodejs npm)")
+    for file in (HERE / "node").glob("*.mjs"):  # Node looks for packages beside a program.
+        shutil.copy(file, where)
     run(["node", where / f"{client}.mjs"], environment, where)
 
 
 def test_the_llm_command(environment: dict[str, str]) -> None:
-    llm = [VENV / "clients" / "bin" / "llm", "-m", "demo", "--key", KEY, "--no-stream"]
+    llm = [VENV / "clients" / "bin" / "llm", "-m", "demo", "--no-stream"]
     asked = "Extract name and age as JSON: Anna is 31 years old and lives in Paris."
     said = run([*llm, "--schema", "name, age int", asked], environment)
     assert json.loads(said) == {"name": "Anna", "age": 31}
