@@ -79,6 +79,12 @@ NOTES = {
     "or our engine can; also a variable of the chat template",
     "thinking_token_budget": "vLLM's: after so many tokens the reasoning is closed",
     "include_reasoning": "`false`: the reasoning is not shown, and counts",
+    "bad_words": "at most 256; looked for in the answer; what a grammar forces is written all the same",
+    "allowed_token_ids": "no other token is drawn; what a grammar forces is written all the same",
+    "truncate_prompt_tokens": "the last so many tokens of the prompt; "
+    "-1: as many as leave room for the answer",
+    "continue_final_message": "the answer continues the last message",
+    "add_generation_prompt": "`false`: the template does not begin the answer",
     "prompt_logprobs": "vLLM's, up to 20 alternatives; not in streams",
     "priority": "the tenant's band sets it",
     "cache_salt": "made from the tenant",

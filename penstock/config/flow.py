@@ -72,7 +72,7 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
 class SharedConfig(Branch, frozen=True, kw_only=True):
     """Rate limits and budgets that several gateways share.
 
-    No request waits for the store; see docs/limits.md and docs/ledger.md.
+    A store that is late delays no request by more than 50 ms; see docs/limits.md and docs/ledger.md.
     """
 
     url: str = ""

@@ -37,7 +37,7 @@ from penstock.models.registry import read_spec
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.limits import BatchLimits, resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX, Forced, Sampled, StepPlan, StepResult
-from penstock.types import BLOCK_TOKENS
+from penstock.types import BLOCK_TOKENS, CPU_CAPABILITIES
 
 if TYPE_CHECKING:
     from penstock.engine.grammar.compiler import GrammarTokens
@@ -206,6 +206,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         block_tokens=BLOCK_TOKENS,
         max_running=resolve_max_running(config.max_running, config.step_tokens),
         num_host_blocks=plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free),
+        capabilities=CPU_CAPABILITIES,
     )
     limits = DecoderLimits(
         step_tokens=config.step_tokens,

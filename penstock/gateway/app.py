@@ -102,6 +102,7 @@ class Gateway:
             dispatcher=self._dispatcher,
             gate=self._policies.gate,
             limiter=self._policies.limits.limiter,
+            ask_store=self._policies.ask_store,
             budgets=self._policies.budgets,
             cold=ColdStarts(config.queue, registry),
             metrics=metrics,
@@ -118,9 +119,8 @@ class Gateway:
         self._responses = Responses(self._services, generate := Generate(self._services))
         self._routes = Routes(generate, self._responses, self._inspect, admin)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
-        self._log_is_due, self._tasks = False, set[asyncio.Task[None]]()
+        self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
         self._pulse: asyncio.Task[None] | None = None
-        self._hurried = asyncio.Event()
 
     @property
     def num_accepted(self) -> int:

@@ -10,7 +10,7 @@ is dropped in silence.
 import enum
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -91,7 +91,7 @@ _SHARED = (
     refused("use_beam_search", False),
     refused("length_penalty", 1),
     refused("early_stopping", False),
-    refused("truncate_prompt_tokens"),
+    Parameter("truncate_prompt_tokens", Fate.HONOURED, type=Annotated[int, msgspec.Meta(ge=-1)]),
     refused("spaces_between_special_tokens", True),
     refused("return_token_ids", False),
     refused("return_tokens_as_token_ids", False),
@@ -110,6 +110,8 @@ CHAT = (
         "messages", "max_completion_tokens", "tools", "parallel_tool_calls", "chat_template_kwargs",
         "include_reasoning",
     )),
+    Parameter("continue_final_message", Fate.HONOURED, type=bool),
+    Parameter("add_generation_prompt", Fate.HONOURED, type=bool),
     Parameter("logprobs", Fate.NEEDS, (False,), Capability.LOGPROBS),
     Parameter("top_logprobs", Fate.HONOURED),
     Parameter("tool_choice", Fate.NEEDS, ("auto", "none")),
@@ -125,14 +127,12 @@ CHAT = (
     _passed("thinking"),
     Parameter("thinking_token_budget", Fate.NEEDS, (), Capability.REASONING_BUDGET, type=NumTop),
     _passed("documents", []),
-    _passed("continue_final_message", False),
     _passed("mm_processor_kwargs"),
     refused("modalities", ["text"], instead="this server answers with text only"),
     refused("audio", instead="this server answers with text only"),
     refused("functions", instead="use 'tools', which took its place"),
     refused("function_call", instead="use 'tool_choice', which took its place"),
     refused("web_search_options"),
-    refused("add_generation_prompt", True, instead="a chat completion answers"),
     refused("add_special_tokens", False, instead="the chat template writes them"),
     refused("chat_template", instead="the model's own is used; 'chat_template_kwargs' sets its variables"),
     refused("echo", False),

@@ -197,7 +197,6 @@ NOT_OURS = {
     "guided_json": {"guided_json": {"type": "object"}},
     "bad_words": {"bad_words": ["x"]},
     "allowed_token_ids": {"allowed_token_ids": [1]},
-    "continue_final_message": {"continue_final_message": True},
 }
 
 

@@ -131,6 +131,28 @@ class GrammarRows:
             of_row[i] = index
         return Masks(self._bits, of_row) if (of_row >= 0).any() else None
 
+    def __contains__(self, index: int) -> bool:
+        """Whether the row's answer has a grammar."""
+        return index in self._rows
+
+    def known(self, rows: Int64Array, positions: Int64Array) -> dict[int, int]:
+        """Tokens that are known without a draw, by index of `rows`, once `masks` was asked: for a device,
+        which remembers what it draws before `take` can replace it.
+        """
+        found: dict[int, int] = {}
+        for i, (index, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            if (row := self._rows.get(index)) is None:
+                continue
+            answer = row.answer
+            assert answer is not None
+            if position < row.known:
+                found[i] = row.run[position - row.known]
+            elif answer.forced:
+                found[i] = answer.forced[0]
+            elif answer.only_ends:
+                found[i] = self._eos_id
+        return found
+
     def take(
         self, rows: Int64Array, positions: Int64Array, token_ids: Int64Array
     ) -> "dict[int, Forced | str]":

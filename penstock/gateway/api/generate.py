@@ -28,6 +28,7 @@ from penstock.gateway.models.prepare import (
     completion_max_tokens,
     completion_prompt,
     schemas_of,
+    truncated,
 )
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.models.shape import own_needs, shaped, template_extra
@@ -56,7 +57,7 @@ from penstock.protocol.needs import (
 )
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
-from penstock.protocol.parameters import Need
+from penstock.protocol.parameters import Need, RareCompletionRequest
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
@@ -105,6 +106,7 @@ class Generate:
             prompt = await chat_prompt(
                 self._services.tokenize, model, request, caller.tenant, num_bytes, template_extra(request)
             )
+            prompt = truncated(prompt, request, info)
             max_tokens = chat_max_tokens(request, len(prompt), info, caller.tenant)
             check_sampling(request, max_tokens, info)
             job = Job(
@@ -136,10 +138,15 @@ class Generate:
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info, capabilities = model.info(), _checked(model, request, needs)
-            prompts = await self._services.tokenize.run(
+            prompts = whole = await self._services.tokenize.run(
                 num_bytes,
                 lambda: [completion_prompt(model, text, info, add_special_tokens=special) for text in texts],
             )
+            shown = texts
+            if isinstance(request, RareCompletionRequest):
+                prompts = [truncated(prompt, request, info) for prompt in whole]
+                pairs = zip(texts, whole, prompts, strict=True)
+                shown = [text if kept == all_ids else list(kept) for text, all_ids, kept in pairs]
             max_tokens = [
                 completion_max_tokens(request, len(prompt), info, caller.tenant) for prompt in prompts
             ]
@@ -160,7 +167,7 @@ class Generate:
                 body=body,
             )
             kind = _completion_stream if request.stream else _completion_whole
-            echoes = _echoes(model, request, texts, prompts)
+            echoes = _echoes(model, request, shown, prompts)
             return job, lambda job: kind(self._context(job), job, echoes)
 
         await self._serve(exchange, caller, request, Endpoint.COMPLETIONS, prepare, _names(needs))
@@ -211,8 +218,9 @@ class Generate:
                 services.metrics.diverted(model.name, "context")
                 model, served = longer, replace(served, model=adapter or longer.name, downgrade="context")
                 continue
-            services.check_draining()  # It may have begun while the prompt was tokenized.
             facts = facts_of(job, served, hints, endpoint, self._keys(job))
+            await services.ask_store(facts)
+            services.check_draining()  # It may have begun while the prompt was tokenized.
             if choice is not None:
                 services.explained.chose(facts.id, choice)
             reply, sinks = begin(job)

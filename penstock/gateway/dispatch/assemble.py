@@ -25,6 +25,7 @@ from penstock.gateway.shared.spending import Spending
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.admit import IDLE_FACTOR
 from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
@@ -107,6 +108,8 @@ class GatewayPolicies:
 
     dispatcher: Dispatcher
     limits: SharedLimits
+    lacks: Callable[[RequestFacts], bool]
+    """Whether the store of shared limits is asked before this request is submitted."""
     budgets: TenantBudgets
     spending: Spending
     prices: PriceList
@@ -129,6 +132,11 @@ class GatewayPolicies:
             self.kept.start()
         await self.spending.start()
         await self.limits.start()
+
+    async def ask_store(self, facts: RequestFacts) -> None:
+        """Let the store say first what this gateway has not on lease, within a deadline."""
+        if self.limits.leases is not None:
+            await self.limits.ask(partial(self.lacks, facts))
 
     def reload(self, config: Config) -> None:
         """Take what may change while requests run: prices and how budgets are held."""
@@ -199,6 +207,7 @@ def make_policies(
     return GatewayPolicies(
         dispatcher=dispatcher,
         limits=limits,
+        lacks=lambda facts: policies.control.lacks(clock.now_ns(), facts),
         budgets=policies.budgets,
         spending=Spending(config, policies.budgets, ledger, clock=clock, log=log),
         prices=policies.prices,

@@ -303,11 +303,7 @@ class Limiter:
         if requests is not None:
             num_requests = min(num_requests, requests.burst)
         needed = prompt_tokens + output_tokens
-        if (
-            (0 < tenant.concurrent_max <= use.live)
-            or (requests is not None and not requests.has(now_ns, num_requests))
-            or (tokens is not None and not tokens.has(now_ns, needed))
-        ):
+        if not _has(now_ns, use, needed, num_requests):
             return self._refuse(now_ns, use, needed, num_requests, request_id)
         if requests is not None:
             requests.take(now_ns, num_requests)
@@ -317,6 +313,20 @@ class Limiter:
         self.outstanding += needed
         assert tokens is None or needed <= tokens.burst, "what never fits is refused as too large"
         return LimitReservation(self, use, now_ns, prompt_tokens, output_tokens, num_requests)
+
+    def lacks(self, now_ns: int, tenant: Tenant, needed: int) -> bool:
+        """Whether the store is asked for what one request of `needed` tokens is not covered by here."""
+        use, lacks = self._of(now_ns, tenant), False
+        if use.tokens is not None:
+            lacks = use.tokens.lacks(now_ns, min(needed, use.tokens.burst))
+        if use.requests is not None:
+            lacks |= use.requests.lacks(now_ns, 1)
+        return lacks
+
+    def has(self, now_ns: int, tenant: Tenant, needed: int) -> bool:
+        """Whether one request of `needed` tokens would be let in."""
+        use = self._of(now_ns, tenant)
+        return _has(now_ns, use, min(needed, use.tokens.burst) if use.tokens is not None else 0, 1)
 
     def headers(self, now_ns: int, tenant: Tenant) -> Headers:
         """The `x-ratelimit-*` headers of the limits that the tenant has, as they stand now; empty if it has
@@ -415,6 +425,14 @@ class Limiter:
                 del self._tenants[key]
         bound = max(self.config.tenants_max, len(self._tenants) + 1)
         self._collect_at = min(bound, max(_COLLECT_MIN, 2 * len(self._tenants)))
+
+
+def _has(now_ns: int, use: _Use, needed: int, num_requests: int) -> bool:
+    return not (
+        (0 < use.tenant.concurrent_max <= use.live)
+        or (use.requests is not None and not use.requests.has(now_ns, num_requests))
+        or (use.tokens is not None and not use.tokens.has(now_ns, needed))
+    )
 
 
 NO_LIMITS = Tenant(id=TenantId("\0none"))

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+from device_driver import device_runner
 from engine_driver import Answer, tiny_runner
 
 pytest.importorskip("llguidance")
@@ -70,7 +71,8 @@ class Engine:
     def __init__(self, **config: object) -> None:
         settings: dict[str, object] = {"dtype": "float32", "kv_memory_bytes": 8 << 20, "kernels": "torch"}
         settings |= config
-        runner = tiny_runner(MODEL, **settings)
+        make = device_runner if settings.pop("on_device", False) else tiny_runner
+        runner = make(MODEL, **settings)
         runner.use_grammars(tokens())
         self.core: EngineCore = build_core(runner, EngineSettings(**settings), b"k" * 32, SystemClock())
         self.tokenizer = Tokenizer.load(MODEL)
@@ -115,6 +117,10 @@ class Engine:
 def sampling(seed: int, **how: Any) -> SamplingParams:
     settings = {"temperature": 1.3, "max_tokens": 200, "stop_token_ids": tokens().eos_ids} | how
     return SamplingParams(seed=seed, **settings)
+
+
+def sampling_with(asked: dict[str, Any], **how: Any) -> SamplingParams:
+    return msgspec.structs.replace(asked["sampling"], **how)
 
 
 def check(form: dict[str, Any], text: str) -> None:
@@ -178,6 +184,23 @@ def test_an_answer_does_not_depend_on_what_else_runs(alone: list[Answer], config
         assert [each.finish for each in answers] == [each.finish for each in alone]
     if config.get("kv_memory_bytes"):
         assert engine.core.stats().preemptions > 0
+
+
+@pytest.mark.parametrize(("kv_memory_bytes", "nth"), [(8 << 20, 6), (200_000, 3)], ids=["roomy", "preempted"])
+def test_a_device_follows_grammars_too(alone: list[Answer], kv_memory_bytes: int, nth: int) -> None:
+    """Its steps are launched before the host knows what the ones before have drawn."""
+    how = {"on_device": True, "overlap": "on", "max_model_len": 0, "max_running": 8, "step_tokens": 64}
+    engine = Engine(kv_memory_bytes=kv_memory_bytes, **how)
+    asked = requests()
+    asked = [
+        each | {"sampling": sampling_with(each, logprobs=1 if i % 2 else None)}
+        for i, each in enumerate(asked)
+    ]
+    answers = engine.ask(*asked[::nth])
+    assert [each.token_ids for each in answers] == [each.token_ids for each in alone[::nth]]
+    assert [each.finish for each in answers] == [each.finish for each in alone[::nth]]
+    assert all(-1e4 < each.logprob <= 0 for answer in answers for each in answer.logprobs)
+    assert (engine.core.stats().preemptions > 0) == (kv_memory_bytes < 1 << 20)
 
 
 def test_log_probabilities_change_no_token_and_are_finite(alone: list[Answer]) -> None:

@@ -1,5 +1,5 @@
-"""A stream of a foreign engine whose process dies continues on another worker: over sockets, with `penstock
-serve` and servers that speak vLLM's and SGLang's APIs in processes of their own.
+"""Foreign engines behind `penstock serve`, over sockets, in processes of their own: streams of one that dies
+continue on another worker, and several deployments of a model have an order and limits.
 """
 
 import json
@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import urllib.request
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ SLOW = {"step_s": 0.02}
 
 
 class Fleet:
-    """`twins` has two vLLMs, `mixed` an SGLang and a worker of ours, `lone` one vLLM."""
+    """`twins` has two vLLMs, `mixed` an SGLang and a worker of ours, `lone` a vLLM, `deployed` two providers,
+    of which the cheaper takes two requests a minute.
+    """
 
     def __init__(self, place: Path) -> None:
         self.place = place
         self.twins = [ProviderProcess("vllm"), ProviderProcess("vllm")]
         self.mixed, self.lone = ProviderProcess("sglang"), ProviderProcess("vllm")
+        self.cheap, self.dear = ProviderProcess("openai"), ProviderProcess("openai")
         file = place / "penstock.yaml"
         file.write_text(
             "server: {port: 0, trust_local: true}\n"
@@ -33,6 +37,7 @@ class Fleet:
             + _model("twins", "replicas: 0", *self.twins)
             + _model("mixed", "engine: {threads: 1, kv_memory_bytes: 33554432}", self.mixed)
             + _model("lone", "replicas: 0", self.lone)
+            + _model("deployed", "replicas: 0", self.cheap, self.dear, terms=("order: 1, rpm: 2", "order: 2"))
         )
         self.server = Server(place, "-c", str(file), "--no-auth")
         self.server.wait_ready()
@@ -41,7 +46,7 @@ class Fleet:
     def all_ready(self) -> bool:
         with urllib.request.urlopen(f"{self.server.url.removesuffix('/v1')}/admin/workers") as found:
             workers = json.load(found)["workers"]
-        return len(workers) == 5 and all(worker["state"] == "ready" for worker in workers)
+        return len(workers) == 7 and all(worker["state"] == "ready" for worker in workers)
 
     def stream(self, model: str, *, max_tokens: int, **headers: str) -> "Stream":
         """A greedy answer, with the seed that the stand-ins make their letters of."""
@@ -65,14 +70,14 @@ class Fleet:
 
     def close(self) -> None:
         self.server.close()
-        for provider in (*self.twins, self.mixed, self.lone):
+        for provider in (*self.twins, self.mixed, self.lone, self.cheap, self.dear):
             provider.kill()
 
 
-def _model(name: str, own: str, *providers: ProviderProcess) -> str:
+def _model(name: str, own: str, *providers: ProviderProcess, terms: tuple[str, ...] = ()) -> str:
     workers = ", ".join(
-        f"{{url: '{each.url}', engine: {each.engine}, served_model: served, max_model_len: 512}}"
-        for each in providers
+        f"{{url: '{each.url}', engine: {each.engine}, served_model: served, max_model_len: 512{more}}}"
+        for each, more in zip_longest(providers, [f", {text}" for text in terms], fillvalue="")
     )
     return f"  - {{path: penstock-demo-mini, name: {name}, {own}, workers: [{workers}]}}\n"
 
@@ -146,6 +151,13 @@ def test_a_client_may_refuse_a_continuation_that_could_differ(fleet: Fleet) -> N
     assert len(stream.text) < len(whole.text)
     assert stream.error["code"] == "stream_broken"
     assert fleet.stream("mixed", max_tokens=2).headers["x-penstock-migration"] is None, "ours is exact"
+
+
+def test_a_deployment_out_of_requests_for_the_minute_leaves_the_rest_to_the_next(fleet: Fleet) -> None:
+    before = fleet.cheap.behaves(), fleet.dear.behaves()
+    for _ in range(5):
+        assert fleet.stream("deployed", max_tokens=4).read().why == "length"
+    assert (fleet.cheap.behaves() - before[0], fleet.dear.behaves() - before[1]) == (2, 3)
 
 
 def test_the_ledger_has_each_once(fleet: Fleet) -> None:
