@@ -40,6 +40,8 @@ from penstock.gateway.relay.relay import (
     Echo,
     StreamReply,
     TextSink,
+    TokenIdSink,
+    TokenIdWriter,
     UsageWriter,
 )
 from penstock.gateway.relay.reply import Context, Reply
@@ -393,15 +395,25 @@ def answer_parser(job: Job) -> AnswerParser:
     )
 
 
-def _counted(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequence[Sink]:
-    """The sinks; with `continuous_usage_stats` every chunk has the usage until there."""
-    options = job.request.stream_options
-    if options is None or not options.continuous_usage_stats:
-        return sinks
-    writer = UsageWriter(reply.exchange, sum(map(len, job.prompts)))
-    for sink in sinks:
-        sink.write_to(writer.as_exchange())
-    return [CountingSink(sink, writer) for sink in sinks]
+def _annotated(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequence[Sink]:
+    """The sinks; with `continuous_usage_stats` every chunk has the usage until there, with `return_token_ids`
+    the ids of its tokens.
+    """
+    options, exchange = job.request.stream_options, reply.exchange
+    found: Sequence[Sink] = sinks
+    if options is not None and options.continuous_usage_stats:
+        writer = UsageWriter(exchange, sum(map(len, job.prompts)))
+        exchange = writer.as_exchange()
+        for sink in sinks:
+            sink.write_to(exchange)
+        found = [CountingSink(sink, writer) for sink in found]
+    if job.shown_prompt_ids:
+        is_chat = isinstance(job.request, ChatRequest)
+        writers = [TokenIdWriter(exchange, prompt, is_chat=is_chat) for prompt in job.shown_prompt_ids]
+        for sink, ids in zip(sinks, writers, strict=True):
+            sink.write_to(ids.as_exchange())
+        found = [TokenIdSink(sink, ids) for sink, ids in zip(found, writers, strict=True)]
+    return found
 
 
 def _begin_chat(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
@@ -427,7 +439,7 @@ def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
             sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=parser))
         else:
             sinks.append(TextSink(reply, chunks, i, chunks.role()))
-    return reply, _counted(reply, job, sinks)
+    return reply, _annotated(reply, job, sinks)
 
 
 def _chat_whole(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
@@ -437,6 +449,7 @@ def _chat_whole(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
         parsers=parsers,
         with_logprobs=job.logprobs is not None,
         num_prompt_top=job.shown_prompt_logprobs,
+        prompt_ids=job.shown_prompt_ids,
     )
     return reply, reply.sinks
 
@@ -450,7 +463,7 @@ def _completion_stream(context: Context, job: Job, echoes: Sequence[Echo]) -> tu
             sinks.append(CompletionLogprobsSink(reply, chunks, i, echo))
         else:
             sinks.append(TextSink(reply, chunks, i, chunks.text(echo.text) if echo.text else b""))
-    return reply, _counted(reply, job, sinks)
+    return reply, _annotated(reply, job, sinks)
 
 
 def _completion_whole(context: Context, job: Job, echoes: Sequence[Echo]) -> tuple[Reply, Sequence[Sink]]:
@@ -460,6 +473,7 @@ def _completion_whole(context: Context, job: Job, echoes: Sequence[Echo]) -> tup
         echoes=by_choice,
         with_logprobs=job.logprobs is not None,
         num_prompt_top=job.shown_prompt_logprobs,
+        prompt_ids=job.shown_prompt_ids,
     )
     return reply, reply.sinks
 
