@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.record import Outcome
-from penstock.policy.requests.request import Holds, Request
+from penstock.policy.requests.request import Holds, Request, request_of
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
@@ -15,7 +15,7 @@ NO_HOLDS = Holds(tokens=None, money=None, expected=0, budgeted=0)
 def make(**facts) -> Request:
     given = {"route": "m", "prompt_tokens": 10, "max_tokens": 5, **facts}
     facts = RequestFacts(id=RequestId("r"), **given)
-    return Request(facts, 1000 * US, lane=None, work=None, holds=NO_HOLDS)
+    return request_of(facts, 1000 * US, lane=None, holds=NO_HOLDS)
 
 
 def walk(flow: Request, *events: Event) -> list[Step]:
@@ -152,8 +152,8 @@ def test_the_record_has_the_times_and_counts() -> None:
     )
     walk(flow, *RUN, E.RETRY, E.DISPATCH, E.FIRST_OUTPUT, E.OUTPUT)
     flow.worker = WorkerId("w1")
-    flow.completion_tokens, flow.cached_tokens, flow.finish_reason = 7, 4, "stop"
-    flow.prompt_tokens = 10
+    flow.completion_tokens, flow.counted_cached_tokens, flow.finish_reason = 7, 4, "stop"
+    flow.counted_prompt_tokens = 10
     flow.on(E.FINISH, 1010 * US)
     record = flow.record(55)
     assert (record.request_id, record.ended_ns, record.tenant, record.tier) == ("r", 55, "acme", "pro")

@@ -53,7 +53,7 @@ class GatewayRecords:
         facts = request.facts
         usage = Usage(
             prompt_tokens=facts.prompt_tokens,
-            cached_tokens=request.cached_tokens,
+            cached_tokens=request.counted_cached_tokens,
             completion_tokens=request.completion_tokens,
         )
         self._ledger.slice(

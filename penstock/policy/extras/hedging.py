@@ -18,8 +18,6 @@ import enum
 from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 
-import msgspec
-
 from penstock.clock import NS_PER_MS
 from penstock.config.branch import extended
 from penstock.config.fleet import HealthConfig
@@ -31,7 +29,7 @@ from penstock.policy.flow import State
 from penstock.policy.queueing.capacity import uncached_tokens
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Hedge, Request
+from penstock.policy.requests.request import Hedge, Request, hedge_of
 from penstock.types import RequestId, WorkerId
 
 _UNIT = 1_000_000
@@ -192,20 +190,20 @@ class Hedging(Extra):
         outcome = HedgeOutcome.FAILED if is_second else HedgeOutcome.SAVED
         lost = self._drop(now_ns, request, attempt, HedgeOutcome.ENDED if error is None else outcome, error)
         if error is not None:
-            request.lane.failed(lost.worker_id, request.work)
+            request.lane.failed(lost.worker_id, request)
 
     # --- hooks ------------------------------------------------------------------------------------
 
     def started(self, now_ns: int, request: Request) -> None:
         """See `Extra`."""
-        tokens, first = uncached_tokens(request.work), self._may_hedge(request)
+        tokens, first = uncached_tokens(request), self._may_hedge(request)
         self._hedges.started(now_ns, request.lane.route, request.id, prompt_tokens=tokens, first=first)
 
     def first_output(self, now_ns: int, request: Request) -> None:
         """See `Extra`: requests that were not tried again say what is usual."""
         if request.hedged_ns >= 0 or request.attempts == 1:
             since_ns = request.hedged_ns if request.hedged_ns >= 0 else request.dispatched_ns
-            tokens = uncached_tokens(request.work)
+            tokens = uncached_tokens(request)
             self._hedges.began(request.lane.route, now_ns - since_ns, prompt_tokens=tokens)
 
     def ending(self, now_ns: int, request: Request) -> Abort | None:
@@ -231,9 +229,7 @@ class Hedging(Extra):
     # --- inside -----------------------------------------------------------------------------------
 
     def _may_hedge(self, request: Request) -> bool:
-        return (
-            request.attempts == 1 and request.facts.choices == 1 and not request.lane.is_apart(request.work)
-        )
+        return request.attempts == 1 and request.facts.choices == 1 and not request.lane.is_apart(request)
 
     def _is_silent(self, request_id: RequestId) -> bool:
         request = self._requests.get(request_id)
@@ -259,7 +255,7 @@ class Hedging(Extra):
         if attempt == request.attempt:
             worker, work = request.worker, request.booked
             request.worker, request.dispatched_ns = hedge.worker, hedge.started_ns
-            request.attempt, request.booked = hedge.attempt, hedge.work
+            request.attempt, request.hedge_booked = hedge.attempt, hedge.work
         lane.release(now_ns, worker, work)
         self._health.ended(now_ns, lane.route, worker, error)
         self._hedges.tell(lane.route, outcome)
@@ -269,7 +265,7 @@ class Hedging(Extra):
     def _start_hedge(self, now_ns: int, request: Request) -> Start | None:
         lane, attempt = request.lane, request.attempts + 1
         name = RequestId(f"{request.id}{MARK}{attempt}")
-        work = msgspec.structs.replace(request.work, id=name, matched_tokens=0, hold_ns=1)
+        work = hedge_of(request, name)
         room = lane.place_hedge(now_ns, work, request.worker)
         if room is None:
             self._hedges.tell(lane.route, HedgeOutcome.NO_ROOM)
@@ -281,7 +277,7 @@ class Hedging(Extra):
         request.hedge = Hedge(room.id, work, attempt, now_ns)
         request.hedged_ns, request.attempts = request.dispatched_ns, attempt
         self._health.started(now_ns, lane.route, room.id)
-        band = lane.queue.band_of(request.work)
+        band = lane.queue.band_of(request)
         return Start(request.id, lane.route, room.id, band.config.order, attempt, beside=True)
 
 

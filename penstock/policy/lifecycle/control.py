@@ -34,7 +34,7 @@ from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Action, Evict, Settled
 from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Request, charge, victims, work_of
+from penstock.policy.requests.request import Request, charge, request_of, victims, work_of
 from penstock.types import RequestId, Usage, WorkerId
 
 _DECIDED = {Outcome.CANCELLED: Event.CANCEL, Outcome.EVICTED: Event.EVICT}
@@ -126,13 +126,11 @@ class FlowControl:
         holds = self._accounts.open(now_ns, facts)
         if isinstance(holds, Refused):
             return holds
-        work = work_of(facts, now_ns, holds.expected, verdict)
-        dropped = lane.queue.push(now_ns, work)
+        request = request_of(facts, now_ns, lane, holds, verdict)
+        dropped = lane.queue.push(now_ns, request)
         if isinstance(dropped, Full):
             holds.undo(now_ns)
             return Refused(facts.id, "queue", lane.overloaded(dropped))
-        request = Request(facts, now_ns, lane, work, holds)
-        request.predicted_ns = verdict.predicted_ns
         self._requests[facts.id] = request
         for extra in self._extras:
             extra.queued(now_ns, request)
@@ -209,8 +207,8 @@ class FlowControl:
             self._touch(lane)
         self._advance(now_ns, request, Event.FIRST_OUTPUT)
         if cached_tokens is not None:
-            request.cached_tokens = min(cached_tokens, request.facts.prompt_tokens)
-            if request.cached_tokens != request.facts.cached_tokens:
+            request.counted_cached_tokens = min(cached_tokens, request.facts.prompt_tokens)
+            if request.counted_cached_tokens != request.facts.cached_tokens:
                 charge(request, max(request.expected, request.completion_tokens))
 
     def output(self, now_ns: int, request_id: RequestId, num_tokens: int) -> Stop | None:

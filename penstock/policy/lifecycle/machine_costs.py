@@ -338,7 +338,7 @@ class Meters:
     def began(self, request: Request) -> None:
         """Its first output is here: the prompt is done."""
         if (running := self._running.get(request.id)) is not None:
-            computed = request.facts.prompt_tokens - request.cached_tokens
+            computed = request.facts.prompt_tokens - request.counted_cached_tokens
             self._worked(running, request.id, computed, request.facts.prompt_tokens // 2)
 
     def produced(self, request: Request) -> None:

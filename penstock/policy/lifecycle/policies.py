@@ -270,7 +270,7 @@ class Accounts:
         facts = request.facts
         longest = facts.max_tokens * facts.choices
         request.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
-        cached = max(request.cached_tokens, 0)
+        cached = max(request.counted_cached_tokens, 0)
         price = self._price(facts.route, facts.prompt_tokens, cached, request.budgeted)
         return request.money.renew(now_ns, price)
 
