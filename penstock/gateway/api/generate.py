@@ -36,13 +36,10 @@ from penstock.gateway.relay.chat import ChatSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
     CompletionLogprobsSink,
-    CountingSink,
     Echo,
     StreamReply,
     TextSink,
-    TokenIdSink,
-    TokenIdWriter,
-    UsageWriter,
+    annotated,
 )
 from penstock.gateway.relay.reply import Context, Reply
 from penstock.kv.hashing import PromptKeys
@@ -399,24 +396,11 @@ def answer_parser(job: Job) -> AnswerParser:
 
 
 def _annotated(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequence[Sink]:
-    """The sinks; with `continuous_usage_stats` every chunk has the usage until there, with `return_token_ids`
-    the ids of its tokens.
-    """
-    options, exchange = job.request.stream_options, reply.exchange
-    found: Sequence[Sink] = sinks
-    if options is not None and options.continuous_usage_stats:
-        writer = UsageWriter(exchange, sum(map(len, job.prompts)))
-        exchange = writer.as_exchange()
-        for sink in sinks:
-            sink.write_to(exchange)
-        found = [CountingSink(sink, writer) for sink in found]
-    if job.shown_prompt_ids:
-        is_chat = isinstance(job.request, ChatRequest)
-        writers = [TokenIdWriter(exchange, prompt, is_chat=is_chat) for prompt in job.shown_prompt_ids]
-        for sink, ids in zip(sinks, writers, strict=True):
-            sink.write_to(ids.as_exchange())
-        found = [TokenIdSink(sink, ids) for sink, ids in zip(found, writers, strict=True)]
-    return found
+    options = job.request.stream_options
+    counts = options is not None and bool(options.continuous_usage_stats)
+    num_prompt = sum(map(len, job.prompts)) if counts else None
+    is_chat = isinstance(job.request, ChatRequest)
+    return annotated(reply, sinks, num_prompt=num_prompt, prompt_ids=job.shown_prompt_ids, is_chat=is_chat)
 
 
 def _begin_chat(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:

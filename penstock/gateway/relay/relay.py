@@ -420,3 +420,29 @@ class CountingSink:
     def on_finish(self, finish: Finish) -> None:
         """The end."""
         self._sink.on_finish(finish)
+
+
+def annotated(
+    reply: StreamReply,
+    sinks: Sequence[TextSink],
+    *,
+    num_prompt: int | None,
+    prompt_ids: Sequence[Sequence[int]],
+    is_chat: bool,
+) -> Sequence[Sink]:
+    """The sinks. With `num_prompt`, the tokens of all prompts, every chunk has the usage until there; with
+    `prompt_ids`, each choice's prompt, it has the ids of its tokens.
+    """
+    exchange, found = reply.exchange, list[Sink](sinks)
+    if num_prompt is not None:
+        writer = UsageWriter(exchange, num_prompt)
+        exchange = writer.as_exchange()
+        for sink in sinks:
+            sink.write_to(exchange)
+        found = [CountingSink(sink, writer) for sink in found]
+    if prompt_ids:
+        writers = [TokenIdWriter(exchange, prompt, is_chat=is_chat) for prompt in prompt_ids]
+        for sink, ids in zip(sinks, writers, strict=True):
+            sink.write_to(ids.as_exchange())
+        found = [TokenIdSink(sink, ids) for sink, ids in zip(found, writers, strict=True)]
+    return found
