@@ -53,7 +53,7 @@ class _Round(msgspec.Struct):
 
     since_ns: int
     unasked: deque[Work]
-    """What waits and has not been asked yet; some may have left, or moved."""
+    """Requests that wait and have not been asked yet; some may have left, or moved."""
 
 
 class Fallbacks:

@@ -26,8 +26,8 @@ _PASSED_MAX = 8
 
 
 class Work(msgspec.Struct, eq=False, kw_only=True):
-    """What the queue knows of one request; the lower half is the queue's own. A `Request` is one, and what is
-    booked for a hedge.
+    """One request as the queue and the placement know it: a `Request`, or the booking of a hedge. The lower
+    half is the queue's own.
     """
 
     id: RequestId
