@@ -119,8 +119,9 @@ class TenantQueue(ServiceCounter):
         """The first that waits in line, not counting those that are set aside."""
         heap = self.heap
         while heap:
-            if self.is_in_line(heap[0]):
-                return heap[0][2]
+            _, number, work = heap[0]
+            if self._waiting.get(number) is work and not work.aside:  # `is_in_line`, without a call.
+                return work
             heappop(heap)
         return None
 
