@@ -109,7 +109,8 @@ def serve(kit: types.SimpleNamespace, added: str = "") -> Iterator[types.SimpleN
             await self.provider.kill()
             await self.vllm.kill()
 
-    running = Fleet(kit.make_config(), template=kit.TEMPLATE + added)
+    config = kit.replace(kit.make_config(), limits={"media_hosts": ("*.example.com",)})
+    running = Fleet(config, template=kit.TEMPLATE + added)
     with kit.openai_client(running) as client:
         yield types.SimpleNamespace(
             running=running, provider=running.provider, vllm=running.vllm, client=client
@@ -208,6 +209,17 @@ def test_a_model_without_an_able_worker_says_so_by_name(served, kit, param, fiel
     assert "is not supported by the model 'tiny'" in error["message"]
     assert "Did you mean" not in error["message"]
     assert not served.running.requests
+
+
+def test_an_image_from_elsewhere_needs_a_host_that_is_allowed(served, kit) -> None:
+    there = {"type": "image_url", "image_url": {"url": "https://images.example.org/a.png"}}
+    status, answer = send(served, kit, ask("provided", messages=[{"role": "user", "content": [there]}]))
+    assert (status, answer["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
+    assert "images.example.org" in answer["error"]["message"]
+    assert not served.provider.requests
+    there = {"type": "image_url", "image_url": {"url": "https://images.example.com/a.png"}}
+    assert send(served, kit, ask("provided", messages=[{"role": "user", "content": [there]}]))[0] == 200
+    assert served.provider.requests[-1].json["messages"][0]["content"] == [there]
 
 
 def test_an_operator_says_what_a_worker_lacks(served, kit) -> None:

@@ -48,6 +48,7 @@ from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.requests.request import Request
 from penstock.policy.tenant import Tenant
+from penstock.protocol.media import check_media
 from penstock.protocol.needs import (
     NO_CONSTRAINT,
     common_needs,
@@ -100,6 +101,8 @@ class Generate:
         needs = rare_needs(request)
         num_bytes = len(body)
         constraint = constraint_of(request) if needs else NO_CONSTRAINT
+        if needs:
+            check_media(request.messages, self._services.config.limits.media_hosts)
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info, capabilities = model.info(), _checked(model, request, needs)

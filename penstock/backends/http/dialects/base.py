@@ -20,8 +20,9 @@ tried.
 Once output has come every error but the request's own is a `StreamBroken`: the stream may migrate.
 """
 
+import re
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -37,6 +38,7 @@ from penstock.errors import (
     WorkerBusy,
     WorkerUnavailable,
 )
+from penstock.protocol.needs import Constraint
 from penstock.protocol.openai import ErrorBody
 from penstock.protocol.server_answers import ErrorEvent, decode_error
 from penstock.types import Capability, FinishReason, TokenLogprob
@@ -232,6 +234,44 @@ def refuse(engine: str, **asked: bool) -> None:
                 param=param,
                 code="unsupported_by_model",
             )
+
+
+FORMS = ("json", "json_object", "regex", "choice", "grammar")
+"""vLLM's words for what an answer must look like."""
+_IN_PATTERNS = re.compile(r"[\\^$.*+?()\[\]{}|/]")
+
+
+def form_of(constraint: Constraint) -> tuple[str, Any]:
+    """What the answer must look like, for engines that have one field for each kind: one of `FORMS`, and its
+    value. A schema is an object, and a choice has become a `regex`.
+
+    Raises:
+        InvalidRequest: it is not just one of them, or of another type.
+    """
+    given = {name: value for name, value in constraint.structured.items() if value not in (None, False)}
+    if len(given) != 1 or not given.keys() <= set(FORMS):
+        said = " and ".join(name[:64] for name in given) or "none of them"
+        raise _bad_form(constraint, f"expected one of {', '.join(FORMS)}, but got {said}")
+    ((kind, value),) = given.items()
+    if kind == "json_object":
+        return "json", {"type": "object"}
+    if kind == "choice":
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in cast(list[Any], value)):
+            raise _bad_form(constraint, "expected an array of strings")
+        return "regex", "|".join(_IN_PATTERNS.sub(r"\\\g<0>", each) for each in cast(list[str], value))
+    if kind == "json" and isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            raise _bad_form(constraint, "the schema is not JSON") from None
+    if not isinstance(value, dict if kind == "json" else str):
+        raise _bad_form(constraint, f"expected {'an object' if kind == 'json' else 'a string'}")
+    return kind, cast(Any, value)
+
+
+def _bad_form(constraint: Constraint, message: str) -> InvalidRequest:
+    param = constraint.param
+    return InvalidRequest(f"Invalid '{param}': {message}.", param=param, code="invalid_value")
 
 
 SHOWN_CHARS = 300
