@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import EngineFault, PenstockError
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.text.tokenizer import Tokenizer
@@ -286,6 +286,13 @@ class Backend(Protocol):
     async def drain(self, timeout_s: float) -> None:
         """Let running streams end, up to the timeout; abort the rest; release the worker."""
         ...
+
+
+def fault_of(error: Exception) -> EngineFault:
+    """The end of a stream whose sink has raised, which is a bug."""
+    fault = EngineFault(f"the answer could not be passed on: {type(error).__name__}")
+    fault.__cause__ = error
+    return fault
 
 
 # Letting a backend's streams end.

@@ -21,7 +21,15 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, TextLogprob, to_text_logprob
+from penstock.backends.base import (
+    Delta,
+    Finish,
+    GenerateRequest,
+    Sink,
+    TextLogprob,
+    fault_of,
+    to_text_logprob,
+)
 from penstock.backends.http.client import HttpExchange
 from penstock.backends.http.dialects.base import (
     AnswerReader,
@@ -216,7 +224,10 @@ class HttpStream:
         for event in events:
             if self._done:
                 return
-            self._on_event(event)
+            try:
+                self._on_event(event)
+            except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
+                self.fail(fault_of(error))
 
     def on_end(self) -> None:
         """See `HttpHandler`."""
