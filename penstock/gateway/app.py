@@ -38,7 +38,7 @@ from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.relay.reply import StreamSlots
-from penstock.gateway.shared.peers import GatewayPeers
+from penstock.gateway.shared.peers import FairCounters, GatewayPeers
 from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
@@ -141,7 +141,10 @@ class Gateway:
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
         if self._peers is not None:
-            await self._peers.start(self._inspect.snapshot)
+            models = [model.name for model in self._services.models]
+            await self._peers.start(
+                self._inspect.snapshot, FairCounters(models, self._dispatcher.control.lane)
+            )
         return address
 
     async def stop(self, *, lameduck_s: float = 0.0, listens: bool = True) -> None:

@@ -146,7 +146,7 @@ class Band:
     __slots__ = (
         "_gap_ns", "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level",
         "num_active", "num_bytes", "num_running", "num_tenants", "served_ns", "starvation_ns", "timeout_ns",
-        "waiting",
+        "untold", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: BandTerms, level: int) -> None:
@@ -167,6 +167,8 @@ class Band:
         """Those with something waiting."""
         self.served_ns = 0
         """When it last started something, or began to wait."""
+        self.untold: dict[TenantId, int] | None = None
+        """What each tenant was charged since other gateway processes were told; None: there are none."""
         self._lines: dict[TenantId, TenantQueue] = {}
         self._heap: list[tuple[int, int, int, int, TenantQueue]] = []
         self._last = 0
@@ -331,9 +333,22 @@ class Band:
             return
         line = self._lines[work.tenant]
         line.served += charge - work.charged
+        if self.untold is not None:
+            self.untold[work.tenant] = self.untold.get(work.tenant, 0) + charge - work.charged
         if charge < work.charged and line.num_waiting and line.head() is not None:
             self._enter(line)  # Only what grows may be found late.
         work.charged = charge
+
+    def served_elsewhere(self, tenant: TenantId, units: int) -> None:
+        """Another gateway process has charged the tenant so much. One that is idle here begins level with
+        those that wait, whatever it had elsewhere.
+        """
+        line = self._lines.get(tenant)
+        if line is None or not (line.num_waiting or line.num_running):
+            return
+        line.served += units
+        if units < 0 and line.num_waiting and line.head() is not None:
+            self._enter(line)
 
     def served(self, tenant: TenantId) -> float:
         """The tenant's counter, in computed prompt tokens."""

@@ -176,6 +176,18 @@ class FairQueue:
         self.num_bytes -= work.num_bytes
         assert self.num_waiting >= 0 <= self.num_bytes, "more left than came"
 
+    def take_untold(self) -> list[tuple[int, TenantId, int]]:
+        """By band's level and tenant, what was charged since the last call; from the first call on."""
+        found = [(band.level, *each) for band in self.bands for each in (band.untold or {}).items()]
+        for band in self.bands:
+            band.untold = {}
+        return found
+
+    def served_elsewhere(self, level: int, tenant: TenantId, units: int) -> None:
+        """Count what another gateway process has charged a tenant of a band."""
+        if level < len(self.bands):
+            self.bands[level].served_elsewhere(tenant, units)
+
     def charge(self, work: Work, tenths: int) -> None:
         """Correct what a started request counts for its tenant: `band.cost` of what is known by now."""
         self.bands[work.level].charge(work, tenths)
