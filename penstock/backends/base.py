@@ -117,6 +117,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     their own."""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     """From workers that parse calls themselves; their text holds none."""
+    thought: str = ""
+    """Reasoning before the text, from workers that tell it apart."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):

@@ -288,7 +288,7 @@ class HttpStream:
                 return  # The sink left.
             if piece.token_ids:
                 self._take_ids(piece)
-            elif piece.text or piece.tool_calls or piece.text_logprobs:
+            elif piece.text or piece.thought or piece.tool_calls or piece.text_logprobs:
                 self._take_text(piece)
             if piece.finish is not None and not self._done and self._finish is None:
                 self._finished(piece.finish, piece.stop)
@@ -336,7 +336,7 @@ class HttpStream:
     def _take_text(self, piece: Piece) -> None:
         """Text without ids: our tokenizer says about how much it is."""
         text = piece.text
-        counted = text + "".join(call.name + call.arguments for call in piece.tool_calls)
+        counted = piece.thought + text + "".join(call.name + call.arguments for call in piece.tool_calls)
         ids = self._pieces.of(counted) if counted else ()
         self._num_logprobs += len(piece.text_logprobs)
         self._deliver(text, ids, piece.text_logprobs, piece)
@@ -360,11 +360,11 @@ class HttpStream:
         if not self._first_ns:
             self._first_ns = self._clock.now_ns()
         self._has_output = True
-        calls = () if piece is None else piece.tool_calls
+        calls, thought = ((), "") if piece is None else (piece.tool_calls, piece.thought)
         matched = None
         if self._stop is not None:
             text, matched = self._stop.push(text)
-        self._sink.on_delta(Delta(text, ids, logprobs, (), calls))
+        self._sink.on_delta(Delta(text, ids, logprobs, (), calls, thought))
         if matched is not None and not self._done:
             self._finish, self._stopped_by = FinishReason.STOP, matched
             self._conclude(close=True)
