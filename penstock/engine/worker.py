@@ -121,7 +121,7 @@ def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> 
     """Let requests bring grammars, if the runner can follow them and the tokenizer is fit for it."""
     info = runner.info
     if not isinstance(runner, FollowsGrammars):
-        _log.info("no structured output: answers are held to grammars on the CPU only")
+        _log.info("no structured output: this runner does not hold answers to grammars")
         return info
     if not (model_dir / "tokenizer.json").exists():
         _log.info("no structured output: the model has no tokenizer.json")
