@@ -31,8 +31,8 @@ from penstock.gateway.models.prepare import (
     truncated,
 )
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.models.shape import own_needs, shaped, template_extra
-from penstock.gateway.relay.chat import ChatSink
+from penstock.gateway.models.shape import forwards, own_needs, shaped, template_extra
+from penstock.gateway.relay.chat import ChatSink, PassedSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
     CompletionLogprobsSink,
@@ -424,6 +424,8 @@ def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
         parser = answer_parser(job)
         if parser.is_needed or logprobs:
             sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=parser))
+        elif forwards(job.model):
+            sinks.append(PassedSink(reply, chunks, i))
         else:
             sinks.append(TextSink(reply, chunks, i, chunks.role()))
     return reply, _annotated(reply, job, sinks)
