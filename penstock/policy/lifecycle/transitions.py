@@ -119,7 +119,7 @@ class Transitions:
         self._policies.health.started(now_ns, lane.route, request.worker)
         if work.matched_tokens:
             charge_matched(request)
-        order = lane.queue.band_of(work).config.order
+        order = lane.queue.order_of(work)
         takes_row = request.booked.takes_row
         return Start(request.id, lane.route, request.worker, order, request.attempts, takes_row)
 
