@@ -158,7 +158,6 @@ class Answers:
         """
         grammar = Grammar(form=msgspec.json.encode({"json": asked}))
         compiled = self.compiler.compile(b"%d" % number, grammar).result()
-        self.compiler.keep(b"%d" % number, grammar, None)
         prompt = token_array(self.tokenizer.encode("Answer in JSON:"))
         how = SamplingParams(temperature=1.5, seed=number, max_tokens=MAX_TOKENS, stop_token_ids=self._eos)
         message = Submit(

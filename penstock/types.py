@@ -52,6 +52,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     Above 0."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, number added to its logit); every id at most once."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that the answer does not have: the last token of one is not drawn behind the others."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """No other token is drawn; empty: any may be."""
     min_tokens: int = 0
     """No token of `stop_token_ids` is drawn before this many others."""
     seed: int = 0
@@ -146,11 +150,13 @@ COMMON_CAPABILITIES = frozenset({
 })  # fmt: skip
 """What an engine usually has. Whether a request needs one of these is looked at only where a worker lacks
 one."""
+CPU_CAPABILITIES = COMMON_CAPABILITIES | {Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS}
+"""What our engine has on a CPU without grammars."""
 GRAMMAR_CAPABILITIES = frozenset({
     Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
-    Capability.FORCED_TOOLS, Capability.REASONING_BUDGET,
+    Capability.FORCED_TOOLS, Capability.STRICT_TOOLS, Capability.REASONING_BUDGET,
 })  # fmt: skip
 """What an engine has whose answers can follow a grammar."""
-ENGINE_CAPABILITIES = COMMON_CAPABILITIES | GRAMMAR_CAPABILITIES
+ENGINE_CAPABILITIES = CPU_CAPABILITIES | GRAMMAR_CAPABILITIES
 """What our engine has on a CPU."""
 ALL_CAPABILITIES = frozenset(Capability)

@@ -5,6 +5,7 @@ big.
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "penstock"
@@ -87,13 +88,18 @@ OUTSIDE = {
 }  # fmt: skip
 
 
-def modules() -> Iterator[tuple[Path, ast.Module]]:
-    for path in sorted(ROOT.rglob("*.py")):
-        yield path, ast.parse(path.read_text())
+@cache
+def modules() -> tuple[tuple[Path, ast.Module], ...]:
+    return tuple((path, ast.parse(path.read_text())) for path in sorted(ROOT.rglob("*.py")))
 
 
-def imports() -> Iterator[tuple[str, str, str]]:
-    """Yield (where, our package, imported module) for every import, nested ones included."""
+@cache
+def imports() -> tuple[tuple[str, str, str], ...]:
+    """(where, our package, imported module) of every import, nested ones included."""
+    return tuple(_imports())
+
+
+def _imports() -> Iterator[tuple[str, str, str]]:
     for path, tree in modules():
         here = path.relative_to(ROOT)
         package = here.parts[0].removesuffix(".py")

@@ -72,6 +72,16 @@ def test_tool_call(environment: dict[str, str]) -> None:
     assert said.splitlines()[1] == "The weather in Paris is sunny, 19 °C."
 
 
+def test_typed_answer(environment: dict[str, str]) -> None:
+    said = run("typed_answer.py", environment, "Extract name and age as JSON: Anna is 31 years old.")
+    assert said == "Person(name='Anna', age=31)\n"
+
+
+def test_agent_loop(environment: dict[str, str]) -> None:
+    said = run("agent_loop.py", environment, "What is the weather in Paris?").splitlines()
+    assert said == ['get_weather({"city": "Paris"})', "The weather in Paris is sunny, 19 °C."]
+
+
 def test_many_at_once(environment: dict[str, str]) -> None:
     said = run("many_at_once.py", environment).splitlines()
     assert len(said) == 51

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import EngineFault, PenstockError
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.text.tokenizer import Tokenizer
@@ -28,8 +28,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     resumed: tuple[int, ...] = ()
     """The answer so far, which another worker gave (`Finish.resume`): the sink hears only what comes behind
-    it, and `usage` counts both. A backend that cannot continue with exactly the tokens that would have
-    followed refuses it."""
+    it, and `usage` counts both. A backend that cannot continue it refuses it."""
+    exact_migration: bool = False
+    """The client wants no continuation whose tokens may differ from those that would have followed: only
+    our engine gives those."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer; the text is cut before them."""
     include_stop: bool = False
@@ -55,6 +57,22 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`body` is a conversation; else a plain completion."""
     constraint: Constraint = NO_CONSTRAINT
     """What the text must look like: for workers that say they can (`ModelInfo.capabilities`)."""
+
+    @property
+    def may_move(self) -> bool:
+        """Whether a foreign engine, given prompt and answer so far as one prompt, continues as this request
+        would have: counts of the answer's own tokens, a grammar's state and scores of the prompt stay behind.
+        """
+        sampling = self.sampling
+        return not (
+            self.exact_migration
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+            or sampling.repetition_penalty != 1.0
+            or sampling.prompt_logprobs is not None
+            or self.constraint.structured
+            or self.constraint.fields
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,6 +117,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     their own."""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     """From workers that parse calls themselves; their text holds none."""
+    thought: str = ""
+    """Reasoning before the text, from workers that tell it apart."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,8 +131,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     error: PenstockError | None = None
     """Set exactly when the reason is ERROR."""
     resume: tuple[int, ...] | None = None
-    """With the reasons ERROR and ABORT: the whole answer so far, with which another worker can continue as if
-    nothing had happened. None: it cannot be gone on with."""
+    """With the reasons ERROR and ABORT: the whole answer so far, with which another worker can continue.
+    None: none can."""
 
 
 class Sink(Protocol):
@@ -213,6 +233,8 @@ class BackendStatus:
     done: int = 0
     total: int = 0
     restarts: int = 0
+    resumes: bool = True
+    """It can continue a stream that another worker began."""
     is_given_up: bool = False
     """Another process of this server launched it, and will not start it again."""
     notes: list[Note] = field(default_factory=list[Note])
@@ -266,6 +288,13 @@ class Backend(Protocol):
     async def drain(self, timeout_s: float) -> None:
         """Let running streams end, up to the timeout; abort the rest; release the worker."""
         ...
+
+
+def fault_of(error: Exception) -> EngineFault:
+    """The end of a stream whose sink has raised, which is a bug."""
+    fault = EngineFault(f"the answer could not be passed on: {type(error).__name__}")
+    fault.__cause__ = error
+    return fault
 
 
 # Letting a backend's streams end.

@@ -67,12 +67,15 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
     burst_s: Annotated[float, Meta(ge=1, le=86_400)] = 60.0
     """What a tenant that was idle may spend at once, in seconds of its rate. 60: one minute's worth, as with
     OpenAI."""
+    media_hosts: Annotated[tuple[str, ...], Meta(max_length=256)] = ()
+    """Hosts from which workers may fetch images and videos that a message names by their URLs: "a.org",
+    "*.a.org", or "*" for every public one. Data URLs need none."""
 
 
 class SharedConfig(Branch, frozen=True, kw_only=True):
     """Rate limits and budgets that several gateways share.
 
-    No request waits for the store; see docs/limits.md and docs/ledger.md.
+    A store that is late delays no request by more than 50 ms; see docs/limits.md and docs/ledger.md.
     """
 
     url: str = ""

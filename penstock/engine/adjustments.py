@@ -8,7 +8,8 @@ Nothing is counted along the way. Each step looks at the tokens that the row has
 there is no state that a preemption, a chunk or another row could leave wrong.
 
 The order is: repetition penalty (Keskar et al. 2019, arXiv 1909.05858), frequency and presence penalty, bias,
-then the mask of stop tokens, which wins over any bias, and yields to a grammar that allows only those.
+then what may not be drawn at all: the last tokens of bad words, all but the allowed tokens, and stop tokens
+before the minimum length. The last yields where nothing else is allowed.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,25 +30,61 @@ _NO_IDS = np.empty(0, np.int64)
 _NO_VALUES = np.empty(0, np.float32)
 
 
+_Where = tuple[Tensor, Tensor] | int
+
+
 @dataclass(slots=True)
 class Edits:
     """Entries of one step's logits `[num_rows, vocab_size]` that are changed for the draw."""
 
     logits: Tensor
-    _undo: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor, Tensor]])
+    _undo: list[tuple[_Where, Tensor]] = field(default_factory=list["tuple[_Where, Tensor]"])
 
     def change(self, rows: Int64Array, ids: Int64Array, to: Callable[[Tensor], Tensor]) -> None:
         """Replace the entries `[n]` at (rows, ids); one that is named twice must get the same value twice."""
         at_rows, at_ids = as_tensor(rows), as_tensor(ids)
         before = self.logits[at_rows, at_ids]
-        self._undo.append((at_rows, at_ids, before))
+        self._undo.append(((at_rows, at_ids), before))
         self.logits[at_rows, at_ids] = to(before)
+
+    def keep_only(self, row: int, ids: Tensor) -> None:
+        """Replace all entries of a row but those at `ids` by minus infinity."""
+        entries = self.logits[row]
+        before = entries.clone()
+        self._undo.append((row, before))
+        entries.fill_(-torch.inf)
+        entries[ids] = before[ids]
 
     def undo(self) -> None:
         """Put every entry back as it was, to the bit."""
         while self._undo:
-            rows, ids, before = self._undo.pop()
-            self.logits[rows, ids] = before
+            where, before = self._undo.pop()
+            self.logits[where] = before
+
+
+class BadWords:
+    """Runs of tokens that an answer must not have."""
+
+    __slots__ = ("_longer", "_single")
+
+    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        self._single = [word[0] for word in words if len(word) == 1]
+        self._longer: dict[int, list[tuple[int, ...]]] = {}
+        """By the last token but one."""
+        for word in words:
+            if len(word) > 1:
+                self._longer.setdefault(word[-2], []).append(word)
+
+    def last_tokens(self, answer: Int32Array) -> Int64Array:
+        """The tokens with which a word would be complete behind the answer so far."""
+        found = self._single
+        if len(answer) and (words := self._longer.get(int(answer[-1]))):
+            found = found + [word[-1] for word in words if _ends_with(answer, word[:-1])]
+        return np.array(found, np.int64)
+
+
+def _ends_with(answer: Int32Array, tokens: tuple[int, ...]) -> bool:
+    return len(tokens) <= len(answer) and tuple(answer[-len(tokens) :].tolist()) == tokens
 
 
 class Adjustments:
@@ -65,6 +102,9 @@ class Adjustments:
         self._bias_ids: list[Int64Array] = [_NO_IDS] * max_running
         self._bias: list[npt.NDArray[np.float32]] = [_NO_VALUES] * max_running
         self._stop_ids: list[Int64Array] = [_NO_IDS] * max_running
+        self._bad_words: dict[int, BadWords] = {}
+        self._allowed: dict[int, Tensor] = {}
+        """By row, where there are any."""
 
     def enter(self, new: NewRow) -> None:
         """Take in the parameters of a request that (re)enters the batch."""
@@ -74,6 +114,7 @@ class Adjustments:
             or bool(sampling.frequency_penalty or sampling.presence_penalty)
             or bool(sampling.logit_bias)
             or sampling.min_tokens > 0
+            or bool(sampling.bad_words or sampling.allowed_token_ids)
         )
         if not self._active[row]:
             return  # What the row's last request left behind is not looked at.
@@ -85,6 +126,12 @@ class Adjustments:
         self._bias_ids[row] = np.array([token_id for token_id, _ in sampling.logit_bias], np.int64)
         self._bias[row] = np.array([bias for _, bias in sampling.logit_bias], np.float32)
         self._stop_ids[row] = np.array(sampling.stop_token_ids, np.int64)
+        self._bad_words.pop(row, None)
+        self._allowed.pop(row, None)
+        if sampling.bad_words:
+            self._bad_words[row] = BadWords(sampling.bad_words)
+        if sampling.allowed_token_ids:
+            self._allowed[row] = torch.tensor(sampling.allowed_token_ids, dtype=torch.int64)
 
     def apply(
         self,
@@ -107,6 +154,8 @@ class Adjustments:
         self._penalise_repetition(step)
         self._penalise_generated(step)
         self._add_bias(step)
+        if self._bad_words or self._allowed:
+            self._mask_words(step)
         self._mask_stops(step, masks)
         return edits
 
@@ -140,6 +189,17 @@ class Adjustments:
             bias = as_tensor(np.concatenate([self._bias[row] for row in rows]))
             step.edits.change(at, ids, lambda logit: logit + bias)
 
+    def _mask_words(self, step: "_Step") -> None:
+        rows: list[int] = step.rows.tolist()
+        for i, row in enumerate(rows):
+            at = int(step.index[i])
+            if (words := self._bad_words.get(row)) is not None:
+                ids = words.last_tokens(step.known(i, int(self._num_prompt[row])))
+                at_rows = np.full(len(ids), at, np.int64)
+                step.edits.change(at_rows, ids, lambda logit: torch.full_like(logit, -torch.inf))
+            if (allowed := self._allowed.get(row)) is not None:
+                step.edits.keep_only(at, allowed)
+
     def _mask_stops(self, step: "_Step", masks: Masks | None) -> None:
         which = np.flatnonzero(step.positions < self._min_known[step.rows])
         if not len(which):
@@ -149,8 +209,11 @@ class Adjustments:
         rows: list[int] = step.rows[which].tolist()
         for at, row in zip(index, rows, strict=True):
             ids = self._stop_ids[row]
+            allowed = self._allowed.get(row)
             if masks is not None and masks.allow_only(at, ids):
                 ids = _NO_IDS  # The answer ends, or its grammar has no way on.
+            elif allowed is not None and np.isin(allowed.numpy(), ids).all():
+                ids = _NO_IDS  # No other token is allowed.
             stop_ids.append(ids)
         places, ids = _places(step.index[which], stop_ids)
         # A checkpoint may name an EOS that its vocabulary does not have.

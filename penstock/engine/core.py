@@ -144,7 +144,7 @@ class EngineCore:
         try:
             if self._draining:
                 raise Draining("this worker is going away")
-            if (grammar is None) != (message.grammar is None):
+            if grammar is None and message.grammar is not None and not message.grammar.is_optional:
                 raise InvalidRequest("this worker has no grammars", param="grammar")
             request = _request(message, self._runner.info.vocab_size, grammar)
             # Waiting for the step that ran meanwhile is queueing too.

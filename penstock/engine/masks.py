@@ -1,5 +1,6 @@
 """Which tokens the rows of a step may draw, as bits: how grammars bound what the sampler draws."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,21 @@ class Masks:
     """`[.., words]`, dense: bit t of a row is set where token t may be drawn."""
     of_row: Int32Array
     """`[num_rows]` their rows in `bits`; -1: any token."""
+
+    def of(self, index: Int64Array) -> "Masks":
+        """Of these rows alone, in this order."""
+        return Masks(self.bits, self.of_row[index])
+
+    def with_only(self, token_ids: Mapping[int, int]) -> "Masks":
+        """A copy in which the rows of these indices may draw one token each."""
+        index, of_row = np.flatnonzero(self.of_row >= 0), np.full_like(self.of_row, -1)
+        bits = np.zeros((len(index) + len(token_ids), self.bits.shape[1]), np.uint32)
+        bits[: len(index)] = self.bits[self.of_row[index]].view(np.uint32)
+        of_row[index] = np.arange(len(index))
+        for place, (i, token_id) in enumerate(token_ids.items(), len(index)):
+            bits[place, token_id // 32] = 1 << (token_id % 32)
+            of_row[i] = place
+        return Masks(bits.view(np.int32), of_row)
 
     def hide(self, logits: Tensor) -> Tensor:
         """A copy of the logits, minus infinity where a token may not be drawn."""

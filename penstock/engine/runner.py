@@ -37,7 +37,7 @@ from penstock.models.registry import read_spec
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.limits import BatchLimits, resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX, Forced, Sampled, StepPlan, StepResult
-from penstock.types import BLOCK_TOKENS
+from penstock.types import BLOCK_TOKENS, CPU_CAPABILITIES
 
 if TYPE_CHECKING:
     from penstock.engine.grammar.compiler import GrammarTokens
@@ -131,7 +131,7 @@ class Runner:
         memory.
 
         What is large is scratch of a fixed size, made when the model was wired and touched here; what a step
-        makes beside it is no more than it was here and goes back to the system (`malloc.settle_malloc`).
+        makes beside it is no more than it was here and goes back to the system (`memory.settle_malloc`).
         Later steps raise the peak only by Python's own objects (requests, their tables and outputs) and, with
         torch's kernels, by some 20 MB more that were seen and not explained. The KV cache and the host tier,
         whose size is fixed, are committed page by page as they are first used.
@@ -206,6 +206,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         block_tokens=BLOCK_TOKENS,
         max_running=resolve_max_running(config.max_running, config.step_tokens),
         num_host_blocks=plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free),
+        capabilities=CPU_CAPABILITIES,
     )
     limits = DecoderLimits(
         step_tokens=config.step_tokens,

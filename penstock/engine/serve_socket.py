@@ -21,7 +21,7 @@ import uvloop
 
 from penstock.clock import Clock
 from penstock.engine.mailbox import Aborted, ConnectionId, DrainAsked, KVEventsAsked, Mailbox, Submitted
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, WorkerUnavailable
 from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
 from penstock.protocol.worker import (
     AbortRequest,
@@ -276,6 +276,8 @@ class _Connection(asyncio.Protocol):
         self.peer = ""
         """The address at the other end; empty for a Unix socket."""
         self._asked_kv_events = False
+        self._compiling: dict[RequestId, Submit] = {}
+        """Requests whose grammars are not ready yet."""
         self._is_proven = False
         self._unproven_bytes = 0
         self._nonce = b""
@@ -304,6 +306,9 @@ class _Connection(asyncio.Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._server.left(self)
+        compiling, self._compiling = self._compiling, {}
+        for message in compiling.values():
+            self._cancel(message)
         self.lost.set_result(None)
 
     def data_received(self, data: bytes) -> None:
@@ -387,36 +392,54 @@ class _Connection(asyncio.Protocol):
         arrived_ns = self._server.clock.now_ns()
         self.living[message.request_id] = False
         self._server.num_requests += 1
-        if message.grammar is None or (grammars := self._server.grammars) is None:
+        grammars, grammar = self._server.grammars, message.grammar
+        if grammar is None or grammars is None:
             self._server.mailbox.post(Submitted(self.id, message, arrived_ns))
-        elif (found := grammars.cached(message.cache_salt, message.grammar)) is not None:
-            self._server.mailbox.post(Submitted(self.id, message, arrived_ns, found))
-        else:
-            compiling = grammars.compile(message.cache_salt, message.grammar)
-            loop, done = asyncio.get_running_loop(), partial(self._compiled, message, arrived_ns)
-            compiling.add_done_callback(lambda _: loop.call_soon_threadsafe(done, compiling))
+            return
+        found = grammars.cached(message.cache_salt, grammar)
+        if found is not None:
+            self._take_grammar(message, arrived_ns, found)
+            return
+        self._compiling[message.request_id] = message
+        compiling = grammars.compile(message.cache_salt, grammar)
+        loop, done = asyncio.get_running_loop(), partial(self._compiled, message, arrived_ns)
+        compiling.add_done_callback(lambda _: loop.call_soon_threadsafe(done, compiling))
 
     def _compiled(self, message: Submit, arrived_ns: int, compiling: "Future[CompiledGrammar]") -> None:
         """A request's grammar is compiled, or cannot be; the request may be gone by now."""
-        grammars = self._server.grammars
-        assert grammars is not None, "something compiled it"
-        assert message.grammar is not None, "something was compiled"
-        error = compiling.exception()
-        compiled = None if error is not None else compiling.result()
-        grammars.keep(message.cache_salt, message.grammar, compiled)
-        if self._transport is None:
-            return  # With the connection, all its requests ended.
-        if self.living[message.request_id]:
-            self._end(message.request_id, RequestFinished(reason=FinishReason.ABORT, usage=Usage()))
-        elif compiled is not None:
-            self._server.mailbox.post(Submitted(self.id, message, arrived_ns, compiled))
-        elif isinstance(error, InvalidRequest):
-            self._end(message.request_id, _failed("InvalidRequest", str(error), error.param))
+        if self._compiling.get(message.request_id) is not message:
+            return
+        del self._compiling[message.request_id]
+        self._take_grammar(message, arrived_ns, compiling.exception() or compiling.result())
+
+    def _take_grammar(
+        self, message: Submit, arrived_ns: int, made: "CompiledGrammar | BaseException"
+    ) -> None:
+        """Pass a request on with its grammar; or end it, and only it, with why there is none."""
+        if not isinstance(made, BaseException):
+            self._server.mailbox.post(Submitted(self.id, message, arrived_ns, made))
+            return
+        if isinstance(made, InvalidRequest):
+            finish = _failed("InvalidRequest", str(made), made.param)
+        elif isinstance(made, WorkerUnavailable):
+            _log.warning("request %s: %s", message.request_id, made)
+            finish = _failed("WorkerUnavailable", str(made))
         else:
-            assert error is not None, "it is compiled or failed"
-            raise error
+            _log.error("request %s: compiling its grammar failed", message.request_id, exc_info=made)
+            finish = _failed("EngineFault", "compiling the grammar failed")
+        self._end(message.request_id, finish)
+
+    def _cancel(self, message: Submit) -> None:
+        """A request is gone whose grammar is being compiled."""
+        assert self._server.grammars is not None, "something compiles it"
+        assert message.grammar is not None, "something is compiled"
+        self._server.grammars.cancel(message.cache_salt, message.grammar)
 
     def _abort(self, request_ids: tuple[RequestId, ...]) -> None:
+        for request_id in request_ids:
+            if (message := self._compiling.pop(request_id, None)) is not None:
+                self._cancel(message)
+                self._end(request_id, RequestFinished(reason=FinishReason.ABORT, usage=Usage()))
         if fresh := tuple(each for each in request_ids if self.living.get(each) is False):
             self.living.update(dict.fromkeys(fresh, True))
             self._server.mailbox.post(Aborted(self.id, fresh))

@@ -92,6 +92,8 @@ def main() -> int:
     watch.close()
     feed.close()
     server.close()
+    if server.grammars is not None:
+        server.grammars.close()
     return 0
 
 
@@ -118,7 +120,11 @@ def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> tuple[Engi
 def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> ModelInfo:
     """Let requests bring grammars, if the runner can follow them and the tokenizer is fit for it."""
     info = runner.info
-    if not isinstance(runner, FollowsGrammars) or not (model_dir / "tokenizer.json").exists():
+    if not isinstance(runner, FollowsGrammars):
+        _log.info("no structured output: this runner does not hold answers to grammars")
+        return info
+    if not (model_dir / "tokenizer.json").exists():
+        _log.info("no structured output: the model has no tokenizer.json")
         return info
     try:
         from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens

@@ -24,6 +24,7 @@ from penstock.fleet.registry import Registry
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
+from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
 from penstock.gateway.dispatch.assemble import StretchedPromises, make_policies
@@ -37,7 +38,7 @@ from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.relay.reply import StreamSlots
-from penstock.gateway.shared.peers import GatewayPeers
+from penstock.gateway.shared.peers import FairCounters, GatewayPeers
 from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
@@ -79,13 +80,12 @@ class Gateway:
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
-        slots = StreamSlots(config.limits.concurrent_max)
         self._policies = make_policies(
             config,
             models,
             registry,
             gateway=ids.take("gw"),
-            slots=slots,
+            slots=StreamSlots(config.limits.concurrent_max),
             metrics=metrics,
             clock=clock,
             log=log,
@@ -102,6 +102,7 @@ class Gateway:
             dispatcher=self._dispatcher,
             gate=self._policies.gate,
             limiter=self._policies.limits.limiter,
+            ask_store=self._policies.ask_store,
             budgets=self._policies.budgets,
             cold=ColdStarts(config.queue, registry),
             metrics=metrics,
@@ -115,11 +116,11 @@ class Gateway:
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         admin = Admin(self._services, metrics, registry, members, peers)
-        self._routes = Routes(Generate(self._services), self._inspect, admin)
+        self._responses = Responses(self._services, generate := Generate(self._services))
+        self._routes = Routes(generate, self._responses, self._inspect, admin)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
-        self._log_is_due, self._tasks = False, set[asyncio.Task[None]]()
+        self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
         self._pulse: asyncio.Task[None] | None = None
-        self._hurried = asyncio.Event()
 
     @property
     def num_accepted(self) -> int:
@@ -140,7 +141,10 @@ class Gateway:
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
         if self._peers is not None:
-            await self._peers.start(self._inspect.snapshot)
+            models = [model.name for model in self._services.models]
+            await self._peers.start(
+                self._inspect.snapshot, FairCounters(models, self._dispatcher.control.lane)
+            )
         return address
 
     async def stop(self, *, lameduck_s: float = 0.0, listens: bool = True) -> None:
@@ -167,6 +171,7 @@ class Gateway:
         self._dispatcher.drain(drain_s)
         await self._until(lambda: not (self._dispatcher or self._tasks), drain_s)
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
+        await self._responses.close()
         await self._flushed()
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()

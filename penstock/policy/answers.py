@@ -21,7 +21,8 @@ class Refused(msgspec.Struct, frozen=True):
 
     id: RequestId
     reason: str
-    """Which part said no, for metrics: "draining", "limits", "budget", "admission", "queue", "no_worker"."""
+    """What refused it, for metrics: "draining", "quarantine", "no_worker", "admission", "limits", "budget",
+    "queue"."""
     error: PenstockError
 
 

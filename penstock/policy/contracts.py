@@ -58,6 +58,12 @@ class Limits(Protocol):
         """Take all that a request is expected to need, or nothing."""
         ...
 
+    def lacks(
+        self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, key: str, user: str
+    ) -> bool:
+        """Whether a store is asked first for what a request is expected to need. Never waits."""
+        ...
+
 
 class MoneyHold(Protocol):
     """Money reserved for one request. `settle` or `undo`, exactly once."""

@@ -147,6 +147,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Of one choice."""
     choices: int = 1
     """Streams that it takes on a worker: prompts times choices of each."""
+    choices_per_prompt: int = 1
     num_bytes: int = 0
     """Memory that it holds while it waits: its body and its prompt tokens."""
     max_wait_ns: int = 0

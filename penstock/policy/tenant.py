@@ -1,13 +1,11 @@
-"""Who a request belongs to, and what that one may use: the facts that every decision of this package takes.
+"""The tenant that a request belongs to, and what it may use: the facts that every decision of this package
+takes.
 
-Made by whoever reads the configuration (gateway/identity/tenants.py); never changed, only replaced by a
-reload.
+Made from the configuration (gateway/identity/tenants.py); never changed, only replaced by a reload.
 
-What one request of a tenant may ask for: models, adapters and tokens.
-
-How much in a minute or a day is for others.
-
-Each function returns if it may, and raises what the caller has to change if not. A limit of 0 is no limit.
+The functions say what one request may ask for: models, adapters and tokens; how much in a minute or a day is
+for limits/. Each returns if the request may, and raises what its client has to change if not. A limit of 0 is
+no limit.
 """
 
 from dataclasses import dataclass, field

@@ -7,18 +7,26 @@ GRAMMAR_BYTES_MAX = 256 * 1024
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the text of an answer must match, from its first token or from a marker on.
+    """What the text of an answer must match, from its first token, from a marker on, or behind each mark of a
+    call; and how long its reasoning may be.
 
     The engine ends the answer when the grammar is complete. A cut answer ends with "length".
     """
 
-    form: bytes
+    form: bytes = b""
     """JSON, vLLM's `structured_outputs`: an object with one of `json`, `json_object`, `regex`, `choice` and
-    `grammar` (Lark as llguidance reads it, or GBNF)."""
+    `grammar` (Lark as llguidance reads it, or GBNF); or with `call`, the schema of the JSON behind a call's
+    mark. Empty: only the reasoning is bounded."""
+    opens_with: str = ""
+    """The answer may begin with a reasoning, and this mark then (say `<think>`), or without one. Empty: the
+    prompt has opened it, if there is a `begins_after`."""
     begins_after: str = ""
-    """The answer is free text until this marker (say `</think>`), and the grammar begins behind it. Empty: it
-    begins with the answer."""
-    begins_within: int = 0
-    """After so many free tokens the engine writes the marker itself; 0: never."""
-    may_end_before: bool = False
-    """The answer may end without the marker; else no token may end it before."""
+    """The reasoning is free text until this marker (say `</think>`), and the grammar begins behind it. Empty:
+    there is none."""
+    begins_within: int | None = None
+    """After so many tokens of reasoning the engine writes the marker itself; None: never."""
+    call_mark: str = ""
+    """The answer is free text, and the grammar holds behind each of these marks (say `<tool_call>`), until it
+    is complete; the answer may end where it is free. Empty: the grammar holds to the answer's end."""
+    is_optional: bool = False
+    """A form that cannot be enforced is passed over, and not refused."""

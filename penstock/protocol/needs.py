@@ -37,6 +37,8 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
+_SHAPES = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
+"""Keywords of a schema that say what a value is; arguments are an object if none does."""
 _ENGINE_FIELDS = ("bad_words", "allowed_token_ids")
 _JSON_KINDS = {"json_object": Capability.JSON_OBJECT, "json_schema": Capability.JSON_SCHEMA}
 
@@ -287,9 +289,19 @@ def _part_needs(parts: Sequence[ContentPart], index: int) -> list[Need]:
 
 def _calls_schema(request: ChatRequest, name: str) -> dict[str, Any]:
     """The JSON schema of a forced call's arguments, or of an array of calls."""
-    functions = [tool.function for tool in request.tools or () if tool.function is not None]
     if name:
+        functions = [tool.function for tool in request.tools or () if tool.function is not None]
         return next(dict(each.parameters or {"type": "object"}) for each in functions if each.name == name)
+    return calls_schema(request, as_array=True)
+
+
+def calls_schema(request: ChatRequest, *, as_array: bool) -> dict[str, Any]:
+    """The JSON schema of a call of any of the tools, or of an array of calls.
+
+    Raises:
+        InvalidRequest: their schemas cannot stand beside each other.
+    """
+    functions = [tool.function for tool in request.tools or () if tool.function is not None]
     definitions: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
     for function in functions:
@@ -298,18 +310,17 @@ def _calls_schema(request: ChatRequest, name: str) -> dict[str, Any]:
         defined: object = parameters.pop("$defs", None)
         if isinstance(defined, dict):
             _join(definitions, cast(dict[str, Any], defined))
+        if not _SHAPES & parameters.keys():
+            parameters["type"] = "object"
         calls.append({
             "type": "object",
             "properties": {"name": {"enum": [function.name]}, "arguments": parameters},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         })  # fmt: skip
-    schema: dict[str, Any] = {
-        "type": "array",
-        "minItems": 1,
-        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
-    }
-    if request.parallel_tool_calls is False:
+    one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": one} if as_array else one
+    if as_array and request.parallel_tool_calls is False:
         schema["maxItems"] = 1
     return schema | ({"$defs": definitions} if definitions else {})
 

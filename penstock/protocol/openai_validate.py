@@ -75,7 +75,7 @@ def parse_chat(body: bytes, limits: LimitsConfig) -> ChatRequest:
     Raises:
         InvalidRequest: naming the field.
     """
-    request = _decode(_chat, body)
+    request = decoded(_chat, body)
     _check_generation(request, limits)
     check_messages(request.messages)
     check_tools(request.tools)
@@ -90,7 +90,7 @@ def parse_completion(body: bytes, limits: LimitsConfig) -> CompletionRequest:
     Raises:
         InvalidRequest: naming the field.
     """
-    request = _decode(_completion, body)
+    request = decoded(_completion, body)
     _check_generation(request, limits)
     prompts_of(request)
     if request.logprobs is not None and request.logprobs > TOP_LOGPROBS_MAX:
@@ -114,7 +114,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     Raises:
         InvalidRequest: naming the field.
     """
-    request = _decode(_tokenize, body)
+    request = decoded(_tokenize, body)
     if (request.prompt is None) == (request.messages is None):
         _refuse("Give exactly one of 'prompt' and 'messages'.", "prompt")
     if request.messages is not None:
@@ -130,7 +130,7 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     Raises:
         InvalidRequest: naming the field.
     """
-    return _decode(_detokenize, body)
+    return decoded(_detokenize, body)
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
@@ -351,7 +351,12 @@ def _check_depth(value: object, where: str) -> None:
 # --- from msgspec's findings to OpenAI's words -----------------------------------------------------
 
 
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Read a body.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
     try:
         try:
             request = decoder.decode(body)

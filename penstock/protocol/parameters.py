@@ -10,7 +10,7 @@ is dropped in silence.
 import enum
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -60,7 +60,8 @@ def _guided(kind: str, of: Any) -> Parameter:  # noqa: ANN401
     return Parameter(f"guided_{kind}", Fate.NEEDS, (), Capability.STRUCTURED_OUTPUTS, type=of)
 
 
-def _refused(name: str, *neutral: object, instead: str = "") -> Parameter:
+def refused(name: str, *neutral: object, instead: str = "") -> Parameter:
+    """A parameter that is refused by name, unless its value is one of `neutral`."""
     return Parameter(name, Fate.REFUSED, neutral, instead=instead)
 
 
@@ -87,21 +88,21 @@ _SHARED = (
     Parameter("bad_words", Fate.NEEDS, ([],), Capability.BAD_WORDS, type=list[str]),
     Parameter("allowed_token_ids", Fate.NEEDS, (), Capability.ALLOWED_TOKEN_IDS, type=list[TokenId]),
     Parameter("prompt_logprobs", Fate.NEEDS, (), Capability.ECHO_LOGPROBS, type=NumTop),
-    _refused("use_beam_search", False),
-    _refused("length_penalty", 1),
-    _refused("early_stopping", False),
-    _refused("truncate_prompt_tokens"),
-    _refused("spaces_between_special_tokens", True),
-    _refused("return_token_ids", False),
-    _refused("return_tokens_as_token_ids", False),
-    _refused("priority", 0, instead=_OWN_WORDS),
-    _refused("cache_salt", instead=_OWN_WORDS),
-    _refused("request_id", instead="the answer's header x-request-id has the one that this server gave it"),
-    _refused("kv_transfer_params"),
-    _refused("vllm_xargs", {}),
-    _refused("logits_processors", []),
-    _refused("guided_decoding_backend", instead="'structured_outputs' without a backend"),
-    _refused("guided_whitespace_pattern", instead="'structured_outputs' with a 'regex'"),
+    refused("use_beam_search", False),
+    refused("length_penalty", 1),
+    refused("early_stopping", False),
+    Parameter("truncate_prompt_tokens", Fate.HONOURED, type=Annotated[int, msgspec.Meta(ge=-1)]),
+    refused("spaces_between_special_tokens", True),
+    refused("return_token_ids", False),
+    refused("return_tokens_as_token_ids", False),
+    refused("priority", 0, instead=_OWN_WORDS),
+    refused("cache_salt", instead=_OWN_WORDS),
+    refused("request_id", instead="the answer's header x-request-id has the one that this server gave it"),
+    refused("kv_transfer_params"),
+    refused("vllm_xargs", {}),
+    refused("logits_processors", []),
+    refused("guided_decoding_backend", instead="'structured_outputs' without a backend"),
+    refused("guided_whitespace_pattern", instead="'structured_outputs' with a 'regex'"),
 )  # fmt: skip
 CHAT = (
     *_SHARED,
@@ -109,6 +110,8 @@ CHAT = (
         "messages", "max_completion_tokens", "tools", "parallel_tool_calls", "chat_template_kwargs",
         "include_reasoning",
     )),
+    Parameter("continue_final_message", Fate.HONOURED, type=bool),
+    Parameter("add_generation_prompt", Fate.HONOURED, type=bool),
     Parameter("logprobs", Fate.NEEDS, (False,), Capability.LOGPROBS),
     Parameter("top_logprobs", Fate.HONOURED),
     Parameter("tool_choice", Fate.NEEDS, ("auto", "none")),
@@ -124,25 +127,23 @@ CHAT = (
     _passed("thinking"),
     Parameter("thinking_token_budget", Fate.NEEDS, (), Capability.REASONING_BUDGET, type=NumTop),
     _passed("documents", []),
-    _passed("continue_final_message", False),
     _passed("mm_processor_kwargs"),
-    _refused("modalities", ["text"], instead="this server answers with text only"),
-    _refused("audio", instead="this server answers with text only"),
-    _refused("functions", instead="use 'tools', which took its place"),
-    _refused("function_call", instead="use 'tool_choice', which took its place"),
-    _refused("web_search_options"),
-    _refused("add_generation_prompt", True, instead="a chat completion answers"),
-    _refused("add_special_tokens", False, instead="the chat template writes them"),
-    _refused("chat_template", instead="the model's own is used; 'chat_template_kwargs' sets its variables"),
-    _refused("echo", False),
-    _refused("best_of", 1),
+    refused("modalities", ["text"], instead="this server answers with text only"),
+    refused("audio", instead="this server answers with text only"),
+    refused("functions", instead="use 'tools', which took its place"),
+    refused("function_call", instead="use 'tool_choice', which took its place"),
+    refused("web_search_options"),
+    refused("add_special_tokens", False, instead="the chat template writes them"),
+    refused("chat_template", instead="the model's own is used; 'chat_template_kwargs' sets its variables"),
+    refused("echo", False),
+    refused("best_of", 1),
 )  # fmt: skip
 COMPLETION = (
     *_SHARED,
     *(Parameter(name, Fate.HONOURED) for name in ("prompt", "echo", "add_special_tokens", "best_of")),
     Parameter("logprobs", Fate.NEEDS, (), Capability.LOGPROBS),
-    _refused("suffix", ""),
-    _refused("prompt_embeds"),
+    refused("suffix", ""),
+    refused("prompt_embeds"),
 )
 
 

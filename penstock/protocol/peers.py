@@ -6,6 +6,8 @@
       |                 <-- Sum    |   of the last snapshot of each, and of those who have ended
       |  Order -->                 |   a worker was taken out of service or brought back: the parent tells all
       |                 <-- Done   |
+      |  Served -->                |   five times a second, if anything was
+      |                 <-- Served |   of another child
 
 Framed like `worker.py`'s messages.
 """
@@ -13,6 +15,8 @@ Framed like `worker.py`'s messages.
 import struct
 
 import msgspec
+
+from penstock.types import TenantId
 
 _LENGTH = struct.Struct("<I")
 
@@ -51,6 +55,14 @@ class Order(msgspec.Struct, frozen=True, tag="order"):
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """The order is on its way to every process."""
+
+
+class Served(msgspec.Struct, frozen=True, tag="served"):
+    """What tenants were served by one process, since it last said so: other processes count it as well."""
+
+    units: tuple[tuple[str, int, TenantId, int], ...]
+    """Model, band by its place in the configuration, tenant, and what its counter grew by
+    (schedule/fair_share.py)."""
 
 
 class Sum(msgspec.Struct, frozen=True, kw_only=True, tag="sum"):
@@ -135,8 +147,8 @@ class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Stop; None: go on."""
 
 
-ToParent = Snapshot | Ask | Order
-ToChild = Sum | Done
+ToParent = Snapshot | Ask | Order | Served
+ToChild = Sum | Done | Served
 
 _to_parent = msgspec.msgpack.Decoder(ToParent)
 _to_child = msgspec.msgpack.Decoder(ToChild)

@@ -385,6 +385,10 @@ def _problems(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, 
         yield "logit_bias", f"logit_bias has token ids outside 0..{vocab_size - 1}"
     if any(not abs(bias) <= SCALE_MAX for _, bias in sampling.logit_bias):
         yield "logit_bias", f"logit_bias has a value beyond {SCALE_MAX:g}"
+    if any(not word or not 0 <= min(word) <= max(word) < vocab_size for word in sampling.bad_words):
+        yield "bad_words", f"bad_words has an empty word, or token ids outside 0..{vocab_size - 1}"
+    if (allowed := sampling.allowed_token_ids) and not 0 <= min(allowed) <= max(allowed) < vocab_size:
+        yield "allowed_token_ids", f"allowed_token_ids has ids outside 0..{vocab_size - 1}"
     if len({token_id for token_id, _ in sampling.logit_bias}) < len(sampling.logit_bias):
         yield "logit_bias", "logit_bias has a token id twice"
 

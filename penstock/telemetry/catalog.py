@@ -16,6 +16,7 @@ class Endpoint(enum.StrEnum):
 
     CHAT = "chat"
     COMPLETIONS = "completions"
+    RESPONSES = "responses"
 
 
 class OutcomeLabel(enum.StrEnum):

@@ -132,14 +132,15 @@ class DecisionKeeper:
 
     def __init__(self, files: DecisionFiles, log: Log) -> None:
         self._files, self._log = files, log
-        self._pending: deque[Entry] = deque(maxlen=PENDING_MAX)
+        self._pending: deque[Decision | Entry] = deque(maxlen=PENDING_MAX)
+        """What was decided; the entry of a decision is made when it is written, by that thread."""
         self._one_writer = threading.Lock()
         self._task: asyncio.Task[None] | None = None
         self._is_failing = False
 
     def decided(self, decision: Decision) -> None:
         """A worker was chosen, or none."""
-        self._pending.append(Entry(decision.request_id, decision=decision))
+        self._pending.append(decision)
 
     def chose(self, request_id: RequestId, choice: ComplexityChoice) -> None:
         """A model was chosen."""
@@ -178,11 +179,11 @@ class DecisionKeeper:
             self._write_pending()
 
     def _write_pending(self) -> None:
-        entries = [self._pending.popleft() for _ in range(len(self._pending))]
-        if not entries:
+        pending = [self._pending.popleft() for _ in range(len(self._pending))]
+        if not pending:
             return
         try:
-            self._files.append(entries)
+            self._files.append([_entry_of(each) for each in pending])
         except OSError as error:
             if not self._is_failing:
                 self._log.warning(
@@ -191,6 +192,10 @@ class DecisionKeeper:
             self._is_failing = True
         else:
             self._is_failing = False
+
+
+def _entry_of(decided: Decision | Entry) -> Entry:
+    return decided if isinstance(decided, Entry) else Entry(decided.request_id, decision=decided)
 
 
 def _matching(path: Path, wanted: bytes) -> list[Entry]:

@@ -13,7 +13,6 @@ the ids of plain text.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import jinja2
@@ -33,6 +32,8 @@ of extension G), for templates, and Python's `repr` in them, treat private chara
 _NAMES = 0xF0000
 """Private characters (plane 15) that names are made of."""
 _NAME_CHARS = 65_533
+_END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
+"""As in transformers. With the space it shows whether a template trims messages."""
 NONCE_BYTES = 8
 """So many random bytes make names that no request can guess."""
 
@@ -230,10 +231,11 @@ class ChatPrompts:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        continues: bool = False,
         trusted: bool = False,
         may_block: bool = True,
     ) -> tuple[int, ...]:
-        """Token ids of messages of OpenAI's shape.
+        """Token ids of messages of OpenAI's shape. `continues`: the prompt ends within the last message.
 
         Markers in their text are text, unless the sender is `trusted`.
 
@@ -244,14 +246,38 @@ class ChatPrompts:
         values = template_values(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, extra=extra
         )
+        if continues:
+            _mark_end(values["messages"][-1])
         markers, as_json = None if trusted else self._markers, encoded(values)
-        render = partial(self.template.render_values, num_bytes=len(as_json), may_block=may_block)
+
+        def render(values: Mapping[str, Any]) -> str:
+            text = self.template.render_values(values, num_bytes=len(as_json), may_block=may_block)
+            return _up_to_mark(text) if continues else text
+
         try:
             if markers is None or not markers.occur(as_json, values):
                 return self._tokenizer.encode(render(values))
             return markers.encode_apart(values, render)
         except RecursionError:
             raise InvalidRequest("the messages nest too deeply", param="messages") from None
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    """Mark where the text of a template's message ends."""
+    if not message["content"]:
+        raise InvalidRequest("the last message has no text to continue", param="continue_final_message")
+    message["content"] += _END_OF_MESSAGE
+
+
+def _up_to_mark(text: str) -> str:
+    """The rendered text up to the end of the last message, as `continue_final_message` of transformers."""
+    mark = _END_OF_MESSAGE.strip()
+    before, found, behind = text.rpartition(mark)
+    if not found:
+        raise InvalidRequest(
+            "the chat template does not show the last message as it is", param="continue_final_message"
+        )
+    return before if behind.startswith(" ") else before.rstrip()  # Such a template trims what it shows.
 
 
 def _read(sources: Iterable[str]) -> set[str]:

@@ -273,7 +273,11 @@ class ToolCodeParser(BlockParser):
 
     OPEN = "```tool_code"
     CLOSE = "```"
-    STOP = ""  # Other code ends so too, and the opening mark begins so.
+
+    @property
+    def STOP(self) -> str:
+        """None: other code ends so too, and the opening mark begins so."""
+        return ""
 
     def calls_of(self, body: str) -> Calls | None:
         """Each line that is a call."""

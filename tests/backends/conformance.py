@@ -67,7 +67,13 @@ class Requests:
         self._count = 0
 
     def make(
-        self, *, seed: int = 0, max_tokens: int = 12, stop: tuple[str, ...] = (), **more: object
+        self,
+        *,
+        seed: int = 0,
+        max_tokens: int = 12,
+        stop: tuple[str, ...] = (),
+        temperature: float = 1.0,
+        **more: object,
     ) -> GenerateRequest:
         self._count += 1
         logprobs, prompt_logprobs = more.pop("logprobs", None), more.pop("prompt_logprobs", None)
@@ -75,7 +81,11 @@ class Requests:
             request_id=RequestId(f"r-{self._count}"),
             prompt_token_ids=(10, 11, 12),
             sampling=SamplingParams(
-                seed=seed, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+                seed=seed,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
             ),
             stop=stop,
             **more,
@@ -87,6 +97,8 @@ class BackendConformance:
 
     ENDLESS = 30_000
     """Tokens that are not generated within a test."""
+    MOVED_TEMPERATURE = 1.0
+    """Up to which a stream that moves gets the same tokens."""
     loop_factory = staticmethod(asyncio.new_event_loop)
 
     def open(self) -> AbstractAsyncContextManager[Backend]:
@@ -284,12 +296,13 @@ class BackendConformance:
         """
 
         async def check(backend: Backend, requests: Requests) -> None:
-            text = await self.text(backend, requests.make(max_tokens=24))
+            how = {"max_tokens": 24, "temperature": self.MOVED_TEMPERATURE}
+            text = await self.text(backend, requests.make(**how))
             stop, never = text[-3:], text[6:9] + "\0"
-            whole, _ = self.start(backend, requests.make(max_tokens=24, stop=(stop, never), logprobs=1))
+            whole, _ = self.start(backend, requests.make(**how, stop=(stop, never), logprobs=1))
             expected = await whole.end()
             for num_tokens in (1, 7, 8, 12, whole.num_tokens - 1):
-                request = requests.make(max_tokens=24, stop=(stop, never), logprobs=1)
+                request = requests.make(**how, stop=(stop, never), logprobs=1)
                 first, generation = self.start(backend, request)
                 while first.num_tokens < num_tokens and first.finish is None:
                     await asyncio.sleep(0.001)

@@ -29,14 +29,24 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(240)
 
 
-def ask(server: Server, content: str = "Hi.") -> int:
-    """One request; its status."""
+def answer(server: Server, content: str) -> dict[str, Any]:
+    """One request, on a connection of its own: whichever process takes it."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
     request = urllib.request.Request(
         f"{server.url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as response:
-        return response.status
+        return {"status": response.status, **json.load(response)}
+
+
+def ask(server: Server, content: str = "Hi.") -> int:
+    """One request; its status."""
+    return answer(server, content)["status"]
+
+
+def cached(server: Server, content: str) -> int:
+    """Tokens of a prompt that its worker had already."""
+    return answer(server, content)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def fleet(server: Server) -> dict[str, Any]:
@@ -98,6 +108,11 @@ def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
     try:
         server.wait_ready()
         server.until(lambda: states(server) == {"tiny-0": "ready", "tiny-1": "ready"}, "they do not see both")
+        prompts = [f"{number}: {'what one of them knows, both do; ' * 10}" for number in range(8)]
+        assert not any(cached(server, prompt) for prompt in prompts)
+        blocks = 2 * 8 * 6  # In the indexes of both: at least six of each prompt, in one of two workers.
+        server.until(lambda: own_events(server) >= blocks, "both do not hear of what is cached")
+        assert all(cached(server, prompt) for prompt in prompts for _ in range(2))
         file.write_text(config.replace("replicas: 2", "replicas: 1"))
         server.process.send_signal(signal.SIGHUP)
         server.wait_said("a worker has left")
@@ -119,7 +134,7 @@ def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
         for _ in range(8):
             server.until(lambda: states(server) == {"tiny-0": "ready", "tiny-1": "ready"}, "it stays away")
         begun = [fleet(server)["models"][0]["ttft_count"] for _ in range(4)]
-        assert begun == [16] * 4, "answers of all processes are counted, whichever is asked"
+        assert begun == [40] * 4, "answers of all processes are counted, whichever is asked"
         server.process.send_signal(signal.SIGINT)
         assert server.wait_ended() == 0
     finally:

@@ -85,6 +85,24 @@ def test_a_forced_call_obeys_its_schema(client: openai.OpenAI, model: str, choic
     assert "".join(piece.function.arguments or "" for piece in pieces) == call.function.arguments
 
 
+def test_a_call_that_the_model_begins_obeys_its_schema(client: openai.OpenAI) -> None:
+    """A bias makes the model write the mark of a call, its token 3, wherever it may."""
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    for tool in (strict, WEATHER):
+        asked = {"model": "plain", "tools": [tool], "logit_bias": {"3": 100}, **ASKED, "max_tokens": 200}
+        message = client.chat.completions.create(**asked).choices[0].message
+        assert len(message.tool_calls) > 2
+        for call in message.tool_calls[:-1]:  # The last one may be cut.
+            assert call.function.name == "weather"
+            check(call.function.arguments)
+    wrong = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**asked | {"tools": [wrong]})
+    assert refused.value.param == "tools"
+    wrong["function"]["strict"] = False
+    assert client.chat.completions.create(**asked | {"tools": [wrong]}).choices[0].message
+
+
 def test_a_schema_begins_behind_the_reasoning(client: openai.OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     answer = client.chat.completions.create(

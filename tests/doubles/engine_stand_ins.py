@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 EOS = 256
@@ -201,12 +201,15 @@ class StandIn:
     def events(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         raise NotImplementedError
 
-    def tokens(self, seed: int, max_tokens: int) -> tuple[list[int], str]:
-        """All tokens of an answer and why it ends; EOS is among them."""
+    def tokens(self, seed: int, max_tokens: int, prompt: Sequence[int] = ()) -> tuple[list[int], str]:
+        """All tokens of an answer and why it ends; EOS is among them. A prompt that ends with the answer's
+        first tokens is continued behind them."""
+        known = [token(seed, i) for i in range(len(prompt))]
+        first = next(n for n in range(len(prompt), -1, -1) if list(prompt[len(prompt) - n :]) == known[:n])
         end = self.faults.eos_after
-        if end is not None and end < max_tokens:
-            return [*(token(seed, i) for i in range(end)), EOS], "stop"
-        return [token(seed, i) for i in range(max_tokens + self.faults.overrun)], "length"
+        if end is not None and end < first + max_tokens:
+            return [*(token(seed, i) for i in range(first, end)), EOS], "stop"
+        return [token(seed, i) for i in range(first, first + max_tokens + self.faults.overrun)], "length"
 
 
 class VllmStandIn(StandIn):
@@ -215,7 +218,7 @@ class VllmStandIn(StandIn):
 
     async def events(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         seed, limit = body["seed"] or 0, body.get("logprobs")
-        ids, why = self.tokens(seed, body["max_tokens"])
+        ids, why = self.tokens(seed, body["max_tokens"], body["prompt"] if self.SENDS_IDS else ())
         head = {
             "id": "cmpl-1",
             "object": "text_completion",
@@ -322,6 +325,8 @@ class OpenAIStandIn(VllmStandIn):
     SENDS_IDS = False
     calls: list[dict[str, Any]] | None = None
     """Tool calls to answer chats with."""
+    thoughts: dict[str, str] | None = None
+    """What comes before a chat's text, and the name under which it does."""
 
     async def events(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         if "messages" not in body:
@@ -342,6 +347,8 @@ class OpenAIStandIn(VllmStandIn):
             }
 
         yield chunk({"role": "assistant", "content": "", "refusal": None})
+        for name, thought in (self.thoughts or {}).items():
+            yield chunk({name: thought})
         if self.calls is not None:
             for i, call in enumerate(self.calls):
                 function = {"name": call["name"], "arguments": ""}
@@ -384,7 +391,7 @@ class SglangStandIn(StandIn):
 
     async def events(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         params, prompt = body["sampling_params"], body["input_ids"]
-        ids, why = self.tokens(params.get("sampling_seed", 0), params["max_new_tokens"])
+        ids, why = self.tokens(params.get("sampling_seed", 0), params["max_new_tokens"], body["input_ids"])
         wants, limit = body.get("return_logprob"), body.get("top_logprobs_num", 0)
         for i in range(len(ids)):
             last = i == len(ids) - 1

@@ -39,7 +39,7 @@ def main() -> None:
     driver.runner.warm_up()
     before = peak_kib()
     random = stream(1, "worst traffic")
-    prompts = [[random.randrange(vocab_size) for _ in range(random.randint(1, 300))] for _ in range(24)]
+    prompts = [[random.randrange(vocab_size) for _ in range(random.randint(1, 300))] for _ in range(16)]
     params = [
         SamplingParams(
             temperature=random.choice([0.0, 0.5, 1.0, 5.0]),
@@ -51,9 +51,9 @@ def main() -> None:
             repetition_penalty=random.choice([1.0, 1.3]),
             logprobs=2,
             prompt_logprobs=random.choice([None, 2]),
-            max_tokens=random.randint(1, 40),
+            max_tokens=random.randint(1, 24),
         )
-        for index in range(24)
+        for index in range(16)
     ]
     # Twice, so that what the first round left in the caches and in host memory is met again.
     for _ in range(2):

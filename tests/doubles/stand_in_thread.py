@@ -69,16 +69,17 @@ class Serve:
         command: Sequence[str] = COMMAND,
         lameduck_s: float = 0.0,
         drain_timeout_s: float = 1.0,
+        worker: str = "",
     ) -> None:
-        """`tenants`: what the configuration says of each, in YAML's flow style; `sections`: more lines of
-        it.
+        """`tenants` and `worker`: what the configuration says of each of them, in YAML's flow style;
+        `sections`: more lines of it.
         """
         self._command = command
         place.mkdir(exist_ok=True, parents=True)
         self._place, self.config = place, place / "penstock.yaml"
         keys = place / "keys.jsonl"
         self.keys = {name: add(keys, tenant=name).key for name in tenants}
-        worker = f"{{url: '{engine.url}', engine: vllm, served_model: {engine.MODEL}}}"
+        worker = f"{{url: '{engine.url}', engine: vllm, served_model: {engine.MODEL}, {worker}}}"
         times = f"lameduck_s: {lameduck_s}, drain_timeout_s: {drain_timeout_s}"
         self._lines = [
             f"server: {{port: {port}, trust_local: true, processes: {processes}, {times}}}",

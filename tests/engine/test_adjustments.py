@@ -57,7 +57,13 @@ def reference(logits: Tensor, prompt: list[int], answer: list[int], params: Samp
         out[token] -= params.presence_penalty + params.frequency_penalty * count
     for token, bias in params.logit_bias:
         out[token] += bias
-    if len(answer) < params.min_tokens:
+    for *before, last in params.bad_words:
+        if answer[len(answer) - len(before) :] == before and len(before) <= len(answer):
+            out[last] = -np.inf
+    if params.allowed_token_ids:
+        out[[token for token in range(VOCAB) if token not in params.allowed_token_ids]] = -np.inf
+    nothing_else = params.allowed_token_ids and {*params.allowed_token_ids} <= {*params.stop_token_ids}
+    if len(answer) < params.min_tokens and not nothing_else:
         out[[token for token in params.stop_token_ids if token < VOCAB]] = -np.inf
     return out
 
@@ -66,7 +72,7 @@ def random_logits(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
+tokens = st.lists(st.integers(0, VOCAB - 1) | st.integers(0, 3), max_size=12)
 penalty = st.sampled_from([0.0, 0.0, 0.5, -0.7, 2.0, -2.0])
 anything = st.builds(
     SamplingParams,
@@ -76,6 +82,8 @@ anything = st.builds(
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=5).map(
         lambda bias: tuple(bias.items())
     ),
+    bad_words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=6).map(tuple),
+    allowed_token_ids=st.just(()) | st.lists(st.integers(0, VOCAB - 1), max_size=4).map(tuple),
     min_tokens=st.integers(0, 8),
     stop_token_ids=st.lists(st.integers(0, VOCAB + 5), max_size=4, unique=True).map(tuple),
 )
@@ -128,6 +136,29 @@ def test_numbers_that_are_not_numbers_stay_in_their_row() -> None:
 
 
 PROMPT = [5, 80, 33, 5, 5, 19, 102, 7]
+
+
+def test_bad_words_are_not_written_and_only_allowed_tokens_are(qwen3) -> None:
+    driver = Driver(qwen3, prefix_cache=False)
+    how = {"temperature": 0.0, "logprobs": 0, "max_tokens": 6}
+    (free,) = driver.ask([PROMPT], [SamplingParams(**how)])
+    first, second, third = free.token_ids[:3]
+    (one,) = driver.ask([PROMPT], [SamplingParams(**how, bad_words=((first,),))])
+    (run,) = driver.ask([PROMPT], [SamplingParams(**how, bad_words=((first, second, third), (7, 7, 7, 7)))])
+    (prompt,) = driver.ask([PROMPT], [SamplingParams(**how, bad_words=((PROMPT[-1], first),))])
+    (few,) = driver.ask([PROMPT], [SamplingParams(**how, allowed_token_ids=(3, 4))])
+    assert first not in one.token_ids
+    assert run.token_ids[:2] == [first, second]
+    assert run.token_ids[2] != third
+    assert prompt.token_ids == free.token_ids, "words are looked for in the answer alone"
+    assert {*few.token_ids} <= {3, 4}
+    assert all(-1e4 < each.logprob <= 0 for each in few.logprobs), "of the model's own distribution"
+
+
+def test_an_answer_ends_where_only_stop_tokens_are_allowed(qwen3) -> None:
+    how = SamplingParams(min_tokens=5, allowed_token_ids=(9,), stop_token_ids=(9,))
+    (answer,) = Driver(qwen3, prefix_cache=False).ask([PROMPT], [how])
+    assert answer.finish is FinishReason.STOP
 
 
 def test_a_bias_of_100_forces_a_token_and_logprobs_do_not_know(qwen3) -> None:

@@ -215,7 +215,11 @@ def test_preemption_changes_nothing(case: Case, overlap: str) -> None:
     expected, block_bytes = case.roomy
     # There are enough blocks for all to start, and not for all to finish.
     tight = case.driver(kv_memory_bytes=14 * block_bytes, overlap=overlap)
-    answers = tight.ask(*crowd())
+    # Copies run beside the steps: whether one is over when its block is taken is a matter of time.
+    for _ in range(20):
+        answers = tight.ask(*crowd())
+        if tight.core.stats().host_loads:
+            break
     assert tight.core.stats().preemptions > 0
     assert tight.core.stats().host_loads > 0, "what was preempted came back from host memory"
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]

@@ -24,6 +24,7 @@ from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.backends.http.limits import HttpBackendLimits
 from penstock.protocol.parameters import CHAT, COMPLETION
+from penstock.protocol.responses import RESPONSES
 from penstock.types import ENGINE_CAPABILITIES, Capability
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +155,56 @@ HERE = {
     "completion": {"stream", "stream_options", "max_tokens", "seed", "prompt"},
 }
 """Forwarded by chance: it is this server's own that happens to be the same."""
+
+
+def asked(served, kit, verb: str, path: str, body: dict) -> dict:
+    """The error of a request, or nothing."""
+    head = kit.post(path, body, "Content-Type: application/json", "Connection: close")
+    raw = kit.Raw(served)
+    answer = raw.send(head.replace(b"POST ", verb.encode() + b" ", 1)).read_all()
+    raw.close()
+    if answer.startswith(b"HTTP/1.1 200"):
+        return {}
+    return json.loads(answer.partition(b"\r\n\r\n")[2]).get("error", {})
+
+
+def test_every_endpoint_of_the_page_is_there(served, kit) -> None:
+    listed = [name.split() for name in rows("Endpoints")]
+    assert {"/v1/chat/completions", "/v1/responses", "/v1/models/{id}"} <= {path for _, path in listed}
+    for verb, path in listed:
+        code = asked(served, kit, verb, path.replace("{id}", "x").replace("{request_id}", "x"), {}).get(
+            "code"
+        )
+        assert code not in ("unknown_path", "method_not_allowed"), (verb, path, code)
+
+
+def test_what_becomes_of_each_parameter_of_a_response(served, kit) -> None:
+    table = rows("Parameters of responses")
+    assert set(table) == {each.name for each in RESPONSES}
+    own = {
+        "input": "hi", "instructions": "x", "previous_response_id": "resp_0", "store": False,
+        "max_output_tokens": 3, "reasoning": {"effort": "low"}, "text": {"format": {"type": "json_object"}},
+        "include": ["message.output_text.logprobs"], "stream_options": {"include_obfuscation": False},
+        "tools": [TOOL["function"] | {"type": "function"}], "truncation": "auto", "conversation": "c",
+        "prompt": {"id": "p"},
+    }  # fmt: skip
+    needed = {name: fields for name, fields in NEEDED.items() if name != "top_logprobs"}
+    needed["top_logprobs"] = {"include": own["include"]}
+    needed["tool_choice"] = needed["parallel_tool_calls"] = {"tools": own["tools"]}
+    for name, (said, *_) in table.items():
+        value = (own | CHAT_ONLY).get(name, VALUES.get(name, True))
+        body = {"model": "tiny", "input": "hi", "max_output_tokens": 3} | needed.get(name, {})
+        error = asked(served, kit, "POST", "/v1/responses", body | ({} if value is None else {name: value}))
+        if said == "refused":
+            assert error.get("code") == "unsupported_parameter", (name, error)
+            assert error["param"] == name
+        elif name == "previous_response_id":
+            assert error["code"] == "previous_response_not_found"
+        elif said == "as in a chat" and TABLES["chat"][name][0] == "refused":
+            assert error["code"] == "unsupported_by_model", error
+            assert error["param"] == name
+        else:
+            assert not error, (name, error)
 
 
 def test_the_capabilities_of_each_engine() -> None:

@@ -35,13 +35,13 @@ def ask(running, kit, data: bytes) -> tuple[int, dict]:
 # --- paths and bodies ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings", "/v1/messages", "/v1", "/api/chat"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages", "/v1", "/api/chat"])
 def test_an_unknown_path_is_told_what_there_is(gateway, kit, path):
     status, answer = ask(gateway, kit, kit.post(path, {}))
     error = answer["error"]
     assert (status, error["code"]) == (404, "unknown_path")
     assert error["message"].startswith(f"This server has no {path}. It has ")
-    for there in (CHAT, "/v1/completions", "/v1/models", "/v1/tokenize", "/v1/detokenize"):
+    for there in (CHAT, "/v1/completions", "/v1/responses", "/v1/models", "/v1/tokenize", "/v1/detokenize"):
         assert there in error["message"]
 
 

@@ -4,7 +4,7 @@ refused by name.
 
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import openai
@@ -50,17 +50,21 @@ class SayingVllm(VllmStandIn):
 
     says: tuple[int, ...] | None = None
 
-    def tokens(self, seed: int, max_tokens: int) -> tuple[list[int], str]:
+    def tokens(self, seed: int, max_tokens: int, prompt: Sequence[int] = ()) -> tuple[list[int], str]:
         if self.says is None:
-            return super().tokens(seed, max_tokens)
+            return super().tokens(seed, max_tokens, prompt)
         ids = [*self.says, EOS]
         return (ids, "stop") if len(ids) <= max_tokens else (ids[:max_tokens], "length")
 
 
 @pytest.fixture(scope="module")
 def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
+    yield from serve(kit)
+
+
+def serve(kit: types.SimpleNamespace, added: str = "") -> Iterator[types.SimpleNamespace]:
     """Models named by their workers: our engine's double, a provider, vLLM, and "both", which has one of ours
-    and a provider.
+    and a provider. `added` to their template.
     """
 
     class Fleet(kit.RunningGateway):
@@ -105,7 +109,8 @@ def served(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
             await self.provider.kill()
             await self.vllm.kill()
 
-    running = Fleet(kit.make_config())
+    config = kit.replace(kit.make_config(), limits={"media_hosts": ("*.example.com",)})
+    running = Fleet(config, template=kit.TEMPLATE + added)
     with kit.openai_client(running) as client:
         yield types.SimpleNamespace(
             running=running, provider=running.provider, vllm=running.vllm, client=client
@@ -193,7 +198,6 @@ NOT_OURS = {
     "guided_json": {"guided_json": {"type": "object"}},
     "bad_words": {"bad_words": ["x"]},
     "allowed_token_ids": {"allowed_token_ids": [1]},
-    "continue_final_message": {"continue_final_message": True},
 }
 
 
@@ -205,6 +209,40 @@ def test_a_model_without_an_able_worker_says_so_by_name(served, kit, param, fiel
     assert "is not supported by the model 'tiny'" in error["message"]
     assert "Did you mean" not in error["message"]
     assert not served.running.requests
+
+
+def test_an_image_from_elsewhere_needs_a_host_that_is_allowed(served, kit) -> None:
+    there = {"type": "image_url", "image_url": {"url": "https://images.example.org/a.png"}}
+    status, answer = send(served, kit, ask("provided", messages=[{"role": "user", "content": [there]}]))
+    assert (status, answer["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
+    assert "images.example.org" in answer["error"]["message"]
+    assert not served.provider.requests
+    there = {"type": "image_url", "image_url": {"url": "https://images.example.com/a.png"}}
+    assert send(served, kit, ask("provided", messages=[{"role": "user", "content": [there]}]))[0] == 200
+    assert served.provider.requests[-1].json["messages"][0]["content"] == [there]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_the_reasoning_of_a_provider_is_told(served, name) -> None:
+    served.provider.thoughts = {name: "Let me think."}
+    try:
+        create = served.client.chat.completions.create
+        whole = create(**ask("provided", max_tokens=4))
+        message = whole.choices[0].message
+        assert message.reasoning_content == message.reasoning == "Let me think."
+        assert len(message.content) == 4
+        assert whole.usage.completion_tokens_details.reasoning_tokens == len("Let me think.")
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        for extra in ({}, {"logprobs": True}):
+            chunks = list(create(**ask("provided", max_tokens=4, **options, **extra)))
+            deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+            told = [delta.model_extra.get("reasoning") or delta.content for delta in deltas]
+            assert [each for each in told if each] == ["Let me think.", *message.content]
+            assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == len("Let me think.")
+        answer = served.client.responses.create(model="provided", input="hi", max_output_tokens=16)
+        assert [item.type for item in answer.output] == ["reasoning", "message"]
+    finally:
+        served.provider.thoughts = None
 
 
 def test_an_operator_says_what_a_worker_lacks(served, kit) -> None:
@@ -310,6 +348,34 @@ def test_a_forced_call_at_vllm_is_a_schema_and_comes_back_as_calls(served, choic
         assert look["properties"]["name"] == {"enum": ["look"]}
         assert schema["$defs"] == {"place": {"type": "string"}}, "references are from the root"
         assert touch["properties"]["arguments"] == {"type": "object"}
+
+
+@pytest.fixture
+def thinking(kit) -> Iterator[types.SimpleNamespace]:
+    yield from serve(kit, "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}")
+
+
+def test_a_grammar_of_vllm_holds_from_the_first_token_so_the_reasoning_is_closed(thinking) -> None:
+    served = thinking
+    create = served.client.chat.completions.create
+    for says, fields in (
+        ('{"x": 1}', {"response_format": SCHEMA}),
+        ('{"at": "sky"}', {"tools": [LOOK], "tool_choice": NAMED}),
+    ):
+        served.vllm.says = served.running.tokenizer.encode(says)
+        message = create(**ask("vllm", **fields)).choices[0].message
+        assert "reasoning" not in message.model_extra
+        found = message.content or message.tool_calls[0].function.arguments
+        assert json.loads(found) == json.loads(says)
+        prompt = served.running.tokenizer.decode(
+            served.vllm.requests[-1].json["prompt"], skip_special_tokens=False
+        )
+        assert prompt.endswith("<think>\n</think>\n\n")
+        streamed = [chunk.choices[0].delta for chunk in create(**ask("vllm", **fields), stream=True)]
+        assert not any("reasoning" in delta.model_extra for delta in streamed)
+    served.vllm.says = served.running.tokenizer.encode("Hm.</think>Yes")
+    message = create(**ask("vllm")).choices[0].message
+    assert (message.reasoning, message.content) == ("Hm.", "Yes"), "without a grammar it reasons"
 
 
 def test_a_forced_call_that_was_cut_off_is_not_lost(served) -> None:

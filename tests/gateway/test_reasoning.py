@@ -2,10 +2,12 @@
 
 import json
 
+import msgspec
 import openai
 import pytest
 
 from penstock.text.tool_blocks import HermesToolParser
+from penstock.types import ENGINE_CAPABILITIES
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -171,3 +173,39 @@ def test_thoughts_come_before_text_with_log_probabilities(start, kit) -> None:
         for item in chunk.choices[0].logprobs.content
     ]
     assert tokens == words
+
+
+def test_strict_tools_need_marks_around_json(kit) -> None:
+    class Able(kit.RunningGateway):
+        async def make_backends(self):
+            made = await super().make_backends()
+            status = made["tiny"].status
+            status.info = msgspec.structs.replace(status.info, capabilities=ENGINE_CAPABILITIES)
+            return made
+
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    for added, takes in (("", True), ("{# [func_name1( #}", False)):
+        running = Able(kit.make_config(), template=kit.TEMPLATE + added)
+        try:
+            with kit.openai_client(running) as client:
+                asked = {"model": "tiny", "messages": HI, "max_tokens": 1}
+                if takes:
+                    client.chat.completions.create(**asked, tools=[strict])
+                else:
+                    with pytest.raises(openai.BadRequestError) as refused:
+                        client.chat.completions.create(**asked, tools=[strict])
+                    assert refused.value.code == "unsupported_by_model"
+                    assert refused.value.param == "tools[0].function.strict"
+                client.chat.completions.create(**asked, tools=[TOOL])
+                client.chat.completions.create(**asked, tools=[TOOL], tool_choice="none")
+        finally:
+            running.stop()
+        grammars = [request.constraint.as_grammar() for request in running.requests]
+        if takes:
+            assert [each and (each.call_mark, each.is_optional) for each in grammars] == [
+                ("<tool_call>", False),
+                ("<tool_call>", True),
+                None,
+            ]
+        else:
+            assert grammars == [None, None]

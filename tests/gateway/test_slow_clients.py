@@ -205,7 +205,6 @@ def make_stream(*, pauses, flushes, num_choices, bound):
         requested="m",
         counted_model="m",
         endpoint=Endpoint.CHAT,
-        num_choices=num_choices,
         started_ns=0,
     )
     context = Context(

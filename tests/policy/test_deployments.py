@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import msgspec
 import pytest
 
 from penstock.clock import NS_PER_S
@@ -14,6 +13,7 @@ from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import DeploymentTerms, WorkerView
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
+from penstock.policy.requests.request import hedge_of
 from penstock.types import RequestId, Usage, WorkerId
 
 S = NS_PER_S
@@ -146,11 +146,11 @@ def test_a_hedge_and_a_retry_go_where_a_request_may_go() -> None:
     assert arrive(control, 0, "a") == ["first"]
     assert arrive(control, 0, "b") == ["spent"]
     end(control, 0, "b")
-    work = control.request(RequestId("a")).work
-    assert not lane.has_other(0, work, besides=WorkerId("first"))
-    second = msgspec.structs.replace(work, id=RequestId("a~2"), hold_ns=1)
+    request = control.request(RequestId("a"))
+    assert not lane.has_other(0, request, besides=WorkerId("first"))
+    second = hedge_of(request, RequestId("a~2"))
     assert lane.place_hedge(0, second, WorkerId("first")) is None
     control.set_worker(0, "m", WorkerId("dear"), WorkerView(max_running=2, terms=DeploymentTerms(order=1)))
     assert lane.place_hedge(0, second, WorkerId("first")).id == "dear"
-    assert lane.has_other(0, work, besides=WorkerId("first"))
+    assert lane.has_other(0, request, besides=WorkerId("first"))
     assert lane.place_hedge(60 * S, second, WorkerId("first")).id == "spent", "the first order has it again"

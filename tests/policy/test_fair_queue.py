@@ -50,6 +50,48 @@ def test_the_tenant_that_was_served_least_goes_next() -> None:
     assert taken(queue) == ["big0", "small0", "small1", "small2", "small3", "big1", "small4"]
 
 
+def test_two_queues_that_tell_each_other_share_as_one() -> None:
+    """Tenant a waits in both, b in one: there b goes first until it has had as much."""
+    here, there = FairQueue(QueueTerms()), FairQueue(QueueTerms())
+    assert here.take_untold() == there.take_untold() == []
+    for queue in (here, there):
+        pushed(queue, *(work(tenant="a") for _ in range(40)))
+    pushed(here, *(work(tenant="b") for _ in range(40)))
+    started = Counter[str]()
+    for _ in range(20):
+        for queue, other in ((here, there), (there, here)):
+            got = queue.pop(0, always)
+            assert got is not None
+            started[got.tenant] += 1
+            for level, tenant, units in queue.take_untold():
+                other.served_elsewhere(level, tenant, units)
+    assert abs(started["a"] - started["b"]) <= 2, started
+    here.bands[0].check_invariants()
+
+
+def test_what_an_idle_tenant_had_elsewhere_is_not_held_against_it() -> None:
+    queue = FairQueue(QueueTerms())
+    pushed(queue, work("a0", "a"), work("a1", "a"))
+    level = queue.level_of("default")
+    queue.served_elsewhere(level, TenantId("b"), 10**9)
+    queue.served_elsewhere(level, TenantId("a"), 10)
+    queue.served_elsewhere(99, TenantId("a"), 10)  # A band of another configuration.
+    pushed(queue, work("b0", "b"))
+    assert taken(queue) == ["a0", "b0", "a1"]
+
+
+def test_a_correction_elsewhere_is_found_at_once() -> None:
+    queue = FairQueue(QueueTerms())
+    pushed(queue, work("a0", "a"), work("b0", "b"))
+    level = queue.level_of("default")
+    queue.served_elsewhere(level, TenantId("a"), 500)
+    first = queue.bands[level]._first()
+    assert first is not None
+    assert first.tenant == "b"
+    queue.served_elsewhere(level, TenantId("a"), -600)
+    assert taken(queue) == ["a0", "b0"]
+
+
 @given(st.permutations(range(60)), st.sets(st.integers(0, 59), max_size=12))
 @settings(max_examples=50)
 def test_those_that_stay_keep_their_order_when_most_have_left(arrivals, staying) -> None:

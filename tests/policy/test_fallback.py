@@ -16,7 +16,7 @@ from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Evict
-from penstock.policy.requests.request import Request, work_of
+from penstock.policy.requests.request import request_of
 from penstock.types import RequestId, Usage, WorkerId
 
 S = NS_PER_S
@@ -153,8 +153,8 @@ def test_what_has_been_asked_is_not_looked_at_again_at_each_dispatch() -> None:
     def wait(name: str) -> None:
         facts = arrival(name)
         holds = accounts.open(0, facts)
-        request = requests[facts.id] = Request(facts, 0, lane, work_of(facts, 0, 0), holds)
-        lane.queue.push(0, request.work)
+        request = requests[facts.id] = request_of(facts, 0, lane, holds)
+        lane.queue.push(0, request)
 
     for i in range(ASKED_MAX - 1):
         wait(f"r{i}")
@@ -168,3 +168,25 @@ def test_what_has_been_asked_is_not_looked_at_again_at_each_dispatch() -> None:
     assert fallbacks.ask(2 * S, lane) == ([], [], False)
     lane.set_worker(3 * S, W, None)
     assert len(fallbacks.ask(3 * S, lane)[1]) == ASKED_MAX, "it is down again, so all are asked again"
+
+
+def test_entries_that_a_moved_request_leaves_behind_count_no_more() -> None:
+    """It is the same object in both queues, one after the other."""
+    control = made(small=1)
+    small_fills = arrival("fills", "small")
+    control.arrive(0, small_fills)
+    waiting(control, "a", "b", max_wait_ns=5 * S)
+    control.dispatch(S)
+    assert control.move(S, arrival("a", "small", diverted="unavailable", max_wait_ns=20 * S))
+    large, small = control.lane("large"), control.lane("small")
+    request = control.request(RequestId("a"))
+    assert (large.queue.waits(request), small.queue.waits(request)) == (False, True)
+    assert control.dispatch(S) == [], "the only row of the other model is taken"
+    told = control.dispatch(6 * S)
+    assert [each.id for each in told if isinstance(each, Evict)] == ["b"], "its wait here is another"
+    control.set_worker(6 * S, "large", W, WorkerView(max_running=4))
+    assert [each.id for each in control.dispatch(6 * S) if isinstance(each, Start)] == ["runs"]
+    told = control.dispatch(S + 20 * S)
+    assert [each.id for each in told if isinstance(each, Evict)] == ["a"]
+    for lane in (large, small):
+        lane.check_invariants()

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.record import Outcome
-from penstock.policy.requests.request import Holds, Request
+from penstock.policy.requests.request import Holds, Request, request_of
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
@@ -15,7 +15,7 @@ NO_HOLDS = Holds(tokens=None, money=None, expected=0, budgeted=0)
 def make(**facts) -> Request:
     given = {"route": "m", "prompt_tokens": 10, "max_tokens": 5, **facts}
     facts = RequestFacts(id=RequestId("r"), **given)
-    return Request(facts, 1000 * US, lane=None, work=None, holds=NO_HOLDS)
+    return request_of(facts, 1000 * US, lane=None, holds=NO_HOLDS)
 
 
 def walk(flow: Request, *events: Event) -> list[Step]:
@@ -152,8 +152,8 @@ def test_the_record_has_the_times_and_counts() -> None:
     )
     walk(flow, *RUN, E.RETRY, E.DISPATCH, E.FIRST_OUTPUT, E.OUTPUT)
     flow.worker = WorkerId("w1")
-    flow.completion_tokens, flow.cached_tokens, flow.finish_reason = 7, 4, "stop"
-    flow.prompt_tokens = 10
+    flow.completion_tokens, flow.counted_cached_tokens, flow.finish_reason = 7, 4, "stop"
+    flow.counted_prompt_tokens = 10
     flow.on(E.FINISH, 1010 * US)
     record = flow.record(55)
     assert (record.request_id, record.ended_ns, record.tenant, record.tier) == ("r", 55, "acme", "pro")
@@ -188,3 +188,27 @@ def test_what_was_never_started_has_no_times_of_a_worker() -> None:
     )
     assert record.attempts == 0
     assert record.worker == ""
+
+
+# --- what its streams used --------------------------------------------------------------------------
+
+
+def test_a_prompt_counts_once_for_all_of_its_choices_and_an_answer_once_for_all_of_its_workers() -> None:
+    request = make(choices=4, choices_per_prompt=2)
+    request.on(E.DISPATCH, 0)
+    for choice in range(4):
+        request.stream_ended(choice, Usage(prompt_tokens=7, completion_tokens=9))
+    request.break_off()
+    assert request.used() == Usage(), "none had begun, so each begins again"
+    request.on(E.FIRST_OUTPUT, 1)
+    for choice in range(4):
+        request.stream_ended(choice, Usage(prompt_tokens=10, completion_tokens=choice + 1, prefill_ns=3))
+    request.break_off()
+    request.stream_ended(3, Usage(prompt_tokens=10, completion_tokens=9, prefill_ns=5, decode_ns=6))
+    used = request.used()
+    assert (used.prompt_tokens, used.completion_tokens) == (20, 1 + 2 + 3 + 9)
+    assert request.longest_answer == 9
+    continued = request.used_by(3)
+    assert continued is not None
+    assert (continued.prefill_ns, continued.decode_ns) == (3, 11), "its prompt was read once for the client"
+    assert request.used_by(4) is None

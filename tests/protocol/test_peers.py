@@ -16,6 +16,7 @@ from penstock.protocol.peers import (
     Done,
     ModelNumbers,
     Order,
+    Served,
     Snapshot,
     Sum,
     WorkerAt,
@@ -24,15 +25,19 @@ from penstock.protocol.peers import (
     frame,
 )
 from penstock.protocol.worker import FrameDecoder
+from penstock.types import TenantId
 
 MODELS = {"m": ModelNumbers(3, 1.5, 2)}
+SERVED = Served((("m", 0, TenantId("acme"), 500), ("m", 1, TenantId("b"), -20)))
+"""It goes from one child to the others as it is."""
 TO_PARENT = [
     Snapshot(metrics=b"a 1\n", connections=4, streams=2, models=MODELS, gone=("w",)),
     Ask(),
     Order("w", 2.5),
     Order("w", None),
+    SERVED,
 ]
-TO_CHILD = [Sum(metrics=b"", connections=4, streams=2, processes=2, models=MODELS), Done()]
+TO_CHILD = [Sum(metrics=b"", connections=4, streams=2, processes=2, models=MODELS), Done(), SERVED]
 
 
 @pytest.mark.parametrize("message", TO_PARENT, ids=lambda message: type(message).__name__)

@@ -316,3 +316,23 @@ def test_a_chat_that_nests_too_deeply_is_refused(model: Model) -> None:
     call = {"function": {"name": "f", "arguments": deep}}
     with suppress(InvalidRequest):  # Some templates do not write them.
         model.prompts.token_ids([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize("said", ["It has four ", "a <|im_end|> b", "<|im"])
+def test_a_prompt_may_end_within_its_last_message(model: Model, said: str) -> None:
+    messages = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": said}]
+    whole = model.tokenizer.decode(model.prompts.token_ids(messages), skip_special_tokens=False)
+    ids = model.prompts.token_ids(messages, add_generation_prompt=False, continues=True)
+    begun = model.tokenizer.decode(ids, skip_special_tokens=False)
+    assert whole.startswith(begun)
+    assert begun.rstrip().endswith(said.rstrip())
+    trims = "| trim" in model.template.sources["default"]
+    assert begun.endswith(said.rstrip() if trims else said)
+    assert model.prompts.token_ids(messages, continues=True, trusted=True)
+
+
+def test_a_last_message_that_is_not_shown_cannot_be_continued(model: Model) -> None:
+    for last in ({"role": "assistant", "content": ""}, {"role": "assistant", "content": None}):
+        with pytest.raises(InvalidRequest) as caught:
+            model.prompts.token_ids([{"role": "user", "content": "a"}, last], continues=True)
+        assert caught.value.param == "continue_final_message"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.text.tool_formats import TOOL_FORMAT_NAMES, tool_format
 from penstock.text.tool_tails import ForcedCalls
-from penstock.text.tools import CallPiece, FirstCallOnly, Text, ToolParser, WholeEvent, joined
+from penstock.text.tools import CallPiece, FirstCallOnly, ParsedToolCall, Text, ToolParser, WholeEvent, joined
 
 TEMPLATES = {
     "hermes": "{% for t in tools %}{{ t }}{% endfor %} within <tool_call></tool_call> tags",
@@ -134,6 +134,38 @@ def test_the_template_says_which_it_is(name: str) -> None:
     assert tool_format([TEMPLATES[name]]).name == name
     assert tool_format(["nothing said of tools"]).name == "hermes"
     assert tool_format([TEMPLATES["hermes"]], name).name == name, "the configuration goes before"
+
+
+FAMILIES = [  # As their makers publish them, in short.
+    (
+        "llama3_json",  # Llama 4.
+        """Respond in the format {"name": function name, "parameters": dictionary of argument name and ..}.
+        {{- '<|header_start|>assistant<|header_end|>' }}{{- '<|python_start|>' }}{{- message.content }}""",
+    ),
+    ("pythonic", "{{- '<|header_start|>' }} Use exact format: [func_name1(param1=value1), func_name2(...)]"),
+    (
+        "phi",
+        "{{ '<|system|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}",
+    ),
+    (
+        "functools",
+        "{{ '<|system|>' }} formatted as functools[{\"name\": [function name]}, ...] {{ '<|end|>' }}",
+    ),
+    ("tool_code", "{{ '<start_of_turn>' + role }}{{ message['content'] | trim }}<end_of_turn>"),  # Gemma 3.
+    ("pythonic", "{{ '<start_of_turn>' }} Example Format: [func_name1(params_name1=params_value1)]"),
+    ("gemma", "{{ '<start_of_turn>' }}<start_function_call>call:{{ name }}"),
+    ("hermes", "{{ '<start_of_turn>' }}<tool_call>{{ call | tojson }}</tool_call>"),
+]
+
+
+@pytest.mark.parametrize(("name", "template"), FAMILIES)
+def test_families_are_known_by_their_templates(name: str, template: str) -> None:
+    assert tool_format([template]).name == name
+
+
+def test_llama_4_may_mark_its_call() -> None:
+    text = '<|python_start|>{"name": "clock", "parameters": {}}<|python_end|>'
+    assert read(parser_of("llama3_json"), list(text)) == [ParsedToolCall(0, "clock", "{}")]
 
 
 @pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)

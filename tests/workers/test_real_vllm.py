@@ -32,6 +32,7 @@ NEAR = 0.15
 class TestRealVllm(BackendConformance):
     loop_factory = staticmethod(uvloop.new_event_loop)
     ENDLESS = 1900
+    MOVED_TEMPERATURE = 0.0
     url: str
     model: Path
 

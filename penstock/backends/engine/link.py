@@ -248,7 +248,7 @@ class Handshake:
         """One message before (or instead of) the worker's state; what to answer.
 
         Raises:
-            Refused: one of the two has no key, or not the same.
+            LinkRefused: one of the two has no key, or not the same.
         """
         if isinstance(message, Challenge):
             if self._key is None:

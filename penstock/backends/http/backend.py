@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock.backends.base import (
     Adapters,
@@ -86,7 +87,9 @@ class HttpBackend:
         self._max_model_len, self._max_running = max_model_len, max_running
         self._probe_s = max(config.probe_s, probe_min_s)
         capabilities = frozenset[str](dialect.capabilities) - lacks
-        self._status = BackendStatus(stage="not asked yet", static_capabilities=capabilities)
+        self._status = BackendStatus(
+            stage="not asked yet", static_capabilities=capabilities, resumes=dialect.resumes
+        )
         self._pieces = PieceTokens(tokenizer)
         self._streams: dict[RequestId, HttpStream] = {}
         self._draining = False
@@ -124,9 +127,10 @@ class HttpBackend:
 
         Raises:
             WorkerUnavailable: it is not ready, draining, all connections that are allowed are in use, or it
-                is to go on with what another worker began, which no foreign engine can do exactly.
+                cannot continue what another worker began.
         """
-        if request.resumed:
+        moves = self._dialect.resumes and request.may_move
+        if request.resumed and not moves:
             raise WorkerUnavailable("this kind of worker cannot continue a stream of another one")
         if not self._status.ready or self._draining:
             raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
@@ -134,6 +138,10 @@ class HttpBackend:
             raise WorkerUnavailable(f"the worker does not serve the adapter '{request.adapter[:64]}'")
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
         http = self._config.http
+        closing = self._closing_mark(request)
+        if closing:
+            behind = self._tokenizer.encode(f"{closing}\n\n")
+            request = replace(request, prompt_token_ids=request.prompt_token_ids + behind)
         stream = HttpStream(
             request,
             sink,
@@ -144,8 +152,10 @@ class HttpBackend:
             owner=self,
             model=request.adapter or self._dialect.expects_model,
             trusts_prompt=self._dialect.sends_chats and request.is_chat,
+            may_move=moves,
             event_bytes_max=http.event_bytes_max,
             error_bytes_max=http.error_bytes_max,
+            said_before=closing,
         )
         try:
             submission = self._dialect.submission(request)
@@ -159,6 +169,15 @@ class HttpBackend:
             raise WorkerUnavailable(str(error)) from None
         self._streams[request.request_id] = stream
         return stream
+
+    def _closing_mark(self, request: GenerateRequest) -> str:
+        """What closes the reasoning that the prompt has opened, where a grammar bounds the answer: a foreign
+        engine's holds from the first token, so such an answer has no reasoning.
+        """
+        grammar = request.constraint.grammar
+        if grammar is None or not request.constraint.structured or grammar.opens_with:
+            return ""
+        return "" if self._dialect.sends_chats and request.is_chat else grammar.begins_after
 
     async def drain(self, timeout_s: float) -> None:
         """See `Backend.drain`. The worker stays: it is not ours."""

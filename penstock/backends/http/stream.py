@@ -3,7 +3,8 @@
     head ─> events* ─> finish (why it ended) ─> usage ─> end
       │        │           └─ the connection breaks here: the answer is whole all the same
       │        ├─ stop string, stop token or length reached here: ended here, the connection is closed
-      │        ├─ error, corrupt event, silence, broken connection: StreamBroken; before output: unavailable
+      │        ├─ error, corrupt event, silence, broken connection: StreamBroken; before output: unavailable.
+      │        │  Where tokens come as ids, the end has them all: another worker can continue
       │        └─ abort (the client left): the connection is closed, which ends it on every engine
       └─ a status: the errors of dialects/base.py
 
@@ -14,12 +15,21 @@ characters; stop strings, stop tokens and the answer's length are watched here f
 """
 
 import enum
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
-from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, TextLogprob, to_text_logprob
+from penstock.backends.base import (
+    Delta,
+    Finish,
+    GenerateRequest,
+    Sink,
+    TextLogprob,
+    fault_of,
+    to_text_logprob,
+)
 from penstock.backends.http.client import HttpExchange
 from penstock.backends.http.dialects.base import (
     AnswerReader,
@@ -80,9 +90,9 @@ class HttpStream:
 
     __slots__ = (
         "_body", "_clock", "_count", "_detokenizer", "_done", "_error_bytes", "_events", "_exchange",
-        "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_model", "_num_logprobs", "_owner",
-        "_pieces", "_reader", "_reported", "_request", "_sink", "_started_ns", "_status", "_stop",
-        "_stop_ids", "_stopped_by", "_tokenizer", "_trusts_prompt",
+        "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_may_move", "_model", "_num_logprobs",
+        "_owner", "_pieces", "_reader", "_reported", "_request", "_said_before", "_sink", "_started_ns",
+        "_status", "_stop", "_stop_ids", "_stopped_by", "_token_ids", "_tokenizer", "_trusts_prompt",
     )  # fmt: skip
 
     def __init__(
@@ -97,17 +107,22 @@ class HttpStream:
         owner: StreamOwner,
         model: str,
         trusts_prompt: bool,
+        may_move: bool,
         event_bytes_max: int,
         error_bytes_max: int,
+        said_before: str = "",
     ) -> None:
-        """`model` is the name that the answer must bear; empty: any.
+        """`model` is the name that the answer must bear; empty: any. `said_before`: text that the prompt ends
+        with, and that the sink is to hear as if the answer began with it.
 
-        `trusts_prompt`: only the worker knows how many tokens the prompt has.
+        `trusts_prompt`: only the worker knows how many tokens the prompt has. `may_move`: if it is broken
+        off, another worker may continue it, if all of its tokens came as ids.
         """
         self._request, self._sink, self._reader, self._owner = request, sink, reader, owner
         self._tokenizer, self._clock, self._model = tokenizer, clock, model
         self._pieces, self._trusts_prompt = pieces, trusts_prompt
-        self._error_bytes = error_bytes_max
+        self._may_move = may_move and not said_before  # Elsewhere its prompt would not end so.
+        self._error_bytes, self._said_before = error_bytes_max, said_before
         self._events = EventReader(event_bytes_max)
         self._stop = StopChecker(request.stop, include_stop=request.include_stop) if request.stop else None
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -123,6 +138,10 @@ class HttpStream:
         self._finish: FinishReason | None = None
         self._stopped_by: str | int | None = None
         self._reported: ReportedUsage | None = None
+        self._token_ids = array("i", request.resumed)
+        """The answer so far, as far as it came as ids."""
+        if request.resumed:
+            self._prime(request.resumed)
 
     @property
     def request_id(self) -> RequestId:
@@ -146,7 +165,8 @@ class HttpStream:
     def abort(self) -> None:
         """See `Generation.abort`."""
         if not self._done:
-            self._end(Finish(reason=FinishReason.ABORT, usage=self._usage()), close=True)
+            finish = Finish(reason=FinishReason.ABORT, usage=self._usage(), resume=self._resume())
+            self._end(finish, close=True)
 
     def pause_reading(self) -> bool:
         """See `Generation.pause_reading`: TCP's window fills, and the worker waits."""
@@ -162,7 +182,23 @@ class HttpStream:
     def fail(self, error: PenstockError) -> None:
         """End with an error."""
         if not self._done:
-            self._end(Finish(reason=FinishReason.ERROR, usage=self._usage(), error=error), close=True)
+            usage, resume = self._usage(), self._resume()
+            self._end(Finish(reason=FinishReason.ERROR, usage=usage, error=error, resume=resume), close=True)
+
+    def _prime(self, token_ids: tuple[int, ...]) -> None:
+        """Bring everything to where it was after these tokens; the sink has heard all of it."""
+        self._count, self._has_ids, self._has_output = len(token_ids), True, True
+        self._detokenizer = detokenizer(
+            self._tokenizer, skip_special_tokens=self._request.skip_special_tokens
+        )
+        text = self._detokenizer.push(token_ids)
+        if self._stop is not None:
+            _, matched = self._stop.push(text)
+            assert matched is None, "a stopped stream takes no more tokens"
+
+    def _resume(self) -> tuple[int, ...] | None:
+        """The answer so far; None: it cannot be continued, or is not known as tokens."""
+        return tuple(self._token_ids) if self._may_move and len(self._token_ids) == self._count else None
 
     # --- from the exchange -----------------------------------------------------------------------------
 
@@ -188,7 +224,10 @@ class HttpStream:
         for event in events:
             if self._done:
                 return
-            self._on_event(event)
+            try:
+                self._on_event(event)
+            except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
+                self.fail(fault_of(error))
 
     def on_end(self) -> None:
         """See `HttpHandler`."""
@@ -249,7 +288,7 @@ class HttpStream:
                 return  # The sink left.
             if piece.token_ids:
                 self._take_ids(piece)
-            elif piece.text or piece.tool_calls or piece.text_logprobs:
+            elif piece.text or piece.thought or piece.tool_calls or piece.text_logprobs:
                 self._take_text(piece)
             if piece.finish is not None and not self._done and self._finish is None:
                 self._finished(piece.finish, piece.stop)
@@ -268,6 +307,7 @@ class HttpStream:
                 self._tokenizer, skip_special_tokens=self._request.skip_special_tokens
             )
         if ids:
+            self._token_ids.extend(ids)
             self._deliver(self._detokenizer.push(ids), ids, logprobs)
         if ended is not None and not self._done:
             self._finished(ended, None)
@@ -296,7 +336,7 @@ class HttpStream:
     def _take_text(self, piece: Piece) -> None:
         """Text without ids: our tokenizer says about how much it is."""
         text = piece.text
-        counted = text + "".join(call.name + call.arguments for call in piece.tool_calls)
+        counted = piece.thought + text + "".join(call.name + call.arguments for call in piece.tool_calls)
         ids = self._pieces.of(counted) if counted else ()
         self._num_logprobs += len(piece.text_logprobs)
         self._deliver(text, ids, piece.text_logprobs, piece)
@@ -311,15 +351,20 @@ class HttpStream:
         self, text: str, ids: tuple[int, ...], logprobs: tuple[TextLogprob, ...], piece: Piece | None = None
     ) -> None:
         """Pass output on, up to a stop string."""
+        if said := self._said_before:
+            self._said_before = ""
+            self._sink.on_delta(Delta(said, self._pieces.of(said)))
+            if self._done:
+                return  # The sink left.
         self._count += len(ids)
         if not self._first_ns:
             self._first_ns = self._clock.now_ns()
         self._has_output = True
-        calls = () if piece is None else piece.tool_calls
+        calls, thought = ((), "") if piece is None else (piece.tool_calls, piece.thought)
         matched = None
         if self._stop is not None:
             text, matched = self._stop.push(text)
-        self._sink.on_delta(Delta(text, ids, logprobs, (), calls))
+        self._sink.on_delta(Delta(text, ids, logprobs, (), calls, thought))
         if matched is not None and not self._done:
             self._finish, self._stopped_by = FinishReason.STOP, matched
             self._conclude(close=True)
@@ -408,6 +453,8 @@ class HttpStream:
             self._owner.noted(Anomaly.NO_USAGE, "an answer came without its usage")
             return
         prompt, exact = len(self._request.prompt_token_ids), self._exact_count()
+        given = len(self._request.resumed)  # To this worker they are prompt.
+        prompt, exact = prompt + given, None if exact is None else exact - given
         wrong = reported.prompt_tokens is not None and self._has_ids and reported.prompt_tokens != prompt
         if exact is not None:
             spare = 1 if self._finish is not FinishReason.LENGTH else 0

@@ -35,6 +35,7 @@ from penstock.protocol.peers import (
     Done,
     ModelNumbers,
     Order,
+    Served,
     Snapshot,
     StopOrder,
     Sum,
@@ -53,6 +54,7 @@ START_TIMEOUT_S = 60.0
 SPARE_S = 5.0
 """What a process may take beyond its drain timeout before it is killed."""
 READ_BYTES = 1 << 16
+UNREAD_BYTES_MAX = 1 << 20
 HELD_MAX = 4096
 """Workers that are remembered to be out of service by hand; of more the oldest come back."""
 
@@ -128,7 +130,7 @@ class GatewayProcesses:
         self.on_order: Callable[[Order], Awaitable[None]] = _ignore_order
         """Called when somebody has told one of the processes to take a worker out of service, or to bring it
         back, before the others hear of it."""
-        self._stats = ProcessStats()
+        self._stats, self._children = ProcessStats(), set[asyncio.StreamWriter]()
         self._told = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._running: dict[int, Process] = {}
@@ -281,6 +283,7 @@ class GatewayProcesses:
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One process's connection."""
         decoder = FrameDecoder()
+        self._children.add(writer)
         try:
             while data := await reader.read(READ_BYTES):
                 for body in decoder.feed(data):
@@ -290,14 +293,23 @@ class GatewayProcesses:
                     elif isinstance(message, Order):
                         await self._order(message)
                         writer.write(frame(Done()))
+                    elif isinstance(message, Served):
+                        self._pass_on(message, writer)
                     else:
                         self._stats.record(writer, message)
                         self._told.set()
         except (ConnectionError, ProtocolError, msgspec.DecodeError) as error:
             self._log.warning("a gateway process cannot be heard any more", error=error)
         finally:
+            self._children.discard(writer)
             self._stats.ended(writer)
             writer.close()
+
+    def _pass_on(self, served: Served, writer: asyncio.StreamWriter) -> None:
+        """Tell the other processes; one that does not read for a while misses it."""
+        for child in self._children - {writer}:
+            if child.transport.get_write_buffer_size() < UNREAD_BYTES_MAX:
+                child.write(frame(served))
 
 
 async def _ignore_order(_: Order) -> None:

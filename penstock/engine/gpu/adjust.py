@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.engine.adjustments import Adjustments
 from penstock.engine.gpu.staging import Staging
 from penstock.engine.gpu.step import RowState
+from penstock.engine.masks import Masks
 
 Int32Array = npt.NDArray[np.int32]
 _ROWS_AT_ONCE = 32
@@ -43,18 +44,28 @@ class DeviceAdjustments(Adjustments):
         return bool(self._active[rows].any())
 
     def change(
-        self, logits: Tensor, rows: Int32Array, positions: Int32Array, state: RowState, staging: Staging
+        self,
+        logits: Tensor,
+        rows: Int32Array,
+        positions: Int32Array,
+        state: RowState,
+        staging: Staging,
+        masks: Masks | None = None,
     ) -> Adjusted:
         """Change the logits `[num_samples, vocab_size]` of the tokens to be drawn at `positions` of
-        `rows`.
+        `rows`. `masks` win over everything else.
         """
-        index = np.flatnonzero(self._active[rows])
+        active = self._active[rows]
+        index = np.flatnonzero(active if masks is None else active | (masks.of_row >= 0))
         everywhere = staging.put(index.astype(np.int64))
         adjusted = Adjusted(logits, everywhere, logits.index_select(0, everywhere))
         for start in range(0, len(index), _ROWS_AT_ONCE):
             some = index[start : start + _ROWS_AT_ONCE]
             changed = adjusted.before[start : start + len(some)].clone()
-            self._change_rows(changed, rows[some].astype(np.int64), positions[some], state, staging)
+            some_masks = None if masks is None else masks.of(some)
+            self._change_rows(
+                changed, rows[some].astype(np.int64), positions[some], state, staging, some_masks
+            )
             logits.index_copy_(0, everywhere[start : start + len(some)], changed)
         return adjusted
 
@@ -65,6 +76,7 @@ class DeviceAdjustments(Adjustments):
         positions: Int32Array,
         state: RowState,
         staging: Staging,
+        masks: Masks | None,
     ) -> None:
         penalised = (self._frequency[rows] != 0) | (self._presence[rows] != 0)
         if penalised.any() or (self._repetition[rows] != 1).any():
@@ -75,7 +87,9 @@ class DeviceAdjustments(Adjustments):
             new = said & (place >= staging.put(self._num_prompt[rows])[:, None])
             self._penalise_new(logits, known, new, rows, staging)
         self._add_biases(logits, rows, staging)
-        self._mask_early_stops(logits, rows, positions, staging)
+        self._mask_early_stops(logits, rows, positions, staging, masks)
+        if masks is not None:
+            _hide(logits, masks, staging)
 
     @staticmethod
     def _penalise_known(logits: Tensor, known: Tensor, said: Tensor, penalty: Tensor) -> None:
@@ -99,9 +113,17 @@ class DeviceAdjustments(Adjustments):
         logits[at, where] += staging.put(np.concatenate([self._bias[row] for row in _listed(rows)]))
 
     def _mask_early_stops(
-        self, logits: Tensor, rows: npt.NDArray[np.int64], positions: Int32Array, staging: Staging
+        self,
+        logits: Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: Int32Array,
+        staging: Staging,
+        masks: Masks | None,
     ) -> None:
         early = positions < self._min_known[rows]
+        if masks is not None:
+            for at, row in enumerate(_listed(rows)):
+                early[at] = early[at] and not masks.allow_only(at, self._stop_ids[row])
         vocab_size = logits.shape[1]
         # A checkpoint may name an EOS that its vocabulary does not have.
         stops = [self._stop_ids[row] for row in _listed(rows)]
@@ -112,6 +134,19 @@ class DeviceAdjustments(Adjustments):
         if any(map(len, ids)):
             at, where = _places(ids, staging)
             logits[at, where] = -torch.inf
+
+
+def _hide(logits: Tensor, masks: Masks, staging: Staging) -> None:
+    """Minus infinity where a token may not be drawn."""
+    index, vocab_size = np.flatnonzero(masks.of_row >= 0), logits.shape[1]
+    if not len(index):
+        return
+    bits = np.ascontiguousarray(masks.bits[masks.of_row[index]])
+    words = staging.put(bits.reshape(-1)).view(len(index), -1, 1)
+    allowed = (words >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
+    hidden = allowed.view(len(index), -1)[:, :vocab_size] == 0
+    where = staging.put(index)
+    logits.index_copy_(0, where, logits.index_select(0, where).masked_fill_(hidden, -torch.inf))
 
 
 def _listed(rows: npt.NDArray[np.int64]) -> list[int]:

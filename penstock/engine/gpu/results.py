@@ -5,16 +5,17 @@ done.
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.arrays import float_list, int_list
+from penstock.engine.arrays import Int64Array, float_list, int_list
 from penstock.engine.gpu.platform import Mark, Platform
 from penstock.engine.gpu.rows import HostRows, HostStep
 from penstock.engine.gpu.staging import Staging
 from penstock.engine.gpu.step import Drawn, RowState, StepBuffer, StepLimits
 from penstock.engine.scoring import NOT_NUMBERS
-from penstock.schedule.plan import SCORED_TOKENS_MAX, Sampled, Scored
+from penstock.schedule.plan import SCORED_TOKENS_MAX, Forced, Sampled, Scored
 from penstock.types import TokenLogprob
 
 _ALTERNATIVES = 20
@@ -113,6 +114,12 @@ class DeviceFlight:
     sampled: LogprobTargets | None = None
     scored_rows: list[ScoredRow] = field(default_factory=list[ScoredRow])
     scored: LogprobTargets | None = None
+    constrained: list[int] = field(default_factory=list[int])
+    """Places among `rows` whose draws a grammar has not taken yet."""
+    positions: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    """`[len(rows)]` of the drawn tokens, where `constrained` was set."""
+    follows: dict[int, Forced | str] = field(default_factory=dict[int, Forced | str])
+    """By place among `rows`: what a grammar says of what follows, or why the row cannot continue."""
     mark: Mark | None = None
 
     @classmethod
@@ -132,7 +139,8 @@ class DeviceFlight:
 
     def clear(self) -> None:
         """Nothing is computed: there will be no results."""
-        self.rows, self.scored_rows = [], []
+        self.rows, self.scored_rows, self.constrained = [], [], []
+        self.follows.clear()
 
     def read_drawn(self, drawn: Drawn, host: HostStep) -> None:
         """Start copying the drawn tokens."""
@@ -172,9 +180,13 @@ class DeviceFlight:
     def _sampled(self, place: int, row: int, token: int, healthy: bool) -> Sampled:
         if not healthy:
             return Sampled(row, 0, error=NOT_NUMBERS)
-        if self.sampled is None or place not in self.logprobs:
-            return Sampled(row, token)
-        return Sampled(row, token, self.sampled.at(self.logprobs[place]))
+        follows = self.follows.get(place)
+        if isinstance(follows, str):
+            return Sampled(row, token, error=follows)
+        logprob = None
+        if self.sampled is not None and place in self.logprobs:
+            logprob = self.sampled.at(self.logprobs[place])
+        return Sampled(row, token, logprob, forced=follows)
 
     def _scores(self) -> list[Scored]:
         scored: list[Scored] = []

@@ -6,12 +6,13 @@ oldest.
 
 Rows live on the device: their tokens (drawn ones too, before the host has seen them), block tables and
 sampling parameters. The host sends what it alone knows: which rows, how far, which new blocks. Nothing in
-`launch` asks the device for an answer; everything runs in one queue, so a step sees the rows as the step
-before left them.
+`launch` asks the device for an answer, but for steps that draw for a grammar (grammar.py). Everything runs in
+one queue, so a step sees the rows as the step before left them.
 """
 
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ from penstock.engine.worst_case import largest_step
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import NewRow, RowWork, StepPlan, StepResult
 from penstock.types import RequestId, SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.engine.gpu.grammar import DeviceGrammars
+    from penstock.engine.grammar.compiler import GrammarTokens
 
 FLIGHTS = 3
 """Steps under way at most: more than the scheduler ever plans ahead."""
@@ -74,6 +79,7 @@ class DeviceRunner:
         self._inputs = DeviceStepInputs.allocate(parts.limits, device)
         self._drawn = Drawn.allocate(parts.limits.max_running, device)
         self._rows = HostRows(self._state)
+        self._grammars: DeviceGrammars | None = None
         self.graphs = GraphCache(parts.platform, parts.graphs, self._run)
         """What is captured; for statistics."""
         self._idle = deque(DeviceFlight.allocate(parts.platform, parts.limits) for _ in range(FLIGHTS))
@@ -89,6 +95,7 @@ class DeviceRunner:
         flight = self._idle.popleft()
         flight.step, flight.computes = plan.step, bool(plan.work)
         flight.staging.clear()
+        flight.clear()
         try:
             self._start(plan, flight)
         except BaseException:
@@ -98,18 +105,20 @@ class DeviceRunner:
         self._under_way.append(flight)
 
     def _start(self, plan: StepPlan, flight: DeviceFlight) -> None:
+        if self._grammars is not None:
+            self._grammars.enter(plan, self._under_way)
         self._host.start(plan)
         self._rows.apply(plan, flight.staging)
         if flight.computes:
             self._launch_work(flight, HostStep.of(plan))
-        else:
-            flight.clear()
 
     def collect(self) -> StepResult:
         """Wait for the oldest step that was launched, and give its results."""
         flight = self._under_way.popleft()
         assert flight.mark is not None
         flight.mark.wait()
+        if self._grammars is not None:
+            self._grammars.take((flight,))
         sampled, scored = flight.results()
         self._idle.append(flight)
         copied = self._host.collect(wait=not flight.computes)
@@ -120,6 +129,12 @@ class DeviceRunner:
         assert not self._under_way, "collect the steps under way first"
         self.launch(plan)
         return self.collect()
+
+    def use_grammars(self, tokens: "GrammarTokens") -> None:
+        """Follow the grammars of requests, which are made for this vocabulary."""
+        from penstock.engine.gpu.grammar import DeviceGrammars  # llguidance may not be installed.
+
+        self._grammars = DeviceGrammars(tokens, self._state)
 
     def idle(self) -> bool:
         """Use idle time for capturing one graph that was missed. False: there is nothing to do."""
@@ -166,7 +181,7 @@ class DeviceRunner:
         from apart.
         """
         count = len(host.sampled)
-        adjusts = self._rows.adjustments.any(host.sample_rows)
+        adjusts = self._adjusts(host)
         kind = StepKind(host.total_tokens, count, host.decode_only, draws=count > 0 and not adjusts)
         bucket = self.graphs.launch(kind)
         logits = self._decoder.logits[: bucket.samples]
@@ -191,13 +206,21 @@ class DeviceRunner:
     def _draw_adjusted(self, flight: DeviceFlight, host: HostStep, logits: Tensor, step: DeviceStep) -> None:
         """Draw from logits that rows may have changed, and leave them as the model gave them."""
         rows, positions = host.sample_rows, host.sample_positions
-        adjustments, drawn = self._rows.adjustments, self._drawn.head(logits.shape[0])
-        if not adjustments.any(rows):
+        drawn = self._drawn.head(logits.shape[0])
+        if not self._adjusts(host):
             self._ops.sample(logits, step, drawn)
             return
-        adjusted = adjustments.change(logits, rows, positions, self._state, flight.staging)
+        grammars = self._grammars
+        masks = None if grammars is None else grammars.masks(flight, host, self._under_way)
+        adjusted = self._rows.adjustments.change(logits, rows, positions, self._state, flight.staging, masks)
         self._ops.sample(logits, step, drawn)
         adjusted.undo()
+
+    def _adjusts(self, host: HostStep) -> bool:
+        """Whether a row's logits are changed before it draws."""
+        return self._rows.adjustments.any(host.sample_rows) or (
+            self._grammars is not None and self._grammars.any(host)
+        )
 
     def _run(self, kind: StepKind) -> None:
         """What graphs capture: from the step's description in device memory to its drawn tokens."""

@@ -3,40 +3,61 @@
 The state is a function of the answer's tokens alone: after a preemption, or on another worker, it is made
 again from them. So what is forced never depends on how the tokens were cut into steps.
 
-    free text --- marker ---> grammar --- complete ---> the end
-    (if the grammar begins after a marker)
+    OPENING ── the reasoning's mark ──> THINKING ── its closing mark, the model's or ours ──> below
+       └────── anything else ─────────────────────────────────────────────────────────────> below
+
+    below:  BOUND                        a grammar: the answer ends where it does
+            WRITING <── mark / end ──> BOUND     a grammar for each call within text
+            WRITING                      no grammar: only the reasoning was bounded
 """
 
+import enum
 from collections.abc import Iterable
 
 from llguidance import LLMatcher
 
 from penstock.engine.grammar.compiler import CompiledGrammar
 
+_NO_MATCH = "the answer does not match its grammar"
+
+
+class Stage(enum.Enum):
+    """What may come next."""
+
+    OPENING = "opening"  # The reasoning, or what stands without one.
+    THINKING = "thinking"  # Any token; the closing mark is looked for.
+    WRITING = "writing"  # Any token; the mark of a call is looked for, if there is a grammar for calls.
+    BOUND = "bound"  # What the grammar allows.
+
 
 class GrammarAnswer:
     """The grammar's state behind the tokens that were taken so far."""
 
     __slots__ = (
-        "_matcher", "_num_free", "_tail", "error", "forced", "grammar", "is_free", "only_ends",
+        "_is_let_be", "_matcher", "_num_thought", "_stage", "_tail", "error", "forced", "grammar",
+        "only_ends",
     )  # fmt: skip
 
     def __init__(self, grammar: CompiledGrammar, token_ids: Iterable[int]) -> None:
         """`token_ids`: the answer so far, where it continues."""
         self.grammar = grammar
         self._matcher = grammar.first.deep_copy()
-        self.is_free = bool(grammar.marker)
-        """Before the marker: any token may come."""
         self.forced: list[int] = []
         """Tokens that must come next. The matcher is behind them already."""
         self.only_ends = False
         """Nothing but the end may come next; set with the mask."""
         self.error: str | None = None
         """Why the answer cannot go on."""
-        self._num_free = 0
+        self._is_let_be = False
+        """An optional grammar could not be followed: anything goes."""
+        self._num_thought = 0
         self._tail = b""
-        if not self.is_free:
-            self._force()
+        self._stage = Stage.OPENING
+        if not grammar.opening:
+            if grammar.marker:
+                self._think()
+            else:
+                self._begin()
         for token_id in token_ids:
             self.take(token_id)
 
@@ -48,12 +69,26 @@ class GrammarAnswer:
     @property
     def wants_mask(self) -> bool:
         """Whether there is a choice that the grammar bounds."""
-        return not (self.forced or self.is_free or self.error or self.is_complete)
+        if self.forced or self.error or self._matcher.is_stopped():
+            return False
+        return self._stage is Stage.BOUND or self.may_open_with is not None
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether any token may come but the end."""
+        return self._stage is Stage.THINKING and not self.grammar.may_end_before and not self.forced
+
+    @property
+    def may_open_with(self) -> int | None:
+        """A token that may come beside what the grammar allows: the reasoning begins with it."""
+        if self._stage is Stage.OPENING and self.grammar.binds_all:
+            return self.grammar.opening_ids[0]
+        return None
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing may follow."""
-        return not self.forced and not self.is_free and self._matcher.is_stopped()
+        return self._stage is Stage.BOUND and not self.forced and self._matcher.is_stopped()
 
     def take(self, token_id: int) -> None:
         """The next token of the answer is known."""
@@ -62,46 +97,143 @@ class GrammarAnswer:
             return
         if self.forced:
             if self.forced.pop(0) != token_id:
-                self.error = "the answer does not match its grammar"
-        elif self.is_free:
-            self._take_free(token_id)
-        elif self._matcher.consume_token(token_id):
-            self._force()
-        else:
-            self.error = self._matcher.get_error() or "the answer does not match its grammar"
+                self._fail(_NO_MATCH)
+            self._leave_call()
+            return
+        if self._stage is Stage.OPENING:
+            self._open(token_id)
+        elif self._stage is Stage.BOUND:
+            self._consume(token_id)
+        elif self._stage is Stage.THINKING:
+            self._take_thought(token_id)
+        elif self.grammar.call_mark and not self._is_let_be:
+            self._write(self.grammar.tokens.tokenizer.token_bytes(token_id))
 
     def take_forced(self) -> tuple[int, ...]:
         """Every token that must come next, now known to be part of the answer."""
         forced, self.forced = tuple(self.forced), []
+        self._leave_call()
         return forced
 
     def check(self) -> None:
         """After a mask: whether the matcher can go on."""
         if self._matcher.is_error():
-            self.error = self._matcher.get_error().partition("\n")[0]
+            self._fail(self._matcher.get_error().partition("\n")[0])
+
+    # --- the reasoning ----------------------------------------------------------------------------
+
+    def _open(self, token_id: int) -> None:
+        grammar = self.grammar
+        if grammar.binds_all:
+            if token_id == grammar.opening_ids[0]:
+                self._think()
+                self.forced = [*grammar.opening_ids[1:], *self.forced]
+            else:
+                self._stage = Stage.BOUND
+                self._consume(token_id)
+            return
+        self._tail += grammar.tokens.tokenizer.token_bytes(token_id)
+        begun = self._tail.lstrip()
+        if begun.startswith(grammar.opening):
+            self._tail = begun[len(grammar.opening) :]
+            self._think()
+        elif not grammar.opening.startswith(begun):
+            text, self._tail = self._tail, b""
+            self._begin(text)
+
+    def _think(self) -> None:
+        self._stage = Stage.THINKING
+        self._bound_thought()
+
+    def _take_thought(self, token_id: int) -> None:
+        """Look for the closing mark."""
+        grammar = self.grammar
+        self._num_thought += 1
+        self._tail += grammar.tokens.tokenizer.token_bytes(token_id)
+        at = self._tail.find(grammar.marker)
+        if at >= 0:
+            rest, self._tail = self._tail[at + len(grammar.marker) :], b""
+            self._begin(rest)
+            return
+        self._tail = self._tail[-len(grammar.marker) :]
+        self._bound_thought()
+
+    def _bound_thought(self) -> None:
+        grammar = self.grammar
+        if grammar.begins_within is not None and self._num_thought >= grammar.begins_within:
+            self._tail = b""
+            self._begin()
+            self.forced = [*grammar.marker_ids, *self.forced]
+
+    # --- behind it --------------------------------------------------------------------------------
+
+    def _begin(self, text: bytes = b"") -> None:
+        """The reasoning is over, or there is none; `text` is what its last token has behind it. That counts,
+        if the grammar allows it.
+        """
+        if not self.grammar.binds_all:
+            self._stage = Stage.WRITING
+            if self.grammar.call_mark:
+                self._write(text)
+            return
+        self._stage = Stage.BOUND
+        self._consume_text(text)
+        self._force()
+
+    def _write(self, data: bytes) -> None:
+        """Look for the mark of a call."""
+        grammar = self.grammar
+        self._tail += data
+        at = self._tail.find(grammar.call_mark)
+        if at < 0:
+            self._tail = self._tail[1 - len(grammar.call_mark) :]
+            return
+        rest, self._tail = self._tail[at + len(grammar.call_mark) :], b""
+        self._matcher = grammar.first.deep_copy()
+        if self._consume_text(rest):
+            self._stage = Stage.BOUND
+            self._force()
+        else:  # The mark is part of a text: no call begins so.
+            self._write(rest)
+
+    def _consume_text(self, text: bytes) -> bool:
+        """Take text that stands in a token whose beginning was free, if the grammar allows it."""
+        if not text:
+            return True
+        behind = self.grammar.tokens.library.tokenize_bytes(text)
+        if self._matcher.validate_tokens(behind) != len(behind):
+            return False
+        self._matcher.consume_tokens(behind)
+        return True
+
+    def _consume(self, token_id: int) -> None:
+        if self._matcher.consume_token(token_id):
+            self._force()
+        else:
+            self._fail(self._matcher.get_error() or _NO_MATCH)
 
     def _force(self) -> None:
         if not self._matcher.is_stopped() and (forced := self._matcher.compute_ff_tokens()):
             self._matcher.consume_tokens(forced)
             self.forced = forced
         self.check()
+        self._leave_call()
 
-    def _take_free(self, token_id: int) -> None:
-        """Look for the marker. What its last token has behind it counts, if the grammar allows that."""
-        grammar = self.grammar
-        self._num_free += 1
-        self._tail += grammar.tokens.tokenizer.token_bytes(token_id)
-        at = self._tail.find(grammar.marker)
-        if at >= 0:
-            rest = self._tail[at + len(grammar.marker) :]
-            self.is_free, self._tail = False, b""
-            behind = grammar.tokens.library.tokenize_bytes(rest) if rest else []
-            if behind and self._matcher.validate_tokens(behind) == len(behind):
-                self._matcher.consume_tokens(behind)
-            self._force()
+    def _fail(self, why: str) -> None:
+        if not self.grammar.is_optional:
+            self.error = why
             return
-        self._tail = self._tail[-len(grammar.marker) :]
-        if self._num_free == grammar.begins_within:
-            self.is_free, self._tail = False, b""
-            self._force()
-            self.forced = [*grammar.marker_ids, *self.forced]
+        # Another worker may have begun it without a grammar.
+        self._stage, self._is_let_be = Stage.WRITING, True
+        self.forced, self.only_ends = [], False
+
+    def _leave_call(self) -> None:
+        """A call's grammar is complete: text follows."""
+        if (
+            self._stage is Stage.BOUND
+            and self.grammar.call_mark
+            and not self.forced
+            and self._matcher.is_stopped()
+            and not self._matcher.is_error()
+        ):
+            self._stage = Stage.WRITING

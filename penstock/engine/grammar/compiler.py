@@ -1,11 +1,13 @@
 """Compiling grammars: on threads, within bounds, and once for each tenant that asks for the same.
 
 A compiled grammar is a matcher in its first state, which every answer gets a copy of. Tenants share nothing:
-whether another one uses a schema cannot be learned from how long it takes.
+whether another one uses a schema cannot be learned from how long it takes. They take turns: one tenant's slow
+schemas delay another's by those that are being compiled, and by no more.
 """
 
 import hashlib
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,9 +24,10 @@ from penstock.protocol.grammar import Grammar
 from penstock.text.tokenizer import Tokenizer
 
 CACHED_MAX = 256
-"""Compiled grammars that are kept, of all tenants."""
+"""Compiled grammars, and refusals, that are kept, of all tenants."""
 CACHED_PER_TENANT_MAX = 64
 COMPILE_THREADS = 2
+ANYTHING = b'{"regex": "(?s:.*)"}'
 
 _log = logging.getLogger(__name__)
 
@@ -75,39 +78,93 @@ class CompiledGrammar:
     first: LLMatcher
     """In its first state. Never to be changed: answers follow copies."""
     tokens: GrammarTokens = field(repr=False)
+    is_empty: bool = False
+    """It allows anything: only the reasoning in front of it is bounded."""
+    opening: bytes = b""
+    opening_ids: tuple[int, ...] = ()
+    """See `Grammar.opens_with`."""
     marker: bytes = b""
     marker_ids: tuple[int, ...] = ()
     """See `Grammar.begins_after`."""
-    begins_within: int = 0
-    may_end_before: bool = False
+    begins_within: int | None = None
+    call_mark: bytes = b""
+    is_optional: bool = False
+
+    @property
+    def binds_all(self) -> bool:
+        """Whether the grammar holds from the end of the reasoning to the end of the answer."""
+        return not (self.is_empty or self.call_mark)
+
+    @property
+    def may_end_before(self) -> bool:
+        """Whether the answer may end within the reasoning."""
+        return not self.binds_all
+
+
+_Key = tuple[bytes, bytes]
+"""A tenant, and the digest of a grammar."""
+
+
+class _Job:
+    """A grammar that requests of one tenant wait for."""
+
+    __slots__ = ("future", "grammar", "num_asked")
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self.future: Future[CompiledGrammar] = Future()
+        self.num_asked = 0
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for. Thread-safe where it says so; `cached` and `compile` are for one
-    thread.
-    """
+    """Compiles what requests ask for. Thread-safe."""
 
     def __init__(self, tokens: GrammarTokens) -> None:
         self._tokens = tokens
         self._trials = Trials()
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar-compile")
-        self._cache: OrderedDict[tuple[bytes, bytes], CompiledGrammar] = OrderedDict()
-        self._under_way: dict[tuple[bytes, bytes], Future[CompiledGrammar]] = {}
+        self._lock = threading.Lock()
+        """Held for the fields below."""
+        self._cache: OrderedDict[_Key, CompiledGrammar | InvalidRequest] = OrderedDict()
+        self._jobs: dict[_Key, _Job] = {}
+        """Those that wait, and those that are being compiled."""
+        self._lines: OrderedDict[bytes, OrderedDict[_Key, _Job]] = OrderedDict()
+        """Those that wait, by tenant; the first tenant is next."""
 
-    def cached(self, tenant: bytes, grammar: Grammar) -> CompiledGrammar | None:
-        """What the tenant had compiled before, if that is still there."""
+    def cached(self, tenant: bytes, grammar: Grammar) -> CompiledGrammar | InvalidRequest | None:
+        """What came of it when the tenant asked for it before, if that is still there."""
         key = _key(tenant, grammar)
-        if (found := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
-        return found
+        with self._lock:
+            if (found := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
+            return found
 
     def compile(self, tenant: bytes, grammar: Grammar) -> "Future[CompiledGrammar]":
-        """Compile on a thread; `InvalidRequest` says what cannot be. `keep` takes the result in."""
+        """Compile on a thread. `InvalidRequest` says what cannot be; any other error is not the request's."""
         key = _key(tenant, grammar)
-        future = self._under_way.get(key)
-        if future is None:
-            future = self._under_way[key] = self._threads.submit(self._compile, grammar)
-        return future
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:
+                job = self._jobs[key] = _Job(grammar)
+                self._lines.setdefault(tenant, OrderedDict())[key] = job
+                self._threads.submit(self._compile_next)
+            job.num_asked += 1
+            return job.future
+
+    def cancel(self, tenant: bytes, grammar: Grammar) -> None:
+        """A request that waits for it is gone. What no request waits for is not begun."""
+        key = _key(tenant, grammar)
+        with self._lock:
+            job, line = self._jobs.get(key), self._lines.get(tenant)
+            if job is None:
+                return
+            job.num_asked -= 1
+            if job.num_asked or line is None or key not in line:
+                return
+            del self._jobs[key], line[key]
+            if not line:
+                del self._lines[tenant]
+        job.future.cancel()
 
     @property
     def trial_pid(self) -> int:
@@ -115,24 +172,48 @@ class GrammarCompiler:
         return self._trials.pid
 
     def close(self) -> None:
-        """End the process that tries grammars."""
+        """End the threads and the process that tries grammars; what waits is not compiled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._trials.close()
+
+    def _compile_next(self) -> None:
+        with self._lock:
+            if not self._lines:
+                return  # It was cancelled.
+            tenant, line = next(iter(self._lines.items()))
+            key, job = line.popitem(last=False)
+            if line:
+                self._lines.move_to_end(tenant)
+            else:
+                del self._lines[tenant]
+        made: CompiledGrammar | BaseException
+        try:
+            made = self._compile(job.grammar)
+        except BaseException as error:  # noqa: BLE001 The library's panics are no exceptions.
+            made = error
+        with self._lock:
+            del self._jobs[key]
+            if isinstance(made, CompiledGrammar | InvalidRequest):
+                self._keep(key, made)
+        if isinstance(made, CompiledGrammar):
+            job.future.set_result(made)
+        else:
+            job.future.set_exception(made)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         try:
-            self._trials.check(grammar.form)
+            if grammar.form:
+                self._trials.check(grammar.form)
+            return compile_grammar(grammar, self._tokens)
         except InvalidRequest as error:
-            raise _named(error) from None
-        return compile_grammar(grammar, self._tokens)
+            if not grammar.is_optional:
+                raise _named(error) from None
+        without = msgspec.structs.replace(grammar, form=b"", call_mark="")
+        return compile_grammar(without, self._tokens)
 
-    def keep(self, tenant: bytes, grammar: Grammar, compiled: CompiledGrammar | None) -> None:
-        """Take in what was compiled; None: it could not be."""
-        key = _key(tenant, grammar)
-        self._under_way.pop(key, None)
-        if compiled is None:
-            return
-        self._cache[key] = compiled
-        mine = [each for each in self._cache if each[0] == tenant]
+    def _keep(self, key: _Key, made: CompiledGrammar | InvalidRequest) -> None:
+        self._cache[key] = made
+        mine = [each for each in self._cache if each[0] == key[0]]
         if len(mine) > CACHED_PER_TENANT_MAX:
             del self._cache[mine[0]]
         if len(self._cache) > CACHED_MAX:
@@ -146,7 +227,7 @@ def compile_grammar(grammar: Grammar, tokens: GrammarTokens) -> CompiledGrammar:
         InvalidRequest: it cannot be enforced; `param` is "grammar", or "grammar." and the keyword.
     """
     try:
-        text, schema = grammar_text(grammar.form)
+        text, schema = grammar_text(grammar.form or ANYTHING)
         first = LLMatcher(tokens.library, text, log_level=0, limits=limits())
         if first.is_error():
             refuse_words(first.get_error(), schema)
@@ -157,23 +238,29 @@ def compile_grammar(grammar: Grammar, tokens: GrammarTokens) -> CompiledGrammar:
             raise InvalidRequest("nothing matches it")
     except InvalidRequest as error:
         raise _named(error) from None
-    marker = grammar.begins_after
+    encode = tokens.tokenizer.encode
     return CompiledGrammar(
         first,
         tokens,
-        marker=marker.encode(),
-        marker_ids=tokens.tokenizer.encode(marker) if marker else (),
+        is_empty=not grammar.form,
+        opening=grammar.opens_with.encode(),
+        opening_ids=encode(grammar.opens_with) if grammar.opens_with else (),
+        marker=grammar.begins_after.encode(),
+        marker_ids=encode(grammar.begins_after) if grammar.begins_after else (),
         begins_within=grammar.begins_within,
-        may_end_before=grammar.may_end_before,
+        call_mark=grammar.call_mark.encode(),
+        is_optional=grammar.is_optional,
     )
 
 
 def _named(error: InvalidRequest) -> InvalidRequest:
     """The error with the field of `Submit` that it is about."""
+    if (error.param or "").startswith("grammar"):
+        return error
     return InvalidRequest(str(error), param=f"grammar.{error.param}" if error.param else "grammar")
 
 
-def _key(tenant: bytes, grammar: Grammar) -> tuple[bytes, bytes]:
+def _key(tenant: bytes, grammar: Grammar) -> _Key:
     return tenant, hashlib.blake2b(msgspec.msgpack.encode(grammar), digest_size=16).digest()
 
 

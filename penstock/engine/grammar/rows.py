@@ -7,9 +7,13 @@
 
 Bits of tokens are the only thing that the sampler sees. A token that is forced needs no mask: whatever is
 drawn there is replaced.
+
+A request that yields its row, or is preempted, comes back with the same answer. Its state is kept meanwhile:
+an answer of 2,000 tokens takes a tenth of a second to read again.
 """
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
@@ -20,20 +24,26 @@ from penstock.engine.grammar.answer import GrammarAnswer
 from penstock.engine.grammar.compiler import CompiledGrammar, GrammarTokens, eos_bits
 from penstock.engine.masks import Masks
 from penstock.schedule.plan import Forced, NewRow
+from penstock.types import RequestId
 
 KnownTokens = Callable[[int, int, int], Sequence[int]]
 """The tokens of a row, from one position up to another, as the runner remembers them."""
 _LOST = 1 << 60
+KEPT_MAX = 32
+"""States of requests without a row that are kept."""
 
 
 class _Row:
     """A row whose answer has a grammar. Its fields belong to `job` until that is over."""
 
-    __slots__ = ("answer", "grammar", "job", "known", "num_prompt", "run", "singly")
+    __slots__ = (
+        "answer", "grammar", "is_entering", "is_gone", "job", "known", "num_prompt", "request_id", "run",
+        "singly",
+    )  # fmt: skip
 
     def __init__(self, new: NewRow, grammar: CompiledGrammar, *, singly: bool) -> None:
         self.answer: GrammarAnswer | None = None
-        self.grammar = grammar
+        self.request_id, self.grammar = new.request_id, grammar
         self.num_prompt = new.num_prompt_tokens
         self.known = len(new.token_ids)
         """The position of the next token that is to be drawn; `_LOST` if `answer` may be anywhere."""
@@ -42,6 +52,9 @@ class _Row:
         self.singly = singly
         """Forced tokens are drawn one at a time: each one's log-probability is wanted."""
         self.job: Future[None] | None = None
+        self.is_entering = False
+        """`job` is its own, and reads the answer; else it fills the masks of several rows."""
+        self.is_gone = False
 
 
 class GrammarRows:
@@ -56,6 +69,8 @@ class GrammarRows:
         self._ends = np.array(eos_bits(tokens.eos_ids, num_words), np.uint32).view(np.int32)
         self._eos_id = tokens.eos_ids[0]
         self._rows: dict[int, _Row] = {}
+        self._kept: OrderedDict[RequestId, tuple[GrammarAnswer, list[int]]] = OrderedDict()
+        """States of requests whose row was freed, and the answer so far of each; oldest first."""
         self._library = LLExecutor(num_threads)
         # Two threads: a long answer that is read again must not hold the masks of others up.
         self._entering = ThreadPoolExecutor(1, thread_name_prefix="grammar-enter")
@@ -69,14 +84,29 @@ class GrammarRows:
         assert isinstance(new.grammar, CompiledGrammar)
         row = _Row(new, new.grammar, singly=new.sampling.logprobs is not None)
         self._rows[new.row] = row
-        answer = new.token_ids[new.num_prompt_tokens :]
-        row.job = self._entering.submit(self._make, row, new.row, new.grammar, answer)
+        answer = list(new.token_ids[new.num_prompt_tokens :])
+        kept = self._kept.pop(new.request_id, None)
+        if kept is not None and kept[0].grammar is new.grammar and kept[1] == answer:
+            row.answer = kept[0]
+        row.is_entering = True
+        row.job = self._entering.submit(self._make, row, new.row, answer)
 
     def leave(self, index: int) -> None:
-        """The row is free."""
+        """The row is free. Its state is kept, in case that its request comes back."""
         row = self._rows.pop(index, None)
-        if row is not None and row.job is not None:
+        if row is None:
+            return
+        row.is_gone = True
+        if row.job is not None and not (row.is_entering and row.job.cancel()):
             wait([row.job])  # It writes where the next request's mask will be.
+            if row.job.exception() is not None:
+                return
+        answer = row.answer
+        if answer is None or row.known == _LOST or answer.error or answer.is_complete:
+            return
+        self._kept[row.request_id] = answer, list(self._known_tokens(index, row.num_prompt, row.known))
+        if len(self._kept) > KEPT_MAX:
+            self._kept.popitem(last=False)
 
     def masks(self, rows: Int64Array, positions: Int64Array) -> Masks | None:
         """What may be drawn at `positions` of `rows`; None: anything."""
@@ -94,12 +124,34 @@ class GrammarRows:
             assert answer is not None
             if answer.wants_mask and not answer.only_ends:
                 of_row[i] = index
-            elif answer.is_free and not answer.grammar.may_end_before:
+            elif answer.must_go_on:
                 found.append((i, index))
         for i, index in found:
             self._bits[index] = ~self._ends
             of_row[i] = index
         return Masks(self._bits, of_row) if (of_row >= 0).any() else None
+
+    def __contains__(self, index: int) -> bool:
+        """Whether the row's answer has a grammar."""
+        return index in self._rows
+
+    def known(self, rows: Int64Array, positions: Int64Array) -> dict[int, int]:
+        """Tokens that are known without a draw, by index of `rows`, once `masks` was asked: for a device,
+        which remembers what it draws before `take` can replace it.
+        """
+        found: dict[int, int] = {}
+        for i, (index, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            if (row := self._rows.get(index)) is None:
+                continue
+            answer = row.answer
+            assert answer is not None
+            if position < row.known:
+                found[i] = row.run[position - row.known]
+            elif answer.forced:
+                found[i] = answer.forced[0]
+            elif answer.only_ends:
+                found[i] = self._eos_id
+        return found
 
     def take(
         self, rows: Int64Array, positions: Int64Array, token_ids: Int64Array
@@ -157,20 +209,22 @@ class GrammarRows:
         """Wait for the row's mask. A row whose draws were forgotten is made again from its known tokens: a
         step may run out of memory behind `take`, and is planned again.
         """
-        job, row.job = row.job, None
+        job, row.job, row.is_entering = row.job, None, False
         if job is not None and job.exception() is not None:
             row.known = _LOST
         if position < row.known - len(row.run):
-            row.known, row.run = _LOST, ()  # If this fails.
-            answer = self._known_tokens(index, row.num_prompt, position)
-            self._make(row, index, row.grammar, answer)
+            row.known, row.run, row.answer = _LOST, (), None  # If this fails.
+            self._make(row, index, self._known_tokens(index, row.num_prompt, position))
             row.known = position
 
     # --- on the threads ---------------------------------------------------------------------------
 
-    def _make(self, row: _Row, index: int, grammar: CompiledGrammar, token_ids: Sequence[int]) -> None:
-        row.answer = GrammarAnswer(grammar, token_ids)
-        if row.answer.wants_mask:
+    def _make(self, row: _Row, index: int, token_ids: Sequence[int]) -> None:
+        answer = row.answer or GrammarAnswer(row.grammar, _while_wanted(row, token_ids))
+        if row.is_gone:
+            return  # It may have been read in part.
+        row.answer = answer
+        if answer.wants_mask:
             self._fill([index], [row])
 
     def _fill(self, indexes: list[int], rows: list[_Row]) -> None:
@@ -183,5 +237,14 @@ class GrammarRows:
             bits.shape[0],
         )
         for answer, index in zip(answers, indexes, strict=True):
+            if (token_id := answer.may_open_with) is not None:
+                bits.view(np.uint32)[index, token_id // 32] |= np.uint32(1 << token_id % 32)
             answer.only_ends = not (bits[index] & ~self._ends).any()
             answer.check()
+
+
+def _while_wanted(row: _Row, token_ids: Sequence[int]) -> Iterator[int]:
+    for token_id in token_ids:
+        if row.is_gone:
+            return
+        yield token_id

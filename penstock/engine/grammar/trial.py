@@ -20,10 +20,11 @@ import threading
 import msgspec
 
 from penstock.engine.grammar.source import check_form
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, WorkerUnavailable
 
-TRIAL_CPU_S = 0.03
-"""CPU time of one trial; what it leaves over of 100 ms is for compiling again, with the vocabulary."""
+TRIAL_CPU_S = 0.2
+"""CPU time of one trial. A backstop, about twice what the largest schema within the bounds of source.py takes
+here: it must not be a matter of chance whether an ordinary schema is refused."""
 TRIAL_MEMORY_BYTES = 1 << 30
 """Address space of one trial."""
 TRIAL_WALL_S = 10.0
@@ -34,6 +35,8 @@ _LENGTH = struct.Struct("<I")
 class _Refusal(msgspec.Struct):
     message: str
     param: str = ""
+    is_ours: bool = False
+    """There was no trial: this machine lacks something."""
 
 
 class Trials:
@@ -48,18 +51,24 @@ class Trials:
 
         Raises:
             InvalidRequest: that cannot be done, or takes too much.
+            WorkerUnavailable: this machine has no process or no memory for a trial now.
         """
         with self._lock:
             if self._process.poll() is not None:
                 self.close()
-                self._process = self._start()
+                try:
+                    self._process = self._start()
+                except OSError as error:
+                    raise WorkerUnavailable(f"no grammar can be compiled now: {error}") from error
             reply = self._ask(form)
             if reply is None:
                 self.close()
         if reply is None:
-            raise InvalidRequest("compiling it failed")
+            raise WorkerUnavailable("no grammar can be compiled now: the trial has no end")
         if reply:
             refusal = msgspec.msgpack.decode(reply, type=_Refusal)
+            if refusal.is_ours:
+                raise WorkerUnavailable(f"no grammar can be compiled now: {refusal.message}")
             raise InvalidRequest(refusal.message, param=refusal.param)
 
     @property
@@ -103,7 +112,12 @@ def main() -> None:
 def _try(form: bytes) -> bytes:
     """The refusal of one grammar; empty: it can be compiled."""
     reader, writer = os.pipe()
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:
+        os.close(reader)
+        os.close(writer)
+        return msgspec.msgpack.encode(_Refusal(str(error), is_ours=True))
     if child == 0:
         signal.setitimer(signal.ITIMER_PROF, TRIAL_CPU_S)  # SIGPROF ends the process.
         resource.setrlimit(resource.RLIMIT_AS, (TRIAL_MEMORY_BYTES, TRIAL_MEMORY_BYTES))

@@ -95,7 +95,9 @@ class Admin:
         answer(exchange, body)
 
     async def order(self, exchange: Exchange, caller: Caller) -> None:
-        """`POST /admin/workers/{id}/drain` and `/undrain`. The id may hold slashes."""
+        """`POST /admin/workers/{id}/drain`: take a worker out of service; `/undrain` takes it back. The id
+        may hold slashes.
+        """
         shown, _, verb = exchange.path.removeprefix(WORKERS).rstrip("/").rpartition("/")
         worker_id = WorkerId(unquote(shown))
         if verb not in ("drain", "undrain") or not shown:

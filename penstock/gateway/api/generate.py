@@ -1,4 +1,4 @@
-"""The two endpoints that generate: `/v1/chat/completions` and `/v1/completions`.
+"""What generates: `/v1/chat/completions` and `/v1/completions`. `/v1/responses` goes the way of chats.
 
 Each reads its request, finds the model, makes prompt tokens, checks that they fit, and submits a reply with
 one sink per choice to the dispatcher. After that everything is pushed (gateway/dispatch/dispatcher.py, and in
@@ -9,6 +9,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,10 +28,11 @@ from penstock.gateway.models.prepare import (
     completion_max_tokens,
     completion_prompt,
     schemas_of,
+    truncated,
 )
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.models.shape import shaped, template_extra
-from penstock.gateway.relay.chat import ChatSink
+from penstock.gateway.models.shape import forwards, own_needs, shaped, template_extra
+from penstock.gateway.relay.chat import ChatSink, PassedSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
     CompletionLogprobsSink,
@@ -46,6 +48,7 @@ from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.requests.request import Request
 from penstock.policy.tenant import Tenant
+from penstock.protocol.media import check_media
 from penstock.protocol.needs import (
     NO_CONSTRAINT,
     common_needs,
@@ -55,8 +58,9 @@ from penstock.protocol.needs import (
 )
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.protocol.openai_validate import parse_chat, parse_completion, prompts_of
-from penstock.protocol.parameters import Need
+from penstock.protocol.parameters import Need, RareCompletionRequest
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
+from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
 from penstock.text.reasoning import AnswerParser, ThoughtCount
 from penstock.text.tool_tails import ForcedCalls
@@ -73,6 +77,14 @@ PIECE_TOKENS = 32
 step."""
 
 
+class Wording(NamedTuple):
+    """How the answer to a chat is written: one of the APIs that ask for one."""
+
+    endpoint: Endpoint
+    new_id: Callable[[IdSource], str]
+    begin: Callable[[Context, Job], tuple[Reply, Sequence[Sink]]]
+
+
 class Generate:
     """The endpoints, over the services they share."""
 
@@ -80,17 +92,24 @@ class Generate:
         self._services = services
 
     async def chat(self, exchange: Exchange, caller: Caller) -> None:
-        """`POST /v1/chat/completions`."""
-        request = parse_chat(exchange.body, self._services.config.limits)
-        body, needs = exchange.body, rare_needs(request)
+        """`POST /v1/chat/completions`: answers to a conversation, whole or streamed."""
+        await self.answer_chat(exchange, caller, exchange.body, CHAT_WORDING)
+
+    async def answer_chat(self, exchange: Exchange, caller: Caller, body: bytes, wording: Wording) -> None:
+        """Answer a chat, whose request is `body`, in this wording."""
+        request = parse_chat(body, self._services.config.limits)
+        needs = rare_needs(request)
         num_bytes = len(body)
         constraint = constraint_of(request) if needs else NO_CONSTRAINT
+        if needs:
+            check_media(request.messages, self._services.config.limits.media_hosts)
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info, capabilities = model.info(), _checked(model, request, needs)
             prompt = await chat_prompt(
                 self._services.tokenize, model, request, caller.tenant, num_bytes, template_extra(request)
             )
+            prompt = truncated(prompt, request, info)
             max_tokens = chat_max_tokens(request, len(prompt), info, caller.tenant)
             check_sampling(request, max_tokens, info)
             job = Job(
@@ -99,7 +118,7 @@ class Generate:
                 model=model,
                 adapter=adapter,
                 request=request,
-                answer_id=self._services.ids.take("chatcmpl"),
+                answer_id=wording.new_id(self._services.ids),
                 prompts=[prompt],
                 max_tokens=[max_tokens],
                 logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -108,13 +127,12 @@ class Generate:
                 constraint=shaped(model, request, prompt, max_tokens, constraint),
                 body=body,
             )
-            kind = _chat_stream if request.stream else _chat_whole
-            return job, lambda job: kind(self._context(job), job)
+            return job, lambda job: wording.begin(self._context(job), job)
 
-        await self._serve(exchange, caller, request, Endpoint.CHAT, prepare, _names(needs))
+        await self._serve(exchange, caller, request, wording.endpoint, prepare, _names(needs))
 
     async def completions(self, exchange: Exchange, caller: Caller) -> None:
-        """`POST /v1/completions`."""
+        """`POST /v1/completions`: text that follows prompts, whole or streamed; also their scores."""
         request = parse_completion(exchange.body, self._services.config.limits)
         body, needs = exchange.body, rare_needs(request)
         num_bytes = len(body)
@@ -123,10 +141,15 @@ class Generate:
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info, capabilities = model.info(), _checked(model, request, needs)
-            prompts = await self._services.tokenize.run(
+            prompts = whole = await self._services.tokenize.run(
                 num_bytes,
                 lambda: [completion_prompt(model, text, info, add_special_tokens=special) for text in texts],
             )
+            shown = texts
+            if isinstance(request, RareCompletionRequest):
+                prompts = [truncated(prompt, request, info) for prompt in whole]
+                pairs = zip(texts, whole, prompts, strict=True)
+                shown = [text if kept == all_ids else list(kept) for text, all_ids, kept in pairs]
             max_tokens = [
                 completion_max_tokens(request, len(prompt), info, caller.tenant) for prompt in prompts
             ]
@@ -147,7 +170,7 @@ class Generate:
                 body=body,
             )
             kind = _completion_stream if request.stream else _completion_whole
-            echoes = _echoes(model, request, texts, prompts)
+            echoes = _echoes(model, request, shown, prompts)
             return job, lambda job: kind(self._context(job), job, echoes)
 
         await self._serve(exchange, caller, request, Endpoint.COMPLETIONS, prepare, _names(needs))
@@ -198,12 +221,13 @@ class Generate:
                 services.metrics.diverted(model.name, "context")
                 model, served = longer, replace(served, model=adapter or longer.name, downgrade="context")
                 continue
-            services.check_draining()  # It may have begun while the prompt was tokenized.
             facts = facts_of(job, served, hints, endpoint, self._keys(job))
+            await services.ask_store(facts)
+            services.check_draining()  # It may have begun while the prompt was tokenized.
             if choice is not None:
                 services.explained.chose(facts.id, choice)
             reply, sinks = begin(job)
-            streams = self._streams(job, sinks)
+            streams = self._streams(job, hints, sinks)
             fall_back = partial(self._retarget, served, hints, prepare) if services.falls_back else None
             diverted = services.dispatcher.submit(facts, reply, streams, fall_back)
             if diverted is None:
@@ -235,7 +259,7 @@ class Generate:
             if (found := services.models.get(name)).workers.is_ready:
                 yield found
 
-    def _streams(self, job: Job, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
+    def _streams(self, job: Job, hints: Hints, sinks: Sequence[Sink]) -> list[tuple[GenerateRequest, Sink]]:
         """Every choice's request, and who hears its answer."""
         piece_tokens = 1
         if not job.request.stream and job.num_choices == 1 and job.model.reasoning is None:
@@ -243,7 +267,7 @@ class Generate:
             piece_tokens = math.gcd(PIECE_TOKENS, SLICE_TOKENS)
         if job.only_scores:
             sinks = [ScoringSink(sink) for sink in sinks]
-        return list(zip(requests_of(job, piece_tokens), sinks, strict=True))
+        return list(zip(requests_of(job, hints, piece_tokens), sinks, strict=True))
 
     async def _retarget(
         self,
@@ -272,7 +296,7 @@ class Generate:
                 started_ns=exchange.started_ns,
             )
             reply, sinks = begin(job)
-            return reply, self._streams(job, sinks)
+            return reply, self._streams(job, hints, sinks)
 
         services.dispatcher.move(request, facts, start)
 
@@ -294,7 +318,6 @@ class Generate:
         assert tally is not None
         if isinstance(job.request, ChatRequest) and job.model.reasoning is not None:
             tally.reasoning_tokens = 0
-        tally.num_choices, tally.usages.choices_per_prompt = job.num_choices, job.choices_per_prompt
         head = StreamHead(
             id=job.answer_id,
             created=services.clock.wall_ns() // NS_PER_S,
@@ -327,6 +350,8 @@ def _checked(model: ServedModel, request: GenerationRequest, needs: Sequence[Nee
     """
     if model.workers.lacks_common:
         needs = [*needs, *common_needs(request)]
+    if needs:
+        needs = own_needs(model, needs)
     wanted = _names(needs)
     if wanted and (lacking := model.workers.lacking(wanted)):
         raise unsupported(needs, lacking, model.name)
@@ -348,7 +373,7 @@ def _session_word(request: GenerationRequest) -> object:
     return key or request.user
 
 
-def _parser(job: Job) -> AnswerParser:
+def answer_parser(job: Job) -> AnswerParser:
     """Of one choice's text."""
     model, request = job.model, job.request
     assert isinstance(request, ChatRequest)
@@ -382,22 +407,36 @@ def _counted(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequenc
     return [CountingSink(sink, writer) for sink in sinks]
 
 
+def _begin_chat(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
+    kind = _chat_stream if job.request.stream else _chat_whole
+    return kind(context, job)
+
+
+def _chat_id(ids: IdSource) -> str:
+    return ids.take("chatcmpl")
+
+
+CHAT_WORDING = Wording(Endpoint.CHAT, _chat_id, _begin_chat)
+
+
 def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
     reply = StreamReply(context, ChatChunks.KIND)
     logprobs = job.logprobs is not None
     sinks: list[TextSink] = []
     for i in range(job.num_choices):
         chunks = ChatChunks(context.head, i)
-        parser = _parser(job)
+        parser = answer_parser(job)
         if parser.is_needed or logprobs:
             sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=parser))
+        elif forwards(job.model):
+            sinks.append(PassedSink(reply, chunks, i))
         else:
             sinks.append(TextSink(reply, chunks, i, chunks.role()))
     return reply, _counted(reply, job, sinks)
 
 
 def _chat_whole(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
-    parsers = [_parser(job) for _ in range(job.num_choices)]
+    parsers = [answer_parser(job) for _ in range(job.num_choices)]
     reply = WholeChat(
         context,
         parsers=parsers,

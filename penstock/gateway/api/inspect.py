@@ -225,16 +225,18 @@ class Inspect:
         self.auth = not services.config.auth.disabled
 
     async def list_models(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /v1/models`."""
+        """`GET /v1/models`: the models, their context (`max_model_len`; from the configuration or the
+        checkpoint until a worker has said it) and the caller's own limits (`limits`; null is no limit).
+        """
         answer(exchange, ModelList(data=self._services.models.cards(caller.tenant)))
 
     async def show_model(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /v1/models/{id}`. The id may hold slashes."""
+        """`GET /v1/models/{id}`: one of them. The id may hold slashes."""
         name = unquote(exchange.path.removeprefix("/v1/models/"))
         answer(exchange, self._services.models.card(name, caller.tenant))
 
     async def tokenize(self, exchange: Exchange, caller: Caller) -> None:
-        """`POST /v1/tokenize`."""
+        """`POST /v1/tokenize`: a text's or a conversation's tokens, as in vLLM."""
         request = parse_tokenize(exchange.body)
         model = self._model(request.model, caller)
         await self._services.cold.wait(model, exchange, caller.tenant.id)
@@ -245,7 +247,7 @@ class Inspect:
         )
 
     async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
-        """`POST /v1/detokenize`."""
+        """`POST /v1/detokenize`: tokens' text, as in vLLM."""
         request = parse_detokenize(exchange.body)
         model = self._model(request.model, caller)
         await self._services.cold.wait(model, exchange, caller.tenant.id)
@@ -256,9 +258,7 @@ class Inspect:
         answer(exchange, DetokenizeAnswer(prompt=text))
 
     async def health(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /health`: 200 while every model works or will again by itself, else 503; see
-        gateway/api/inspect.py.
-        """
+        """`GET /health`: 200 while every model works or will again by itself, else 503."""
         services = self._services
         found = gateway_health((model.workers for model in services.models), services.dispatcher.left_alone)
         status = 503 if found.status is HealthStatus.DOWN else 200
@@ -277,9 +277,7 @@ class Inspect:
         exchange.respond(Response(status=200 if status == "ready" else 503, body=body))
 
     async def metrics(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /metrics`, with the engines' numbers as of now; the sum of all gateway processes.
-
-        Of all tenants.
+        """`GET /metrics`: for Prometheus, of all tenants and gateway processes, the engines' as of now.
 
         Raises:
             Forbidden: the caller is a tenant.

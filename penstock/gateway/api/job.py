@@ -5,6 +5,8 @@ What a client says about how its request may be treated: in headers, and the ses
 
 x-penstock-degrade: never | allow | prefer      whether a smaller model may answer
 x-penstock-max-wait-ms: 2000                    the longest that it waits for its first token
+x-penstock-migration: any | exact               whether a stream of a foreign engine that is broken off may be
+                                                continued by another worker, whose tokens may differ
 x-penstock-session: 7f3a                        the conversation it belongs to, whose worker it goes to among
                                                 equals
 """
@@ -32,6 +34,7 @@ from penstock.telemetry.ledger import USER_CHARS_MAX
 from penstock.types import RequestId
 
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
+_MIGRATION: Mapping[bytes, bool] = {b"any": False, b"exact": True}
 _DIGITS_MAX = 12
 SESSION_BYTES_MAX = 256
 """Of `x-penstock-session`; of a longer `user`, that many characters name the session."""
@@ -46,6 +49,8 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     """0: it does not say."""
     session: str = ""
     """The conversation: the header's, else `user`; empty: neither."""
+    exact_migration: bool = False
+    """It continues elsewhere with the very same tokens, or not at all."""
 
 
 NO_HINTS = Hints()
@@ -58,14 +63,15 @@ def read_hints(headers: Mapping[bytes, bytes], user: object) -> Hints:
         InvalidRequest: one of them says what it cannot say.
     """
     degrade, max_wait = headers.get(b"x-penstock-degrade"), headers.get(b"x-penstock-max-wait-ms")
-    session = headers.get(b"x-penstock-session")
+    session, migration = headers.get(b"x-penstock-session"), headers.get(b"x-penstock-migration")
     named = user[:SESSION_BYTES_MAX] if isinstance(user, str) else ""
-    if degrade is None and max_wait is None and session is None and not named:
+    if degrade is None and max_wait is None and session is None and migration is None and not named:
         return NO_HINTS
     return Hints(
         degrade=None if degrade is None else _degrade(degrade),
         session=named if session is None else _read_session(session, SESSION_BYTES_MAX),
         max_wait_ns=0 if max_wait is None else _max_wait_ns(max_wait, MAX_WAIT_MS_MAX),
+        exact_migration=False if migration is None else _is_exact(migration),
     )
 
 
@@ -73,6 +79,13 @@ def _degrade(value: bytes) -> Degrade:
     found = _DEGRADE.get(value.strip().lower())
     if found is None:
         raise _wrong("x-penstock-degrade", "one of never, allow, prefer", value)
+    return found
+
+
+def _is_exact(value: bytes) -> bool:
+    found = _MIGRATION.get(value.strip().lower())
+    if found is None:
+        raise _wrong("x-penstock-migration", "any or exact", value)
     return found
 
 
@@ -162,6 +175,7 @@ def facts_of(
         context_tokens=max(lengths) + _asked_tokens(job.request),
         max_tokens=max(job.max_tokens),
         choices=job.num_choices,
+        choices_per_prompt=job.choices_per_prompt,
         num_bytes=len(job.exchange.body) + TOKEN_BYTES * sum(lengths),
         first_token_ns=hints.max_wait_ns,
         degrade=hints.degrade,
@@ -183,7 +197,7 @@ def _session(tenant: Tenant, hints: Hints) -> str:
     return f"{tenant.id}\0{hints.session}" if hints.session else ""
 
 
-def requests_of(job: Job, piece_tokens: int) -> list[GenerateRequest]:
+def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateRequest]:
     """One stream for each choice of each prompt, in the order of their indexes."""
     request, stop, found = job.request, _stops(job), list[GenerateRequest]()
     is_chat = isinstance(request, ChatRequest)
@@ -218,6 +232,7 @@ def requests_of(job: Job, piece_tokens: int) -> list[GenerateRequest]:
                     body=job.body,
                     is_chat=is_chat,
                     constraint=job.constraint,
+                    exact_migration=hints.exact_migration,
                 )
             )
     return found

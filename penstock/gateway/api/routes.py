@@ -7,6 +7,7 @@ from penstock.errors import MethodNotAllowed, NotFound
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
+from penstock.gateway.api.responses import PATH, Responses
 from penstock.gateway.http.errors import HttpFault
 from penstock.gateway.http.exchange import JSON, Exchange, RequestHead
 from penstock.gateway.identity.tenancy import Access
@@ -72,7 +73,7 @@ class Route:
 class Routes:
     """The table."""
 
-    def __init__(self, generate: Generate, inspect: Inspect, admin: Admin) -> None:
+    def __init__(self, generate: Generate, responses: Responses, inspect: Inspect, admin: Admin) -> None:
         self._table = {
             "/": Route(Access.OPEN, {"GET": inspect.landing}),
             "/health": Route(Access.OPEN, {"GET": inspect.health}),
@@ -81,6 +82,7 @@ class Routes:
             "/status.json": Route(Access.LOOK, {"GET": inspect.status}),
             "/v1/chat/completions": Route(Access.KEY, {"POST": generate.chat}),
             "/v1/completions": Route(Access.KEY, {"POST": generate.completions}),
+            "/v1/responses": Route(Access.KEY, {"POST": responses.create}),
             "/v1/models": Route(Access.KEY, {"GET": inspect.list_models}),
             "/v1/tokenize": Route(Access.KEY, {"POST": inspect.tokenize}),
             "/v1/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),
@@ -90,6 +92,10 @@ class Routes:
             "/admin/workers": Route(Access.ADMIN, {"GET": admin.workers}),
         }
         self._below = {
+            PATH: Route(
+                Access.KEY,
+                {"GET": responses.show, "DELETE": responses.delete, "POST": responses.cancel},
+            ),
             "/v1/models/": Route(Access.KEY, {"GET": inspect.show_model}),
             "/admin/explain/": Route(Access.ADMIN, {"GET": admin.explain}),
             "/admin/workers/": Route(Access.ADMIN, {"POST": admin.order}),
@@ -100,6 +106,10 @@ class Routes:
             each for each, route in self._table.items() if each.startswith("/v1/") or "GET" in route.handlers
         ]
         self._known = f"{', '.join(known[:-1])} and {known[-1]}"
+
+    def all(self) -> Mapping[str, Route]:
+        """Every path; one that ends in a slash has a name behind it."""
+        return {**self._table, **self._below}
 
     def find(self, path: str) -> Route:
         """The route of a path; a slash at its end does not matter.

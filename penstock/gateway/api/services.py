@@ -1,5 +1,6 @@
 """What all endpoints share."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from penstock.clock import Clock
@@ -11,6 +12,7 @@ from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.gate import Gate
+from penstock.policy.flow import RequestFacts
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.placement.pick import ComplexityChoice, DecisionLog
@@ -33,6 +35,8 @@ class Services:
     dispatcher: Dispatcher
     gate: Gate
     limiter: Limiter
+    ask_store: Callable[[RequestFacts], Awaitable[None]]
+    """Asks the store of shared limits for what a request needs and is not on lease here."""
     budgets: TenantBudgets
     metrics: Metrics
     explained: DecisionLog

@@ -1,10 +1,8 @@
 """Wires the decisions of one gateway together, from its configuration.
 
-The placements of this gateway's models, and what is seen of their decisions: metrics, a sampled log line,
-explanations.
-
-Says in the log when a machine is too slow for what is promised, and what holds there instead
-(policy/admission/admit.py).
+`Placements` makes the placement of each model, and shows its decisions: metrics, a sampled log line,
+explanations. `StretchedPromises` writes a line into the log where a machine is too slow for what is promised,
+with what holds there instead (policy/admission/admit.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -27,6 +25,7 @@ from penstock.gateway.shared.spending import Spending
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.admit import IDLE_FACTOR
 from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
@@ -109,6 +108,8 @@ class GatewayPolicies:
 
     dispatcher: Dispatcher
     limits: SharedLimits
+    lacks: Callable[[RequestFacts], bool]
+    """Whether the store of shared limits is asked before this request is submitted."""
     budgets: TenantBudgets
     spending: Spending
     prices: PriceList
@@ -131,6 +132,11 @@ class GatewayPolicies:
             self.kept.start()
         await self.spending.start()
         await self.limits.start()
+
+    async def ask_store(self, facts: RequestFacts) -> None:
+        """Let the store say first what this gateway has not on lease, within a deadline."""
+        if self.limits.leases is not None:
+            await self.limits.ask(partial(self.lacks, facts))
 
     def reload(self, config: Config) -> None:
         """Take what may change while requests run: prices and how budgets are held."""
@@ -201,6 +207,7 @@ def make_policies(
     return GatewayPolicies(
         dispatcher=dispatcher,
         limits=limits,
+        lacks=lambda facts: policies.control.lacks(clock.now_ns(), facts),
         budgets=policies.budgets,
         spending=Spending(config, policies.budgets, ledger, clock=clock, log=log),
         prices=policies.prices,

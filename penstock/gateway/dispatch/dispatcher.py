@@ -4,8 +4,8 @@
     on_first_output, on_tokens, on_attempt_failed, on_ended <── the replies ──> Driver
 
 The driver decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know.
-
-What the driver writes down and counts, of this gateway: the ledger and the metrics.
+`Dispatcher` is the driver's `Workers` and `Clients`, `GatewayRecords` its `Records`: the ledger and the
+metrics.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class GatewayRecords:
         facts = request.facts
         usage = Usage(
             prompt_tokens=facts.prompt_tokens,
-            cached_tokens=request.cached_tokens,
+            cached_tokens=request.counted_cached_tokens,
             completion_tokens=request.completion_tokens,
         )
         self._ledger.slice(
@@ -331,6 +331,9 @@ class Dispatcher:
             streams = reply.remaining()
             if start.priority or start.attempt > 1 or start.takes_row:
                 streams = [(_attempt(stream, start), sink) for stream, sink in streams]
+            if worker.engine != "penstock" and streams:
+                moves = worker.backend.status.resumes and streams[0][0].may_move
+                reply.tally.migration = "approximate" if moves else "none"
             race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
             reply.start(worker.backend, streams, race=race)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
@@ -384,8 +387,7 @@ class Dispatcher:
         """From here on the reply is that request's."""
         request = self.control.request(request_id)
         assert request is not None, f"{request_id} was just accepted"
-        reply.request, reply.streams = request, streams
-        request.usages = reply.tally.usages
+        reply.tally.request, reply.streams = request, streams
 
     async def _fall_back(self, request: Request, making: Awaitable[None]) -> None:
         try:

@@ -1,12 +1,12 @@
-"""What the registry tells of workers, brought to flow control when it is next asked: once for each worker
-that has changed, however often it did. Costs nothing while nothing changes, however many workers there are.
+"""Workers and what waits for the first of them.
 
-Requests for a model that has had no worker yet: nothing is known of it, so they wait here and not in its
-queue.
+`WorkerFeed` brings the registry's reports to flow control when it is next asked: once for each worker that
+has changed, however often it did. It costs nothing while nothing changes, however many workers there are.
 
-Its context and vocabulary are its first worker's to tell, and without these a prompt cannot be checked or
-counted. The bounds are the queue's own: how many requests and bytes, one tenant's share of them, and how long
-(`queue.no_worker_wait_s`).
+`ColdStarts` has the requests for a model that has had no worker yet. Its context and vocabulary come with its
+first worker, and without these a prompt cannot be checked or counted, so such requests wait here and not in
+the model's queue. The bounds are the queue's own: how many requests and bytes, one tenant's share of them,
+and how long (`queue.no_worker_wait_s`).
 """
 
 import asyncio
@@ -109,8 +109,7 @@ class WorkerFeed:
             kv_blocks_used=stats.blocks_used if stats is not None else 0,
             kind=worker.kind,
             max_model_len=info.max_model_len if info is not None else 0,
-            # No other engine's tokens are a function of seed and position.
-            resumes=worker.engine == "penstock",
+            resumes=worker.backend.status.resumes,
             terms=worker.terms,
             is_external=worker.engine != "penstock",
             identity=info.identity if info is not None else "",

@@ -100,9 +100,14 @@ def status_of(error: Exception) -> int:
 
 def error_body(error: Exception) -> bytes:
     """OpenAI's error object as JSON, for a response or for the last event of a stream."""
+    return msgspec.json.encode(ErrorAnswer(error_answer(error)))
+
+
+def error_answer(error: Exception) -> ErrorBody:
+    """What a client is told of an error."""
     if not isinstance(error, ClientError | Overloaded | WorkerError):
         message = "The server had an error while processing your request. Sorry about that!"
-        return _encode(ErrorBody(message=message, type="server_error", code="internal_error"))
+        return ErrorBody(message=message, type="server_error", code="internal_error")
     kind = next((name for type_, _, name in _STATUS if isinstance(error, type_)), "api_error")
     if isinstance(error, HttpFault):
         kind = "invalid_request_error"
@@ -110,7 +115,7 @@ def error_body(error: Exception) -> bytes:
     if code is None:
         code = next((fallback for type_, fallback in _FALLBACK_CODES if isinstance(error, type_)), None)
     param = error.param if isinstance(error, ClientError) else None
-    return _encode(ErrorBody(message=str(error), type=kind, param=param, code=code))
+    return ErrorBody(message=str(error), type=kind, param=param, code=code)
 
 
 def error_response(error: Exception) -> Response:
@@ -126,7 +131,3 @@ def error_response(error: Exception) -> Response:
     elif isinstance(error, WorkerUnavailable):
         headers.append((b"retry-after", b"%d" % math.ceil(RETRY_AFTER_S)))
     return Response(status=status_of(error), body=error_body(error), headers=tuple(headers))
-
-
-def _encode(body: ErrorBody) -> bytes:
-    return msgspec.json.encode(ErrorAnswer(body))

@@ -13,12 +13,13 @@ chunk.
                                                 unavailable, failure, timeout, breaker, busy
     x-penstock-route: complexity=0.31 (code .20, question .11)      how `model: "auto"` was decided
     x-penstock-queue-ms: 12                     how long it waited here for a worker
+    x-penstock-migration: approximate           or none: where its worker is no one of ours (docs/failures.md)
 """
 
 import enum
 import http
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import quote
 
@@ -28,14 +29,12 @@ from penstock.clock import NS_PER_MS
 from penstock.errors import ClientError, Overloaded, WorkerUnavailable
 from penstock.gateway.http.flush import RelayTerms
 from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.requests.request import UsageSum
+from penstock.policy.requests.request import Request
 from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody
 from penstock.protocol.stream import HEARTBEAT
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import RequestMeasurement
 from penstock.types import FinishReason, Usage
-
-_SAFE = "/:@!$&'()*+,;=~"
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -65,19 +64,19 @@ class Served:
     """How it was chosen, if it was: `Choice.explain()`."""
     queue_ns: int | None = None
     """From its arrival to its (last) start on a worker; None before."""
+    migration: str = ""  # "approximate" or "none", where its worker cannot promise the same tokens.
 
     def headers(self) -> Headers:
         """The response's headers, as far as the facts are known."""
-        found = [(b"x-penstock-model", _value(self.model))]
-        if self.requested != self.model:
-            found.append((b"x-penstock-requested-model", _value(self.requested)))
-        if self.downgrade is not None:
-            found.append((b"x-penstock-downgrade", self.downgrade.encode()))
-        if self.route:
-            found.append((b"x-penstock-route", self.route.encode()))
-        if self.queue_ns is not None:
-            found.append((b"x-penstock-queue-ms", b"%d" % self._queue_ms()))
-        return tuple(found)
+        found = (
+            (b"x-penstock-model", _value(self.model)),
+            (b"x-penstock-requested-model", b"" if self.requested == self.model else _value(self.requested)),
+            (b"x-penstock-downgrade", (self.downgrade or "").encode()),
+            (b"x-penstock-route", self.route.encode()),
+            (b"x-penstock-queue-ms", b"" if self.queue_ns is None else b"%d" % self._queue_ms()),
+            (b"x-penstock-migration", self.migration.encode()),
+        )
+        return tuple(header for header in found if header[1])
 
     def facts(self) -> bytes:
         """The same as JSON, for clients that do not see headers."""
@@ -97,7 +96,7 @@ class Served:
 
 def _value(name: str) -> bytes:
     """A model's name in a header: as it is if it is ASCII, else percent-encoded (RFC 3986)."""
-    return (name if name.isascii() else quote(name, safe=_SAFE)).encode()
+    return (name if name.isascii() else quote(name, safe="/:@!$&'()*+,;=~")).encode()
 
 
 _OUTCOMES: Mapping[FinishReason, OutcomeLabel] = {
@@ -118,39 +117,35 @@ class Tally(Served):
     counted_model: str
     """In whose metrics it is: of an adapter, the model that it is for."""
     endpoint: Endpoint
-    num_choices: int = 1
     started_ns: int
     first_ns: int | None = None  # When the first output of any choice came.
     ended_ns: int | None = None
     outcome: OutcomeLabel | None = None
     reasoning_tokens: int = -1  # -1: the model does not reason.
-    usages: UsageSum = field(default_factory=UsageSum)
+    request: Request | None = None
+    """Since flow control accepted it."""
 
     @classmethod
     def begin(cls, served: Served, *, counted_model: str, endpoint: Endpoint, started_ns: int) -> "Tally":
         """Of a request whose model was found."""
         return cls(
-            model=served.model,
-            requested=served.requested,
-            downgrade=served.downgrade,
-            route=served.route,
-            counted_model=counted_model,
-            endpoint=endpoint,
-            started_ns=started_ns,
-        )
+            model=served.model, requested=served.requested, downgrade=served.downgrade, route=served.route,
+            counted_model=counted_model, endpoint=endpoint, started_ns=started_ns,
+        )  # fmt: skip
 
     def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
         """A choice's stream is over.
 
         The first choice's ending stands for the request, if nothing worse happens.
         """
-        self.usages.ended(index, usage)
+        if self.request is not None:
+            self.request.stream_ended(index, usage)
         if index == 0 and self.outcome is None:
             self.outcome = _OUTCOMES.get(reason)
 
     def usage(self) -> UsageBody:
         """The sum: every prompt once, every choice's answer."""
-        total = self.usages.total()
+        total = self._used()
         return UsageBody(
             prompt_tokens=total.prompt_tokens,
             completion_tokens=total.completion_tokens,
@@ -165,7 +160,9 @@ class Tally(Served):
 
     def record(self, now_ns: int) -> RequestMeasurement:
         """The request as it is counted; `now_ns` is its end."""
-        usage, first, longest = self.usages.total(), self.usages.of(0), self.usages.longest
+        request = self.request
+        usage = self._used()
+        first, longest = (request.used_by(0), request.longest_answer) if request is not None else (None, 0)
         ended_ns = now_ns if self.ended_ns is None else self.ended_ns
         tpot_ns = None
         if self.first_ns is not None and longest > 1:
@@ -181,6 +178,9 @@ class Tally(Served):
             cached_tokens=usage.cached_tokens,
             generated_tokens=usage.completion_tokens,
         )
+
+    def _used(self) -> Usage:
+        return self.request.used() if self.request is not None else Usage()
 
 
 def outcome_of(error: Exception) -> OutcomeLabel:

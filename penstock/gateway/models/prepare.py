@@ -31,6 +31,7 @@ from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import USED_UP, ChatTemplate
 from penstock.text.metered import RanAway
 from penstock.text.reasoning import has_begun
+from penstock.text.tokenizer import Tokenizer
 from penstock.types import ModelName, SamplingParams
 
 NUM_THREADS = 2
@@ -133,9 +134,12 @@ class _Apart:
 
 COMPLETION_MAX_TOKENS = 16
 SEED_BITS = 63
+BAD_WORDS_MAX = 256
 PROMPT_END_TOKENS = 16
 """The end of a prompt in which the mark that opens the reasoning is looked for."""
-TEMPLATE_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+TEMPLATE_RESERVED = frozenset({
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+})  # fmt: skip
 
 
 async def chat_prompt(
@@ -154,7 +158,25 @@ async def chat_prompt(
         Overloaded: too much is waiting to be rendered.
     """
     tools = request.tools if request.tool_choice != "none" else None
-    return await render(pool, model, request.messages, tenant, num_bytes, tools=tools, extra=extra)
+    continues = getattr(request, "continue_final_message", None) is True
+    begins = getattr(request, "add_generation_prompt", None)
+    if continues and begins:
+        raise InvalidRequest(
+            "'continue_final_message' and 'add_generation_prompt' cannot both be true.",
+            param="add_generation_prompt",
+            code="invalid_value",
+        )
+    return await render(
+        pool,
+        model,
+        request.messages,
+        tenant,
+        num_bytes,
+        tools=tools,
+        add_generation_prompt=not continues and begins is not False,
+        continues=continues,
+        extra=extra,
+    )
 
 
 async def render(
@@ -166,6 +188,7 @@ async def render(
     *,
     tools: Sequence[ToolSpec] | None = None,
     add_generation_prompt: bool = True,
+    continues: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Token ids of messages put through the model's template; special tokens in their text are those tokens
@@ -186,6 +209,7 @@ async def render(
             tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
             add_generation_prompt=add_generation_prompt,
             extra=extra,
+            continues=continues,
             trusted=tenant.trusted_special_tokens,
             may_block=may_block,
         )
@@ -239,6 +263,28 @@ def completion_prompt(
     if not token_ids:
         raise InvalidRequest("'prompt' must not be empty for this model.", param="prompt")
     return token_ids
+
+
+def truncated(prompt: tuple[int, ...], request: GenerationRequest, info: ModelInfo) -> tuple[int, ...]:
+    """The last `truncate_prompt_tokens` of a prompt; -1: as many as leave room for what is asked for.
+
+    Raises:
+        InvalidRequest: the number makes no sense for this model.
+    """
+    asked: int | None = getattr(request, "truncate_prompt_tokens", None)
+    if asked is None:
+        return prompt
+    count = asked
+    if asked == -1:
+        answer: int = getattr(request, "max_completion_tokens", None) or request.max_tokens or 1
+        count = max(1, info.max_model_len - answer)
+    if not 0 < count <= info.max_model_len:
+        raise InvalidRequest(
+            f"Invalid 'truncate_prompt_tokens': expected -1, or 1 to {info.max_model_len}, but got {count}.",
+            param="truncate_prompt_tokens",
+            code="invalid_value",
+        )
+    return prompt[-count:]
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -299,6 +345,22 @@ def check_sampling(request: GenerationRequest, max_tokens: int, info: ModelInfo)
             code="invalid_value",
         )
     check_token_ids([int(key) for key in request.logit_bias or ()], info.vocab_size, "logit_bias")
+    words: list[str] | None = getattr(request, "bad_words", None)
+    if words and (len(words) > BAD_WORDS_MAX or not all(word.strip() for word in words)):
+        raise InvalidRequest(
+            f"Invalid 'bad_words': expected at most {BAD_WORDS_MAX} words, none of them empty.",
+            param="bad_words",
+            code="invalid_value",
+        )
+    allowed: list[int] | None = getattr(request, "allowed_token_ids", None)
+    if allowed is not None:
+        if not allowed:
+            raise InvalidRequest(
+                "Invalid 'allowed_token_ids': it must not be empty.",
+                param="allowed_token_ids",
+                code="invalid_value",
+            )
+        check_token_ids(allowed, info.vocab_size, "allowed_token_ids")
 
 
 def sampling(
@@ -324,6 +386,8 @@ def sampling(
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=_logit_bias(request),
+        bad_words=_bad_words(model.tokenizer, getattr(request, "bad_words", None)),
+        allowed_token_ids=tuple(dict.fromkeys(getattr(request, "allowed_token_ids", None) or ())),
         min_tokens=request.min_tokens or 0,
         seed=seed,
         max_tokens=max_tokens,
@@ -342,6 +406,18 @@ def choice_seed(seed: int, choice: int) -> int:
 
 def _logit_bias(request: GenerationRequest) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), bias) for key, bias in (request.logit_bias or {}).items() if bias)
+
+
+def _bad_words(tokenizer: Tokenizer, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word, at the beginning of a text and behind a space, as vLLM has them."""
+    found: list[tuple[int, ...]] = []
+    for word in words or ():
+        alone = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        found.append(alone)
+        behind = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        if behind[0] != alone[0] and len(behind) == len(alone):
+            found.append(behind)
+    return tuple(found)
 
 
 def _stop_token_ids(model: ServedModel, request: GenerationRequest) -> tuple[int, ...]:

@@ -9,13 +9,13 @@ from penstock.errors import InvalidRequest, Unsupported
 from penstock.gateway.models.prepare import begins_reasoning, ends_reasoning
 from penstock.gateway.models.served import ServedModel
 from penstock.protocol.grammar import Grammar
-from penstock.protocol.needs import Constraint
+from penstock.protocol.needs import Constraint, calls_schema
 from penstock.protocol.openai import ChatRequest
+from penstock.protocol.parameters import Need
 from penstock.types import Capability
 
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
 """`reasoning_effort`: the share of an answer's tokens that its reasoning may take."""
-_ANYTHING = {"regex": r"(?s:.*)"}
 _MAY_FORWARD = frozenset({Capability.PASS_THROUGH})
 
 
@@ -34,34 +34,74 @@ def shaped(
     model: ServedModel, request: ChatRequest, prompt: Sequence[int], max_tokens: int, constraint: Constraint
 ) -> Constraint:
     """The constraint of one model's answer: what it must look like begins behind its reasoning, and a bounded
-    reasoning is closed.
+    reasoning is closed. Calls of tools obey their schemas.
 
     Raises:
         InvalidRequest: the bound makes no sense.
         Unsupported: this model does not reason.
     """
     budget, param = _budget(request, max_tokens)
-    if model.reasoning is None:
-        if budget and not _forwards(model):
-            raise Unsupported(
-                f"'{param}' is not supported by the model '{model.name}': it does not reason.",
-                param=param,
-                code="unsupported_by_model",
-            )
+    marks = model.reasoning
+    if marks is None and budget and not forwards(model):
+        raise Unsupported(
+            f"'{param}' is not supported by the model '{model.name}': it does not reason.",
+            param=param,
+            code="unsupported_by_model",
+        )
+    calls = None if constraint.structured else call_grammar(model, request)
+    is_bounded = bool(constraint.structured) or budget is not None
+    if calls is None and not is_bounded:
         return constraint
-    if not (constraint.structured or budget is not None) or ends_reasoning(model, prompt):
+    grammar = calls or Grammar(form=constraint.form)
+    if marks is not None and not ends_reasoning(model, prompt):
+        grammar = msgspec.structs.replace(
+            grammar,
+            opens_with="" if begins_reasoning(model, prompt) else marks.open,
+            begins_after=marks.close,
+            begins_within=budget,
+        )
+    elif calls is None:
         return constraint
-    if budget == 0 and not begins_reasoning(model, prompt):
-        return constraint
-    structured = constraint.structured or _ANYTHING
-    grammar = Grammar(
-        form=msgspec.json.encode(structured),
-        begins_after=model.reasoning.close,
-        # The engine counts free tokens from one on.
-        begins_within=0 if budget is None else max(1, budget),
-        may_end_before=not constraint.structured,
-    )
-    return msgspec.structs.replace(constraint, grammar=grammar, param=constraint.param or param)
+    param = constraint.param or ("tools" if calls is not None else param)
+    return msgspec.structs.replace(constraint, grammar=grammar, param=param)
+
+
+def call_grammar(model: ServedModel, request: ChatRequest) -> Grammar | None:
+    """What holds each call of an answer to the schemas of its tools, from the call's mark on; None: there is
+    nothing of the kind.
+
+    A promise where a tool is `strict`; else as far as the schemas can be enforced.
+    """
+    syntax = model.tool_format
+    if not (syntax.call_mark and request.tools and request.tool_choice in (None, "auto")):
+        return None
+    is_strict = any(tool.function is not None and tool.function.strict for tool in request.tools)
+    try:
+        schema = calls_schema(request, as_array=syntax.calls_are_array)
+        form = msgspec.json.encode({"call": schema})
+    except (InvalidRequest, RecursionError) as error:
+        if not is_strict:
+            return None
+        raise error if isinstance(error, InvalidRequest) else _too_deep() from None
+    return Grammar(form=form, call_mark=syntax.call_mark, is_optional=not is_strict)
+
+
+def own_needs(model: ServedModel, needs: Sequence[Need]) -> Sequence[Need]:
+    """The needs, as this model's way of calling tools has them: where a call has no mark at which a grammar
+    could begin, only a provider can promise its arguments.
+    """
+    if model.tool_format.call_mark:
+        return needs
+    return [
+        each._replace(capability=Capability.PASS_THROUGH)
+        if each.capability is Capability.STRICT_TOOLS
+        else each
+        for each in needs
+    ]
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest("Invalid 'tools': a schema is nested too deeply.", param="tools")
 
 
 def _budget(request: ChatRequest, max_tokens: int) -> tuple[int | None, str]:
@@ -82,6 +122,6 @@ def _budget(request: ChatRequest, max_tokens: int) -> tuple[int | None, str]:
     return int(max_tokens * EFFORTS[effort]), "reasoning_effort"
 
 
-def _forwards(model: ServedModel) -> bool:
+def forwards(model: ServedModel) -> bool:
     """Whether some worker of it is a provider, which makes of the parameter what it likes."""
     return not model.workers.lacking(_MAY_FORWARD)

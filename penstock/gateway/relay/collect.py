@@ -85,11 +85,11 @@ class CollectSink:
             self._began = True
             self._reply.first_output()
         try:
-            self.events += self._parser.push(delta.text)
+            self.events += self._parser.push(delta.text, delta.thought)
         except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
             self._reply.crash(error)
             return
-        self._reply.tally.reasoning_tokens += self._parser.num_thoughts(delta.token_ids)
+        self._reply.thought(self._parser.num_thoughts(delta.token_ids, delta.thought))
         self.logprobs.extend(delta.logprobs)
         for piece in delta.tool_calls:
             self.passed_calls.setdefault(piece.index, PassedCall()).add(piece)

@@ -210,7 +210,7 @@ class Reply:
     __slots__ = (
         "_broken", "_generations", "_is_over", "_live", "_race", "_resume", "_settled", "_stopped",
         "_waiting", "clock", "error", "exchange", "fall_back", "head", "ids", "listener", "next_slice",
-        "num_produced", "request", "streams", "tally",
+        "num_produced", "streams", "tally",
     )  # fmt: skip
 
     def __init__(self, context: Context) -> None:
@@ -219,8 +219,6 @@ class Reply:
         self.head, self.ids = context.head, context.ids
         self.error: Exception | None = None
         """What ended it, if it failed."""
-        self.request: Request | None = None
-        """Since flow control accepted it."""
         self.streams: Sequence[tuple[GenerateRequest, Sink]] = ()
         """One for each choice, until it has ended."""
         self.fall_back: FallBackTo | None = None
@@ -243,6 +241,11 @@ class Reply:
         self._resume: dict[int, tuple[int, ...]] = {}
         """Choices that were broken off -> their answers so far, with which another worker can go on."""
         self.exchange.on_disconnect = self._client_left
+
+    @property
+    def request(self) -> Request | None:
+        """What it answers, since flow control accepted it."""
+        return self.tally.request
 
     @property
     def is_over(self) -> bool:
@@ -333,6 +336,11 @@ class Reply:
         self.num_produced += num_tokens
         if self.num_produced >= self.next_slice:
             self.listener.on_tokens(self)
+
+    def thought(self, num_tokens: int) -> None:
+        """So many more tokens are reasoning (called by sinks)."""
+        if num_tokens:
+            self.tally.reasoning_tokens = max(0, self.tally.reasoning_tokens) + num_tokens
 
     def ended(self, finish: Finish) -> Finish:
         """A stream's end as the client sees it: what the listener stopped did not fail (called by sinks first

@@ -22,7 +22,7 @@ from penstock.telemetry.log import Log
 class StoreError(Exception):
     """The store is not there, or does not answer as it should.
 
-    Only the keeper sees it; no request ever does.
+    Only the keeper of the limits and the API's stored responses see it.
     """
 
 
@@ -59,7 +59,8 @@ class LeaseKeeper:
         self._task: asyncio.Task[None] | None = None
         self._said_ns = 0
         self._closing = False
-        leases.on_want = self._wanted.set
+        self._answered = asyncio.Event()
+        leases.on_want = leases.on_need = self._wanted.set
 
     async def start(self) -> None:
         """Ask once, so that this gateway is counted before it serves; then keep asking in the background.
@@ -80,6 +81,10 @@ class LeaseKeeper:
                 await self._task
         await self._store.close()
 
+    async def answer(self) -> None:
+        """Wait until the store has answered once more, or has failed to."""
+        await self._answered.wait()
+
     async def _run(self) -> None:
         hello_ns = int(self._config.gateway_ttl_s * NS_PER_S) // _HELLOS_PER_TTL
         while not self._closing:
@@ -94,17 +99,22 @@ class LeaseKeeper:
         if self._leases.down_ns is not None:
             return await sleep(self._config.retry_s)
         next_ns = self._leases.next_ns()
+        wait_s = min(hello_ns / NS_PER_S, self._config.lease_s)
         if next_ns is not None:
-            early_s = (next_ns - self._clock.now_ns()) / NS_PER_S
-            return await sleep(max(_GATHER_S, early_s))
+            wait_s = max(_GATHER_S, (next_ns - self._clock.now_ns()) / NS_PER_S)
         self._wanted.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(hello_ns / NS_PER_S, self._config.lease_s)):
+            async with asyncio.timeout(wait_s):
                 await self._wanted.wait()
         return None
 
     async def _ask(self) -> None:
         """Ask one batch, which may be empty: then it only says that this gateway is there."""
+        await self._ask_once()
+        self._answered.set()
+        self._answered = asyncio.Event()
+
+    async def _ask_once(self) -> None:
         self._said_ns = self._clock.now_ns()
         asks = self._leases.asks(self._said_ns)
         was_down = self._leases.down_ns is not None

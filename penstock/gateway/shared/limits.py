@@ -2,12 +2,18 @@
 store.
 """
 
+import asyncio
+from collections.abc import Callable
+
 from penstock.clock import Clock
 from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.gateway.shared.keeper import LeaseKeeper, LeaseStore
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.telemetry.log import Log
+
+ASK_TIMEOUT_S = 0.05
+"""How long a request may wait for the store, which answers within a millisecond or two nearby."""
 
 
 class SharedLimits:
@@ -37,6 +43,22 @@ class SharedLimits:
         self.leases = Leases(shared)
         self._keeper = LeaseKeeper(shared, self.leases, store, clock, log)
         self.limiter = Limiter(limits, self.leases.make_bucket)
+
+    async def ask(self, lacks: Callable[[], bool]) -> None:
+        """Wait until the store has answered for a request that `lacks` something: at most `ASK_TIMEOUT_S`,
+        and then no other request waits until the store answers again.
+        """
+        assert self._keeper is not None, "only what is on lease can be lacking"
+        assert self.leases is not None
+        if not lacks():
+            return
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                await self._keeper.answer()
+                while lacks():
+                    await self._keeper.answer()
+        except TimeoutError:
+            self.leases.is_late = True
 
     async def start(self) -> None:
         """Say hello to the store, within its timeout, before the first request comes."""

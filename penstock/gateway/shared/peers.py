@@ -2,16 +2,47 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.clock import sleep
 from penstock.errors import Overloaded
-from penstock.protocol.peers import Ask, Order, Snapshot, Sum, ToChild, decode_to_child, frame
+from penstock.policy.queueing.model_queue import ModelQueue
+from penstock.protocol.peers import Ask, Order, Served, Snapshot, Sum, ToChild, decode_to_child, frame
 from penstock.protocol.worker import FrameDecoder
 
 TELL_S = 1.0
+SHARE_S = 0.2
+"""Tenants' shares over all processes are as even as what is served in this time."""
 ANSWER_TIMEOUT_S = 2.0
 READ_BYTES = 1 << 16
+
+
+class FairCounters:
+    """The fair share counters of this process's queues, as other processes of the server see and change
+    them.
+    """
+
+    def __init__(self, models: Sequence[str], lane: Callable[[str], ModelQueue | None]) -> None:
+        """`lane` finds a model's queue; None if nothing has come for it yet."""
+        self._models, self._lane = models, lane
+
+    def take(self) -> Served:
+        """What tenants were served here since the last time."""
+        lanes = ((model, self._lane(model)) for model in self._models)
+        return Served(
+            tuple(
+                (model, *each)
+                for model, lane in lanes
+                if lane is not None
+                for each in lane.queue.take_untold()
+            )
+        )
+
+    def heed(self, served: Served) -> None:
+        """Count what another process has served."""
+        for model, level, tenant, units in served.units:
+            if (lane := self._lane(model)) is not None:
+                lane.queue.served_elsewhere(level, tenant, units)
 
 
 class GatewayPeers:
@@ -26,15 +57,16 @@ class GatewayPeers:
         self._asked: deque[asyncio.Future[ToChild]] = deque()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Connect and tell `snapshot()` now and every second.
+    async def start(self, snapshot: Callable[[], Snapshot], counters: FairCounters) -> None:
+        """Connect, tell `snapshot()` now and every second, and keep `counters` those of all processes.
 
         Raises:
             OSError: the parent does not listen.
         """
-        self._snapshot = snapshot
+        self._snapshot, self._counters = snapshot, counters
         reader, self._writer = await asyncio.open_unix_connection(self._path)
-        self._tasks = [asyncio.create_task(self._tell()), asyncio.create_task(self._read(reader))]
+        tasks = (self._tell(), self._share(), self._read(reader))
+        self._tasks = [asyncio.create_task(each) for each in tasks]
 
     async def sum(self) -> Sum:
         """The numbers of all processes; of this one alone if the parent does not answer."""
@@ -92,10 +124,21 @@ class GatewayPeers:
             await self._writer.drain()
             await sleep(TELL_S)
 
+    async def _share(self) -> None:
+        while True:
+            await sleep(SHARE_S)
+            if (served := self._counters.take()).units:
+                self._writer.write(frame(served))
+                await self._writer.drain()
+
     async def _read(self, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()
         while data := await reader.read(READ_BYTES):
             for body in decoder.feed(data):
+                message = decode_to_child(body)
+                if isinstance(message, Served):
+                    self._counters.heed(message)
+                    continue
                 answer = self._asked.popleft()
                 if not answer.done():
-                    answer.set_result(decode_to_child(body))
+                    answer.set_result(message)

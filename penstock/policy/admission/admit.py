@@ -18,10 +18,7 @@ late: a pace that was seen in a quiet time says little of a burst on an idle mac
 waits, and its deadline decides. A refusal says when to come back: when the queue will have drained so far
 that such a request fits.
 
-Pure and deterministic; the facts are handed in, and a fallback's are asked for only when it comes into
-question.
-
-What a request is promised: when its first token comes, and how fast the others follow.
+A promise says when the first token comes, and how fast the others follow:
 
     promise     by band and tier, as configured: 500 ms to the first token, 50 ms per further one
     on a worker never less than `IDLE_FACTOR` times what the same request takes on an idle one
@@ -29,7 +26,8 @@ What a request is promised: when its first token comes, and how fast the others 
 So the promise to a long prompt grows with its own computation, and a slow machine promises what it was
 measured to do: one rule for both. Goodput is requests per second that met both promises.
 
-When whoever was turned away is told to come back. Pure.
+Pure and deterministic; the facts are handed in, and a fallback's are asked for only when it comes into
+question.
 """
 
 from typing import Literal

@@ -1,10 +1,10 @@
-"""Admission as flow control asks for it: how routes stand goes in, and an error with a time to come back
+"""Admission as flow control asks for it: the load of routes goes in, and an error with a time to come back
 comes out.
 
-FlowControl.arrive ──> Gate.decide ──> Admission
+    FlowControl.arrive ──> Gate.decide ──> admit.py
 
-Tenants whose budget nears its end are sent to cheaper models, where they allow that, so that it lasts
-longer.
+`BudgetDowngrade` sends tenants whose budget nears its end to cheaper models, where they allow that, so that
+it lasts longer.
 """
 
 import math

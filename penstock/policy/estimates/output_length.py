@@ -9,8 +9,6 @@ and no two people predict the same number from one; this one can be checked with
 The high percentile is chosen so that nine of ten answers need no renewal, while a tenant that always sends a
 huge `max_tokens` and gets short answers is not held to what it never uses. A tenant without a past is taken
 for an average one: the window of all tenants' answers of that model; without that too, a default.
-
-Exact quantiles of the last so many amounts: a ring that is also kept sorted.
 """
 
 from array import array

@@ -10,16 +10,17 @@ computed yet: an engine mixes them in its steps, so the time of one alone (`Usag
 the others in and some of them not, and together with a backlog would count them twice. Until enough was seen
 the configured rates are believed.
 
-A linear law with coefficients that are never negative, learned one observation at a time.
+Each law is an online linear model with coefficients that are never negative (`OnlineLinearModel`), learned
+one observation at a time, and knows nothing of what its terms mean:
 
     value = coefficient[0] * term[0] + coefficient[1] * term[1] + ...
 
-Recursive least squares of relative errors, kept as information (normal equations), with three changes:
+It is recursive least squares of relative errors, kept as information (normal equations), with three changes:
 what deviates more than is usual weighs less (Huber, "Robust Estimation of a Location Parameter", 1964), old
 knowledge fades only where new knowledge comes in (directional forgetting: Cao and Schwartz, "A directional
 forgetting algorithm based on the decomposition of the information matrix", Automatica 2000), and coefficients
 stay at zero or above (coordinate descent on the normal equations, warm from the last solution), so that more
-of anything never predicts less. Knows nothing of what the terms mean.
+of anything never predicts less.
 """
 
 from collections.abc import Sequence

@@ -153,4 +153,4 @@ def _is_external(request: Request, worker: WorkerId) -> bool:
 
 
 def _tokens(request: Request) -> int:
-    return uncached_tokens(request.work)
+    return uncached_tokens(request)

@@ -1,28 +1,22 @@
-"""Hedged requests on requests' lives: a request that runs on two workers at once until one of them says
-something.
-
-A second attempt begins when a request's time has come (below), it is the first attempt of one stream,
-nothing waits for its model and another worker has capacity of its own, not borrowed from its queue. It ends
-when one of the two attempts is dropped: then the request is an ordinary one again, on the other worker. Both
-attempts are booked with the worker, the placement and the breakers like any other, the second one under a
-name of its own.
-
-When a request that says nothing is started a second time, on another worker: hedged requests.
+"""Hedges: a request without output is started a second time, on another worker, and the first of the two
+attempts that has output wins.
 
 After Dean and Barroso, "The Tail at Scale" (CACM 2013): wait for a high percentile of the usual time, then
 send a second request, and take whichever answers first. The delay alone bounds the extra load to some percent
 while nothing is wrong; the budget bounds it when something is: every start pays in `hedge_share` of a hedge,
 so hedges are never more than that share of the starts.
 
-Decides when, and counts; `FlowControl` knows whom it concerns and where there is room. Pure; bounded; time is
-handed in.
+`Hedges` decides when a request is late enough and whether a hedge is paid for. `Hedging` hangs it on the
+lives of requests. A second attempt begins if the first is the request's only one until then and has one
+stream, nothing waits for the model, and another worker has capacity of its own, not borrowed from its queue.
+It ends when one of the two attempts is dropped: then the request is an ordinary one again, on the other
+worker. Both attempts are booked with the worker, the placement and the breakers like any other, the second
+one under a name of its own. Pure; bounded; time is handed in.
 """
 
 import enum
 from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
-
-import msgspec
 
 from penstock.clock import NS_PER_MS
 from penstock.config.branch import extended
@@ -35,7 +29,7 @@ from penstock.policy.flow import State
 from penstock.policy.queueing.capacity import uncached_tokens
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Hedge, Request
+from penstock.policy.requests.request import Hedge, Request, hedge_of
 from penstock.types import RequestId, WorkerId
 
 _UNIT = 1_000_000
@@ -196,20 +190,20 @@ class Hedging(Extra):
         outcome = HedgeOutcome.FAILED if is_second else HedgeOutcome.SAVED
         lost = self._drop(now_ns, request, attempt, HedgeOutcome.ENDED if error is None else outcome, error)
         if error is not None:
-            request.lane.failed(lost.worker_id, request.work)
+            request.lane.failed(lost.worker_id, request)
 
     # --- hooks ------------------------------------------------------------------------------------
 
     def started(self, now_ns: int, request: Request) -> None:
         """See `Extra`."""
-        tokens, first = uncached_tokens(request.work), self._may_hedge(request)
+        tokens, first = uncached_tokens(request), self._may_hedge(request)
         self._hedges.started(now_ns, request.lane.route, request.id, prompt_tokens=tokens, first=first)
 
     def first_output(self, now_ns: int, request: Request) -> None:
         """See `Extra`: requests that were not tried again say what is usual."""
         if request.hedged_ns >= 0 or request.attempts == 1:
             since_ns = request.hedged_ns if request.hedged_ns >= 0 else request.dispatched_ns
-            tokens = uncached_tokens(request.work)
+            tokens = uncached_tokens(request)
             self._hedges.began(request.lane.route, now_ns - since_ns, prompt_tokens=tokens)
 
     def ending(self, now_ns: int, request: Request) -> Abort | None:
@@ -235,9 +229,7 @@ class Hedging(Extra):
     # --- inside -----------------------------------------------------------------------------------
 
     def _may_hedge(self, request: Request) -> bool:
-        return (
-            request.attempts == 1 and request.facts.choices == 1 and not request.lane.is_apart(request.work)
-        )
+        return request.attempts == 1 and request.facts.choices == 1 and not request.lane.is_apart(request)
 
     def _is_silent(self, request_id: RequestId) -> bool:
         request = self._requests.get(request_id)
@@ -263,7 +255,7 @@ class Hedging(Extra):
         if attempt == request.attempt:
             worker, work = request.worker, request.booked
             request.worker, request.dispatched_ns = hedge.worker, hedge.started_ns
-            request.attempt, request.booked = hedge.attempt, hedge.work
+            request.attempt, request.hedge_booked = hedge.attempt, hedge.work
         lane.release(now_ns, worker, work)
         self._health.ended(now_ns, lane.route, worker, error)
         self._hedges.tell(lane.route, outcome)
@@ -273,7 +265,7 @@ class Hedging(Extra):
     def _start_hedge(self, now_ns: int, request: Request) -> Start | None:
         lane, attempt = request.lane, request.attempts + 1
         name = RequestId(f"{request.id}{MARK}{attempt}")
-        work = msgspec.structs.replace(request.work, id=name, matched_tokens=0, hold_ns=1)
+        work = hedge_of(request, name)
         room = lane.place_hedge(now_ns, work, request.worker)
         if room is None:
             self._hedges.tell(lane.route, HedgeOutcome.NO_ROOM)
@@ -285,7 +277,7 @@ class Hedging(Extra):
         request.hedge = Hedge(room.id, work, attempt, now_ns)
         request.hedged_ns, request.attempts = request.dispatched_ns, attempt
         self._health.started(now_ns, lane.route, room.id)
-        band = lane.queue.band_of(request.work)
+        band = lane.queue.band_of(request)
         return Start(request.id, lane.route, room.id, band.config.order, attempt, beside=True)
 
 

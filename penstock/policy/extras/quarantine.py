@@ -16,11 +16,9 @@ A request that ends well is exonerated, and so is one that has come `progress_to
 last worker died. Deaths within `together_ms` may have one cause outside, such as a machine with several
 workers: they count once.
 
-Requests are known by the fingerprint of their prompt, which also names tenant and model. Pure; bounded; time
-is handed in.
-
-Crash quarantine on requests' lives: workers that crashed, and which requests they had, go to the
-quarantine, which says which of them are not started again, and how the others are.
+Requests are known by the fingerprint of their prompt, which also names tenant and model. `Quarantine` holds
+what is known of them; `CrashQuarantine` hangs it on the lives of requests: it reports which requests a
+crashed worker had, and asks which of them may start again, and where. Pure; bounded; time is handed in.
 """
 
 import enum

@@ -34,7 +34,7 @@ from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Action, Evict, Settled
 from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Request, charge, victims, work_of
+from penstock.policy.requests.request import Request, charge, request_of, victims, work_of
 from penstock.types import RequestId, Usage, WorkerId
 
 _DECIDED = {Outcome.CANCELLED: Event.CANCEL, Outcome.EVICTED: Event.EVICT}
@@ -105,6 +105,10 @@ class FlowControl:
 
     # --- from the front ---------------------------------------------------------------------------
 
+    def lacks(self, now_ns: int, facts: RequestFacts) -> bool:
+        """Whether the store of shared limits is asked before this request arrives; see `TokenSource`."""
+        return self._accounts.lacks(now_ns, facts)
+
     def arrive(self, now_ns: int, facts: RequestFacts) -> Queued | Diverted | Refused:
         """Accept a request into the queue, or say why not. Its id must not be in use."""
         assert facts.id not in self._requests, f"{facts.id} is here already"
@@ -122,13 +126,11 @@ class FlowControl:
         holds = self._accounts.open(now_ns, facts)
         if isinstance(holds, Refused):
             return holds
-        work = work_of(facts, now_ns, holds.expected, verdict)
-        dropped = lane.queue.push(now_ns, work)
+        request = request_of(facts, now_ns, lane, holds, verdict)
+        dropped = lane.queue.push(now_ns, request)
         if isinstance(dropped, Full):
             holds.undo(now_ns)
             return Refused(facts.id, "queue", lane.overloaded(dropped))
-        request = Request(facts, now_ns, lane, work, holds)
-        request.predicted_ns = verdict.predicted_ns
         self._requests[facts.id] = request
         for extra in self._extras:
             extra.queued(now_ns, request)
@@ -205,8 +207,8 @@ class FlowControl:
             self._touch(lane)
         self._advance(now_ns, request, Event.FIRST_OUTPUT)
         if cached_tokens is not None:
-            request.cached_tokens = min(cached_tokens, request.facts.prompt_tokens)
-            if request.cached_tokens != request.facts.cached_tokens:
+            request.counted_cached_tokens = min(cached_tokens, request.facts.prompt_tokens)
+            if request.counted_cached_tokens != request.facts.cached_tokens:
                 charge(request, max(request.expected, request.completion_tokens))
 
     def output(self, now_ns: int, request_id: RequestId, num_tokens: int) -> Stop | None:

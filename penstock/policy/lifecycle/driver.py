@@ -222,7 +222,7 @@ class Driver:
         *,
         can_resume: bool = True,
     ) -> bool:
-        """All streams of an attempt are over, and it failed (`request.usages` has what they used); without an
+        """All streams of an attempt are over, and it failed (`request.used` says what they used); without an
         error it was aborted as one of two. True: the request goes on, on the other worker or on the next one.
         """
         hedge = request.hedge
@@ -233,10 +233,10 @@ class Driver:
             return True
         assert error is not None, "the only attempt ends by `ended` when it is aborted"
         machine_micros, usage = self._meters.ended(now_ns, request), None
-        request.usages.break_off(has_begun=request.has_begun)
+        request.break_off()
         if request.has_begun:  # Else whoever runs the worker pays for what it lost.
             request.machine_micros += machine_micros
-            usage = request.usages.total()
+            usage = request.used()
         retry = may_try_again(error, has_begun=request.has_begun, can_resume=can_resume)
         answer = self.control.failed(now_ns, request.id, error, retry=retry, usage=usage)
         if isinstance(answer, Requeued):
@@ -257,7 +257,7 @@ class Driver:
     ) -> None:
         """Nothing of it runs any more, or ever will: how it ended.
 
-        `request.usages` has what its streams used.
+        `request.used` says what its streams used.
         """
         if request.state is State.ENDED:
             return
@@ -272,7 +272,7 @@ class Driver:
                 now_ns,
                 request.id,
                 outcome,
-                request.usages.total(),
+                request.used(),
                 finish_reason=finish_reason if outcome is Outcome.FINISHED else "",
                 error=type(error).__name__ if error else "",
                 fault=error if isinstance(error, PenstockError) else None,

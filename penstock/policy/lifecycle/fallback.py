@@ -53,7 +53,7 @@ class _Round(msgspec.Struct):
 
     since_ns: int
     unasked: deque[Work]
-    """What waits and has not been asked yet; some may have left."""
+    """What waits and has not been asked yet; some may have left, or moved."""
 
 
 class Fallbacks:
@@ -95,7 +95,7 @@ class Fallbacks:
         unasked = asking.unasked
         while unasked and len(found) + len(stay) < ASKED_MAX:
             work = unasked.popleft()
-            request = self._requests.get(work.id) if work.waiting else None
+            request = self._requests.get(work.id) if lane.queue.waits(work) else None
             if request is None or request.has_begun or request.asked_ns == since_ns:
                 continue
             request.asked_ns = since_ns
@@ -112,7 +112,7 @@ class Fallbacks:
         may_retry = request.attempts - request.attempts_elsewhere <= self._retries_max
         if (
             may_retry
-            and lane.has_other(now_ns, request.work, besides=request.worker, now=True)
+            and lane.has_other(now_ns, request, besides=request.worker, now=True)
             and health.can_retry(now_ns)
         ):
             return True
@@ -128,9 +128,9 @@ class Fallbacks:
             may_move = request.migrations < self._policies.migrations_max
             return (Event.MIGRATE if may_move else Event.FAIL), None
         lane, health = request.lane, self._policies.health
-        lane.failed(request.worker, request.work)
+        lane.failed(request.worker, request)
         may_retry = request.attempts - request.attempts_elsewhere <= self._retries_max
-        has_other = lane.has_other(now_ns, request.work)
+        has_other = lane.has_other(now_ns, request)
         if may_retry and has_other and health.may_retry(now_ns):
             return Event.RETRY, None
         if (leaves := self.leave(now_ns, request, _WHY.get(type(error), "failure"))) is not None:
@@ -148,7 +148,7 @@ class Fallbacks:
             return None
         action = self.leave(now_ns, request, "slo")
         if action is not None:
-            request.lane.queue.wait_on(request.work)
+            request.lane.queue.wait_on(request)
         return action
 
     def leave(self, now_ns: int, request: Request, why: DowngradeReason) -> FallBack | None:

@@ -1,12 +1,9 @@
-"""What the workers' time costs, and whose it was: drives `policy/lifecycle/machine_costs.py` with what the
-gateway sees.
-
-Our own workers tell what each request took. Of others the gateway sees tokens, not steps: a prompt counts as
-work when its first output comes, and each slice of an answer as the tokens computed, each of which read the
-context before it.
-
-What a worker's time costs, shared out to the requests that it worked for, so that the parts sum to the
+"""The cost of workers' time, shared out to the requests that they worked for, so that the parts sum to the
 bill.
+
+An engine worker reports what each request took (`ReportedCost`). Of an external one the gateway sees tokens,
+not steps: a prompt counts as work when its first output comes, and each slice of an answer as the tokens
+computed, each of which read the context before it. `Meters` brings what the gateway sees of all workers here.
 
     bill = price per hour * time
          = requests (their shares) + platform (probes and the like, and what rounding leaves) + idle (nothing
@@ -341,7 +338,7 @@ class Meters:
     def began(self, request: Request) -> None:
         """Its first output is here: the prompt is done."""
         if (running := self._running.get(request.id)) is not None:
-            computed = request.facts.prompt_tokens - request.cached_tokens
+            computed = request.facts.prompt_tokens - request.counted_cached_tokens
             self._worked(running, request.id, computed, request.facts.prompt_tokens // 2)
 
     def produced(self, request: Request) -> None:

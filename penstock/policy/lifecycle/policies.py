@@ -87,6 +87,13 @@ class NoLimits:
         del now_ns, tenant, prompt_tokens, output_tokens, key, user, request_id
         return _NO_TOKENS
 
+    def lacks(
+        self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, key: str, user: str
+    ) -> bool:
+        """Nothing."""
+        del now_ns, tenant, prompt_tokens, output_tokens, key, user
+        return False
+
 
 class NoBudgets:
     """Nobody has a budget."""
@@ -216,11 +223,26 @@ class Accounts:
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
 
+    def lacks(self, now_ns: int, facts: RequestFacts) -> bool:
+        """Whether the store of shared limits is asked first for what `open` would hold."""
+        return self._policies.limits.lacks(
+            now_ns,
+            facts.tenant,
+            facts.prompt_tokens,
+            self._expected(facts),
+            key=facts.key_prefix,
+            user=facts.user,
+        )
+
+    def _expected(self, facts: RequestFacts) -> int:
+        """Tokens of all choices together."""
+        lengths = self._policies.lengths
+        return facts.choices * lengths.expect(facts.tenant.id, facts.route, facts.max_tokens)
+
     def open(self, now_ns: int, facts: RequestFacts) -> Holds | Refused:
         """Hold what a request is expected to need, or nothing."""
         policies, tenant = self._policies, facts.tenant
-        longest = facts.max_tokens * facts.choices
-        expected = facts.choices * policies.lengths.expect(tenant.id, facts.route, facts.max_tokens)
+        longest, expected = facts.max_tokens * facts.choices, self._expected(facts)
         held = policies.limits.reserve(
             now_ns,
             tenant,
@@ -248,7 +270,7 @@ class Accounts:
         facts = request.facts
         longest = facts.max_tokens * facts.choices
         request.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
-        cached = max(request.cached_tokens, 0)
+        cached = max(request.counted_cached_tokens, 0)
         price = self._price(facts.route, facts.prompt_tokens, cached, request.budgeted)
         return request.money.renew(now_ns, price)
 

@@ -79,25 +79,25 @@ class Transitions:
         return answer
 
     def _enqueue(self, now_ns: int, request: Request, change: Change) -> None:
-        lane, work = request.lane, request.work
+        lane = request.lane
         if change.moved is not None:
-            dropped = lane.queue.push(now_ns, work)
+            dropped = lane.queue.push(now_ns, request)
             assert not isinstance(dropped, Full), "it was asked"
             for extra in self._extras:
                 extra.queued(now_ns, request)
             self._on_change(lane)
             self._on_dropped(now_ns, dropped)
             return
-        lane.failed(request.worker, work)
+        lane.failed(request.worker, request)
         if request.has_begun:
             count(request, change.usage)
-            work.blocks, work.goes_on = blocks_of(request), True
-        lane.queue.requeue(now_ns, work, has_begun=request.has_begun)
+            request.blocks, request.goes_on = blocks_of(request), True
+        lane.queue.requeue(now_ns, request, has_begun=request.has_begun)
         self._on_change(lane)
 
     def _leave(self, now_ns: int, request: Request, change: Change) -> None:
-        if request.work.waiting:  # Else the queue dropped it, to make room for another one.
-            request.lane.queue.remove(request.work)
+        if request.waiting:  # Else the queue dropped it, to make room for another one.
+            request.lane.queue.remove(request)
         self._on_change(request.lane)  # A request behind it may fit.
 
     def _retarget(self, now_ns: int, request: Request, change: Change) -> None:
@@ -106,22 +106,18 @@ class Transitions:
         request.tokens.undo(now_ns)
         request.money.undo(now_ns)
         moved = change.moved
-        request.facts, request.lane = moved.facts, moved.lane
-        request.take(moved.holds)
-        request.work = request.booked = moved.work
-        request.cached_tokens = moved.facts.cached_tokens
+        request.retarget(moved.facts, moved.lane, moved.work, moved.holds)
 
     def _start(self, now_ns: int, request: Request, change: Change) -> Start:
-        lane, work = request.lane, request.work
-        request.attempt, request.booked = request.attempts, work
+        lane = request.lane
+        request.attempt = request.attempts
         for extra in self._extras:
             extra.started(now_ns, request)
         self._policies.health.started(now_ns, lane.route, request.worker)
-        if work.matched_tokens:
+        if request.matched_tokens:
             charge_matched(request)
-        order = lane.queue.order_of(work)
-        takes_row = request.booked.takes_row
-        return Start(request.id, lane.route, request.worker, order, request.attempts, takes_row)
+        order = lane.queue.order_of(request)
+        return Start(request.id, lane.route, request.worker, order, request.attempts, request.takes_row)
 
     def _abort(self, now_ns: int, request: Request, change: Change) -> Abort:
         return Abort(request.id, request.worker)
@@ -134,30 +130,30 @@ class Transitions:
         facts, lane = request.facts, request.lane
         count(request, change.usage)
         if request.has_begun or request.outcome in (Outcome.FINISHED, Outcome.CANCELLED):
-            request.prompt_tokens = facts.prompt_tokens
+            request.counted_prompt_tokens = facts.prompt_tokens
             charge(request, request.completion_tokens)
             each = request.completion_tokens // facts.choices
             self._policies.lengths.observe(facts.tenant.id, lane.route, each)
         else:
-            request.cached_tokens = request.completion_tokens = 0
-            lane.queue.charge(request.work, 0)
+            request.counted_cached_tokens = request.completion_tokens = 0
+            lane.queue.charge(request, 0)
         if request.outcome is Outcome.FINISHED:
             self._policies.health.succeeded()
             for extra in self._extras:
                 extra.finished(facts)
-        lane.queue.end(request.work)
+        lane.queue.end(request)
 
     def _release(self, now_ns: int, request: Request, change: Change) -> None:
         lane = request.lane
         self._policies.health.ended(now_ns, lane.route, request.worker, change.error)
         usage = change.usage if request.state is State.ENDED else None
-        request.work.identity = request.booked.identity  # Of the attempt that was ahead, if there were two.
+        request.identity = request.booked.identity  # Of the attempt that was ahead, if there were two.
         lane.release(now_ns, request.worker, request.booked, usage)
-        request.booked = request.work
+        request.hedge_booked = None
         self._on_change(lane)
 
     def _forget(self, request: Request) -> None:
-        request.lane.forget(request.work)
+        request.lane.forget(request)
         for extra in self._extras:
             extra.left(request)
 
@@ -166,10 +162,10 @@ class Transitions:
         del self._requests[request.id]
         self._forget(request)
         if request.has_begun:  # Also if it waited for another worker to continue.
-            request.prompt_tokens = request.facts.prompt_tokens
+            request.counted_prompt_tokens = request.facts.prompt_tokens
         used = Usage(
-            prompt_tokens=request.prompt_tokens,
-            cached_tokens=request.cached_tokens,
+            prompt_tokens=request.counted_prompt_tokens,
+            cached_tokens=request.counted_cached_tokens,
             completion_tokens=request.completion_tokens,
         )
         request.cost_micros = self._accounts.settle(now_ns, request, used)

@@ -30,6 +30,10 @@ class TokenSource(Protocol):
         """Whether `amount` may be spent now."""
         ...
 
+    def lacks(self, now_ns: int, amount: int) -> bool:
+        """Whether a store is asked first, since what is here does not cover `amount`. Never waits."""
+        ...
+
     def take(self, now_ns: int, amount: int) -> None:
         """Spend `amount`, into debt if need be."""
         ...
@@ -114,6 +118,11 @@ class Bucket:
     def has(self, now_ns: int, amount: int) -> bool:
         """See `TokenSource.has`."""
         return self.level(now_ns) >= amount * UNIT
+
+    def lacks(self, now_ns: int, amount: int) -> bool:
+        """See `TokenSource.lacks`: all there is to know is here."""
+        del now_ns, amount
+        return False
 
     def take(self, now_ns: int, amount: int) -> None:
         """See `TokenSource.take`."""

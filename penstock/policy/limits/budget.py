@@ -15,13 +15,10 @@ ends, as in the ledger, so the sum of what was settled is the sum of the ledger'
 Spending elsewhere counts as soon as somebody tells of it: `restore` by the ledger of this machine, `heed` by
 a store that gateways of several machines share. Neither is asked by a request.
 
-Pure: times are the gateway's monotonic clock; `wall_offset_ns` makes dates of them.
-
-Days and months of the UTC calendar as plain integers, for code that may not ask the machine.
-
-After Howard Hinnant, "chrono-compatible low-level date algorithms": civil_from_days and days_from_civil,
-which are exact for the proleptic Gregorian calendar. A day is its number since 1970-01-01; a month is 12 *
-year + (month - 1).
+Pure: times are the gateway's monotonic clock; `wall_offset_ns` makes dates of them. Days and months of the
+UTC calendar are plain integers: a day is its number since 1970-01-01, a month is 12 * year + (month - 1).
+They are computed after Howard Hinnant, "chrono-compatible low-level date algorithms" (civil_from_days and
+days_from_civil), which are exact for the proleptic Gregorian calendar.
 """
 
 from collections import deque

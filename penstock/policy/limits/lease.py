@@ -1,14 +1,15 @@
 """Limits that several gateways share: a bucket that is filled by leases.
 
 The true bucket of a tenant is in a store (Redis, or the parent of `penstock serve --processes`). A gateway
-spends from a lease of it, about a second's worth, and asks for more ahead of need: no request ever waits for
-the store.
+spends from a lease of it, about a second's worth, and asks for more ahead of need. A request that the lease
+does not cover asks for what it needs (`lacks`) and waits for the answer, within a deadline: so while the
+store answers in time, all gateways together grant what the limit allows and no token more.
 
-What a gateway has not leased it may still spend **on credit**, up to one lease, as far as the store's last
-word says that the bucket has it; the next question charges that to the bucket, into debt if others were
-quicker. So all gateways together overshoot a limit by at most one lease each, and what they overshot is
-waited for. A request that is larger than a lease may be the one thing on credit: a lease is never less than
-one request.
+When the store is late, a gateway may spend **on credit** what it has not leased, up to one lease, as far as
+the store's last word says that the bucket has it; the next question charges that to the bucket, into debt if
+others were quicker. So all gateways together then overshoot a limit by at most one lease each, and what they
+overshot is waited for. A request that is larger than a lease may be the one thing on credit: a lease is never
+less than one request. Right after the store has said that the bucket is empty there is no credit.
 
 A question carries a number, and asking it again gets the same answer: one that was carried out but never
 answered is not granted twice. While the store is away, `on_store_down` says what to spend: nothing but what
@@ -90,9 +91,11 @@ class Leases:
         "config",
         "down_ns",
         "is_counted",
+        "is_late",
         "lease_ns",
         "num_failures",
         "num_gateways",
+        "on_need",
         "on_want",
     )
 
@@ -101,6 +104,10 @@ class Leases:
         self.lease_ns = int(config.lease_s * NS_PER_S)
         self.on_want = on_want
         """Called when there is something to ask and there was nothing before."""
+        self.on_need: Callable[[], None] | None = None
+        """Called when a request waits for the next answer."""
+        self.is_late = False
+        """A request has waited for the store in vain: until it answers again, no other one waits."""
         self.num_gateways = config.gateways
         """As the store said last."""
         self._joined_ns: int | None = None
@@ -143,7 +150,7 @@ class Leases:
         """The store answered the last `asks` (or an empty batch, which only says who is there)."""
         assert len(reply.grants) == len(self._in_flight), "a grant for each question"
         buckets, self._in_flight = self._in_flight, []
-        was_down, self.down_ns = self.down_ns is not None, None
+        was_down, self.down_ns, self.is_late = self.down_ns is not None, None, False
         if self._joined_ns is None or was_down:
             self._joined_ns = now_ns
         # Gateways that start together, or come back to a store that forgot them, are not all counted at once.
@@ -175,6 +182,12 @@ class Leases:
         self._wanting[bucket] = None
         if was_empty and self.on_want is not None:
             self.on_want()
+
+    def need(self, bucket: "LeasedBucket") -> None:
+        """Ask for this bucket at once: a request waits for it."""
+        self.want(bucket)
+        if self.on_need is not None:
+            self.on_need()
 
     def next_ns(self) -> int | None:
         """The earliest time at which `asks` has something to ask; None if nothing is wanted."""
@@ -232,6 +245,7 @@ class LeasedBucket:
         "burst",
         "key",
         "listed",
+        "needed",
         "not_before_ns",
         "offline",
         "pending",
@@ -252,6 +266,8 @@ class LeasedBucket:
         """A question that was asked and not answered."""
         self.size = max(1, leases.lease_max(rate, burst) >> 3)
         """What it keeps on lease: twice what it spent in the last lease time."""
+        self.needed = 0
+        """What the requests need that wait for the next answer."""
         self.recall = False
         """Whether to ask even if nothing is wanted, so that the store learns what it may have forgotten."""
         self.active_ns = self.not_before_ns = now_ns
@@ -268,7 +284,7 @@ class LeasedBucket:
     # --- spending -----------------------------------------------------------------------------
 
     def has(self, now_ns: int, amount: int) -> bool:
-        """See `Tokens.has`."""
+        """See `TokenSource.has`."""
         self.active_ns = now_ns
         if amount <= self.balance:
             return True
@@ -276,14 +292,29 @@ class LeasedBucket:
             self._lend(now_ns)
             return amount <= self.balance or self._leases.config.on_store_down == "open"
         self._leases.want(self)
+        if now_ns < self.not_before_ns:
+            return False  # The store has just said that it is empty.
         short = amount - self.balance
         on_credit = short + self._owed_pending()
         if on_credit > self._known(now_ns):
             return False
         return on_credit <= self._leases.lease_max(self.rate, self.burst) or on_credit <= amount
 
+    def lacks(self, now_ns: int, amount: int) -> bool:
+        """See `TokenSource.lacks`: what is not on lease, while the store answers and did not just say that it
+        is empty.
+        """
+        self.active_ns, leases = now_ns, self._leases
+        if amount <= self.balance or leases.down_ns is not None or leases.is_late:
+            return False
+        if now_ns < self.not_before_ns:
+            return False
+        self.needed = min(self.burst, self.needed + amount)
+        leases.need(self)
+        return True
+
     def take(self, now_ns: int, amount: int) -> None:
-        """See `Tokens.take`."""
+        """See `TokenSource.take`."""
         assert amount >= 0, amount
         self.balance -= amount
         self._taken += amount
@@ -295,14 +326,14 @@ class LeasedBucket:
             leases.want(self)
 
     def give(self, now_ns: int, amount: int) -> None:
-        """See `Tokens.give`."""
+        """See `TokenSource.give`."""
         assert amount >= 0, amount
         self.balance += amount
         if self.balance > self.size << 1:
             self._leases.want(self)
 
     def wait_ns(self, now_ns: int, amount: int) -> int:
-        """See `Tokens.wait_ns`.
+        """See `TokenSource.wait_ns`.
 
         As far as this gateway can know: what others take meanwhile it learns later.
         """
@@ -319,7 +350,7 @@ class LeasedBucket:
         return max(self._leases.lease_ns // 8, ceil_div(units, self.rate))
 
     def place_ns(self, now_ns: int, amount: int, ahead_max_ns: int) -> int:
-        """See `Tokens.place_ns`.
+        """See `TokenSource.place_ns`.
 
         The other gateways hand out places in the same refill: this one has its share of it.
 
@@ -335,14 +366,14 @@ class LeasedBucket:
         return self._line.place_ns(now_ns, wait_ns, length_ns, ahead_max_ns)
 
     def standing(self, now_ns: int) -> tuple[int, int]:
-        """See `Tokens.standing`: the whole bucket's, as far as this gateway knows."""
+        """See `TokenSource.standing`: the whole bucket's, as far as this gateway knows."""
         there = self.balance - self._owed_pending()
         units = there * UNIT + self._known_units(now_ns)
         left = there if self._leases.down_ns is not None else units // UNIT
         return min(self.burst, max(0, left)), max(0, ceil_div(self.burst * UNIT - units, self.rate))
 
     def change(self, now_ns: int, rate: int, burst: int) -> None:
-        """See `Tokens.change`. The store learns it from the next question."""
+        """See `TokenSource.change`. The store learns it from the next question."""
         self._known_level = max(self._known_level + burst - self.burst, min(self._known_level, 0))
         self.rate, self.burst = rate, burst
         self._leases.want(self)
@@ -363,12 +394,13 @@ class LeasedBucket:
         )  # What is not charged is not given back.
         self.offline = 0
         owed, returned, want = max(0, -self.balance), 0, 0
+        needed, self.needed = self.needed, 0
         if now_ns - self.active_ns >= _IDLE_LEASES * self._leases.lease_ns:
             returned = max(0, self.balance)
-        elif self.balance > 2 * self.size:
+        elif self.balance > 2 * self.size and not needed:
             returned = self.balance - self.size
         else:
-            want = max(0, self.size - max(0, self.balance))
+            want = max(0, max(self.size, needed) - max(0, self.balance))
         if not (owed or returned or want or offline or self.recall):
             return None
         self.recall = False
@@ -393,6 +425,7 @@ class LeasedBucket:
         """The store's answer to the pending question."""
         assert self.pending is not None, "an answer without a question"
         want, self.pending, self._promised = self.pending.want, None, 0
+        self.needed = 0  # Who still waits for more says so again.
         self.balance += grant.granted
         self._epoch, self._known_level, self._known_us = grant.epoch, grant.level, grant.at_us
         self._seen_ns = now_ns

@@ -83,6 +83,22 @@ class LimitLevels:
             held.append(answer)
         return LevelsReservation(held)
 
+    def lacks(
+        self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, key: str, user: str
+    ) -> bool:
+        """Whether the store is asked, on any level, for what is not covered here: see `TokenSource.lacks`."""
+        needed = prompt_tokens + output_tokens
+        if self._tenants.lacks(now_ns, tenant, needed):
+            return True
+        levels = ((tenant.per_key, "key", key), (tenant.per_user, "user", user))
+        if all(limits is None for limits, _, _ in levels) or not self._tenants.has(now_ns, tenant, needed):
+            return False  # One that its tenant's limit refuses is not asked for.
+        lacks = False
+        for limits, level, name in levels:
+            if limits is not None:
+                lacks |= self.parts.lacks(now_ns, self._part(tenant, limits, level, name), needed)
+        return lacks
+
     def _part(self, tenant: Tenant, limits: PartLimits, level: str, name: str) -> Tenant:
         """A key or a user, as the limiter knows it: the same object as long as its limits are."""
         # A client's words name no key of a store, and take no more memory than this.

@@ -15,10 +15,8 @@ Pure: gateway and simulator run this same object, each on its own clock. Whoever
 gateways hands in buckets that are filled by leases (policy/limits/lease.py); nothing here knows the
 difference.
 
-The `x-ratelimit-*` headers, as OpenAI writes them.
-
-They stand on every response, so they are made of few operations: a tenant's limits are formatted once, and
-the rest is integers.
+`limit_headers` writes the `x-ratelimit-*` headers as OpenAI does. They stand on every response, so they take
+few operations: a tenant's limits are formatted once, and the rest is integers.
 """
 
 from collections.abc import Callable
@@ -305,11 +303,7 @@ class Limiter:
         if requests is not None:
             num_requests = min(num_requests, requests.burst)
         needed = prompt_tokens + output_tokens
-        if (
-            (0 < tenant.concurrent_max <= use.live)
-            or (requests is not None and not requests.has(now_ns, num_requests))
-            or (tokens is not None and not tokens.has(now_ns, needed))
-        ):
+        if not _has(now_ns, use, needed, num_requests):
             return self._refuse(now_ns, use, needed, num_requests, request_id)
         if requests is not None:
             requests.take(now_ns, num_requests)
@@ -319,6 +313,20 @@ class Limiter:
         self.outstanding += needed
         assert tokens is None or needed <= tokens.burst, "what never fits is refused as too large"
         return LimitReservation(self, use, now_ns, prompt_tokens, output_tokens, num_requests)
+
+    def lacks(self, now_ns: int, tenant: Tenant, needed: int) -> bool:
+        """Whether the store is asked for what one request of `needed` tokens is not covered by here."""
+        use, lacks = self._of(now_ns, tenant), False
+        if use.tokens is not None:
+            lacks = use.tokens.lacks(now_ns, min(needed, use.tokens.burst))
+        if use.requests is not None:
+            lacks |= use.requests.lacks(now_ns, 1)
+        return lacks
+
+    def has(self, now_ns: int, tenant: Tenant, needed: int) -> bool:
+        """Whether one request of `needed` tokens would be let in."""
+        use = self._of(now_ns, tenant)
+        return _has(now_ns, use, min(needed, use.tokens.burst) if use.tokens is not None else 0, 1)
 
     def headers(self, now_ns: int, tenant: Tenant) -> Headers:
         """The `x-ratelimit-*` headers of the limits that the tenant has, as they stand now; empty if it has
@@ -417,6 +425,14 @@ class Limiter:
                 del self._tenants[key]
         bound = max(self.config.tenants_max, len(self._tenants) + 1)
         self._collect_at = min(bound, max(_COLLECT_MIN, 2 * len(self._tenants)))
+
+
+def _has(now_ns: int, use: _Use, needed: int, num_requests: int) -> bool:
+    return not (
+        (0 < use.tenant.concurrent_max <= use.live)
+        or (use.requests is not None and not use.requests.has(now_ns, num_requests))
+        or (use.tokens is not None and not use.tokens.has(now_ns, needed))
+    )
 
 
 NO_LIMITS = Tenant(id=TenantId("\0none"))

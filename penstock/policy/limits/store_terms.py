@@ -9,7 +9,7 @@ from penstock.config.flow import SharedConfig
 
 LEASE_S = 1.0
 """A gateway leases this many seconds' worth of a limit (or, while few gateways share, its part of a quarter
-of the burst). All of them together overshoot by at most one lease each."""
+of the burst). While the store is late, all of them together overshoot by at most one lease each."""
 TIMEOUT_S = 0.25
 """The store is away when it has not answered for this long."""
 RETRY_S = 0.5

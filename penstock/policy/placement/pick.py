@@ -3,18 +3,17 @@
 Pure: the same facts and draws give the same choice.
 
 1. the least total of the workers that could start the request now, never one that was filtered; one where it
-failed before only if there is no other
+   failed before only if there is no other
 2. if a worker that has no room yet would give the first token sooner all the same: hold the request for it,
    no longer than that saves (delay scheduling: Zaharia et al., "Delay Scheduling: A Simple Technique for
    Achieving Locality and Fairness in Cluster Scheduling", EuroSys 2010)
 3. of those that are within a few per cent of the best: the session's last worker, else the less loaded of two
    drawn by chance (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001)
 4. one decision in a hundred takes any that is not much worse, so that what is known of all workers stays
-fresh
+   fresh
 
-The last decisions, by request: what `GET /admin/explain/{request_id}` answers from.
-
-Bounded; knows no transport.
+`DecisionLog` has the last decisions, by request: `GET /admin/explain/{request_id}` answers from it. It is
+bounded, and knows no transport.
 """
 
 from collections import OrderedDict

@@ -14,8 +14,8 @@ A worker that is alone gets what fits on it: no prompt is hashed, looked up, pre
 is learned, because nothing could be chosen by it. Its own events keep the index up to date for the day when
 another worker comes.
 
-Where parts of prompts are cached, as a placement asks for it; and where sessions and adapters were
-last.
+`Locality` is what a placement asks where parts of prompts are cached; where sessions and adapters were last
+it remembers itself.
 """
 
 from collections import OrderedDict

@@ -7,7 +7,7 @@ twice the largest single charge; corrections add at most what was misjudged of t
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 
 import msgspec
@@ -28,7 +28,9 @@ _PASSED_MAX = 8
 
 
 class Work(msgspec.Struct, eq=False, kw_only=True):
-    """What the queue knows of one request. Made by its owner; the lower half is the queue's own."""
+    """What the queue knows of one request; the lower half is the queue's own. A `Request` is one, and what is
+    booked for a hedge.
+    """
 
     id: RequestId
     band: str
@@ -65,8 +67,8 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     goes_on: bool = False
     """It was begun on a worker that is lost: only one that goes on behind its last token can have it."""
     identity: str = ""
-    """Of the worker that it was started on last: where it goes on must be the same, or its tokens would be
-    another model's."""
+    """Of the worker that it was started on last: where it continues must be the same, or its tokens would be
+    another model's; empty: a foreign engine's, which any worker of the model may continue."""
 
     takes_row: bool = False
     """Its tenant ran nothing else of the model when it was started: a worker may be given it beyond its
@@ -101,11 +103,12 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
 class TenantQueue(ServiceCounter):
     """One tenant's requests in the band, and its counter."""
 
-    __slots__ = ("entry", "heap", "num_bytes", "num_running", "num_waiting", "number", "tenant")
+    __slots__ = ("_waiting", "entry", "heap", "num_bytes", "num_running", "num_waiting", "number", "tenant")
 
-    def __init__(self, tenant: TenantId, number: int) -> None:
+    def __init__(self, tenant: TenantId, number: int, waiting: Mapping[int, Work]) -> None:
+        """`waiting` is what waits in the band, by number and by reference."""
         super().__init__()
-        self.tenant = tenant
+        self.tenant, self._waiting = tenant, waiting
         self.number = number
         """Breaks ties between equal counters: who was seen first."""
         self.heap: list[tuple[int, int, Work]] = []
@@ -120,11 +123,15 @@ class TenantQueue(ServiceCounter):
         """The first that waits in line, not counting those that are set aside."""
         heap = self.heap
         while heap:
-            work = heap[0][2]
-            if work.waiting and not work.aside:
-                return work
+            if self.is_in_line(heap[0]):
+                return heap[0][2]
             heappop(heap)
         return None
+
+    def is_in_line(self, entry: tuple[int, int, Work]) -> bool:
+        """Whether an entry of the heap still counts: its request may have left, and wait elsewhere by now."""
+        _, number, work = entry
+        return self._waiting.get(number) is work and not work.aside
 
     def add(self, work: Work) -> None:
         """Put in order."""
@@ -133,7 +140,7 @@ class TenantQueue(ServiceCounter):
     def compact(self) -> None:
         """Drop what left, when it is most of the heap: cancels cannot grow it."""
         if len(self.heap) > 2 * self.num_waiting + 16:
-            self.heap = [entry for entry in self.heap if entry[2].waiting and not entry[2].aside]
+            self.heap = [entry for entry in self.heap if self.is_in_line(entry)]
             heapify(self.heap)
 
 
@@ -143,7 +150,7 @@ class Band:
     __slots__ = (
         "_gap_ns", "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level",
         "num_active", "num_bytes", "num_running", "num_tenants", "recent", "served_ns", "starvation_ns",
-        "timeout_ns", "waiting",
+        "timeout_ns", "untold", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: BandTerms, level: int) -> None:
@@ -166,6 +173,8 @@ class Band:
         """Those with something waiting."""
         self.served_ns = 0
         """When it last started something, or began to wait."""
+        self.untold: dict[TenantId, int] | None = None
+        """What each tenant was charged since other gateway processes were told; None: there are none."""
         self._lines: dict[TenantId, TenantQueue] = {}
         self._heap: list[tuple[int, int, int, int, TenantQueue]] = []
         self._last = 0
@@ -206,7 +215,7 @@ class Band:
         line = self._lines.get(work.tenant)
         if line is None:
             self._forget_idle(kept_max)
-            line = self._lines[work.tenant] = TenantQueue(work.tenant, self._next_line)
+            line = self._lines[work.tenant] = TenantQueue(work.tenant, self._next_line, self.waiting)
             self._next_line += 1
         if not self.waiting:
             self.served_ns = now_ns
@@ -348,9 +357,22 @@ class Band:
             return
         line = self._lines[work.tenant]
         line.served += charge - work.charged
+        if self.untold is not None:
+            self.untold[work.tenant] = self.untold.get(work.tenant, 0) + charge - work.charged
         if charge < work.charged and line.num_waiting and line.head() is not None:
             self._enter(line)  # Only what grows may be found late.
         work.charged = charge
+
+    def served_elsewhere(self, tenant: TenantId, units: int) -> None:
+        """Another gateway process has charged the tenant so much. One that is idle here begins level with
+        those that wait, whatever it had elsewhere.
+        """
+        line = self._lines.get(tenant)
+        if line is None or not (line.num_waiting or line.num_running):
+            return
+        line.served += units
+        if units < 0 and line.num_waiting and line.head() is not None:
+            self._enter(line)
 
     def served(self, tenant: TenantId) -> float:
         """The tenant's counter, in computed prompt tokens."""
@@ -405,5 +427,5 @@ class Band:
             assert line.num_waiting == len(own), line.tenant
             assert line.num_bytes == sum(work.num_bytes for work in own)
             in_line = {id(work) for work in own if not work.aside}
-            assert in_line == {id(w) for _, _, w in line.heap if w.waiting and not w.aside}
+            assert in_line == {id(entry[2]) for entry in line.heap if line.is_in_line(entry)}
             assert not in_line or id(line) in entries, f"{line.tenant} waits and would not be found"

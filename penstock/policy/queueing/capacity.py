@@ -55,7 +55,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     adapters_max: int = 0
     """Adapters that it can hold, and so load; 0: only those that it has."""
     resumes: bool = True
-    """It can go on with what another worker of its identity began."""
+    """It can continue what another worker began."""
     identity: str = ""
     """What it computes (kv/hashing.py); empty: it does not tell."""
     terms: DeploymentTerms | None = None
@@ -402,10 +402,10 @@ class CapacityTable:
 
 
 def can_resume_at(work: Work, view: WorkerView) -> bool:
-    """Whether what was begun elsewhere gets the very tokens there that would have followed: nothing else is
-    promised of a stream.
+    """Whether what was begun elsewhere can be continued there. What has an identity gets the very tokens that
+    would have followed, from a worker of the same one; a foreign engine has none, and promised no tokens.
     """
-    return view.resumes and view.identity == work.identity
+    return view.resumes and (not work.identity or view.identity == work.identity)
 
 
 def uncached_tokens(work: Work) -> int:

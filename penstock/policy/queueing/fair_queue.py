@@ -86,6 +86,10 @@ class FairQueue:
         """The index of a band; of the default one if there is none of that name."""
         return self._levels.get(name, self._default)
 
+    def waits(self, work: Work) -> bool:
+        """Whether it waits here; it may have left, and wait for another model."""
+        return work.waiting and self.bands[work.level].waiting.get(work.number) is work
+
     def would_refuse(self, work: Work) -> bool:
         """Whether `push` would say no. Changes nothing."""
         level = self.level_of(work.band)
@@ -181,6 +185,18 @@ class FairQueue:
         self.num_bytes -= work.num_bytes
         assert self.num_waiting >= 0 <= self.num_bytes, "more left than came"
 
+    def take_untold(self) -> list[tuple[int, TenantId, int]]:
+        """By band's level and tenant, what was charged since the last call; from the first call on."""
+        found = [(band.level, *each) for band in self.bands for each in (band.untold or {}).items()]
+        for band in self.bands:
+            band.untold = {}
+        return found
+
+    def served_elsewhere(self, level: int, tenant: TenantId, units: int) -> None:
+        """Count what another gateway process has charged a tenant of a band."""
+        if level < len(self.bands):
+            self.bands[level].served_elsewhere(tenant, units)
+
     def charge(self, work: Work, tenths: int) -> None:
         """Correct what a started request counts for its tenant: `band.cost` of what is known by now."""
         self.bands[work.level].charge(work, tenths)
@@ -193,7 +209,7 @@ class FairQueue:
         """One whose wait is over, still waiting; None if there is none."""
         while self._expiries and self._expiries[0][0] <= now_ns:
             work = self._expiries[0][2]
-            if work.waiting and work.expires_ns <= now_ns:
+            if work.expires_ns <= now_ns and self.waits(work):
                 return work
             heappop(self._expiries)
         return None
@@ -207,7 +223,7 @@ class FairQueue:
 
     def next_ns(self) -> int | None:
         """When the next wait is over."""
-        while self._expiries and not self._expiries[0][2].waiting:
+        while self._expiries and not self.waits(self._expiries[0][2]):
             heappop(self._expiries)
         return self._expiries[0][0] if self._expiries else None
 
@@ -259,7 +275,7 @@ class FairQueue:
         self.num_bytes += work.num_bytes
         self._entered.append(work)
         if len(self._expiries) > 2 * self.num_waiting + 64:
-            self._expiries = [entry for entry in self._expiries if entry[2].waiting]
+            self._expiries = [entry for entry in self._expiries if self.waits(entry[2])]
             heapify(self._expiries)
         self._pushes += 1  # A request that is tried again may have two entries: they must differ.
         heappush(self._expiries, (work.expires_ns, self._pushes, work))

@@ -1,4 +1,4 @@
-"""One model's queue and its workers' rooms, and which request starts where, next.
+"""One model's queue and the capacity of its workers, and which request starts where, next.
 
 Knows requests only as `Work`.
 """
@@ -242,7 +242,7 @@ class ModelQueue:
         if oldest is not None:
             times.append(self._no_worker_until(oldest))
         holds = self._holds
-        while holds and not (holds[0][0] > now_ns and holds[0][2].waiting):
+        while holds and not (holds[0][0] > now_ns and self.queue.waits(holds[0][2])):
             heappop(holds)
         if holds:
             times.append(holds[0][0])
@@ -387,7 +387,7 @@ class ModelQueue:
         """Keep a worker free for whoever was passed over too long, until it fits there."""
         if self.held is not None:
             kept = self.rooms.held
-            if not self.held.waiting or kept is None or kept.id in self._blocked(now_ns, self.held):
+            if not self.queue.waits(self.held) or kept is None or kept.id in self._blocked(now_ns, self.held):
                 self._unhold()
         if self.held is None:
             work = self.queue.overdue(now_ns)

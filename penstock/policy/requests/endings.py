@@ -27,7 +27,7 @@ class Evict(msgspec.Struct, frozen=True):
 
     id: RequestId
     reason: str
-    """"timeout", "no_worker", "queue_full", "memory", "drain"."""
+    """"timeout" and "late" (waited too long), "no_worker", "queue_full", "memory", "quarantine", "drain"."""
     error: PenstockError
     worker_id: WorkerId | None = None
     settled: Settled | None = None

@@ -1,9 +1,8 @@
-"""What a plug-in on requests' lives may hook into.
+"""What a plug-in on the lives of requests may hook into: hedging, the crash quarantine and the attempt clock
+are plug-ins (policy/extras/).
 
-`FlowControl` calls each hook of each plug-in that is configured.
-
-A plug-in keeps what it knows beside the request, not in it. Those that are off by default are absent then:
-see `FlowControl`.
+`FlowControl` calls each hook of each plug-in that is configured; one that is off is absent. A plug-in keeps
+what it knows beside the request, not in it.
 """
 
 from collections.abc import Iterable

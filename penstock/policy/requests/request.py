@@ -1,15 +1,13 @@
-"""One accepted request: its facts, where it is, what is held for it, and what its usage record is made of.
+"""One accepted request: its facts and its state, its place in a queue or at a worker, what is held for it,
+and what its usage record is made of.
 
-What is held for a request while it lives: tokens of its tenant's limits, and money of its budget, slice by
-slice.
-
-Knows limits, budgets and prices as `parts` names them, and nothing of queues and workers.
-
-What a request's streams used, as their workers counted it, over all choices and all workers that it ran
-on.
+Held are tokens of its tenant's limits and money of its budget, slice by slice, both known by their contracts
+(policy/contracts.py). A choice is one stream; most requests have one. What its streams used is summed here,
+as their workers counted it, over all choices and all workers that it ran on.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -40,65 +38,6 @@ class Holds(msgspec.Struct, frozen=True, kw_only=True):
         self.money.undo(now_ns)
 
 
-_NOTHING = Usage()
-
-
-class UsageSum:
-    """One for each request. A choice is one stream; most requests have one."""
-
-    __slots__ = ("_before", "_usages", "choices_per_prompt")
-
-    def __init__(self, choices_per_prompt: int = 1) -> None:
-        self.choices_per_prompt = choices_per_prompt
-        self._usages: dict[int, Usage] = {}
-        """By index of the choice."""
-        self._before: dict[int, Usage] = {}
-        """Of choices that continue on another worker: what was used until they left the last one."""
-
-    def ended(self, index: int, usage: Usage) -> None:
-        """A choice's stream on its worker is over."""
-        before = self._before.get(index)
-        self._usages[index] = usage if before is None else continued(before, usage)
-
-    def break_off(self, *, has_begun: bool) -> None:
-        """Every choice whose stream was cut continues elsewhere; if none has begun, each begins again."""
-        if has_begun:
-            self._before.update(self._usages)
-        else:
-            self._usages.clear()
-
-    def of(self, index: int) -> Usage | None:
-        """One choice's."""
-        return self._usages.get(index)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest answer."""
-        return max((usage.completion_tokens for usage in self._usages.values()), default=0)
-
-    def total(self) -> Usage:
-        """All choices together: every prompt once, every choice's answer. Times are the first choice's."""
-        if len(self._usages) == 1 and 0 in self._usages:
-            return self._usages[0]
-        usages = list(self._usages.values())
-        firsts = [usage for i, usage in self._usages.items() if i % self.choices_per_prompt == 0]
-        first = self._usages.get(0, _NOTHING)
-        return Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
-            completion_tokens=sum(usage.completion_tokens for usage in usages),
-            cached_tokens=sum(usage.cached_tokens for usage in firsts),
-            host_cached_tokens=sum(usage.host_cached_tokens for usage in firsts),
-            queue_ns=first.queue_ns,
-            prefill_ns=first.prefill_ns,
-            decode_ns=first.decode_ns,
-            steps=sum(usage.steps for usage in usages),
-            computed_tokens=sum(usage.computed_tokens for usage in usages),
-            preemptions=sum(usage.preemptions for usage in usages),
-            kv_block_ns=sum(usage.kv_block_ns for usage in usages),
-            device_ns=sum(usage.device_ns for usage in usages),
-        )
-
-
 def continued(before: Usage, after: Usage) -> Usage:
     """What a stream used that went on on another worker, as if it had never been interrupted: its prompt was
     read once for it, its answer is one, and the time of the move is part of its decoding. The machines' work
@@ -126,6 +65,7 @@ def continued(before: Usage, after: Usage) -> Usage:
     )
 
 
+_NOTHING = Usage()
 NO_PROMISE = Pass()
 _MOVES = [[TABLE.get((state, event)) for event in Event] for state in State]
 """`TABLE` by index: two list look-ups per event."""
@@ -150,108 +90,89 @@ class Hedge(msgspec.Struct, gc=False):
     started_ns: int
 
 
-class Request:
-    """One accepted request. `FlowControl` changes it; others read it."""
+class Request(Work):
+    """One accepted request. `FlowControl` changes it; others read it. The queue and the placement know it as
+    a `Work`, whose fields it has, too.
+    """
 
-    __slots__ = (
-        "arrived_ns",
-        "asked_ns",
-        "attempt",
-        "attempts",
-        "attempts_elsewhere",
-        "booked",
-        "budgeted",
-        "cached_tokens",
-        "completion_tokens",
-        "cost_micros",
-        "dispatched_ns",
-        "ended_ns",
-        "error",
-        "expected",
-        "facts",
-        "finish_reason",
-        "first_output_ns",
-        "hedge",
-        "hedged_ns",
-        "io",
-        "lane",
-        "machine_micros",
-        "migrations",
-        "money",
-        "outcome",
-        "predicted_ns",
-        "prompt_tokens",
-        "queue_ns",
-        "queued_ns",
-        "reason",
-        "state",
-        "tokens",
-        "usage",
-        "usages",
-        "work",
-        "worker",
-    )  # fmt: skip
+    facts: RequestFacts
+    lane: ModelQueue
+    tokens: TokenHold
+    money: MoneyHold
+    expected: int
+    """Answer tokens that its fair share was charged for."""
+    budgeted: int
+    """Answer tokens that the budget holds money for."""
+    entered_ns: int
+    """When it was queued last."""
+    counted_cached_tokens: int
+    """Of the prompt: expected, then as reported."""
+    io: object = None
+    """The driver's: its streams on workers, and its client."""
+    predicted_ns: int = 0
+    """Its time to first token as it was expected when it came; 0: not known."""
 
-    def __init__(self, facts: RequestFacts, now_ns: int, lane: ModelQueue, work: Work, holds: Holds) -> None:
-        self.facts, self.lane, self.work = facts, lane, work
-        self.take(holds)
-        self.io: object = None
-        """The driver's: its streams on workers, and its client."""
-        self.predicted_ns = 0
-        """Its time to first token as it was expected when it came; 0: not known."""
-        self.state = State.QUEUED
-        self.arrived_ns = self.queued_ns = now_ns
-        self.dispatched_ns = self.first_output_ns = self.ended_ns = -1
-        """Of the last time that it was dispatched, as `queued_ns` is of the last that it was queued; -1:
-        never."""
-        self.queue_ns = 0
-        """Time in the queue, all visits together."""
-        self.worker = WorkerId("")
-        self.booked = work
-        """What is booked at `worker`: `work`, or that of a second attempt which outran the first."""
-        self.attempt = 0
-        """The number of the attempt at `worker`; 0 while there is none."""
-        self.attempts = 0
-        self.migrations = 0
-        """Attempts that continued behind what another worker had given, or were to."""
-        self.hedge: Hedge | None = None
-        """The other attempt, while there are two."""
-        self.hedged_ns = -1
-        """When the first attempt was started, if a second one was then started beside it."""
-        self.asked_ns = -1
-        """Since when its model had no worker to use when another model was last looked for."""
-        self.attempts_elsewhere = 0
-        """Attempts at models that it fell back from."""
-        self.cached_tokens = facts.cached_tokens
-        """Expected, then as reported."""
-        self.completion_tokens = 0
-        """As reported until now, all choices together."""
-        self.prompt_tokens = 0
-        """What counts of the prompt, set at the end: all of it, or nothing if no worker gave anything for
-        it."""
-        self.cost_micros = 0
-        """By the price list, set at the end."""
-        self.machine_micros = 0
-        """What workers cost that it began on and left for another one."""
-        self.usages = UsageSum()
-        """What its streams used, as their workers counted it."""
-        self.usage: Usage | None = None
-        """The workers' count of all of it, at the end of an attempt."""
-        self.outcome: Outcome | None = None
-        """Set by the event that decides it, which may be before the end."""
-        self.reason = ""
-        """Why it was evicted."""
-        self.error = self.finish_reason = ""
+    state: State = State.QUEUED
+    dispatched_ns: int = -1
+    """When it was dispatched last; -1: never."""
+    first_output_ns: int = -1
+    ended_ns: int = -1
+    queue_ns: int = 0
+    """Time in the queue, all visits together."""
+    asked_ns: int = -1
+    """Since when its model had no worker to use when another model was last looked for."""
 
-    def take(self, holds: Holds) -> None:
-        """Have what was reserved for it."""
+    worker: WorkerId = WorkerId("")
+    attempt: int = 0
+    """The number of the attempt at `worker`; 0 while there is none."""
+    attempts: int = 0
+    migrations: int = 0
+    """Attempts that continued behind what another worker had given, or were to."""
+    attempts_elsewhere: int = 0
+    """Attempts at models that it fell back from."""
+    hedge: Hedge | None = None
+    """The other attempt, while there are two."""
+    hedged_ns: int = -1
+    """When the first attempt was started, if a second one was then started beside it."""
+    hedge_booked: Work | None = None
+    """What is booked at `worker`, if the attempt there is a hedge that outran the first one."""
+
+    counted_prompt_tokens: int = 0
+    """What counts of the prompt, set at the end: all of it, or nothing if no worker gave anything for it."""
+    completion_tokens: int = 0
+    """As reported until now, all choices together."""
+    used_by_choice: dict[int, Usage] = msgspec.field(default_factory=dict[int, Usage])
+    """What its streams used, as their workers counted it, by index of the choice."""
+    used_before: dict[int, Usage] = msgspec.field(default_factory=dict[int, Usage])
+    """Of choices that continue on another worker: what was used until they left the last one."""
+    usage: Usage | None = None
+    """The workers' count of all of it, at the end of an attempt."""
+    cost_micros: int = 0
+    """By the price list, set at the end."""
+    machine_micros: int = 0
+    """What workers cost that it began on and left for another one."""
+
+    outcome: Outcome | None = None
+    """Set by the event that decides it, which may be before the end."""
+    reason: str = ""
+    """Why it was evicted."""
+    error: str = ""
+    finish_reason: str = ""
+
+    def retarget(self, facts: RequestFacts, lane: ModelQueue, work: Work, holds: Holds) -> None:
+        """From here on it is for another model: it has these facts and holds, and waits there as `work`."""
+        assert self.state is State.QUEUED, f"{self.id} runs"
+        assert not self.waiting, f"{self.id} waits for the model that it leaves"
+        for name in Work.__struct_fields__:
+            setattr(self, name, getattr(work, name))
+        self.facts, self.lane, self.counted_cached_tokens = facts, lane, facts.cached_tokens
         self.tokens, self.money = holds.tokens, holds.money
         self.expected, self.budgeted = holds.expected, holds.budgeted
 
     @property
-    def id(self) -> RequestId:
-        """The request's name."""
-        return self.facts.id
+    def booked(self) -> Work:
+        """What is booked at `worker`."""
+        return self.hedge_booked or self
 
     @property
     def has_begun(self) -> bool:
@@ -282,7 +203,7 @@ class Request:
         self.state = state
         if state is not was:
             if was is State.QUEUED:
-                self.queue_ns += now_ns - self.queued_ns
+                self.queue_ns += now_ns - self.entered_ns
             self.migrations += event is Event.MIGRATE
             if self.outcome is None and event in _OUTCOME:
                 self.outcome = _OUTCOME[event]
@@ -291,6 +212,49 @@ class Request:
             self.attempts += Step.START in actions
             self._stamp(state, now_ns)
         return actions
+
+    def stream_ended(self, choice: int, usage: Usage) -> None:
+        """A choice's stream on its worker is over."""
+        before = self.used_before.get(choice)
+        self.used_by_choice[choice] = usage if before is None else continued(before, usage)
+
+    def break_off(self) -> None:
+        """Every choice whose stream was cut continues elsewhere; if none has begun, each begins again."""
+        if self.has_begun:
+            self.used_before.update(self.used_by_choice)
+        else:
+            self.used_by_choice.clear()
+
+    def used_by(self, choice: int) -> Usage | None:
+        """What one choice used; None while its stream runs."""
+        return self.used_by_choice.get(choice)
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of the longest choice."""
+        return max((usage.completion_tokens for usage in self.used_by_choice.values()), default=0)
+
+    def used(self) -> Usage:
+        """What all choices used: every prompt once, every answer. Times are the first choice's."""
+        if len(self.used_by_choice) == 1 and 0 in self.used_by_choice:
+            return self.used_by_choice[0]
+        usages, per_prompt = list(self.used_by_choice.values()), self.facts.choices_per_prompt
+        firsts = [usage for choice, usage in self.used_by_choice.items() if choice % per_prompt == 0]
+        first = self.used_by_choice.get(0, _NOTHING)
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in firsts),
+            host_cached_tokens=sum(usage.host_cached_tokens for usage in firsts),
+            queue_ns=first.queue_ns,
+            prefill_ns=first.prefill_ns,
+            decode_ns=first.decode_ns,
+            steps=sum(usage.steps for usage in usages),
+            computed_tokens=sum(usage.computed_tokens for usage in usages),
+            preemptions=sum(usage.preemptions for usage in usages),
+            kv_block_ns=sum(usage.kv_block_ns for usage in usages),
+            device_ns=sum(usage.device_ns for usage in usages),
+        )
 
     def record(self, wall_ns: int) -> UsageRecord:
         """The facts for the ledger, of a request that has ended; `wall_ns` is the date of the end.
@@ -303,8 +267,8 @@ class Request:
         assert self.outcome is not None, "the event that ended it decided how"
         started, first = self.dispatched_ns, self.first_output_ns
         ran_until = first if first >= 0 else self.ended_ns
-        if self.queued_ns > started:
-            ran_until = min(ran_until, self.queued_ns)  # It ended while it waited for another attempt.
+        if self.entered_ns > started:
+            ran_until = min(ran_until, self.entered_ns)  # It ended while it waited for another attempt.
         prefill_ns = max(0, ran_until - started) if started >= 0 else 0
         # A wait in the middle of the answer is in the queue's time.
         rest_ns = self.ended_ns - self.arrived_ns - self.queue_ns - prefill_ns
@@ -327,8 +291,8 @@ class Request:
             finish_reason=self.finish_reason,
             error=self.error,
             choices=facts.choices,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
+            prompt_tokens=self.counted_prompt_tokens,
+            cached_tokens=self.counted_cached_tokens,
             completion_tokens=self.completion_tokens,
             attempts=self.attempts,
             queue_us=(self.queue_ns + usage.queue_ns) // 1000,
@@ -342,7 +306,7 @@ class Request:
 
     def _stamp(self, state: State, now_ns: int) -> None:
         if state is State.QUEUED:
-            self.queued_ns = now_ns
+            self.entered_ns = now_ns
         elif state is State.STREAMING:
             if self.first_output_ns < 0:
                 self.first_output_ns = now_ns
@@ -350,45 +314,73 @@ class Request:
             self.ended_ns = now_ns
 
 
-def work_of(facts: RequestFacts, now_ns: int, expected: int, verdict: Pass = NO_PROMISE) -> Work:
-    """What the queue is told of a request that came at `now_ns` and was let in with that `verdict`."""
+def request_of(
+    facts: RequestFacts, now_ns: int, lane: ModelQueue, holds: Holds, verdict: Pass = NO_PROMISE
+) -> Request:
+    """A request that came now, and was let in with that `verdict`; it does not wait yet."""
     tenant = facts.tenant
-    computed = facts.prompt_tokens - facts.cached_tokens
-    return Work(
+    request = Request(
+        facts,
+        lane,
+        holds.tokens,
+        holds.money,
+        holds.expected,
+        holds.budgeted,
+        now_ns,
+        facts.cached_tokens,
         id=facts.id,
         band=tenant.band,
         tenant=tenant.id,
-        weight=tenant.weight,
         arrived_ns=now_ns,
-        deadline_ns=now_ns + verdict.first_token_ns if verdict.first_token_ns else 0,
-        max_wait_ns=facts.max_wait_ns,
-        start_by_ns=verdict.start_by_ns,
-        num_bytes=facts.num_bytes,
-        streams=facts.choices,
-        blocks=-(-computed // BLOCK_TOKENS) + facts.choices,
-        prompt_tokens=computed,
-        cached_tokens=facts.cached_tokens,
-        output_tokens=expected,
-        context_tokens=facts.context_tokens,
-        keys=facts.keys,
-        session=facts.session,
-        adapter=facts.adapter,
-        needs=facts.needs,
-        is_strict=verdict.is_strict,
     )
+    request.predicted_ns = verdict.predicted_ns
+    _fill(request, facts, holds.expected, verdict)
+    return request
+
+
+def work_of(facts: RequestFacts, now_ns: int, expected: int, verdict: Pass = NO_PROMISE) -> Work:
+    """What the queue is told of a request that came at `now_ns`, if it were let in with that `verdict`."""
+    tenant = facts.tenant
+    work = Work(id=facts.id, band=tenant.band, tenant=tenant.id, arrived_ns=now_ns)
+    _fill(work, facts, expected, verdict)
+    return work
+
+
+def hedge_of(request: Request, name: RequestId) -> Work:
+    """What is booked for a second attempt beside the first one, under a name of its own."""
+    fields: dict[str, Any] = {field: getattr(request, field) for field in Work.__struct_fields__}
+    fields |= {"id": name, "matched_tokens": 0, "hold_ns": 1}
+    return Work(**fields)
+
+
+def _fill(work: Work, facts: RequestFacts, expected: int, verdict: Pass) -> None:
+    computed = facts.prompt_tokens - facts.cached_tokens
+    assert computed >= 0, f"more of {facts.id} is cached than there is"
+    work.weight = facts.tenant.weight
+    work.deadline_ns = work.arrived_ns + verdict.first_token_ns if verdict.first_token_ns else 0
+    work.max_wait_ns = facts.max_wait_ns
+    work.start_by_ns = verdict.start_by_ns
+    work.num_bytes = facts.num_bytes
+    work.streams = facts.choices
+    work.blocks = -(-computed // BLOCK_TOKENS) + facts.choices
+    work.prompt_tokens, work.cached_tokens, work.output_tokens = computed, facts.cached_tokens, expected
+    work.context_tokens = facts.context_tokens
+    work.keys, work.session = facts.keys, facts.session
+    work.adapter, work.needs = facts.adapter, facts.needs
+    work.is_strict = verdict.is_strict
 
 
 def charge(request: Request, output_tokens: int) -> None:
     """Its tenant's fair share pays for the prompt and so much of the answer."""
-    prompt, cached = request.facts.prompt_tokens, request.cached_tokens
-    request.lane.queue.charge(request.work, cost(prompt - cached, cached, output_tokens))
+    prompt, cached = request.facts.prompt_tokens, request.counted_cached_tokens
+    request.lane.queue.charge(request, cost(prompt - cached, cached, output_tokens))
 
 
 def charge_matched(request: Request) -> None:
     """Its worker should have part of the prompt: charge that as cached, until the worker tells."""
-    work, prompt = request.work, request.facts.prompt_tokens
-    cached = min(work.cached_tokens + work.matched_tokens, prompt)
-    request.lane.queue.charge(work, cost(prompt - cached, cached, work.output_tokens))
+    prompt = request.facts.prompt_tokens
+    cached = min(request.cached_tokens + request.matched_tokens, prompt)
+    request.lane.queue.charge(request, cost(prompt - cached, cached, request.output_tokens))
 
 
 def count(request: Request, usage: Usage | None) -> None:
@@ -396,7 +388,7 @@ def count(request: Request, usage: Usage | None) -> None:
     if usage is not None:
         request.usage = usage
         request.completion_tokens = usage.completion_tokens
-        request.cached_tokens = min(usage.cached_tokens, request.facts.prompt_tokens)
+        request.counted_cached_tokens = min(usage.cached_tokens, request.facts.prompt_tokens)
 
 
 def blocks_of(request: Request) -> int:
@@ -407,7 +399,7 @@ def blocks_of(request: Request) -> int:
 
 def blocks_held(request: Request) -> int:
     """KV blocks that a running request holds for itself alone, as far as was told."""
-    tokens = request.facts.prompt_tokens - request.cached_tokens + request.completion_tokens
+    tokens = request.facts.prompt_tokens - request.counted_cached_tokens + request.completion_tokens
     return -(-tokens // BLOCK_TOKENS)
 
 
@@ -423,16 +415,16 @@ def victims(
     )
     need -= sum(blocks_held(request) for request in requests if request.state is State.STOPPING)
     waiting = (band.level for band in lane.queue.bands if band.waiting)
-    best = min([*waiting, *(request.work.level for request in requests)], default=0)
+    best = min([*waiting, *(request.level for request in requests)], default=0)
     streams = [
         RunningStream(
             id=request.id,
-            band_order=request.work.level,
-            is_protected=lane.queue.band_of(request.work).config.protected,
+            band_order=request.level,
+            is_protected=lane.queue.band_of(request).config.protected,
             remaining_tokens=max(0, request.expected - request.completion_tokens),
             blocks=blocks_held(request),
         )
         for request in requests
-        if request.work.level > best and request.state is not State.STOPPING
+        if request.level > best and request.state is not State.STOPPING
     ]
     return choose_victims(streams, need, victims_max=config.shed_max)

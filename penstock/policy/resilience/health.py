@@ -1,5 +1,5 @@
-"""Which workers are left alone, and whether one more try is granted: breakers and the retry budget behind one
-face.
+"""Which workers are left alone, and whether one more attempt is granted: breakers and the retry budget behind
+one interface.
 
 `FlowControl` tells of every attempt: where it was started, when its first output came, how it ended. What
 counts against a worker is what a worker can help: a lost connection, its own faults, first tokens that come
@@ -10,12 +10,10 @@ The panic rule (after Envoy's): when more than half of a model's ready workers w
 Then it is not the workers, or there is nothing to gain from knowing that it is. Where another model may
 answer there is something to gain: `trouble` says so, and such requests go by the breakers alone.
 
-How many failed requests may be tried again: a share of those that succeed, so that retries never multiply
-an overload.
-
-A token bucket: every success pays in a tenth of a token, every retry takes one, and a few a second are always
-there, for a fleet that is nearly idle. Over any time the retries are at most `share` x successes +
-`floor_per_s` x seconds + what was saved up (after Finagle's retry budgets). Pure; integers, so that nothing
+The retry budget bounds retries by a share of the requests that succeed, so that they never multiply an
+overload. It is a token bucket (after Finagle's): every success pays in a tenth of a token, every retry takes
+one, and a few a second are always there, for a fleet that is nearly idle. Over any time the retries are at
+most `share` x successes + `floor_per_s` x seconds + what was saved up. Pure; integers, so that nothing
 drifts.
 """
 
@@ -38,7 +36,7 @@ _UNIT = NS_PER_S
 class RetryTerms:
     """How many requests that failed before their first byte may be tried again, on another worker.
 
-    `retries_max` of policy/queueing/terms.py bounds the tries of each.
+    `retries_max` of policy/queueing/terms.py bounds the retries of each.
     """
 
     share: float = 0.1

@@ -253,8 +253,7 @@ class OrderChecks:
 
 def _work_of(gateway: SimGateway, start: ObservedStart) -> Work | None:
     """What the queue knew of it; None: it has ended."""
-    request = gateway.control.request(start.submission.id)
-    return None if request is None else request.work
+    return gateway.control.request(start.submission.id)
 
 
 def _level_of(bands: Sequence[Band], start: ObservedStart) -> int:

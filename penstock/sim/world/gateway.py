@@ -406,7 +406,7 @@ class SimGateway:
             outcome, error = Outcome.FAILED, EngineFault(message.error)
         if ticket.first_ns < 0 and message.usage.completion_tokens:
             ticket.first_ns = now_ns + self._facts.link_ns  # One token: its first message is its last.
-        request.usages.ended(0, message.usage)
+        request.stream_ended(0, message.usage)
         self._driver.ended(now_ns, request, outcome, finish_reason=message.reason, error=error)
 
     def _failed(self, now_ns: int, request: Request, attempt: int, error: PenstockError) -> None:
@@ -414,7 +414,7 @@ class SimGateway:
         ticket = ticket_of(request)
         if request.hedge is None and request.has_begun:
             used = msgspec.structs.replace(ticket.usage, completion_tokens=ticket.num_told)
-            request.usages.ended(0, used)
+            request.stream_ended(0, used)
         self._driver.attempt_failed(now_ns, request, attempt, error)
 
     def _dispatch(self, now_ns: int) -> None:
@@ -444,8 +444,8 @@ class SimGateway:
             first_ns=ticket.first_ns,
             end_ns=now_ns + self._facts.link_ns,
             retry_after_ns=told_ns,
-            prompt_tokens=request.prompt_tokens,
-            cached_tokens=request.cached_tokens,
+            prompt_tokens=request.counted_prompt_tokens,
+            cached_tokens=request.counted_cached_tokens,
             completion_tokens=request.completion_tokens,
             attempts=request.attempts,
             migrations=request.migrations,

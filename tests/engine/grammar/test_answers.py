@@ -10,15 +10,19 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+from device_driver import device_runner
 from engine_driver import Answer, tiny_runner
+
+pytest.importorskip("llguidance")
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine import runner as runner_module
 from penstock.engine.core import EngineCore, build_core
-from penstock.engine.grammar.compiler import CompiledGrammar, GrammarTokens, compile_grammar
+from penstock.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarTokens, compile_grammar
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 from penstock.engine.runner import Runner
+from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import Grammar
 from penstock.protocol.worker import Submit
 from penstock.text.tokenizer import Tokenizer
@@ -67,7 +71,8 @@ class Engine:
     def __init__(self, **config: object) -> None:
         settings: dict[str, object] = {"dtype": "float32", "kv_memory_bytes": 8 << 20, "kernels": "torch"}
         settings |= config
-        runner = tiny_runner(MODEL, **settings)
+        make = device_runner if settings.pop("on_device", False) else tiny_runner
+        runner = make(MODEL, **settings)
         runner.use_grammars(tokens())
         self.core: EngineCore = build_core(runner, EngineSettings(**settings), b"k" * 32, SystemClock())
         self.tokenizer = Tokenizer.load(MODEL)
@@ -82,7 +87,8 @@ class Engine:
             self.asked += 1
             request_id = RequestId(f"r{self.asked}")
             answers[request_id] = Answer()
-            grammar = Grammar(form=msgspec.json.encode(each["form"]), **each.get("how", {}))
+            form = msgspec.json.encode(each["form"]) if each["form"] else b""
+            grammar = Grammar(form=form, **each.get("how", {}))
             message = Submit(
                 request_id=request_id,
                 prompt=array("i", self.tokenizer.encode(each.get("prompt", "Hello"))).tobytes(),
@@ -111,6 +117,10 @@ class Engine:
 def sampling(seed: int, **how: Any) -> SamplingParams:
     settings = {"temperature": 1.3, "max_tokens": 200, "stop_token_ids": tokens().eos_ids} | how
     return SamplingParams(seed=seed, **settings)
+
+
+def sampling_with(asked: dict[str, Any], **how: Any) -> SamplingParams:
+    return msgspec.structs.replace(asked["sampling"], **how)
 
 
 def check(form: dict[str, Any], text: str) -> None:
@@ -174,6 +184,23 @@ def test_an_answer_does_not_depend_on_what_else_runs(alone: list[Answer], config
         assert [each.finish for each in answers] == [each.finish for each in alone]
     if config.get("kv_memory_bytes"):
         assert engine.core.stats().preemptions > 0
+
+
+@pytest.mark.parametrize(("kv_memory_bytes", "nth"), [(8 << 20, 6), (200_000, 3)], ids=["roomy", "preempted"])
+def test_a_device_follows_grammars_too(alone: list[Answer], kv_memory_bytes: int, nth: int) -> None:
+    """Its steps are launched before the host knows what the ones before have drawn."""
+    how = {"on_device": True, "overlap": "on", "max_model_len": 0, "max_running": 8, "step_tokens": 64}
+    engine = Engine(kv_memory_bytes=kv_memory_bytes, **how)
+    asked = requests()
+    asked = [
+        each | {"sampling": sampling_with(each, logprobs=1 if i % 2 else None)}
+        for i, each in enumerate(asked)
+    ]
+    answers = engine.ask(*asked[::nth])
+    assert [each.token_ids for each in answers] == [each.token_ids for each in alone[::nth]]
+    assert [each.finish for each in answers] == [each.finish for each in alone[::nth]]
+    assert all(-1e4 < each.logprob <= 0 for answer in answers for each in answer.logprobs)
+    assert (engine.core.stats().preemptions > 0) == (kv_memory_bytes < 1 << 20)
 
 
 def test_log_probabilities_change_no_token_and_are_finite(alone: list[Answer]) -> None:
@@ -254,6 +281,51 @@ def test_min_tokens_does_not_hold_a_complete_grammar_back() -> None:
     assert answer.finish is FinishReason.STOP
 
 
+def begin_with(text: str) -> tuple[int, ...]:
+    return tuple(Tokenizer.load(MODEL).encode(text))
+
+
+THINK: dict[str, Any] = {"opens_with": "<think>", "begins_after": "</think>"}
+
+
+@pytest.mark.parametrize("within", [0, 1, 5])
+def test_a_reasoning_is_closed_after_its_bound(within: int) -> None:
+    """Whoever has opened it: the prompt, or the answer."""
+    engine = Engine()
+    asked: dict[str, Any] = {"form": None, "sampling": sampling(5, max_tokens=40, min_tokens=30)}
+    (begun,) = engine.ask(asked | {"how": {"begins_after": "</think>", "begins_within": within}})
+    close = begin_with("</think>")
+    assert tuple(begun.token_ids[within : within + len(close)]) == close
+    opening = begin_with("<think>")
+    (opened,) = engine.ask(asked | {"how": THINK | {"begins_within": within}, "resumed": opening})
+    assert tuple(opened.token_ids[within : within + len(close)]) == close
+
+
+def test_a_bound_writes_nothing_into_an_answer_without_reasoning() -> None:
+    engine = Engine()
+    asked: dict[str, Any] = {"form": None, "sampling": sampling(5, max_tokens=40, min_tokens=30)}
+    (bounded,) = engine.ask(asked | {"how": THINK | {"begins_within": 4}})
+    (free,) = engine.ask(asked | {"how": THINK})
+    assert "think>" not in engine.text(free)
+    assert bounded.token_ids == free.token_ids
+
+
+def test_a_grammar_holds_from_the_first_token_where_no_reasoning_begins() -> None:
+    engine = Engine()
+    asked: dict[str, Any] = {"form": FORMS[0], "how": THINK, "sampling": sampling(5)}
+    (answer,) = engine.ask(asked)
+    check(FORMS[0], engine.text(answer))
+    biased = sampling(5, logit_bias=((begin_with("<think>")[0], 100.0),))
+    (opened,) = engine.ask(asked | {"sampling": biased, "how": THINK | {"begins_within": 6}})
+    thought, _, rest = engine.text(opened).partition("</think>")
+    assert thought.startswith("<think>")
+    check(FORMS[0], rest)
+    (again,) = Engine().ask(
+        asked | {"sampling": biased, "how": THINK | {"begins_within": 6}, "resumed": opened.token_ids[:4]}
+    )
+    assert opened.token_ids[:4] + again.token_ids == opened.token_ids
+
+
 def long_and_forced() -> list[dict[str, Any]]:
     form = {"regex": "[a-z]{5,20} is the answer[a-z]{2,9}"}
     asked = [{"form": form, "sampling": sampling(i, logprobs=1 if i == 2 else None)} for i in (1, 2)]
@@ -319,3 +391,57 @@ def test_a_grammar_that_allows_only_stop_tokens_wins_over_min_tokens(kernels: st
     assert answer.finish is FinishReason.STOP
     assert answer.stop_token_id in stops
     assert len(answer.token_ids) == 1
+
+
+CALL = {
+    "type": "object",
+    "properties": {"name": {"enum": ["greet"]}, "arguments": PERSON},
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+
+
+def test_a_call_obeys_its_schema_from_its_mark_on_and_text_follows() -> None:
+    """A bias makes the model begin a call wherever it may."""
+    engine = Engine()
+    (mark,) = begin_with("<tool_call>")
+    how = sampling(5, logit_bias=((mark, 100.0),), max_tokens=300)
+    asked: dict[str, Any] = {"form": {"call": CALL}, "how": {"call_mark": "<tool_call>"}, "sampling": how}
+    (answer,) = engine.ask(asked)
+    parts = engine.tokenizer.decode(answer.token_ids, skip_special_tokens=False).split("<tool_call>")
+    assert parts[0] == ""
+    assert len(parts) > 3, "one follows the other"
+    for part in parts[1:-1]:
+        jsonschema.validate(json.loads(part), CALL)
+    for cut in (1, 7, 60, 150):
+        (again,) = Engine(step_tokens=32, overlap="on").ask(asked | {"resumed": answer.token_ids[:cut]})
+        assert answer.token_ids[:cut] + again.token_ids == answer.token_ids
+
+
+def test_an_answer_without_a_call_is_free() -> None:
+    engine = Engine()
+    asked: dict[str, Any] = {"form": {"call": CALL}, "sampling": sampling(5, max_tokens=30)}
+    (offered,) = engine.ask(asked | {"how": {"call_mark": "<tool_call>"}})
+    (plain,) = engine.ask(asked | {"form": None})
+    assert offered.token_ids == plain.token_ids
+    assert offered.finish == plain.finish
+
+
+def test_a_call_that_another_worker_began_without_a_grammar_goes_on() -> None:
+    begun = begin_with('<tool_call>{"nam')[:-1] + begin_with(" no call </tool_call> and")
+    asked = {"form": {"call": CALL}, "sampling": sampling(5, max_tokens=40), "resumed": begun}
+    (answer,) = Engine().ask(asked | {"how": {"call_mark": "<tool_call>", "is_optional": True}})
+    assert answer.finish in (FinishReason.STOP, FinishReason.LENGTH)
+    (failed,) = Engine().ask(asked | {"how": {"call_mark": "<tool_call>"}})
+    assert failed.finish is FinishReason.ERROR
+
+
+def test_what_is_optional_is_passed_over_where_it_cannot_be_enforced() -> None:
+    compiler = GrammarCompiler(tokens())
+    try:
+        wrong = Grammar(form=b'{"call": {"type": "object", "not": {}}}', call_mark="<tool_call>")
+        with pytest.raises(InvalidRequest):
+            compiler.compile(b"", wrong).result()
+        assert not compiler.compile(b"", msgspec.structs.replace(wrong, is_optional=True)).result().call_mark
+    finally:
+        compiler.close()

@@ -20,8 +20,9 @@ tried.
 Once output has come every error but the request's own is a `StreamBroken`: the stream may migrate.
 """
 
+import re
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -37,9 +38,12 @@ from penstock.errors import (
     WorkerBusy,
     WorkerUnavailable,
 )
+from penstock.protocol.needs import Constraint
 from penstock.protocol.openai import ErrorBody
 from penstock.protocol.server_answers import ErrorEvent, decode_error
 from penstock.types import Capability, FinishReason, TokenLogprob
+
+_SEED_MAX, _SEED_STRIDE = 2**63 - 1, 0x9E3779B97F4A7C15
 
 
 class HttpSubmission(msgspec.Struct, frozen=True):
@@ -72,6 +76,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
+    thought: str = ""
+    """Reasoning, of a server that tells it apart."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """Of `token_ids`."""
     text_logprobs: tuple[TextLogprob, ...] = ()
@@ -165,6 +171,11 @@ class Dialect(Protocol):
         """The name that answers must bear; empty: any."""
         ...
 
+    @property
+    def resumes(self) -> bool:
+        """Whether answers come as token ids, so that they can be continued elsewhere, and others here."""
+        ...
+
     def facts(self, body: bytes) -> ServerFacts:
         """Read what `facts_path` answered.
 
@@ -186,6 +197,31 @@ class Dialect(Protocol):
         ...
 
 
+def rest_of(request: GenerateRequest, *, keeps_seed: bool = False) -> GenerateRequest:
+    """What is left of a request of which another worker gave a part, as a request of its own.
+
+    `keeps_seed`: the engine draws by seed and position. One that draws in turn would use its first draws
+    again, so that it gets a derived seed.
+    """
+    num_given, sampling = len(request.resumed), request.sampling
+    if not num_given:
+        return request
+    seed = sampling.seed
+    if not keeps_seed and sampling.temperature > 0:
+        seed = (seed + num_given * _SEED_STRIDE) & _SEED_MAX
+    return msgspec.structs.replace(
+        request,
+        prompt_token_ids=request.prompt_token_ids + request.resumed,
+        resumed=(),
+        sampling=msgspec.structs.replace(
+            sampling,
+            seed=seed,
+            max_tokens=sampling.max_tokens - num_given,
+            min_tokens=max(0, sampling.min_tokens - num_given),
+        ),
+    )
+
+
 def refuse(engine: str, **asked: bool) -> None:
     """Refuse what this engine cannot do, by the parameter's name: the last look, since placement goes by
     `capabilities`.
@@ -200,6 +236,44 @@ def refuse(engine: str, **asked: bool) -> None:
                 param=param,
                 code="unsupported_by_model",
             )
+
+
+FORMS = ("json", "json_object", "regex", "choice", "grammar")
+"""vLLM's words for what an answer must look like."""
+_IN_PATTERNS = re.compile(r"[\\^$.*+?()\[\]{}|/]")
+
+
+def form_of(constraint: Constraint) -> tuple[str, Any]:
+    """What the answer must look like, for engines that have one field for each kind: one of `FORMS`, and its
+    value. A schema is an object, and a choice has become a `regex`.
+
+    Raises:
+        InvalidRequest: it is not just one of them, or of another type.
+    """
+    given = {name: value for name, value in constraint.structured.items() if value not in (None, False)}
+    if len(given) != 1 or not given.keys() <= set(FORMS):
+        said = " and ".join(name[:64] for name in given) or "none of them"
+        raise _bad_form(constraint, f"expected one of {', '.join(FORMS)}, but got {said}")
+    ((kind, value),) = given.items()
+    if kind == "json_object":
+        return "json", {"type": "object"}
+    if kind == "choice":
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in cast(list[Any], value)):
+            raise _bad_form(constraint, "expected an array of strings")
+        return "regex", "|".join(_IN_PATTERNS.sub(r"\\\g<0>", each) for each in cast(list[str], value))
+    if kind == "json" and isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            raise _bad_form(constraint, "the schema is not JSON") from None
+    if not isinstance(value, dict if kind == "json" else str):
+        raise _bad_form(constraint, f"expected {'an object' if kind == 'json' else 'a string'}")
+    return kind, cast(Any, value)
+
+
+def _bad_form(constraint: Constraint, message: str) -> InvalidRequest:
+    param = constraint.param
+    return InvalidRequest(f"Invalid '{param}': {message}.", param=param, code="invalid_value")
 
 
 SHOWN_CHARS = 300

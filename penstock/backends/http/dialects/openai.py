@@ -206,6 +206,7 @@ class ChatReader:
         logprobs = choice.logprobs.content if choice.logprobs is not None else None
         return Piece(
             text=delta.content or "",
+            thought=delta.reasoning_content or delta.reasoning or "",
             tool_calls=tuple(_call_piece(call) for call in delta.tool_calls or ()),
             text_logprobs=tuple(self._logprob(each) for each in logprobs or ()),
             finish=finish_of(choice.finish_reason),
@@ -237,6 +238,7 @@ class EngineDialect:
     needs_facts = True
     sends_chats = False
     has_adapters = False
+    resumes = False
     capabilities = COMMON_CAPABILITIES
 
     def __init__(self, model: str, *, has_priorities: bool) -> None:
@@ -274,6 +276,7 @@ class OpenAIDialect:
     needs_facts = False
     sends_chats = True
     has_adapters = False
+    resumes = False
     capabilities = ALL_CAPABILITIES - {Capability.ECHO_LOGPROBS}
     listed_model = ""
     """Not every provider lists every name that it answers to, or has a list at all."""

@@ -16,13 +16,16 @@ from penstock.backends.http.dialects.base import (
     Piece,
     ReportedUsage,
     SaidError,
+    form_of,
+    rest_of,
     said_by,
 )
 from penstock.backends.http.dialects.openai import EngineDialect
 from penstock.kv.hashing import namespace_of
+from penstock.protocol.needs import Constraint
 from penstock.protocol.server_answers import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import FinishReason, TokenLogprob
+from penstock.types import COMMON_CAPABILITIES, Capability, FinishReason, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
 _Logprob = tuple[float | None, int, str | None]
@@ -141,6 +144,11 @@ class SglangDialect(EngineDialect):
     """SGLang. `has_priorities`: it was started with `--enable-priority-scheduling`."""
 
     engine = "sglang"
+    resumes = True
+    capabilities = COMMON_CAPABILITIES | {
+        Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
+        Capability.FORCED_TOOLS,
+    }  # fmt: skip
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, has_priorities: bool) -> None:
         super().__init__(model, has_priorities=has_priorities)
@@ -149,6 +157,7 @@ class SglangDialect(EngineDialect):
 
     def submission(self, request: GenerateRequest) -> HttpSubmission:
         """See `Dialect`."""
+        request = rest_of(request, keeps_seed=True)
         sampling = request.sampling
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
@@ -170,6 +179,8 @@ class SglangDialect(EngineDialect):
             params["sampling_seed"] = sampling.seed
         if sampling.logit_bias:
             params["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
+        if request.constraint.structured:
+            params |= _grammar(request.constraint)
         fields: dict[str, Any] = {
             "input_ids": request.prompt_token_ids,
             "sampling_params": params,
@@ -189,6 +200,14 @@ class SglangDialect(EngineDialect):
     def reader(self, request: GenerateRequest) -> SglangReader:
         """See `Dialect`."""
         return SglangReader(request)
+
+
+def _grammar(constraint: Constraint) -> dict[str, str]:
+    """Its words for what the answer must look like; a schema goes as text."""
+    kind, value = form_of(constraint)
+    if kind == "json":
+        return {"json_schema": _encode(value).decode()}
+    return {"ebnf" if kind == "grammar" else "regex": value}
 
 
 def _usage(meta: _MetaInfo) -> ReportedUsage:

@@ -16,6 +16,7 @@ from penstock.backends.http.dialects.base import (
     Piece,
     ReportedUsage,
     ServerFacts,
+    form_of,
     refuse,
     said_by,
 )
@@ -99,7 +100,12 @@ class TgiDialect:
     needs_facts = True
     sends_chats = False
     has_adapters = False
-    capabilities = frozenset({Capability.LOGPROBS})
+    resumes = False
+    capabilities = frozenset({
+        Capability.LOGPROBS, Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
+        Capability.FORCED_TOOLS,
+    })  # fmt: skip
+    """Of structured outputs, no `grammar`."""
     listed_model = ""
     """It goes by the name of its checkpoint, which is not the name that anybody asks for."""
     expects_model = ""
@@ -142,6 +148,10 @@ class TgiDialect:
             parameters["frequency_penalty"] = sampling.frequency_penalty
         if sampling.logprobs:
             parameters["top_n_tokens"] = sampling.logprobs
+        if request.constraint.structured:
+            kind, value = form_of(request.constraint)
+            refuse(self.engine, **{request.constraint.param: kind == "grammar"})
+            parameters["grammar"] = {"type": kind, "value": value}
         return HttpSubmission(
             "/generate_stream", _encode({"inputs": self._text(request), "parameters": parameters})
         )

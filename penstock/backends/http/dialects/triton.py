@@ -83,6 +83,7 @@ class TritonDialect:
     needs_facts = True
     sends_chats = False
     has_adapters = False
+    resumes = False
     capabilities = COMMON_CAPABILITIES - {
         Capability.LOGPROBS,
         Capability.ECHO_LOGPROBS,

@@ -8,7 +8,7 @@ one with `ignore_eos`, for whether EOS ends an answer was decided by the gateway
 import msgspec
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.http.dialects.base import HttpSubmission, Piece, ReportedUsage
+from penstock.backends.http.dialects.base import HttpSubmission, Piece, ReportedUsage, rest_of
 from penstock.backends.http.dialects.openai import (
     CompletionReader,
     EngineDialect,
@@ -69,6 +69,7 @@ class VllmDialect(EngineDialect):
 
     engine = "vllm"
     has_adapters = True
+    resumes = True
     capabilities = COMMON_CAPABILITIES | {
         Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
         Capability.FORCED_TOOLS, Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS,
@@ -76,6 +77,7 @@ class VllmDialect(EngineDialect):
 
     def submission(self, request: GenerateRequest) -> HttpSubmission:
         """See `Dialect`."""
+        request = rest_of(request)
         sampling = request.sampling
         fields = self.token_fields(request) | {
             "request_id": request.request_id,

@@ -1,0 +1,139 @@
+"""The rows of a batch: a state is kept while its request has no row, and is read again only if it must be."""
+
+import threading
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance")
+
+from penstock.engine.grammar.answer import GrammarAnswer
+from penstock.engine.grammar.compiler import CompiledGrammar, GrammarTokens, compile_grammar
+from penstock.engine.grammar.rows import KEPT_MAX, GrammarRows
+from penstock.protocol.grammar import Grammar
+from penstock.schedule.plan import NewRow
+from penstock.types import RequestId, SamplingParams
+
+MODEL = Path(__file__).parents[3] / "models" / "penstock-demo-mini"
+PROMPT = [5, 6, 7]
+FORM = msgspec.json.encode({"regex": "([ab][cd])*"})
+
+
+@cache
+def tokens() -> GrammarTokens:
+    found = GrammarTokens.load(MODEL, 4096)
+    assert found is not None
+    return found
+
+
+@cache
+def letters() -> CompiledGrammar:
+    return compile_grammar(Grammar(form=FORM), tokens())
+
+
+class Rows(GrammarRows):
+    """One row, and the tokens that its runner remembers. Counts the tokens of answers that are read again."""
+
+    def __init__(self) -> None:
+        self.remembered = [*PROMPT]
+        super().__init__(1, tokens(), 1, lambda _row, first, end: self.remembered[first:end])
+
+    def start(self, answer: list[int], name: str = "r", grammar: CompiledGrammar | None = None) -> None:
+        self.remembered = PROMPT + answer
+        how = SamplingParams()
+        row = NewRow(RequestId(name), 0, self.remembered, len(PROMPT), how, grammar=grammar or letters())
+        self.enter(row)
+
+    def allowed(self) -> list[int]:
+        position = np.array([len(self.remembered)])
+        masks = self.masks(np.array([0]), position)
+        assert masks is not None
+        bits = np.unpackbits(masks.bits[masks.of_row[0]].view(np.uint8), bitorder="little")
+        return np.flatnonzero(bits).tolist()
+
+    def draw(self) -> None:
+        token = next(each for each in self.allowed() if each not in tokens().eos_ids)
+        position = np.array([len(self.remembered)])
+        assert not self.take(np.array([0]), position, np.array([token]))
+        self.remembered.append(token)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    take = GrammarAnswer.take
+
+    def counted(self: GrammarAnswer, token_id: int) -> None:
+        found.append(token_id)
+        take(self, token_id)
+
+    monkeypatch.setattr(GrammarAnswer, "take", counted)
+    return found
+
+
+def test_a_request_that_comes_back_is_not_read_again(taken: list[int]) -> None:
+    rows = Rows()
+    rows.start([])
+    for _ in range(6):
+        rows.draw()
+    answer, allowed = rows.remembered[len(PROMPT) :], rows.allowed()
+    rows.leave(0)
+    taken.clear()
+    rows.start(answer)
+    assert rows.allowed() == allowed
+    assert not taken
+    rows.draw()
+    longer, allowed = rows.remembered[len(PROMPT) :], rows.allowed()
+    fresh = Rows()
+    fresh.start(longer)
+    assert fresh.allowed() == allowed
+
+
+def spelt(text: str) -> list[int]:
+    ids = {tokens().tokenizer.token_bytes(i): i for i in range(300)}
+    return [ids[each.encode()] for each in text]
+
+
+@pytest.mark.parametrize("what", ["name", "answer", "grammar", "nothing"])
+def test_only_the_same_answer_of_the_same_request_is_not_read(taken: list[int], what: str) -> None:
+    rows = Rows()
+    rows.start(spelt("acbd"))
+    rows.draw()
+    answer = rows.remembered[len(PROMPT) :]
+    rows.leave(0)
+    taken.clear()
+    grammar = compile_grammar(Grammar(form=FORM), tokens()) if what == "grammar" else letters()
+    name = "s" if what == "name" else "r"
+    rows.start(spelt("bcbd") + answer[4:] if what == "answer" else answer, name, grammar)
+    assert rows.allowed()
+    assert len(taken) == (0 if what == "nothing" else 5)
+
+
+def test_few_states_are_kept() -> None:
+    rows = Rows()
+    for number in range(KEPT_MAX + 5):
+        rows.start([], f"r{number}")
+        rows.draw()
+        rows.leave(0)
+    assert len(rows._kept) == KEPT_MAX
+
+
+def test_a_row_that_is_left_while_its_answer_is_read_does_not_wait_for_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, begun, count, long = Rows(), threading.Event(), [0], 1_000_000
+
+    def take(_answer: GrammarAnswer, _token_id: int) -> None:
+        count[0] += 1
+        begun.set()
+
+    monkeypatch.setattr(GrammarAnswer, "take", take)
+    rows.start([1] * long)
+    assert begun.wait(30)
+    rows.leave(0)
+    assert count[0] < long
+    rows.start([])
+    assert rows.allowed()
