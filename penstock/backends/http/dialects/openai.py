@@ -277,7 +277,7 @@ class OpenAIDialect:
     sends_chats = True
     has_adapters = False
     resumes = False
-    capabilities = ALL_CAPABILITIES - {Capability.ECHO_LOGPROBS}
+    capabilities = ALL_CAPABILITIES - {Capability.ECHO_LOGPROBS, Capability.TOKEN_IDS}
     listed_model = ""
     """Not every provider lists every name that it answers to, or has a list at all."""
     expects_model = ""
