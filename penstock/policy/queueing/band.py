@@ -193,16 +193,19 @@ class Band:
         Its part of the slots alone would guarantee nothing where workers have rows enough, but no time for
         prompts.
         """
+        assert recent >= self.recent, "its own starts are of all bands' starts"
         return self.config.floor < 1 and self.recent < self.config.floor * recent
 
     def count_start(self, *, own: bool) -> None:
         """The queue starts something, of this band or of another one."""
         self.recent += own - self.recent / _RECENT
+        assert self.recent >= 0, "starts are counted, and forgotten in part"
 
     def come_back(self, recent: float) -> None:
         """It begins to wait: for what started while it did not it is owed nothing."""
         if self.config.floor < 1:
             others = recent - self.recent
+            assert others >= 0, "its own starts are of all bands' starts"
             self.recent = max(self.recent, others * self.config.floor / (1 - self.config.floor))
 
     def line(self, tenant: TenantId) -> TenantQueue | None:

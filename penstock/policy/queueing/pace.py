@@ -167,6 +167,7 @@ class Pace:
     def next_overdue_ns(self) -> int | None:
         """When that is the case next."""
         at_ns = next(iter(self._unbegun.values()), None) if self._backlog_s else None
+        assert at_ns is None or at_ns >= 0, "time begins at 0"
         return None if at_ns is None else at_ns + round(OVERDUE * self.backlog_ns) + 1
 
     def _has_output(self, request_id: RequestId, worker: WorkerId) -> None:
