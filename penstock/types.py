@@ -138,6 +138,8 @@ class Capability(enum.StrEnum):
     FILES = "files"
     BAD_WORDS = "bad_words"
     ALLOWED_TOKEN_IDS = "allowed_token_ids"
+    TOKEN_IDS = "token_ids"
+    """It tells the ids of the tokens that it answers with."""
     REASONING_BUDGET = "reasoning_budget"
     """A reasoning that takes too long is closed."""
     PASS_THROUGH = "pass_through"
@@ -150,7 +152,9 @@ COMMON_CAPABILITIES = frozenset({
 })  # fmt: skip
 """What an engine usually has. Whether a request needs one of these is looked at only where a worker lacks
 one."""
-CPU_CAPABILITIES = COMMON_CAPABILITIES | {Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS}
+OWN_CAPABILITIES = COMMON_CAPABILITIES | {Capability.TOKEN_IDS}
+"""What our engine has everywhere."""
+CPU_CAPABILITIES = OWN_CAPABILITIES | {Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS}
 """What our engine has on a CPU without grammars."""
 GRAMMAR_CAPABILITIES = frozenset({
     Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,

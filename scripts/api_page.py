@@ -81,6 +81,7 @@ NOTES = {
     "include_reasoning": "`false`: the reasoning is not shown, and counts",
     "bad_words": "at most 256; looked for in the answer; what a grammar forces is written all the same",
     "allowed_token_ids": "no other token is drawn; what a grammar forces is written all the same",
+    "return_token_ids": "`token_ids` of each choice, without the token that ended it, and `prompt_token_ids`",
     "truncate_prompt_tokens": "the last so many tokens of the prompt; "
     "-1: as many as leave room for the answer",
     "continue_final_message": "the answer continues the last message",

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import EngineFault, PenstockError
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.text.tokenizer import Tokenizer
@@ -117,6 +117,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     their own."""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     """From workers that parse calls themselves; their text holds none."""
+    thought: str = ""
+    """Reasoning before the text, from workers that tell it apart."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,6 +288,13 @@ class Backend(Protocol):
     async def drain(self, timeout_s: float) -> None:
         """Let running streams end, up to the timeout; abort the rest; release the worker."""
         ...
+
+
+def fault_of(error: Exception) -> EngineFault:
+    """The end of a stream whose sink has raised, which is a bug."""
+    fault = EngineFault(f"the answer could not be passed on: {type(error).__name__}")
+    fault.__cause__ = error
+    return fault
 
 
 # Letting a backend's streams end.

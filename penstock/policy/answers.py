@@ -21,8 +21,8 @@ class Refused(msgspec.Struct, frozen=True):
 
     id: RequestId
     reason: str
-    """What refused it, for metrics: "draining", "quarantine", "no_worker", "admission", "limits", "budget",
-    "queue"."""
+    """The part that refused it, for metrics: "draining", "quarantine", "no_worker", "admission", "limits",
+    "budget", "queue"."""
     error: PenstockError
 
 

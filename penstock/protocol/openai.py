@@ -13,6 +13,7 @@ are marked. Two sections, because the rules differ:
 This module knows no sockets, models or tokens.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -315,13 +316,15 @@ class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The same: vLLM's newer name."""
 
 
-class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`choices[]` of a chat answer."""
 
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    token_ids: Sequence[int] | None = None
+    """vLLM's: what was asked for by `return_token_ids`."""
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -332,6 +335,8 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     logprobs: CompletionLogprobs | None
     finish_reason: str
     prompt_logprobs: PromptLogprobs | None = None
+    token_ids: Sequence[int] | None = None
+    prompt_token_ids: Sequence[int] | None = None
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -345,6 +350,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     choices: list[ChatChoice]
     usage: UsageBody
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: Sequence[int] | None = None
 
 
 class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):

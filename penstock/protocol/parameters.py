@@ -93,7 +93,7 @@ _SHARED = (
     refused("early_stopping", False),
     Parameter("truncate_prompt_tokens", Fate.HONOURED, type=Annotated[int, msgspec.Meta(ge=-1)]),
     refused("spaces_between_special_tokens", True),
-    refused("return_token_ids", False),
+    Parameter("return_token_ids", Fate.NEEDS, (False,), Capability.TOKEN_IDS, type=bool),
     refused("return_tokens_as_token_ids", False),
     refused("priority", 0, instead=_OWN_WORDS),
     refused("cache_salt", instead=_OWN_WORDS),

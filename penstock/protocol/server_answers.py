@@ -27,6 +27,8 @@ class AnswerDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's newer name for it, and OpenRouter's."""
     tool_calls: list[AnswerToolCall] | None = None
 
 
@@ -50,7 +52,9 @@ class ChatEventChoice(msgspec.Struct, frozen=True, kw_only=True):
         output).
         """
         piece = self.delta or self.message
-        return piece is not None and bool(piece.content or piece.reasoning_content or piece.tool_calls)
+        return piece is not None and bool(
+            piece.content or piece.reasoning_content or piece.reasoning or piece.tool_calls
+        )
 
 
 class ChatEvent(ErrorEvent, frozen=True, kw_only=True):

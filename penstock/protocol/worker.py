@@ -30,7 +30,7 @@ from collections.abc import Iterator
 import msgspec
 
 from penstock.protocol.grammar import Grammar
-from penstock.types import COMMON_CAPABILITIES, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
+from penstock.types import OWN_CAPABILITIES, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -128,7 +128,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     num_host_blocks: int = 0
     """Blocks that fit the host tier of the KV cache; 0: there is none."""
-    capabilities: frozenset[str] = COMMON_CAPABILITIES
+    capabilities: frozenset[str] = OWN_CAPABILITIES
     """What it can do beyond plain text (protocol/needs.py). Words that the gateway does not know are of no
     use to it."""
 

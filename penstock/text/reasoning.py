@@ -75,13 +75,21 @@ class AnswerParser:
         """Whether text may be anything but prose."""
         return self._tools is not None or self.marks is not None
 
-    def num_thoughts(self, token_ids: Sequence[int]) -> int:
-        """How many of the tokens up to these are now found to be reasoning, and were not before."""
+    def num_thoughts(self, token_ids: Sequence[int], thought: str = "") -> int:
+        """How many of the tokens up to these are now found to be reasoning, and were not before; `thought`:
+        what the worker told apart of them.
+        """
+        if thought:
+            return len(token_ids)
         return 0 if self._counts is None else self._counts.take(token_ids)
 
-    def push(self, text: str) -> list[ToolEvent]:
-        """Take more text; return what is certain now."""
+    def push(self, text: str, thought: str = "") -> list[ToolEvent]:
+        """Take more text, and the reasoning that the worker told apart before it; return what is certain
+        now.
+        """
         events = self._push(text)
+        if thought:
+            events = [Thought(thought), *events]
         return events if self._shows else [each for each in events if not isinstance(each, Thought)]
 
     def _push(self, text: str) -> list[ToolEvent]:

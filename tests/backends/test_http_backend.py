@@ -17,7 +17,7 @@ from penstock.backends.base import Adapters, GenerateRequest, Phase, ToolCallPie
 from penstock.backends.http.backend import HttpBackend
 from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.backends.http.limits import HttpBackendLimits
-from penstock.errors import ConfigError, WorkerUnavailable
+from penstock.errors import ConfigError, EngineFault, WorkerUnavailable
 from penstock.telemetry.metrics import Metrics
 from penstock.types import FinishReason, RequestId, SamplingParams
 
@@ -322,6 +322,23 @@ def test_tool_calls_come_back_as_the_provider_made_them() -> None:
         assert server.requests[0].json["tools"] == [tool]
 
     run(server, "openai", check)
+
+
+def test_a_sink_that_raises_ends_its_own_stream_alone() -> None:
+    def fail() -> None:
+        raise UnicodeEncodeError("utf-8", "x", 0, 1, "no such character")
+
+    async def check(backend: HttpBackend) -> None:
+        broken, fine, requests = Recorder(), Recorder(), Requests()
+        broken.then = fail
+        backend.generate(requests.make(), broken)
+        backend.generate(requests.make(), fine)
+        assert isinstance((await broken.end()).error, EngineFault)
+        assert (await fine.end()).error is None
+        assert backend.status.ready
+        assert backend.num_streams == 0
+
+    run(VllmStandIn(), "vllm", check)
 
 
 def test_the_key_goes_to_the_provider_and_a_refused_key_is_the_operators() -> None:

@@ -288,6 +288,42 @@ def test_bad_words_and_allowed_token_ids(server: Server, client: openai.OpenAI) 
         assert re.fullmatch("[ab]{12}", "".join(texts))
 
 
+def test_ids_of_tokens(server: Server, client: openai.OpenAI) -> None:
+    want = {"return_token_ids": True}
+    said = chat(client, want, n=2, temperature=2.0, seed=3)
+    usage = said.usage
+    assert len(said.prompt_token_ids) == usage.prompt_tokens
+    ids = [choice.token_ids for choice in said.choices]
+    assert ids[0] != ids[1]
+    assert usage.completion_tokens - 2 <= sum(map(len, ids)) <= usage.completion_tokens
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        chat(client, want, n=2, temperature=2.0, seed=3, logprobs=True, stream=True, stream_options=options)
+    )
+    streamed: list[list[int]] = [[], []]
+    prompts = [getattr(chunk, "prompt_token_ids", None) for chunk in chunks]
+    assert prompts[0] == said.prompt_token_ids
+    assert sum(prompt is not None for prompt in prompts) == 2
+    for chunk in chunks:
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.token_ids
+    assert streamed == ids
+    assert chunks[-1].usage.completion_tokens == usage.completion_tokens
+    plain = client.completions.create(
+        model="tiny", prompt=[token_ids(server, "one two"), token_ids(server, "three")], max_tokens=4,
+        temperature=0, extra_body=want,
+    )  # fmt: skip
+    assert [each.prompt_token_ids for each in plain.choices] == [
+        token_ids(server, "one two"), token_ids(server, "three"),
+    ]  # fmt: skip
+    stream = client.completions.create(
+        model="tiny", prompt="three", max_tokens=4, temperature=0, stream=True, extra_body=want
+    )
+    choices = [each.choices[0] for each in stream]
+    assert choices[0].prompt_token_ids == token_ids(server, "three")
+    assert [i for choice in choices for i in choice.token_ids] == plain.choices[1].token_ids
+
+
 def test_what_the_prompt_is(client: openai.OpenAI) -> None:
     begun: list[Any] = [*MESSAGES, {"role": "assistant", "content": "It has <|im_end|> four"}]
     whole = chat(client, {}, messages=begun).usage.prompt_tokens

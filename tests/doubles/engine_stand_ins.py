@@ -325,6 +325,8 @@ class OpenAIStandIn(VllmStandIn):
     SENDS_IDS = False
     calls: list[dict[str, Any]] | None = None
     """Tool calls to answer chats with."""
+    thoughts: dict[str, str] | None = None
+    """What comes before a chat's text, and the name under which it does."""
 
     async def events(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         if "messages" not in body:
@@ -345,6 +347,8 @@ class OpenAIStandIn(VllmStandIn):
             }
 
         yield chunk({"role": "assistant", "content": "", "refusal": None})
+        for name, thought in (self.thoughts or {}).items():
+            yield chunk({name: thought})
         if self.calls is not None:
             for i, call in enumerate(self.calls):
                 function = {"name": call["name"], "arguments": ""}

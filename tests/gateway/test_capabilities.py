@@ -222,6 +222,29 @@ def test_an_image_from_elsewhere_needs_a_host_that_is_allowed(served, kit) -> No
     assert served.provider.requests[-1].json["messages"][0]["content"] == [there]
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_the_reasoning_of_a_provider_is_told(served, name) -> None:
+    served.provider.thoughts = {name: "Let me think."}
+    try:
+        create = served.client.chat.completions.create
+        whole = create(**ask("provided", max_tokens=4))
+        message = whole.choices[0].message
+        assert message.reasoning_content == message.reasoning == "Let me think."
+        assert len(message.content) == 4
+        assert whole.usage.completion_tokens_details.reasoning_tokens == len("Let me think.")
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        for extra in ({}, {"logprobs": True}):
+            chunks = list(create(**ask("provided", max_tokens=4, **options, **extra)))
+            deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+            told = [delta.model_extra.get("reasoning") or delta.content for delta in deltas]
+            assert [each for each in told if each] == ["Let me think.", *message.content]
+            assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == len("Let me think.")
+        answer = served.client.responses.create(model="provided", input="hi", max_output_tokens=16)
+        assert [item.type for item in answer.output] == ["reasoning", "message"]
+    finally:
+        served.provider.thoughts = None
+
+
 def test_an_operator_says_what_a_worker_lacks(served, kit) -> None:
     status, answer = send(served, kit, ask("text-only", **AS_IT_CAME["image"]))
     assert (status, answer["error"]["code"]) == (400, "unsupported_by_model")

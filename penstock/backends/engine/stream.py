@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, to_text_logprob
+from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, fault_of, to_text_logprob
 from penstock.clock import Clock
 from penstock.errors import (
     ClientError,
@@ -189,9 +189,7 @@ class EngineStream:
     def crash(self, error: Exception) -> None:
         """Output could not be passed on, which is a bug: it ends this stream alone."""
         if not self._done:
-            fault = EngineFault(f"the answer could not be passed on: {type(error).__name__}")
-            fault.__cause__ = error
-            finish = Finish(reason=FinishReason.ERROR, usage=self._usage_here(), error=fault)
+            finish = Finish(reason=FinishReason.ERROR, usage=self._usage_here(), error=fault_of(error))
             self._end(finish, tell_worker=True)
 
     def release_buffered(self) -> None:

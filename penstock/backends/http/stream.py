@@ -21,7 +21,15 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.backends.base import Delta, Finish, GenerateRequest, Sink, TextLogprob, to_text_logprob
+from penstock.backends.base import (
+    Delta,
+    Finish,
+    GenerateRequest,
+    Sink,
+    TextLogprob,
+    fault_of,
+    to_text_logprob,
+)
 from penstock.backends.http.client import HttpExchange
 from penstock.backends.http.dialects.base import (
     AnswerReader,
@@ -216,7 +224,10 @@ class HttpStream:
         for event in events:
             if self._done:
                 return
-            self._on_event(event)
+            try:
+                self._on_event(event)
+            except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
+                self.fail(fault_of(error))
 
     def on_end(self) -> None:
         """See `HttpHandler`."""
@@ -277,7 +288,7 @@ class HttpStream:
                 return  # The sink left.
             if piece.token_ids:
                 self._take_ids(piece)
-            elif piece.text or piece.tool_calls or piece.text_logprobs:
+            elif piece.text or piece.thought or piece.tool_calls or piece.text_logprobs:
                 self._take_text(piece)
             if piece.finish is not None and not self._done and self._finish is None:
                 self._finished(piece.finish, piece.stop)
@@ -325,7 +336,7 @@ class HttpStream:
     def _take_text(self, piece: Piece) -> None:
         """Text without ids: our tokenizer says about how much it is."""
         text = piece.text
-        counted = text + "".join(call.name + call.arguments for call in piece.tool_calls)
+        counted = piece.thought + text + "".join(call.name + call.arguments for call in piece.tool_calls)
         ids = self._pieces.of(counted) if counted else ()
         self._num_logprobs += len(piece.text_logprobs)
         self._deliver(text, ids, piece.text_logprobs, piece)
@@ -349,11 +360,11 @@ class HttpStream:
         if not self._first_ns:
             self._first_ns = self._clock.now_ns()
         self._has_output = True
-        calls = () if piece is None else piece.tool_calls
+        calls, thought = ((), "") if piece is None else (piece.tool_calls, piece.thought)
         matched = None
         if self._stop is not None:
             text, matched = self._stop.push(text)
-        self._sink.on_delta(Delta(text, ids, logprobs, (), calls))
+        self._sink.on_delta(Delta(text, ids, logprobs, (), calls, thought))
         if matched is not None and not self._done:
             self._finish, self._stopped_by = FinishReason.STOP, matched
             self._conclude(close=True)

@@ -31,16 +31,15 @@ from penstock.gateway.models.prepare import (
     truncated,
 )
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.models.shape import own_needs, shaped, template_extra
-from penstock.gateway.relay.chat import ChatSink
+from penstock.gateway.models.shape import forwards, own_needs, shaped, template_extra
+from penstock.gateway.relay.chat import ChatSink, PassedSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
     CompletionLogprobsSink,
-    CountingSink,
     Echo,
     StreamReply,
     TextSink,
-    UsageWriter,
+    annotated,
 )
 from penstock.gateway.relay.reply import Context, Reply
 from penstock.kv.hashing import PromptKeys
@@ -396,15 +395,12 @@ def answer_parser(job: Job) -> AnswerParser:
     )
 
 
-def _counted(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequence[Sink]:
-    """The sinks; with `continuous_usage_stats` every chunk has the usage until there."""
+def _annotated(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequence[Sink]:
     options = job.request.stream_options
-    if options is None or not options.continuous_usage_stats:
-        return sinks
-    writer = UsageWriter(reply.exchange, sum(map(len, job.prompts)))
-    for sink in sinks:
-        sink.write_to(writer.as_exchange())
-    return [CountingSink(sink, writer) for sink in sinks]
+    counts = options is not None and bool(options.continuous_usage_stats)
+    num_prompt = sum(map(len, job.prompts)) if counts else None
+    is_chat = isinstance(job.request, ChatRequest)
+    return annotated(reply, sinks, num_prompt=num_prompt, prompt_ids=job.shown_prompt_ids, is_chat=is_chat)
 
 
 def _begin_chat(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
@@ -428,9 +424,11 @@ def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
         parser = answer_parser(job)
         if parser.is_needed or logprobs:
             sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=parser))
+        elif forwards(job.model):
+            sinks.append(PassedSink(reply, chunks, i))
         else:
             sinks.append(TextSink(reply, chunks, i, chunks.role()))
-    return reply, _counted(reply, job, sinks)
+    return reply, _annotated(reply, job, sinks)
 
 
 def _chat_whole(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
@@ -440,6 +438,7 @@ def _chat_whole(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
         parsers=parsers,
         with_logprobs=job.logprobs is not None,
         num_prompt_top=job.shown_prompt_logprobs,
+        prompt_ids=job.shown_prompt_ids,
     )
     return reply, reply.sinks
 
@@ -453,7 +452,7 @@ def _completion_stream(context: Context, job: Job, echoes: Sequence[Echo]) -> tu
             sinks.append(CompletionLogprobsSink(reply, chunks, i, echo))
         else:
             sinks.append(TextSink(reply, chunks, i, chunks.text(echo.text) if echo.text else b""))
-    return reply, _counted(reply, job, sinks)
+    return reply, _annotated(reply, job, sinks)
 
 
 def _completion_whole(context: Context, job: Job, echoes: Sequence[Echo]) -> tuple[Reply, Sequence[Sink]]:
@@ -463,6 +462,7 @@ def _completion_whole(context: Context, job: Job, echoes: Sequence[Echo]) -> tup
         echoes=by_choice,
         with_logprobs=job.logprobs is not None,
         num_prompt_top=job.shown_prompt_logprobs,
+        prompt_ids=job.shown_prompt_ids,
     )
     return reply, reply.sinks
 

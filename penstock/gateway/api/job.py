@@ -144,6 +144,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return getattr(self.request, "prompt_logprobs", None)
 
     @property
+    def shown_prompt_ids(self) -> Sequence[Sequence[int]]:
+        """By choice, its prompt, if `return_token_ids` asks for ids of tokens; else nothing."""
+        if getattr(self.request, "return_token_ids", None) is not True:
+            return ()
+        return [prompt for prompt in self.prompts for _ in range(self.choices_per_prompt)]
+
+    @property
     def only_scores(self) -> bool:
         """Whether nothing is answered: what is asked for is the log-probabilities of the prompt."""
         return self.request.max_tokens == 0

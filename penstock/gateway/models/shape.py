@@ -42,7 +42,7 @@ def shaped(
     """
     budget, param = _budget(request, max_tokens)
     marks = model.reasoning
-    if marks is None and budget and not _forwards(model):
+    if marks is None and budget and not forwards(model):
         raise Unsupported(
             f"'{param}' is not supported by the model '{model.name}': it does not reason.",
             param=param,
@@ -122,6 +122,6 @@ def _budget(request: ChatRequest, max_tokens: int) -> tuple[int | None, str]:
     return int(max_tokens * EFFORTS[effort]), "reasoning_effort"
 
 
-def _forwards(model: ServedModel) -> bool:
+def forwards(model: ServedModel) -> bool:
     """Whether some worker of it is a provider, which makes of the parameter what it likes."""
     return not model.workers.lacking(_MAY_FORWARD)

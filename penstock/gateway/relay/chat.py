@@ -11,6 +11,26 @@ from penstock.text.tools import CallPiece, Text, Thought, ToolEvent
 from penstock.types import FinishReason
 
 
+class PassedSink(TextSink):
+    """A chat choice that a provider may answer, which tells reasoning apart."""
+
+    __slots__ = ("_chunks",)
+
+    def __init__(self, reply: StreamReply, chunks: ChatChunks, index: int) -> None:
+        super().__init__(reply, chunks, index, chunks.role())
+        self._chunks = chunks
+
+    def on_delta(self, delta: Delta) -> None:
+        """More output."""
+        if delta.thought:
+            if not self._began:
+                self._begin()
+            self.release()
+            self._exchange.write(self._chunks.thought(delta.thought))
+            self._reply.thought(len(delta.token_ids))
+        super().on_delta(delta)
+
+
 class ChatSink(TextSink):
     """A chat choice with log-probabilities, reasoning or tool calls."""
 
@@ -31,11 +51,11 @@ class ChatSink(TextSink):
         if not self._began:
             self._begin()
         try:
-            events = self._parser.push(delta.text)
+            events = self._parser.push(delta.text, delta.thought)
         except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
             self._reply.crash(error)
             return
-        self._reply.tally.reasoning_tokens += self._parser.num_thoughts(delta.token_ids)
+        self._reply.thought(self._parser.num_thoughts(delta.token_ids, delta.thought))
         if self._logprobs and delta.logprobs:
             at = next((i for i, item in enumerate(events) if isinstance(item, Text)), len(events))
             self._send(events[:at])

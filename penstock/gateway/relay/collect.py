@@ -56,10 +56,10 @@ class CollectSink:
 
     __slots__ = (
         "_began", "_index", "_parser", "_reply", "events", "logprobs", "passed_calls", "prompt_logprobs",
-        "reason",
+        "reason", "token_ids",
     )  # fmt: skip
 
-    def __init__(self, reply: Reply, index: int, parser: AnswerParser) -> None:
+    def __init__(self, reply: Reply, index: int, parser: AnswerParser, *, keeps_ids: bool = False) -> None:
         self._reply = reply
         self._index = index
         self._parser = parser
@@ -70,6 +70,8 @@ class CollectSink:
         self.passed_calls: dict[int, PassedCall] = {}
         """Tool calls that a provider has parsed, by index."""
         self.reason = FinishReason.ABORT
+        self.token_ids: list[int] | None = [] if keeps_ids else None
+        """Of the answer, if they are asked for."""
 
     @property
     def text(self) -> str:
@@ -85,12 +87,14 @@ class CollectSink:
             self._began = True
             self._reply.first_output()
         try:
-            self.events += self._parser.push(delta.text)
+            self.events += self._parser.push(delta.text, delta.thought)
         except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
             self._reply.crash(error)
             return
-        self._reply.tally.reasoning_tokens += self._parser.num_thoughts(delta.token_ids)
+        self._reply.thought(self._parser.num_thoughts(delta.token_ids, delta.thought))
         self.logprobs.extend(delta.logprobs)
+        if self.token_ids is not None:
+            self.token_ids += delta.token_ids
         for piece in delta.tool_calls:
             self.passed_calls.setdefault(piece.index, PassedCall()).add(piece)
         self._reply.count(len(delta.token_ids))
@@ -131,11 +135,17 @@ class ScoringSink:
 class WholeReply(Reply):
     """A reply that is one JSON body."""
 
-    __slots__ = ("sinks",)
+    __slots__ = ("_prompt_ids", "sinks")
 
-    def __init__(self, context: Context, parsers: Sequence[AnswerParser]) -> None:
+    def __init__(
+        self, context: Context, parsers: Sequence[AnswerParser], prompt_ids: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """`prompt_ids`: by choice, where ids of tokens are asked for."""
         super().__init__(context)
-        self.sinks: Sequence[CollectSink] = [CollectSink(self, i, parser) for i, parser in enumerate(parsers)]
+        self._prompt_ids = prompt_ids
+        self.sinks: Sequence[CollectSink] = [
+            CollectSink(self, i, parser, keeps_ids=bool(prompt_ids)) for i, parser in enumerate(parsers)
+        ]
 
     def complete(self) -> None:
         """Every choice is there: answer."""
@@ -164,8 +174,9 @@ class WholeChat(WholeReply):
         parsers: Sequence[AnswerParser],
         with_logprobs: bool,
         num_prompt_top: int | None = None,
+        prompt_ids: Sequence[Sequence[int]] = (),
     ) -> None:
-        super().__init__(context, parsers)
+        super().__init__(context, parsers, prompt_ids)
         self._with_logprobs = with_logprobs
         self._num_prompt_top = num_prompt_top
 
@@ -180,6 +191,7 @@ class WholeChat(WholeReply):
             choices=[self._choice(i, sink) for i, sink in enumerate(self.sinks)],
             usage=self.tally.usage(),
             prompt_logprobs=_shown_prompt(self.sinks[0], self._num_prompt_top),
+            prompt_token_ids=self._prompt_ids[0] if self._prompt_ids else None,
         )
 
     def _choice(self, index: int, sink: CollectSink) -> ChatChoice:
@@ -208,6 +220,7 @@ class WholeChat(WholeReply):
             ),
             logprobs=chat_logprobs(sink.logprobs) if self._with_logprobs else None,
             finish_reason=(FinishReason.TOOL_CALLS if called else sink.reason).value,
+            token_ids=sink.token_ids,
         )
 
 
@@ -223,8 +236,9 @@ class WholeCompletion(WholeReply):
         echoes: Sequence[Echo],
         with_logprobs: bool,
         num_prompt_top: int | None = None,
+        prompt_ids: Sequence[Sequence[int]] = (),
     ) -> None:
-        super().__init__(context, [AnswerParser() for _ in echoes])
+        super().__init__(context, [AnswerParser() for _ in echoes], prompt_ids)
         self._echoes = echoes
         self._with_logprobs = with_logprobs
         self._num_prompt_top = num_prompt_top
@@ -250,6 +264,8 @@ class WholeCompletion(WholeReply):
             logprobs=completion_logprobs(shown, 0) if self._with_logprobs else None,
             finish_reason=sink.reason.value,
             prompt_logprobs=_shown_prompt(sink, self._num_prompt_top),
+            token_ids=sink.token_ids,
+            prompt_token_ids=self._prompt_ids[index] if self._prompt_ids else None,
         )
 
 

@@ -350,6 +350,60 @@ class UsageWriter:
         self._exchange.write(data)
 
 
+_END_OF_CHOICE = b"}]"
+
+
+class TokenIdWriter:
+    """Stands before an exchange, for the sink of one choice: its chunks have the ids of their tokens, as
+    vLLM's have. The first has the prompt's too: those of a chat stand beside its choices.
+    """
+
+    holds = False
+
+    def __init__(self, exchange: Exchange, prompt: Sequence[int], *, is_chat: bool) -> None:
+        self._exchange, self._is_chat = exchange, is_chat
+        self._prompt: Sequence[int] | None = prompt
+        self.token_ids: list[int] = []
+        """Of the next chunk."""
+
+    def as_exchange(self) -> Exchange:
+        """For a sink, which uses nothing else of one."""
+        return cast(Exchange, self)
+
+    def write(self, data: bytes) -> None:
+        """Write one chunk."""
+        of_choice, beside = b',"token_ids":%b' % _encode(self.token_ids), b""
+        self.token_ids = []
+        if self._prompt is not None:
+            of_prompt = b',"prompt_token_ids":%b' % _encode(self._prompt)
+            self._prompt = None
+            if self._is_chat:
+                beside = of_prompt
+            else:
+                of_choice += of_prompt
+        at = data.rindex(_END_OF_CHOICE)
+        end = at + len(_END_OF_CHOICE)
+        self._exchange.write(b"%b%b%b%b%b" % (data[:at], of_choice, _END_OF_CHOICE, beside, data[end:]))
+
+
+class TokenIdSink:
+    """Tells a choice's writer the ids of a delta's tokens before its chunk is written."""
+
+    __slots__ = ("_sink", "_writer")
+
+    def __init__(self, sink: Sink, writer: TokenIdWriter) -> None:
+        self._sink, self._writer = sink, writer
+
+    def on_delta(self, delta: Delta) -> None:
+        """More output."""
+        self._writer.token_ids += delta.token_ids
+        self._sink.on_delta(delta)
+
+    def on_finish(self, finish: Finish) -> None:
+        """The end."""
+        self._sink.on_finish(finish)
+
+
 class CountingSink:
     """Counts a choice's tokens before its chunk is written."""
 
@@ -366,3 +420,29 @@ class CountingSink:
     def on_finish(self, finish: Finish) -> None:
         """The end."""
         self._sink.on_finish(finish)
+
+
+def annotated(
+    reply: StreamReply,
+    sinks: Sequence[TextSink],
+    *,
+    num_prompt: int | None,
+    prompt_ids: Sequence[Sequence[int]],
+    is_chat: bool,
+) -> Sequence[Sink]:
+    """The sinks. With `num_prompt`, the tokens of all prompts, every chunk has the usage until there; with
+    `prompt_ids`, each choice's prompt, it has the ids of its tokens.
+    """
+    exchange, found = reply.exchange, list[Sink](sinks)
+    if num_prompt is not None:
+        writer = UsageWriter(exchange, num_prompt)
+        exchange = writer.as_exchange()
+        for sink in sinks:
+            sink.write_to(exchange)
+        found = [CountingSink(sink, writer) for sink in found]
+    if prompt_ids:
+        writers = [TokenIdWriter(exchange, prompt, is_chat=is_chat) for prompt in prompt_ids]
+        for sink, ids in zip(sinks, writers, strict=True):
+            sink.write_to(ids.as_exchange())
+        found = [TokenIdSink(sink, ids) for sink, ids in zip(found, writers, strict=True)]
+    return found

@@ -337,6 +337,11 @@ class Reply:
         if self.num_produced >= self.next_slice:
             self.listener.on_tokens(self)
 
+    def thought(self, num_tokens: int) -> None:
+        """So many more tokens are reasoning (called by sinks)."""
+        if num_tokens:
+            self.tally.reasoning_tokens = max(0, self.tally.reasoning_tokens) + num_tokens
+
     def ended(self, finish: Finish) -> Finish:
         """A stream's end as the client sees it: what the listener stopped did not fail (called by sinks first
         of all).

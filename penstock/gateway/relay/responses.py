@@ -280,11 +280,11 @@ class ResponseStream(StreamReply):
         self._begin_once()
         logprobs = chat_logprobs(delta.logprobs).content or () if self._shows_logprobs else ()
         try:
-            self._tell(self._items.push(self._parser.push(delta.text), logprobs))
+            self._tell(self._items.push(self._parser.push(delta.text, delta.thought), logprobs))
         except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
             self.crash(error)
             return
-        self.tally.reasoning_tokens += self._parser.num_thoughts(delta.token_ids)
+        self.thought(self._parser.num_thoughts(delta.token_ids, delta.thought))
         for piece in delta.tool_calls:
             self._tell(self._items.passed(piece))
         self.count(len(delta.token_ids))

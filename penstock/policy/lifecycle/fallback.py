@@ -53,7 +53,7 @@ class _Round(msgspec.Struct):
 
     since_ns: int
     unasked: deque[Work]
-    """What waits and has not been asked yet; some may have left, or moved."""
+    """Requests that wait and have not been asked yet; some may have left, or moved."""
 
 
 class Fallbacks:
@@ -84,7 +84,8 @@ class Fallbacks:
         why, since_ns = _unusable(now_ns, lane, self._policies.health)
         entered = lane.queue.take_entered()
         if not why:
-            self._rounds.pop(lane.route, None)
+            if self._rounds:
+                self._rounds.pop(lane.route, None)
             return found, stay, False
         assert since_ns <= now_ns, "trouble that has not begun is none"
         asking = self._rounds.get(lane.route)

@@ -147,8 +147,9 @@ class Transitions:
         lane = request.lane
         self._policies.health.ended(now_ns, lane.route, request.worker, change.error)
         usage = change.usage if request.state is State.ENDED else None
-        request.identity = request.booked.identity  # Of the attempt that was ahead, if there were two.
-        lane.release(now_ns, request.worker, request.booked, usage)
+        booked = request.booked
+        request.identity = booked.identity  # Of the attempt that was ahead, if there were two.
+        lane.release(now_ns, request.worker, booked, usage)
         request.hedge_booked = None
         self._on_change(lane)
 

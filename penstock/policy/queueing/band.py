@@ -26,8 +26,8 @@ _PASSED_MAX = 8
 
 
 class Work(msgspec.Struct, eq=False, kw_only=True):
-    """What the queue knows of one request; the lower half is the queue's own. A `Request` is one, and what is
-    booked for a hedge.
+    """One request as the queue and the placement know it: a `Request`, or the booking of a hedge. The lower
+    half is the queue's own.
     """
 
     id: RequestId
@@ -119,8 +119,9 @@ class TenantQueue(ServiceCounter):
         """The first that waits in line, not counting those that are set aside."""
         heap = self.heap
         while heap:
-            if self.is_in_line(heap[0]):
-                return heap[0][2]
+            _, number, work = heap[0]
+            if self._waiting.get(number) is work and not work.aside:  # `is_in_line`, without a call.
+                return work
             heappop(heap)
         return None
 

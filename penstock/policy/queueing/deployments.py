@@ -57,8 +57,8 @@ class Deployments:
         self._taken: dict[tuple[RequestId, WorkerId], int] = {}
         """Tokens that were taken for what runs."""
         self.due_ns: int | None = None
-        """When a worker that is spent may be given one of the requests asked about since `look`; None: none
-        is.
+        """When a worker that is spent may be given one of the requests asked about since this was None; None:
+        none is. Its owner clears it before each pass over the queue.
         """
 
     def set(self, worker_id: WorkerId, terms: DeploymentTerms | None) -> None:
@@ -77,10 +77,6 @@ class Deployments:
 
     def __bool__(self) -> bool:
         return bool(self._known)
-
-    def look(self) -> None:
-        """A pass over the queue begins."""
-        self.due_ns = None
 
     def spent(self, now_ns: int, work: Work) -> frozenset[WorkerId]:
         """Workers that must not be given this request now."""

@@ -239,7 +239,7 @@ class FairQueue:
         return min(times) + self._skip_ns if times else None
 
     def take_entered(self) -> Sequence[Work]:
-        """What has begun to wait, or waits again, since this was last asked; some may have left."""
+        """Requests that have begun to wait, or wait again, since this was last asked; some may have left."""
         entered, self._entered = self._entered, []
         return entered
 

@@ -111,7 +111,7 @@ class ModelQueue:
         """
         queue, rooms = self.queue, self.rooms
         self._now_ns = now_ns
-        self._deployments.look()
+        self._deployments.due_ns = None
         for worker_id in self.pace.overdue(now_ns):
             rooms.look_again(worker_id)
         if not queue.num_waiting:

@@ -226,7 +226,7 @@ class Request(Work):
             self.used_by_choice.clear()
 
     def used_by(self, choice: int) -> Usage | None:
-        """What one choice used; None while its stream runs."""
+        """Usage of one choice; None while its stream runs."""
         return self.used_by_choice.get(choice)
 
     @property
@@ -235,7 +235,7 @@ class Request(Work):
         return max((usage.completion_tokens for usage in self.used_by_choice.values()), default=0)
 
     def used(self) -> Usage:
-        """What all choices used: every prompt once, every answer. Times are the first choice's."""
+        """Usage of all choices: every prompt once, every answer. Times are the first choice's."""
         if len(self.used_by_choice) == 1 and 0 in self.used_by_choice:
             return self.used_by_choice[0]
         usages, per_prompt = list(self.used_by_choice.values()), self.facts.choices_per_prompt
@@ -339,7 +339,7 @@ def request_of(
 
 
 def work_of(facts: RequestFacts, now_ns: int, expected: int, verdict: Pass = NO_PROMISE) -> Work:
-    """What the queue is told of a request that came at `now_ns`, if it were let in with that `verdict`."""
+    """A request that came at `now_ns` as the queue would know it, if it were let in with that `verdict`."""
     tenant = facts.tenant
     work = Work(id=facts.id, band=tenant.band, tenant=tenant.id, arrived_ns=now_ns)
     _fill(work, facts, expected, verdict)
@@ -347,7 +347,7 @@ def work_of(facts: RequestFacts, now_ns: int, expected: int, verdict: Pass = NO_
 
 
 def hedge_of(request: Request, name: RequestId) -> Work:
-    """What is booked for a second attempt beside the first one, under a name of its own."""
+    """The booking of a second attempt beside the first one, under a name of its own."""
     fields: dict[str, Any] = {field: getattr(request, field) for field in Work.__struct_fields__}
     fields |= {"id": name, "matched_tokens": 0, "hold_ns": 1}
     return Work(**fields)

@@ -76,6 +76,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
+    thought: str = ""
+    """Reasoning, of a server that tells it apart."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """Of `token_ids`."""
     text_logprobs: tuple[TextLogprob, ...] = ()

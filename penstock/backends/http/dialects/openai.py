@@ -206,6 +206,7 @@ class ChatReader:
         logprobs = choice.logprobs.content if choice.logprobs is not None else None
         return Piece(
             text=delta.content or "",
+            thought=delta.reasoning_content or delta.reasoning or "",
             tool_calls=tuple(_call_piece(call) for call in delta.tool_calls or ()),
             text_logprobs=tuple(self._logprob(each) for each in logprobs or ()),
             finish=finish_of(choice.finish_reason),
@@ -276,7 +277,7 @@ class OpenAIDialect:
     sends_chats = True
     has_adapters = False
     resumes = False
-    capabilities = ALL_CAPABILITIES - {Capability.ECHO_LOGPROBS}
+    capabilities = ALL_CAPABILITIES - {Capability.ECHO_LOGPROBS, Capability.TOKEN_IDS}
     listed_model = ""
     """Not every provider lists every name that it answers to, or has a list at all."""
     expects_model = ""

@@ -72,7 +72,7 @@ class VllmDialect(EngineDialect):
     resumes = True
     capabilities = COMMON_CAPABILITIES | {
         Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
-        Capability.FORCED_TOOLS, Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS,
+        Capability.FORCED_TOOLS, Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS, Capability.TOKEN_IDS,
     }  # fmt: skip
 
     def submission(self, request: GenerateRequest) -> HttpSubmission:
