@@ -207,6 +207,27 @@ def test_what_becomes_of_each_parameter_of_a_response(served, kit) -> None:
             assert not error, (name, error)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_provider_gets_a_response_as_a_chat(served, kit, stream: bool) -> None:
+    served.provider.requests.clear()
+    with kit.openai_client(served) as client:
+        answer = client.responses.create(
+            model="provided", instructions="Be brief.", input="hi", text={"verbosity": "low"},
+            max_output_tokens=3, stream=stream,
+        )  # fmt: skip
+        if stream:
+            *_, last = answer
+            answer = last.response
+    sent = served.provider.requests[-1].json
+    assert [(each["role"], each["content"]) for each in sent["messages"]] == [
+        ("system", "Be brief."),
+        ("user", "hi"),
+    ]
+    assert (sent["verbosity"], sent["max_completion_tokens"]) == ("low", 3)
+    assert "input" not in sent
+    assert answer.output_text
+
+
 def test_the_capabilities_of_each_engine() -> None:
     dialects = (VllmDialect, SglangDialect, TgiDialect, TrtllmDialect, TritonDialect, OpenAIDialect)
     sets = [ENGINE_CAPABILITIES, *(dialect.capabilities for dialect in dialects)]

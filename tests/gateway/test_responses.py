@@ -449,10 +449,11 @@ def test_a_parser_that_fails_ends_its_own_response(caller, kit, monkeypatch, pla
         raise ValueError("no such syntax")
 
     asked = {"model": "tiny", "input": "hi", "tools": [TOOL]}
-    with kit.openai_client(caller) as talk:
+    with kit.openai_client(caller) as talk:  # Its connection is closed with the stream.
         monkeypatch.setattr(HermesToolParser, place, fail)
         *_, last = talk.responses.create(**asked, stream=True)
         assert (last.type, last.response.error.code) == ("response.failed", "internal_error")
+    with kit.openai_client(caller) as talk:
         with pytest.raises(openai.InternalServerError):
             talk.responses.create(**asked)
         assert "no such syntax" not in last.response.error.message
