@@ -19,8 +19,8 @@ class BandConfig(Branch, frozen=True, kw_only=True):
     """Smaller goes first; also the priority that the engine is given. Running streams of bands below 0 are
     never stopped to make room in KV memory."""
     floor: Annotated[float, Meta(ge=0, le=1_000_000)] = 0.0
-    """Streams that it may always run, below 1 as a share of the model's slots: under it, it goes before bands
-    that are over theirs. Lent while it has no work."""
+    """Streams that it may always run: under it, it goes before bands that are over theirs. Below 1 it is a
+    share of the model's starts and of its slots. Lent while it has no work."""
     requests_max: Positive = 1024
     """Requests that wait; one more is refused as overloaded."""
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 60.0
@@ -39,8 +39,8 @@ class QueueConfig(Branch, frozen=True, kw_only=True):
     bands: Annotated[tuple[BandConfig, ...], Meta(min_length=1, max_length=16)] = (
         BandConfig(name="system", order=-2, floor=2, requests_max=256, timeout_s=30),
         BandConfig(name="priority", order=-1, floor=0.25),
-        BandConfig(name="default", order=0, floor=0.1, requests_max=2048),
-        BandConfig(name="bulk", order=1, requests_max=4096, timeout_s=300),
+        BandConfig(name="default", order=0, floor=0.2, requests_max=2048),
+        BandConfig(name="bulk", order=1, floor=0.05, requests_max=4096, timeout_s=300),
     )
     """Tenants of a band that is not here get the last band that has order 0 or less, else the first."""
     requests_max: Positive = 4096

@@ -118,24 +118,35 @@ def patient(**bands) -> QueueTerms:
 BANDS = [TenantConfig(id=band, band=band) for band in ("priority", "default", "bulk")]
 
 
-def test_forty_slots_thirty_priority_six_default_and_four_bulk(crowd) -> None:
+def test_forty_slots_of_three_bands(crowd) -> None:
+    """The example of docs/overload.md."""
     made = crowd(*BANDS, slots=40, queue=patient())
-    running = {name: made.ask(name, num) for name, num in (("priority", 30), ("default", 6), ("bulk", 4))}
+    running = {name: made.ask(name, num) for name, num in (("priority", 28), ("default", 9), ("bulk", 3))}
     made.wait_started(40)
     made.ask("bulk", 2)
-    made.ask("default", 2)
-    made.ask("priority", 8)
-    # 1. Nobody is under a floor, so priority starts.
-    assert made.next_after(running["bulk"][0]) == ["priority"]
-    # 2. Default runs 5 and 4; then 3, which is under its floor.
-    assert made.next_after(*running["default"][:3]) == ["priority", "priority", "default"]
-    # 3. Bulk has no floor; when it has started nothing for 120 s it has one request, and the clock begins
-    # anew. Nothing ended all the while here, so the clocks of the others ran out before, and they are more
-    # overdue.
+    made.ask("default", 6)
+    made.ask("priority", 30)
+    ends = iter(running["priority"])
+    places = [made.next_after(next(ends))[0] for _ in range(28)]
+    # 1. Every band runs its floor of the slots, and has had its floor of the starts.
+    first = places.index("default")
+    assert set(places[:first]) == {"priority"}
+    assert first >= 4
+    # 2. Then it is owed one, and again after so many that a fifth of the starts are its own.
+    assert places[first + 1 : first + 4] == ["priority"] * 3
+
+
+def test_a_band_without_a_floor_has_one_place_when_its_clock_has_run_out(crowd) -> None:
+    made = crowd(*BANDS, slots=40, queue=patient(bulk={"floor": 0.0}, default={"floor": 0.0}))
+    running = made.ask("priority", 40)
+    made.wait_started(40)
+    for name in ("bulk", "default", "priority"):
+        made.ask(name, 8)
+    assert made.next_after(*running[:3]) == ["priority"] * 3
+    # Nothing ended all the while here, so the clocks of the others ran out before, and they are more overdue.
     made.clock.jump(121)
-    ends = running["priority"]
-    assert made.next_after(*ends[:3]) == ["priority", "default", "bulk"]
-    assert made.next_after(*ends[3:6]) == ["priority"] * 3
+    assert made.next_after(*running[3:6]) == ["priority", "default", "bulk"]
+    assert made.next_after(*running[6:9]) == ["priority"] * 3
 
 
 def test_a_floor_is_lent_while_its_band_has_no_work(crowd) -> None:

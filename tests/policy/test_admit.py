@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, TtftTarget
-from penstock.policy.admission.admit import LET_IN_SHARE, QUEUE_SHARE, AdmissionControl, effective_degrade
+from penstock.policy.admission.admit import (
+    LET_IN_SHARE,
+    QUEUE_SHARE,
+    QUIET_SHARE,
+    AdmissionControl,
+    effective_degrade,
+)
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
 from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.types import TenantId
@@ -60,9 +66,10 @@ def test_no_one_is_refused_for_a_wait_that_is_only_expected() -> None:
     alone = admission(chain=())
     verdict = decide(alone, quiet)
     assert isinstance(verdict, Admit)
-    assert verdict.start_by_ns == pytest.approx(
-        0.9 * NS_PER_S
-    )  # What the rest took lately is left of the promise.
+    assert verdict.start_by_ns == pytest.approx(QUIET_SHARE * NS_PER_S)
+    slow = at("large", ahead_s=3, is_late=False, first_ns=NS_PER_S * 6 // 10)
+    # What the rest took lately is left of the promise.
+    assert decide(alone, slow).start_by_ns == pytest.approx(0.4 * NS_PER_S)
     assert isinstance(decide(alone, at("large", ahead_s=3, first_ns=NS_PER_S // 10)), Shed)
     assert isinstance(decide(alone, at("large", ahead_s=3, is_late=False, is_full=True)), Shed)
     assert isinstance(decide(alone, at("large", ahead_s=3, is_late=False), max_wait_ns=NS_PER_S), Shed)

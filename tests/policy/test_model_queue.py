@@ -5,6 +5,7 @@ avoid.
 from collections.abc import Collection
 
 from penstock.clock import NS_PER_MS
+from penstock.config.routing import TTFT_TARGET_MS, AdmissionConfig
 from penstock.policy.lifecycle.policies import AllHealthy
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import (
@@ -16,6 +17,7 @@ from penstock.policy.queueing.capacity import (
     WorkerView,
 )
 from penstock.policy.queueing.model_queue import ModelQueue
+from penstock.policy.queueing.pace import BACKLOG_SHARE, OVERDUE, Pace
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
 
@@ -236,3 +238,25 @@ def test_what_passes_a_held_request_goes_by_the_same_rules_as_any_other() -> Non
     again.band = "priority"
     lane.queue.push(now_ns, again)
     assert start(lane, now_ns) is None, "two requests a minute were started"
+
+
+# --- a prompt that its worker has had for long ------------------------------------------------------
+
+
+def test_a_worker_is_given_one_more_beside_a_prompt_that_has_waited_long_alone() -> None:
+    backlog_ms = BACKLOG_SHARE * TTFT_TARGET_MS
+    late_ns = round(OVERDUE * backlog_ms * NS_PER_MS) + 1
+    lane = ModelQueue(CONFIG, "m", 0, LeastLoaded(), AllHealthy(), Pace(AdmissionConfig()))
+    lane.set_worker(0, A, WorkerView(max_running=16))
+    long, first, second = work("long"), work("first"), work("second")
+    long.prompt_tokens = 8192
+    lane.queue.push(0, long)
+    assert lane.next_start(0) is not None
+    for each in (first, second):
+        lane.queue.push(1, each)
+    assert lane.due_ns(1) == late_ns, "by then the worker may have room again"
+    assert start(lane, late_ns) == ("first", A)
+    lane.rooms.look_again(A)
+    assert start(lane, late_ns) is None, "two that wait there are a queue"
+    lane.begin(late_ns, A, first)
+    assert start(lane, late_ns) == ("second", A)

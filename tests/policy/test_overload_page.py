@@ -27,7 +27,7 @@ def test_the_bands_are_as_the_table_says() -> None:
         map(band_terms, QueueTerms().bands), rows, strict=True
     ):
         assert int(order) == band.order
-        number = {"none": "0"}.get(floor, floor).split()[0]
+        number = floor.split()[0]
         assert band.floor == (int(number.rstrip("%")) / 100 if "%" in number else int(number))
         assert starvation == f"{band.starvation_s:g} s"
         assert pages.number(waiting) == band.requests_max

@@ -7,8 +7,11 @@ from collections import Counter
 
 import pytest
 
+from penstock.clock import NS_PER_S
+from penstock.config.flow import QueueConfig
 from penstock.policy.record import Outcome
 from penstock.sim.scenarios.overload import (
+    BANDS,
     DRAINED_S,
     LONG,
     TIMES,
@@ -40,9 +43,12 @@ def test_goodput_holds_whatever_is_offered() -> None:
 
 def test_most_that_is_answered_is_in_time_whatever_is_offered() -> None:
     for times in (1, *TIMES):
-        finished = [r for r in run(times).records if r.outcome is Outcome.FINISHED]
-        in_time = sum(run(times).good(record) for record in finished)
-        assert in_time >= 0.75 * len(finished), f"{times}x: {in_time} of {len(finished)}"
+        finished, in_time = 0, 0
+        for seed in SEEDS:
+            found = [r for r in run(times, seed).records if r.outcome is Outcome.FINISHED]
+            finished += len(found)
+            in_time += sum(run(times, seed).good(record) for record in found)
+        assert in_time >= 0.75 * finished, f"{times}x: {in_time} of {finished}"
 
 
 def test_hopeless_requests_leave_and_the_queue_is_empty_soon_after_the_load() -> None:
@@ -63,6 +69,19 @@ def test_no_band_is_starved_and_no_length_is() -> None:
     done = [r for r in played.records if played.good(r)]
     assert any(r.prompt_tokens >= LONG for r in done)
     assert any(r.prompt_tokens < LONG / 4 for r in done)
+
+
+@pytest.mark.parametrize("times", TIMES)
+def test_every_band_has_its_floor_of_what_is_answered_in_time(times: float) -> None:
+    floors = {band.name: band.floor for band in QueueConfig().bands}
+    good = Counter[str]()
+    for seed in SEEDS:
+        played = run(times, seed)
+        ended = [r for r in played.records if r.end_ns <= played.setup.seconds * NS_PER_S]
+        good.update(record.band or "default" for record in ended if played.good(record))
+    for band, _ in BANDS:
+        name = band or "default"
+        assert good[name] >= 0.9 * floors[name] * good.total(), (name, good)
 
 
 @pytest.mark.parametrize("times", [5, 20])

@@ -117,10 +117,14 @@ class RetryAfterSchedule:
         return at_ns
 
 
-QUEUE_SHARE = 0.3
+QUEUE_SHARE = 0.25
 """Of the promise as configured, what a request may wait for its start; the rest is its worker's. The same for
 long prompts as for short ones, whose promises differ: else long ones would be all that is left of a long
 queue."""
+QUIET_SHARE = 0.45
+"""Of the promise, what a request may wait at most while none of its band was too late for a while. With more
+a spike's first requests all start at the last moment and are late at their workers, and the rows that they
+take are missing for ten seconds; with less a burst on an idle machine is refused in part."""
 LET_IN_SHARE = 0.6
 """Of that, the wait that is expected of a request when it is let in: how long others take is never known
 exactly."""
@@ -244,7 +248,8 @@ class AdmissionControl:
             share = PROTECTED_SHARE if facts.is_protected else QUEUE_SHARE
             start_by_ns = round(share * promise.ttft_ns)
             if not route.is_late:
-                start_by_ns = max(start_by_ns, promise.ttft_ns - route.first_ns)
+                spare_ns = min(promise.ttft_ns - route.first_ns, round(QUIET_SHARE * promise.ttft_ns))
+                start_by_ns = max(start_by_ns, spare_ns)
         start_by_ns = max(1, start_by_ns)
         share = 1.0 if facts.is_protected else LET_IN_SHARE
         wait_max_ns = max(1, round(share * start_by_ns))

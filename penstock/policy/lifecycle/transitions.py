@@ -116,7 +116,7 @@ class Transitions:
         self._policies.health.started(now_ns, lane.route, request.worker)
         if request.matched_tokens:
             charge_matched(request)
-        order = lane.queue.band_of(request).config.order
+        order = lane.queue.order_of(request)
         return Start(request.id, lane.route, request.worker, order, request.attempts, request.takes_row)
 
     def _abort(self, now_ns: int, request: Request, change: Change) -> Abort:

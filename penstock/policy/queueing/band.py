@@ -21,6 +21,8 @@ _PACE = 16
 """The mean time between two starts follows the last so many."""
 _BATCH = 4
 """Starts that come together, as far as the time since the last one is concerned."""
+_RECENT = 64
+"""A band's part of the starts is its part of about the last so many of its queue."""
 _PASSED_MAX = 8
 """Tenants that one look into the band passes over because their first request is too large."""
 
@@ -87,6 +89,8 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     """What it is sorted by within its tenant: arrival or deadline."""
     charged: int = 0
     """What its tenant's counter holds for it."""
+    owed: bool = False
+    """It was started because its band was owed a start."""
     running: bool = False
     hold_ns: int = 0
     """Until when it waits for `hold_for` by the placement's choice, although others have room; 0: it was
@@ -146,8 +150,8 @@ class Band:
 
     __slots__ = (
         "_gap_ns", "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level",
-        "num_active", "num_bytes", "num_running", "num_tenants", "served_ns", "starvation_ns", "timeout_ns",
-        "untold", "waiting",
+        "num_active", "num_bytes", "num_running", "num_tenants", "recent", "served_ns", "starvation_ns",
+        "timeout_ns", "untold", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: BandTerms, level: int) -> None:
@@ -161,6 +165,8 @@ class Band:
         self.aside: list[Work] = []
         """Too large for the room there was; tried first."""
         self.num_bytes = self.num_running = 0
+        self.recent = 0.0
+        """Of the last starts of the queue, those of this band; older ones count less."""
         self._gap_ns = 0
         self.num_active = 0
         """Tenants with work that waits or runs."""
@@ -180,6 +186,27 @@ class Band:
         """Streams that it may always run where the model's workers may be given so many."""
         floor = self.config.floor
         return int(floor) if floor >= 1 else int(floor * slots)
+
+    def is_owed(self, recent: float) -> bool:
+        """Whether it has had less than its guaranteed part of the `recent` starts of all bands.
+
+        Its part of the slots alone would guarantee nothing where workers have rows enough, but no time for
+        prompts.
+        """
+        assert recent >= self.recent, "its own starts are of all bands' starts"
+        return self.config.floor < 1 and self.recent < self.config.floor * recent
+
+    def count_start(self, *, own: bool) -> None:
+        """The queue starts something, of this band or of another one."""
+        self.recent += own - self.recent / _RECENT
+        assert self.recent >= 0, "starts are counted, and forgotten in part"
+
+    def come_back(self, recent: float) -> None:
+        """It begins to wait: for what started while it did not it is owed nothing."""
+        if self.config.floor < 1:
+            others = recent - self.recent
+            assert others >= 0, "its own starts are of all bands' starts"
+            self.recent = max(self.recent, others * self.config.floor / (1 - self.config.floor))
 
     def line(self, tenant: TenantId) -> TenantQueue | None:
         """The tenant's line, if it is known."""

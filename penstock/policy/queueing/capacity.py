@@ -1,9 +1,8 @@
 """Room at the workers of one model: who could start something now.
 
 What this gateway started and has not seen the end of is counted here at once; what a worker reports puts
-right what cannot be known otherwise: streams of other gateways, and KV blocks that are really free. A request
-that was started but has shown no output may not be in the last report, so its blocks count until its first
-output.
+right what cannot be known otherwise: streams of other gateways, and KV blocks that are really free. Blocks of
+a request that has shown no output are counted here: it may not be in the last report.
 """
 
 from bisect import bisect_left, insort
@@ -73,8 +72,8 @@ class WorkerCapacity:
     """One worker's."""
 
     __slots__ = (
-        "alone", "begun", "booked", "busy", "gone", "held", "id", "limit", "number", "others",
-        "pending_blocks", "pending_tokens", "rank", "slots", "turn", "view",
+        "alone", "begun", "booked", "busy", "gone", "held", "id", "limit", "num_pending", "number",
+        "others", "pending_blocks", "pending_tokens", "rank", "slots", "turn", "view",
     )  # fmt: skip
 
     def __init__(self, worker_id: WorkerId, number: int) -> None:
@@ -88,7 +87,8 @@ class WorkerCapacity:
         """Streams given by us and not ended."""
         self.others = 0
         """Streams that it runs for others, as of its last report."""
-        self.pending_blocks = 0
+        self.num_pending = self.pending_blocks = 0
+        """Requests that were started and have shown no output, and their blocks."""
         self.pending_tokens = 0
         """Prompt tokens to compute of what was started and has shown no output."""
         self.begun: dict[RequestId, bool] = {}
@@ -99,8 +99,7 @@ class WorkerCapacity:
         """Kept free for a large request."""
         self.busy = False
         """It has prompts enough for now."""
-        self.alone = False
-        """Its model has no other worker: there is nothing to choose."""
+        self.alone = False  # Its model has no other worker: there is nothing to choose.
         self.rank: _Rank | None = None
         """Where it stands among those that could start a stream, within or beyond its slots; None: it could
         not, or is kept free."""
@@ -115,7 +114,7 @@ class WorkerCapacity:
 
     @property
     def is_open(self) -> bool:
-        """Whether a stream of some tenant could be started."""
+        """Whether some stream could be started."""
         return self.view.ready and not self.held and self.booked + self.others < self.limit
 
     def is_able(self, work: Work) -> bool:
@@ -267,6 +266,7 @@ class CapacityTable:
         assert work.id not in room.begun, f"{work.id} is booked there already"
         room.booked += work.streams
         self.num_running += work.streams
+        room.num_pending += 1
         room.pending_blocks += work.blocks
         room.pending_tokens += uncached_tokens(work)
         room.begun[work.id] = False
@@ -278,6 +278,7 @@ class CapacityTable:
         """Its first output was seen: its blocks are in what the worker reports from here on."""
         if room.begun.get(work.id) is False:
             room.begun[work.id] = True
+            room.num_pending -= 1
             room.pending_blocks -= work.blocks
             room.pending_tokens -= uncached_tokens(work)
             assert room.pending_blocks >= 0 <= room.pending_tokens, f"{room.id}: more begun than was booked"
@@ -391,9 +392,8 @@ class CapacityTable:
         assert len(entered) == len(self._open)
         assert {id(rank[3]) for rank in self._beyond} == {id(room) for room in rooms if room.is_open}
         for room in rooms:
-            assert room.booked >= 0, room.id
-            assert room.pending_blocks >= 0, room.id
-            assert room.pending_tokens >= 0, room.id
+            assert min(room.booked, room.pending_blocks, room.pending_tokens) >= 0, room.id
+            assert room.num_pending == sum(not has_begun for has_begun in room.begun.values()), room.id
             assert bool(room.begun) == bool(room.booked), room.id
             assert (id(room) in entered) == (room.num_free >= 1 and not room.held), room.id
             assert room.held == (room is self.held), room.id

@@ -3,13 +3,15 @@
 Which band goes next, when a worker has room:
 
 1. one that has waited its `starvation_s` since it last started something, most overdue first: one request;
-2. one that runs fewer streams than its floor, in their order;
-3. the rest in their order.
+2. one that is owed a start: its part of the last ones is below its floor, in their order;
+3. one that runs fewer streams than its floor, in their order;
+4. the rest in their order.
 
-So a higher band goes before a lower one, but can neither take its floor nor keep it from moving. Nothing is
-held free: room that no band under its floor wants goes to the others. A request too large for the room that
-there is is passed over at most `skips_max` times or `skip_s`; then `overdue` names it, and a worker should be
-kept free for it.
+So a higher band goes before a lower one, but can neither take its floor nor keep it from moving. A start that
+is owed has the engine priority of the highest band that has such a floor: else the engine's own queue would
+put it behind all that those start later. Nothing is held free: room that no band under its floor wants goes
+to the others. A request too large for the room that there is is passed over at most `skips_max` times or
+`skip_s`; then `overdue` names it, and a worker should be kept free for it.
 
 The queue knows no workers: `pop` is told by `fits` what could start now.
 """
@@ -52,8 +54,8 @@ class FairQueue:
     """The bounded queue of one model. All times are handed in; the same calls give the same order."""
 
     __slots__ = (
-        "_config", "_default", "_entered", "_expiries", "_levels", "_number", "_pushes", "_skip_ns", "_slots",
-        "bands", "num_bytes", "num_waiting",
+        "_config", "_default", "_entered", "_expiries", "_levels", "_number", "_order_owed", "_pushes",
+        "_skip_ns", "_slots", "bands", "num_bytes", "num_waiting",
     )  # fmt: skip
 
     def __init__(self, config: QueueConfig) -> None:
@@ -62,6 +64,8 @@ class FairQueue:
         self.bands = [Band(band, level) for level, band in enumerate(ordered)]
         self._levels = {band.name: level for level, band in enumerate(ordered)}
         self._default = default_level(ordered)
+        orders = [band.order for band in ordered if 0 < band.floor < 1]
+        self._order_owed = min(orders, default=ordered[-1].order)
         self._skip_ns = int(config.skip_s * NS_PER_S)
         self._slots = 0
         self._number = self._pushes = 0
@@ -72,6 +76,11 @@ class FairQueue:
     def band_of(self, work: Work) -> Band:
         """The band that a request waits or runs in."""
         return self.bands[work.level]
+
+    def order_of(self, work: Work) -> int:
+        """What the engine's own queue goes by, of a request that was started."""
+        order = self.bands[work.level].config.order
+        return min(order, self._order_owed) if work.owed else order
 
     def level_of(self, name: str) -> int:
         """The index of a band; of the default one if there is none of that name."""
@@ -257,7 +266,10 @@ class FairQueue:
         return since_ns + min(work.start_by_ns or timeout_ns, work.max_wait_ns or timeout_ns, timeout_ns)
 
     def _enter(self, now_ns: int, work: Work, *, lift: bool) -> None:
-        self.bands[work.level].push(now_ns, work, kept_max=self._config.tenants_kept, lift=lift)
+        band = self.bands[work.level]
+        if not band.waiting:
+            band.come_back(self._recent())
+        band.push(now_ns, work, kept_max=self._config.tenants_kept, lift=lift)
         assert work.expires_ns >= work.queued_ns, f"{work.id} would wait for no time"
         self.num_waiting += 1
         self.num_bytes += work.num_bytes
@@ -272,6 +284,9 @@ class FairQueue:
         self.num_waiting -= 1
         self.num_bytes -= work.num_bytes
         assert self.num_waiting >= 0 <= self.num_bytes, "more started than came"
+        work.owed = band.is_owed(self._recent())
+        for each in self.bands:
+            each.count_start(own=each is band)
         band.start(now_ns, work)
         for passed in self.bands[
             : band.level + 1
@@ -285,20 +300,27 @@ class FairQueue:
         if len(waiting) < 2:
             return waiting
         starved: list[tuple[int, int, Band]] = []
+        owed: list[Band] = []
         under: list[Band] = []
         rest: list[Band] = []
+        recent = self._recent()
         for band in waiting:
             late_ns = now_ns - band.served_ns - band.starvation_ns
             if late_ns >= 0:
                 starved.append((-late_ns, band.level, band))
+            elif band.is_owed(recent):
+                owed.append(band)
             elif band.num_running < band.floor:
                 under.append(band)
             else:
                 rest.append(band)
         starved.sort()
-        turn = [*(entry[2] for entry in starved), *under, *rest]
+        turn = [*(entry[2] for entry in starved), *owed, *under, *rest]
         assert len(turn) == len(waiting), "every band with work has its turn"
         return turn
+
+    def _recent(self) -> float:
+        return sum(band.recent for band in self.bands)
 
     def _own_bound(self, band: Band, work: Work) -> Full | None:
         """The bound of the band or of the tenant's share of it that one more would break."""

@@ -248,7 +248,9 @@ class ModelQueue:
             times.append(holds[0][0])
         if self.queue.num_waiting:
             # What is over by now has been looked at: a time in the past would be asked for again and again.
-            again = (self._health.due_ns(self.route), self._deployments.due_ns)
+            again = (
+                self._health.due_ns(self.route), self._deployments.due_ns, self.pace.next_overdue_ns(),
+            )  # fmt: skip
             times += [time for time in again if time is not None and time > now_ns]
         return min((time for time in times if time is not None), default=None)
 

@@ -16,7 +16,9 @@ arrival on. It says
 
 The second condition needs no law: where the law is wrong (a worker that is new, or slower than it was),
 prompts would pile up in the engine, and those of a lower band would wait there behind all that come after
-them.
+them. A prompt that has waited long with no other one beside it is in no queue: it is long, and its engine
+computes it slowly for the sake of the streams that run. Its worker is given one more, whatever the law says;
+otherwise one long prompt would keep a worker from all others for seconds.
 
 Pure and deterministic: gateway and simulator use the same object.
 """
@@ -37,8 +39,9 @@ from penstock.types import RequestId, WorkerId
 BACKLOG_SHARE = 0.5
 """Of the promise to everybody, what a worker's unfinished prompts may take. Less leaves workers idle while
 the next prompt is on its way to them; more is time that the queue's order cannot decide about any more."""
-OVERDUE = 1.5
-"""Times that a prompt may wait at its worker before that is given no other one."""
+OVERDUE = 1.2
+"""Times that a prompt may wait at its worker before that is given no other one, but one where it waits
+alone."""
 LATE_NS = 10 * NS_PER_S
 """So long after a request was too late the next ones are refused by what is expected of their wait."""
 _SCORED = 64
@@ -139,12 +142,12 @@ class Pace:
         if not self._backlog_s or not room.pending_tokens:
             return False
         if room.id in self._overdue:
-            return True
+            return room.num_pending > 1
         speed = self._speeds.of(room.view.kind)
         return speed.backlog_s(room.pending_tokens, room.booked + room.others) > self._backlog_s
 
     def overdue(self, now_ns: int) -> list[WorkerId]:
-        """Workers that have become busy by the time alone since this was last asked.
+        """Workers that may have become busy, or free, by the time alone since this was last asked.
 
         O(1) where there are none.
         """
@@ -160,6 +163,12 @@ class Pace:
             self._overdue.setdefault(worker, set()).add(request_id)
             found.append(worker)
         return found
+
+    def next_overdue_ns(self) -> int | None:
+        """When that is the case next."""
+        at_ns = next(iter(self._unbegun.values()), None) if self._backlog_s else None
+        assert at_ns is None or at_ns >= 0, "time begins at 0"
+        return None if at_ns is None else at_ns + round(OVERDUE * self.backlog_ns) + 1
 
     def _has_output(self, request_id: RequestId, worker: WorkerId) -> None:
         if self._unbegun.pop((request_id, worker), None) is None and (late := self._overdue.get(worker)):

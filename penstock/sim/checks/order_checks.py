@@ -2,8 +2,8 @@
 outside of the queue.
 
 - *Priority inversion*: no request starts before one of a higher band that could have had its place, but by
-  the two rules that bound what a higher band takes: a band under its floor, and one that has started nothing
-  for its `starvation_s`.
+  the rules that bound what a higher band takes: a band that is owed a start, one under its floor, and one
+  that has started nothing for its `starvation_s`.
 - *Work conservation*: nothing waits that a worker has room for, but while it waits by choice for a worker
   that has its prompt (no longer than `hold_ms_max`), while its tenant is over its part of the last rows, or
   as a suspect of quarantine, which is tried apart from others.
@@ -101,7 +101,11 @@ class OrderChecks:
         self, look: _Look, gateway: SimGateway, seen: _Seen, starts: Sequence[ObservedStart]
     ) -> str:
         now_ns, bands = look.now_ns, look.lane.queue.bands
-        levels = [_level_of(bands, start) for start in starts]
+        works = [_work_of(gateway, start) for start in starts]
+        levels = [
+            _level_of(bands, start) if work is None else work.level
+            for start, work in zip(starts, works, strict=True)
+        ]
         running = [band.num_running - levels.count(band.level) for band in bands]
         for index, (start, level) in enumerate(zip(starts, levels, strict=True)):
             band = bands[level]
@@ -111,7 +115,8 @@ class OrderChecks:
             is_overdue = aside is not None and self._is_overdue(now_ns, aside)
             is_under = running[level] < band.floor
             running[level] += 1
-            if is_starved or is_overdue:
+            work = works[index]
+            if is_starved or is_overdue or (work is not None and work.owed):
                 continue
             for higher in bands[:level]:
                 if is_under and running[higher.level] >= higher.floor:
@@ -244,6 +249,11 @@ class OrderChecks:
         if rooms.num_slots - rooms.num_running > kept or active < 2:
             return False
         return line.num_running + work.streams > 1.5 * rooms.num_slots / active * work.weight
+
+
+def _work_of(gateway: SimGateway, start: ObservedStart) -> Work | None:
+    """What the queue knew of it; None: it has ended."""
+    return gateway.control.request(start.submission.id)
 
 
 def _level_of(bands: Sequence[Band], start: ObservedStart) -> int:
