@@ -18,7 +18,7 @@ def main() -> None:
             else:
                 found = model.with_structured_output(Person, method=method).invoke(ANNA)
                 assert isinstance(found, Person), (method, found)
-        called = model.bind_tools([TOOL], tool_choice="any").invoke(WEATHER)
+        called = model.bind_tools([TOOL], tool_choice="any", parallel_tool_calls=False).invoke(WEATHER)
         assert called.tool_calls[0]["name"] == "get_weather", called
         bound, messages = model.bind_tools([TOOL]), [HumanMessage(WEATHER)]
         messages.append(bound.invoke(messages))
