@@ -18,7 +18,7 @@ async def main() -> None:
     # by itself.
     key = os.environ.get("PENSTOCK_API_KEY") or "none"
     async with AsyncOpenAI(base_url=URL, api_key=key, max_retries=8) as client:
-        await client.with_options(max_retries=0).models.list()  # Without a server nothing is tried eight times.
+        await client.with_options(max_retries=0).models.list()  # Is there a server?
 
         async def ask(question: str) -> str:
             answer = await client.chat.completions.create(
