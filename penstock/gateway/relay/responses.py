@@ -271,7 +271,8 @@ class ResponseStream(StreamReply):
         super().__init__(context, "response")
         self._draft, self._parser, self._now_s = draft, parser, now_s
         self._shows_logprobs = shows_logprobs
-        self._items = Items(self.head.id, lambda: self.ids.take("call"))
+        ids = context.ids  # Not `self`, which would keep itself alive: cycles are hardly ever collected.
+        self._items = Items(self.head.id, lambda: ids.take("call"))
         self._num_events = 0
         self._reason = FinishReason.STOP
 
