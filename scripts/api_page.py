@@ -79,8 +79,10 @@ NOTES = {
     "or our engine can; also a variable of the chat template",
     "thinking_token_budget": "vLLM's: after so many tokens the reasoning is closed",
     "include_reasoning": "`false`: the reasoning is not shown, and counts",
-    "bad_words": "at most 256; looked for in the answer; what a grammar forces is written all the same",
-    "allowed_token_ids": "no other token is drawn; what a grammar forces is written all the same",
+    "bad_words": "at most 256, of at most 256 characters each and 8,192 together; looked for in the answer; "
+    "what a grammar forces is written all the same",
+    "allowed_token_ids": "at most as many as the vocabulary has; no other token is drawn; "
+    "what a grammar forces is written all the same",
     "return_token_ids": "`token_ids` of each choice, without the token that ended it, and `prompt_token_ids`",
     "truncate_prompt_tokens": "the last so many tokens of the prompt; "
     "-1: as many as leave room for the answer",

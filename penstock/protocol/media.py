@@ -1,25 +1,35 @@
-"""Images and videos of a message: where they may come from.
+"""Media of a message: where they may come from.
 
 This server fetches none. A worker does, from its own network, so an address in a message could reach what
 only the operator should: data URLs are passed on, and others only where the operator allows their host.
+A worker gets the message as it came, so a part may hold no medium but the one that its type names.
 """
 
 import ipaddress
+import re
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from penstock.errors import InvalidRequest
-from penstock.protocol.openai import Message
+from penstock.protocol.openai import ContentPart, Message
 
 ANY_HOST = "*"
 """In the list of hosts: every public name or address."""
-_FETCHED = ("image_url", "video_url")
+_MEDIA = (
+    "image_url", "input_audio", "video_url", "file", "audio_url", "image_pil", "image_embeds", "audio_embeds",
+    "file_url", "file_id",
+)  # fmt: skip
+_media_of = attrgetter(*_MEDIA)
+_NONE = (None,) * len(_MEDIA)
+_SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]{0,31}:")
+"""How a URL begins. Base64 and the names of files at providers have no colon."""
 
 
 def check_media(messages: Sequence[Message], hosts: Sequence[str]) -> None:
     """Refuse media that a worker would fetch from a host that is not among `hosts`: names, `*.name` for all
-    below one, or `ANY_HOST`.
+    below one, or `ANY_HOST`; and media that stand in a part of another type.
 
     Raises:
         InvalidRequest: naming the part.
@@ -28,13 +38,35 @@ def check_media(messages: Sequence[Message], hosts: Sequence[str]) -> None:
         if not isinstance(message.content, list):
             continue
         for j, part in enumerate(message.content):
-            for name in _FETCHED:
-                value: Any = getattr(part, name)
-                where = f"messages[{i}].content[{j}].{name}"
-                if isinstance(value, dict):
-                    where, value = f"{where}.url", cast(dict[str, Any], value).get("url")
-                if value is not None:
-                    _check_url(value, where, hosts)
+            values: tuple[Any, ...] = _media_of(part)
+            if values != _NONE:
+                _check_part(part, values, f"messages[{i}].content[{j}]", hosts)
+
+
+def _check_part(part: ContentPart, values: Sequence[object], where: str, hosts: Sequence[str]) -> None:
+    for name, value in zip(_MEDIA, values, strict=True):
+        if value is None:
+            continue
+        here = f"{where}.{name}"
+        if name != part.type:
+            raise InvalidRequest(
+                f"Invalid '{here}': a part of type '{part.type[:64]}' has no such field.",
+                param=here,
+                code="invalid_value",
+            )
+        if isinstance(value, dict):
+            for key, inner in cast(dict[str, object], value).items():
+                if inner is not None:
+                    _check_field(key, inner, f"{here}.{key[:64]}", hosts)
+        else:
+            _check_field(name, value, here, hosts)
+
+
+def _check_field(name: str, value: object, where: str, hosts: Sequence[str]) -> None:
+    """Check a URL, and what is written as one where something else is expected."""
+    is_url = name == "url" or name.endswith("_url")
+    if is_url or (name != "filename" and isinstance(value, str) and _SCHEME.match(value)):
+        _check_url(value, where, hosts)
 
 
 def _check_url(url: object, where: str, hosts: Sequence[str]) -> None:

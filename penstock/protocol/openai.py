@@ -100,6 +100,13 @@ class ContentPart(_Open, frozen=True, kw_only=True):
     input_audio: Any = None
     video_url: Any = None
     file: Any = None
+    # No type of part has these here. Some engines read them in a part of any type.
+    audio_url: Any = None
+    image_pil: Any = None
+    image_embeds: Any = None
+    audio_embeds: Any = None
+    file_url: Any = None
+    file_id: Any = None
 
 
 class Message(_Open, frozen=True, kw_only=True):

@@ -217,6 +217,15 @@ def test_an_image_from_elsewhere_needs_a_host_that_is_allowed(served, kit) -> No
     assert (status, answer["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
     assert "images.example.org" in answer["error"]["message"]
     assert not served.provider.requests
+    beside = {"type": "text", "text": "hi", "uuid": "u", "image_url": there["image_url"]}
+    status, answer = send(served, kit, ask("provided", messages=[{"role": "user", "content": [beside]}]))
+    assert (status, answer["error"]["param"]) == (400, "messages[0].content[0].image_url")
+    file = {"type": "input_file", "file_url": "https://images.example.org/a.pdf"}
+    body = {"model": "provided", "input": [{"role": "user", "content": [file]}]}
+    status, answer = send(served, kit, body, "/v1/responses")
+    assert (status, answer["error"]["code"]) == (400, "invalid_value")
+    assert answer["error"]["param"].startswith("input[0]")
+    assert not served.provider.requests
     there = {"type": "image_url", "image_url": {"url": "https://images.example.com/a.png"}}
     assert send(served, kit, ask("provided", messages=[{"role": "user", "content": [there]}]))[0] == 200
     assert served.provider.requests[-1].json["messages"][0]["content"] == [there]

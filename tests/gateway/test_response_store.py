@@ -86,6 +86,7 @@ def test_in_redis(tmp_path) -> None:
     try:
         asyncio.run(keeps_by_tenant(RedisResponses(config)))
         asyncio.run(are_seen_by_another_process(config))
+        asyncio.run(may_be_asked_for_all_at_once(config))
     finally:
         redis.kill()
     with pytest.raises(StoreError):
@@ -98,6 +99,13 @@ async def are_seen_by_another_process(config: SharedConfig) -> None:
     assert await second.load(ONE, "resp_1") == stored()
     await first.close()
     await second.close()
+
+
+async def may_be_asked_for_all_at_once(config: SharedConfig) -> None:
+    store, names = RedisResponses(config), [f"resp_{i}" for i in range(responses.REDIS_CONNECTIONS + 8)]
+    await asyncio.gather(*(store.save(OTHER, name, stored()) for name in names))
+    assert await asyncio.gather(*(store.load(OTHER, name) for name in names)) == [stored()] * len(names)
+    await store.close()
 
 
 def test_processes_that_share_no_store_keep_none() -> None:

@@ -1,5 +1,6 @@
 """Media from elsewhere: only from hosts that the operator allows."""
 
+import msgspec
 import pytest
 
 from penstock.errors import InvalidRequest
@@ -63,3 +64,47 @@ def test_what_is_refused(url: object, hosts: tuple[str, ...]) -> None:
     with pytest.raises(InvalidRequest) as refused:
         check(url, *hosts)
     assert refused.value.param == "messages[1].content[0].image_url"
+
+
+METADATA = "http://169.254.169.254/x"
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"type": "text", "text": "hi", "uuid": "u", "image_url": {"url": METADATA}}, "image_url"),
+        ({"type": "text", "text": "hi", "uuid": "u", "image_url": "data:,x"}, "image_url"),
+        ({"type": "text", "text": "hi", "audio_url": METADATA}, "audio_url"),
+        ({"type": "text", "text": "hi", "video_url": {"url": METADATA}}, "video_url"),
+        ({"type": "text", "text": "hi", "image_embeds": "AAAA"}, "image_embeds"),
+        ({"type": "refusal", "refusal": "no", "file": {"file_id": "file-1"}}, "file"),
+        ({"type": "image_url", "image_url": "data:,x", "audio_url": "data:,x"}, "audio_url"),
+        ({"type": "image_url", "image_url": {"url": "data:,x", "a_url": METADATA}}, "image_url.a_url"),
+        ({"type": "file", "file": {"file_url": METADATA}}, "file.file_url"),
+        ({"type": "file", "file": {"file_url": "file.pdf"}}, "file.file_url"),
+        ({"type": "file", "file": {"file_id": METADATA}}, "file.file_id"),
+        ({"type": "file", "file": {"file_id": " gs://bucket/x"}}, "file.file_id"),
+        ({"type": "file", "file": {"file_data": METADATA}}, "file.file_data"),
+        ({"type": "file", "file": METADATA}, "file"),
+        ({"type": "input_audio", "input_audio": {"data": METADATA}}, "input_audio.data"),
+    ],
+)  # fmt: skip
+def test_an_address_is_found_wherever_a_worker_may_read_it(part: dict[str, object], field: str) -> None:
+    message = msgspec.convert({"role": "user", "content": [part]}, Message)
+    with pytest.raises(InvalidRequest) as refused:
+        check_media([message], ("*",))
+    assert refused.value.param == f"messages[0].content[0].{field}"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "text", "text": "see http://169.254.169.254/", "image_url": None, "cache_control": {}},
+        {"type": "file", "file": {"file_id": "file-abc", "filename": "C:\\a.pdf"}},
+        {"type": "file", "file": {"file_data": "data:application/pdf;base64,AA==", "file_url": None}},
+        {"type": "file", "file": {"file_url": "https://files.example.com/a.pdf"}},
+        {"type": "input_audio", "input_audio": {"data": "//uQxAAA", "format": "mp3"}},
+    ],
+)
+def test_files_and_sound_that_are_passed_on(part: dict[str, object]) -> None:
+    check_media([msgspec.convert({"role": "user", "content": [part]}, Message)], ("files.example.com",))

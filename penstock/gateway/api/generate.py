@@ -100,8 +100,8 @@ class Generate:
         needs = rare_needs(request)
         num_bytes = len(body)
         constraint = constraint_of(request) if needs else NO_CONSTRAINT
-        if needs:
-            check_media(request.messages, self._services.config.limits.media_hosts)
+        # Also where no part needs a capability: a part of text may hold an address beside it.
+        check_media(request.messages, self._services.config.limits.media_hosts)
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
             info, capabilities = model.info(), _checked(model, request, needs)

@@ -208,6 +208,14 @@ def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateReque
     """One stream for each choice of each prompt, in the order of their indexes."""
     request, stop, found = job.request, _stops(job), list[GenerateRequest]()
     is_chat = isinstance(request, ChatRequest)
+    shared = sampling(
+        job.model,
+        request,
+        max_tokens=job.max_tokens[0],
+        logprobs=job.logprobs,
+        prompt_logprobs=job.prompt_logprobs,
+        seed=0,
+    )
     for prompt, max_tokens in zip(job.prompts, job.max_tokens, strict=True):
         seed = fresh_seed() if request.seed is None else request.seed
         public_tokens = job.model.public_prefixes.num_tokens_of(prompt)
@@ -216,13 +224,8 @@ def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateReque
                 GenerateRequest(
                     request_id=RequestId(f"{job.answer_id}-{len(found)}"),
                     prompt_token_ids=prompt,
-                    sampling=sampling(
-                        job.model,
-                        request,
-                        max_tokens=max_tokens,
-                        logprobs=job.logprobs,
-                        prompt_logprobs=job.prompt_logprobs,
-                        seed=choice_seed(seed, choice),
+                    sampling=msgspec.structs.replace(
+                        shared, max_tokens=max_tokens, seed=choice_seed(seed, choice)
                     ),
                     stop=stop,
                     include_stop=bool(request.include_stop_str_in_output),

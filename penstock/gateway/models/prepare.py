@@ -134,7 +134,8 @@ class _Apart:
 
 COMPLETION_MAX_TOKENS = 16
 SEED_BITS = 63
-BAD_WORDS_MAX = 256
+BAD_WORDS_MAX, BAD_WORD_CHARS_MAX, BAD_WORDS_CHARS_MAX = 256, 256, 8192
+"""Words, characters of one, and characters of all: they are tokenized on the event loop."""
 PROMPT_END_TOKENS = 16
 """The end of a prompt in which the mark that opens the reasoning is looked for."""
 TEMPLATE_RESERVED = frozenset({
@@ -345,22 +346,29 @@ def check_sampling(request: GenerationRequest, max_tokens: int, info: ModelInfo)
             code="invalid_value",
         )
     check_token_ids([int(key) for key in request.logit_bias or ()], info.vocab_size, "logit_bias")
-    words: list[str] | None = getattr(request, "bad_words", None)
-    if words and (len(words) > BAD_WORDS_MAX or not all(word.strip() for word in words)):
-        raise InvalidRequest(
-            f"Invalid 'bad_words': expected at most {BAD_WORDS_MAX} words, none of them empty.",
-            param="bad_words",
-            code="invalid_value",
-        )
+    _check_bad_words(getattr(request, "bad_words", None) or ())
     allowed: list[int] | None = getattr(request, "allowed_token_ids", None)
     if allowed is not None:
-        if not allowed:
+        if not 0 < len(allowed) <= info.vocab_size:
             raise InvalidRequest(
-                "Invalid 'allowed_token_ids': it must not be empty.",
+                f"Invalid 'allowed_token_ids': expected 1 to {info.vocab_size} token ids, as many as the "
+                f"vocabulary has, but got {len(allowed)}.",
                 param="allowed_token_ids",
                 code="invalid_value",
             )
         check_token_ids(allowed, info.vocab_size, "allowed_token_ids")
+
+
+def _check_bad_words(words: Sequence[str]) -> None:
+    wrong = ""
+    if len(words) > BAD_WORDS_MAX or not all(word.strip() for word in words):
+        wrong = f"expected at most {BAD_WORDS_MAX} words, none of them empty"
+    elif any(len(word) > BAD_WORD_CHARS_MAX for word in words):
+        wrong = f"a word may have at most {BAD_WORD_CHARS_MAX} characters"
+    elif sum(map(len, words)) > BAD_WORDS_CHARS_MAX:
+        wrong = f"the words may have at most {BAD_WORDS_CHARS_MAX} characters together"
+    if wrong:
+        raise InvalidRequest(f"Invalid 'bad_words': {wrong}.", param="bad_words", code="invalid_value")
 
 
 def sampling(
@@ -372,7 +380,9 @@ def sampling(
     seed: int,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Sampling parameters of one choice, open ones filled in."""
+    """Sampling parameters of one choice, open ones filled in. Tokenizes `bad_words`: other choices get copies
+    with their own seeds.
+    """
     defaults = model.tokenizer.defaults
     top_p = _first(request.top_p, defaults.top_p, 1.0)
     top_k = max(0, _first(request.top_k, defaults.top_k, 0))

@@ -109,7 +109,7 @@ def _budget(request: ChatRequest, max_tokens: int) -> tuple[int | None, str]:
     tokens: int | None = getattr(request, "thinking_token_budget", None)
     effort: str | None = getattr(request, "reasoning_effort", None)
     if tokens is not None:
-        return tokens, "thinking_token_budget"
+        return min(tokens, max_tokens), "thinking_token_budget"
     if effort is None:
         return None, ""
     if effort not in EFFORTS:

@@ -132,32 +132,39 @@ def _reply(flat: list[int]) -> LeaseReply:
 # The connection to Redis that the stores of this package use, each its own.
 
 
-def connect(config: SharedConfig) -> tuple[Any, type[Exception]]:
+def connect(
+    config: SharedConfig, *, num_connections: int = 0, timeout_s: float = 0.0
+) -> tuple[Any, type[Exception]]:
     """A client, and the class of its errors. It connects when it is first asked.
+
+    `num_connections`: a call for which none of so many connections is free waits for one, `timeout_s` at
+    most. 0: the caller asks one question at a time.
 
     Raises:
         ConfigError: the client is not installed, or it does not understand `shared.url`.
     """
     try:
-        from redis.asyncio import Redis
+        from redis.asyncio import BlockingConnectionPool, Redis
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
         from redis.exceptions import RedisError
     except ImportError as error:
         raise ConfigError("shared.url: Redis needs the extra: pip install 'penstock[redis]'") from error
-    timeout_s = shared_terms(config).timeout_s
+    timeout_s = timeout_s or shared_terms(config).timeout_s
+    options = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 0),  # It is the caller that tries again: a call's time is bounded.
+    }
     try:
-        # It is the caller that tries again: never inside a call, whose time is bounded.
-        client: Any = cast(Any, Redis).from_url(
-            config.url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            max_connections=2,
+        if not num_connections:
+            return cast(Any, Redis).from_url(config.url, max_connections=2, **options), RedisError
+        pool: Any = cast(Any, BlockingConnectionPool).from_url(
+            config.url, max_connections=num_connections, timeout=timeout_s, **options
         )
     except ValueError as error:
         raise ConfigError(f"shared.url: {error}") from error
-    return client, RedisError
+    return cast(Any, Redis).from_pool(pool), RedisError
 
 
 DAY_KEPT_MS = 3 * 86_400_000

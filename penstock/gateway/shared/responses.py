@@ -25,6 +25,8 @@ RESPONSE_BYTES_MAX = 4 * 1024 * 1024
 """Of one response with all that it followed; a larger one is not kept."""
 TENANT_BYTES_MAX, BYTES_MAX = 32 * 1024 * 1024, 256 * 1024 * 1024
 """Of one tenant's, and of all, in this process's memory: the oldest make room."""
+REDIS_CONNECTIONS, REDIS_TIMEOUT_S = 32, 2.0
+"""Calls to Redis at once; further ones wait. A call moves megabytes, so it may take longer than a lease."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +149,9 @@ class RedisResponses:
         from penstock.gateway.shared.redis_store import connect
 
         self._prefix = config.prefix
-        self._client, self._error = connect(config)
+        self._client, self._error = connect(
+            config, num_connections=REDIS_CONNECTIONS, timeout_s=REDIS_TIMEOUT_S
+        )
 
     async def save(self, tenant: TenantId, response_id: str, response: StoredResponse) -> None:
         """See `ResponseStore.save`."""
