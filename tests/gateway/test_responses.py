@@ -7,6 +7,7 @@ import openai
 import pydantic
 import pytest
 
+from penstock.protocol.responses_chat import ITEMS_MAX, chat_of, parse_response
 from penstock.text.tool_blocks import HermesToolParser
 from penstock.types import ENGINE_CAPABILITIES
 
@@ -121,6 +122,15 @@ def test_items_become_messages(talk, hello):
         "<|system|>Be brief.<|developer|>No.<|user|>1\n2<|assistant|>yes[add][sub]<|tool|>3<|tool|>4"
         "<|assistant|>"
     )
+
+
+def test_reasoning_in_many_items_is_one_thought():
+    thoughts = [{"type": "reasoning", "content": text} for text in "abc"]
+    asked = [*thoughts, {"role": "user", "content": "?"}, *thoughts, {"role": "assistant", "content": "!"}]
+    chat = chat_of(parse_response(json.dumps({"model": "tiny", "input": asked}).encode()))
+    asked, answered = json.loads(chat.body)["messages"]
+    assert "reasoning_content" not in asked  # Nothing of the assistant follows it.
+    assert answered["reasoning_content"] == "abc"
 
 
 def test_a_response_that_is_cut_is_incomplete(client):
@@ -390,6 +400,9 @@ WRONG = [
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "invalid_value"),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.tools", None),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [{"name": []}]}},
+     "tool_choice.tools", "invalid_value"),
+    ({"input": [{"role": "user", "content": "x"}] * (ITEMS_MAX + 1)}, "input", "array_above_max_length"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", None),
     ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "invalid_value"),
     ({"reasoning": {"effort": 5}}, "reasoning.effort", None),
