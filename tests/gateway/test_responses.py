@@ -7,6 +7,8 @@ import openai
 import pydantic
 import pytest
 
+from penstock.gateway.api import generate
+from penstock.gateway.api.job import TOKEN_BYTES
 from penstock.protocol.responses_chat import ITEMS_MAX, chat_of, parse_response
 from penstock.text.tool_blocks import HermesToolParser
 from penstock.types import ENGINE_CAPABILITIES
@@ -343,6 +345,46 @@ def test_items_may_be_given_by_their_ids(talk, hello):
         model="tiny", input=[{"role": "user", "content": "hi"}, *references, {"role": "user", "content": "?"}]
     )
     assert prompt_of(hello) == "<|user|>hi<|assistant|>Hello 水!<|user|>?<|assistant|>"
+
+
+def test_an_item_is_given_once(talk):
+    made = talk.responses.create(model="tiny", input="hi")
+    twice = [{"type": "item_reference", "id": made.output[0].id}] * 2
+    with pytest.raises(openai.BadRequestError, match="given twice") as found:
+        talk.responses.create(model="tiny", input=twice)
+    assert found.value.param == "input[1].id"
+
+
+def test_what_was_stored_counts_as_the_body_of_what_follows(talk, monkeypatch):
+    told, facts_of = [], generate.facts_of
+
+    def facts(*args):
+        found = facts_of(*args)
+        told.append(found.num_bytes - TOKEN_BYTES * found.prompt_tokens)
+        return found
+
+    monkeypatch.setattr(generate, "facts_of", facts)
+    first = talk.responses.create(model="tiny", input="x" * 700)
+    talk.responses.create(model="tiny", input="and", previous_response_id=first.id)
+    talk.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 700}])
+    own, following, chat = told
+    assert 1400 < own < 2100, "the request, and the chat that was made of it"
+    assert 700 < following < 1400, "the chat"
+    assert 700 < chat < 1400, "the request is the chat"
+
+
+def test_what_was_stored_makes_no_body_over_the_bound(make, kit):
+    bounded = make("a", config=kit.make_config(body_bytes_max=1000))
+    with kit.openai_client(bounded) as talk:
+        made = [talk.responses.create(model="tiny", input="x" * 600) for _ in range(2)]
+        for more in (
+            {"input": "x" * 600, "previous_response_id": made[0].id},
+            {"input": [{"type": "item_reference", "id": each.output[0].id} for each in made]},
+        ):
+            with pytest.raises(openai.APIStatusError, match="over the bound of 1000 bytes") as found:
+                talk.responses.create(model="tiny", **more)
+            assert (found.value.status_code, found.value.code) == (413, "request_too_large")
+        assert talk.responses.create(model="tiny", input="x", previous_response_id=made[0].id)
 
 
 def test_processes_without_a_store_keep_nothing(make, kit):
