@@ -91,6 +91,22 @@ def test_what_no_request_waits_for_is_not_compiled(compiler: Watched) -> None:
     assert compiler.cached(b"t", gone) is None
 
 
+def test_a_bound_on_the_reasoning_compiles_nothing_again(compiler: Watched) -> None:
+    compiler.may_go_on.set()
+    thought = [
+        msgspec.structs.replace(pattern("a"), begins_after="</think>", begins_within=bound)
+        for bound in (8, 9, None)
+    ]
+    made = compiler.compile(b"t", thought[0]).result(30)
+    assert made.begins_within is None
+    for each in thought:
+        found = compiler.cached(b"t", each)
+        assert isinstance(found, CompiledGrammar)
+        assert found.first is made.first
+        assert found.bounded(each).begins_within == each.begins_within
+    assert len(compiler.begun) == 1
+
+
 def test_refusals_are_remembered_for_their_tenant_and_failures_are_not(compiler: Watched) -> None:
     compiler.may_go_on.set()
     wrong = pattern("(")
