@@ -246,8 +246,8 @@ def _begin(context: Context, job: Job, draft: _Draft) -> tuple[Reply, Sequence[S
     if job.request.stream:
         reply = ResponseStream(context, draft, parser, now_s, shows_logprobs=job.logprobs is not None)
         return reply, [reply]
-    reply = WholeResponse(context, draft, parser, now_s)
-    return reply, reply.sinks
+    whole = WholeResponse(context, draft, parser, now_s)
+    return whole, [whole]
 
 
 def _body(context: Context, job: Job, request: ResponseRequest, *, is_kept: bool) -> ResponseBody:

@@ -13,7 +13,7 @@ response.completed | response.incomplete | response.failed
 Every event has its number. One choice, so one sink, which numbers them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -21,9 +21,8 @@ import msgspec
 from penstock.backends.base import Delta, Finish, ToolCallPiece
 from penstock.gateway.http.errors import error_answer, error_response
 from penstock.gateway.http.exchange import Response
-from penstock.gateway.relay.collect import CollectSink, WholeReply
 from penstock.gateway.relay.relay import StreamReply, chat_logprobs
-from penstock.gateway.relay.reply import Context
+from penstock.gateway.relay.reply import Context, Reply
 from penstock.protocol.openai import ContentLogprob, UsageBody
 from penstock.protocol.responses import (
     CallItem,
@@ -63,24 +62,74 @@ class Draft(Protocol):
         ...
 
 
+class _Part:
+    """An item that may grow: where it stands, and its text or arguments so far."""
+
+    __slots__ = ("item", "pieces", "where")
+
+    def __init__(self, item: OutputItem, index: int) -> None:
+        self.item = item
+        self.pieces: list[str] = []
+        self.where: dict[str, Any] = {"item_id": item.id, "output_index": index}
+
+    def begun(self) -> Event:
+        """The event of a new item: the item as it is now, for it will change."""
+        fields = {"output_index": self.where["output_index"], "item": msgspec.structs.replace(self.item)}
+        return "response.output_item.added", fields
+
+    def told(self, kind: str, **fields: object) -> Event:
+        """An event about the one part of a message or of reasoning."""
+        return kind, {**self.where, "content_index": 0, **fields}
+
+    def grow(self, arguments: str) -> list[Event]:
+        """More arguments of a call."""
+        if not arguments:
+            return []
+        self.pieces.append(arguments)
+        return [("response.function_call_arguments.delta", {**self.where, "delta": arguments})]
+
+    def end(self, status: str) -> list[Event]:
+        """Fill the item in."""
+        item, text = self.item, "".join(self.pieces)
+        item.status = status
+        told: list[Event] = []
+        if isinstance(item, CallItem):
+            item.arguments = text
+            fields = {**self.where, "name": item.name, "arguments": text}
+            told.append(("response.function_call_arguments.done", fields))
+        else:
+            part = item.content[0]
+            part.text = text
+            more = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
+            told.append(self.told(f"response.{part.type}.done", text=text, **more))
+            told.append(self.told("response.content_part.done", part=part))
+        fields = {"output_index": self.where["output_index"], "item": item}
+        return [*told, ("response.output_item.done", fields)]
+
+
 class Items:
     """The output, item by item, and the events that tell of it."""
 
     def __init__(self, response_id: str, new_call_id: Callable[[], str]) -> None:
         self.items: list[OutputItem] = []
         self._suffix, self._new_call_id = response_id.partition("_")[2], new_call_id
-        self._pieces: list[str] = []
-        """Of the item that is open."""
-        self._is_open = False
+        self._open: _Part | None = None
+        """What grows now. The next item ends it."""
+        self._passed: dict[int, _Part] = {}
+        """Calls of a provider, by their index there. Parts of several may come in turns, with text between
+        them, so each is open until the end."""
         self._white = ""
         """White space in front of a message that may never come."""
         self._logprobs: list[ContentLogprob] = []
-        self._passed = -1
-        """The call of a provider that is open, by its index there."""
+        """Of text that was not shown yet."""
 
-    def push(self, events: Iterable[ToolEvent], logprobs: Sequence[ContentLogprob] = ()) -> list[Event]:
-        """More of the answer; `logprobs` belong to its text."""
-        self._logprobs += logprobs
+    def push(
+        self, events: Sequence[ToolEvent], logprobs: Sequence[ContentLogprob] = (), num_thoughts: int = 0
+    ) -> list[Event]:
+        """More of the answer; `logprobs` belong to its tokens, of which `num_thoughts` more, the first that
+        were not shown, are now known to be reasoning.
+        """
+        self._logprobs = [*self._logprobs, *logprobs][num_thoughts:]
         told: list[Event] = []
         for event in events:
             match event:
@@ -90,109 +139,109 @@ class Items:
                     told += self._thought(text)
                 case CallPiece():
                     if event.name:
-                        told += self._call(event.name, self._new_call_id())
-                    told += self._arguments(event.arguments)
+                        told += self._begin(self._call(event.name, self._new_call_id()))
+                    assert self._open is not None, "a call's first piece has its name"
+                    told += self._open.grow(event.arguments)
+        if events and not isinstance(events[-1], Text):
+            self._logprobs = []  # Of what is no text.
         return told
 
     def passed(self, piece: ToolCallPiece) -> list[Event]:
         """Part of a call that a provider made: its own id, for the call's answer goes back to it."""
         told: list[Event] = []
-        if piece.index != self._passed:
-            self._passed = piece.index
-            told += self._call(piece.name, piece.id or self._new_call_id())
-        return told + self._arguments(piece.arguments)
+        if (part := self._passed.get(piece.index)) is None:
+            told += self._close("completed")
+            part = self._added(self._call(piece.name, piece.id or self._new_call_id()))
+            self._passed[piece.index] = part
+            told.append(part.begun())
+        return told + part.grow(piece.arguments)
 
     def finish(self, *, is_whole: bool) -> list[Event]:
         """The end. An answer of nothing is an empty message."""
+        status = "completed" if is_whole else "incomplete"
         told = [] if any(not isinstance(item, ReasoningItem) for item in self.items) else self._message()
-        return told + self._close("completed" if is_whole else "incomplete")
+        told += self._close(status)
+        passed, self._passed = self._passed, {}
+        for part in passed.values():
+            told += part.end(status)
+        return told
 
     def _text(self, text: str) -> list[Event]:
-        if not (self._is_open and isinstance(self.items[-1], MessageItem)):
+        if self._open is None or not isinstance(self._open.item, MessageItem):
             text = self._white + text
             if not text.strip():
                 self._white = text
                 return []
         told = self._message()
         self._white = ""
-        self._pieces.append(text)
+        part = self._open
+        assert part is not None
+        part.pieces.append(text)
         shown, self._logprobs = self._logprobs, []
-        cast(MessageItem, self.items[-1]).content[0].logprobs += shown
-        return [*told, self._delta("response.output_text.delta", delta=text, logprobs=shown)]
+        cast(MessageItem, part.item).content[0].logprobs += shown
+        return [*told, part.told("response.output_text.delta", delta=text, logprobs=shown)]
 
     def _message(self) -> list[Event]:
         """Open a message, if none is."""
-        if self._is_open and isinstance(self.items[-1], MessageItem):
+        if self._open is not None and isinstance(self._open.item, MessageItem):
             return []
-        told = self._open(MessageItem(id=self._id("msg")))
-        item = cast(MessageItem, self.items[-1])
-        item.content = [OutputText(logprobs=[])]
-        return [*told, self._delta("response.content_part.added", part=OutputText())]
+        return self._begin(MessageItem(id=self._id("msg")))
 
     def _thought(self, text: str) -> list[Event]:
         told: list[Event] = []
-        if not (self._is_open and isinstance(self.items[-1], ReasoningItem)):
-            told = self._open(ReasoningItem(id=self._id("rs")))
-            cast(ReasoningItem, self.items[-1]).content = [ReasoningText()]
-            told.append(self._delta("response.content_part.added", part=ReasoningText()))
-        self._pieces.append(text)
-        return [*told, self._delta("response.reasoning_text.delta", delta=text)]
+        if self._open is None or not isinstance(self._open.item, ReasoningItem):
+            told = self._begin(ReasoningItem(id=self._id("rs")))
+        assert self._open is not None
+        self._open.pieces.append(text)
+        return [*told, self._open.told("response.reasoning_text.delta", delta=text)]
 
-    def _call(self, name: str, call_id: str) -> list[Event]:
-        return self._open(CallItem(id=self._id("fc"), call_id=call_id, name=name))
+    def _call(self, name: str, call_id: str) -> CallItem:
+        return CallItem(id=self._id("fc"), call_id=call_id, name=name)
 
-    def _arguments(self, piece: str) -> list[Event]:
-        if not piece:
-            return []
-        self._pieces.append(piece)
-        return [("response.function_call_arguments.delta", {**self._where(), "delta": piece})]
-
-    def _open(self, item: OutputItem) -> list[Event]:
+    def _begin(self, item: OutputItem) -> list[Event]:
+        """The next item, which grows from now on."""
         told = self._close("completed")
-        self._is_open, self._white = True, ""
+        part = self._open = self._added(item)
+        told.append(part.begun())
+        if isinstance(item, CallItem):
+            return told
+        if isinstance(item, MessageItem):
+            item.content, shown = [OutputText(logprobs=[])], OutputText()
+        else:
+            item.content, shown = [ReasoningText()], ReasoningText()
+        return [*told, part.told("response.content_part.added", part=shown)]
+
+    def _added(self, item: OutputItem) -> _Part:
+        self._white = ""
         self.items.append(item)
-        return [*told, ("response.output_item.added", {"output_index": len(self.items) - 1,
-            "item": msgspec.structs.replace(item)})]  # fmt: skip
+        return _Part(item, len(self.items) - 1)
 
     def _close(self, status: str) -> list[Event]:
-        """End the item that is open."""
-        if not self._is_open:
-            return []
-        self._is_open = False
-        item, text = self.items[-1], "".join(self._pieces)
-        self._pieces = []
-        item.status = status
-        told: list[Event] = []
-        if isinstance(item, CallItem):
-            item.arguments = text
-            fields = {**self._where(), "name": item.name, "arguments": text}
-            told.append(("response.function_call_arguments.done", fields))
-        else:
-            part = item.content[0]
-            part.text = text
-            more = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
-            told.append(self._delta(f"response.{part.type}.done", text=text, **more))
-            told.append(self._delta("response.content_part.done", part=part))
-        told.append(("response.output_item.done", {"output_index": len(self.items) - 1, "item": item}))
-        return told
-
-    def _where(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
-
-    def _delta(self, kind: str, **fields: object) -> Event:
-        """An event about the one part of the item that is open."""
-        return kind, {**self._where(), "content_index": 0, **fields}
+        """End the item that grows."""
+        part, self._open = self._open, None
+        return [] if part is None else part.end(status)
 
     def _id(self, kind: str) -> str:
         """Says of which response it is and where in it: an item can be found by its id."""
         return f"{kind}_{self._suffix}_{len(self.items)}"
 
 
+def _is_whole(reason: FinishReason) -> bool:
+    """Whether the answer ended by itself: with its text, or with calls (providers say which)."""
+    return reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
+
+
+def _items_of(context: Context) -> Items:
+    """Those of a new response. A reply that they led back to would stay until a collection, which is rare."""
+    ids = context.ids
+    return Items(context.head.id, lambda: ids.take("call"))
+
+
 def answered(
     draft: ResponseBody, items: Sequence[OutputItem], reason: FinishReason, usage: UsageBody, now_s: int
 ) -> ResponseBody:
     """The response at its good end."""
-    is_whole = reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
+    is_whole = _is_whole(reason)
     cut = "max_output_tokens" if reason is FinishReason.LENGTH else reason.value
     details = usage.completion_tokens_details
     reasoning = details.reasoning_tokens if isinstance(details, msgspec.Struct) else None
@@ -212,46 +261,59 @@ def answered(
     )
 
 
-class WholeResponse(WholeReply):
+class WholeResponse(Reply):
     """A response in one piece."""
 
-    __slots__ = ("_draft", "_now_s")
+    __slots__ = ("_began", "_draft", "_items", "_now_s", "_parser", "_reason")
 
     def __init__(
         self, context: Context, draft: Draft, parser: AnswerParser, now_s: Callable[[], int]
     ) -> None:
-        super().__init__(context, [parser])
-        self._draft, self._now_s = draft, now_s
+        super().__init__(context)
+        self._draft, self._parser, self._now_s = draft, parser, now_s
+        self._items = _items_of(context)
+        self._began = False
+        self._reason = FinishReason.STOP
+
+    def on_delta(self, delta: Delta) -> None:
+        """More output (the sink of its one stream is this reply itself)."""
+        if not self._began:
+            self._began = True
+            self.first_output()
+        num_thoughts = self._parser.num_thoughts(delta.token_ids, delta.thought)
+        try:
+            events = self._parser.push(delta.text, delta.thought)
+            self._items.push(events, chat_logprobs(delta.logprobs).content or (), num_thoughts)
+        except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
+            self.crash(error)
+            return
+        self.thought(num_thoughts)
+        for piece in delta.tool_calls:
+            self._items.passed(piece)
+        self.count(len(delta.token_ids))
+
+    def on_finish(self, finish: Finish) -> None:
+        """The end of the stream; the answer follows when all is settled."""
+        finish = self.ended(finish)
+        self._reason = finish.reason
+        if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may go on.
+            try:
+                self._items.push(self._parser.finish())
+                self._items.finish(is_whole=_is_whole(finish.reason))
+            except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
+                self.crash(error)
+        self.choice_finished(0, finish)
 
     def complete(self) -> None:
         """The answer is there: store it and send it."""
-        (sink,) = self.sinks
-        body = answered(self._draft.body, self._items(sink), sink.reason, self.tally.usage(), self._now_s())
+        items, usage = self._items.items, self.tally.usage()
+        body = answered(self._draft.body, items, self._reason, usage, self._now_s())
         exchange = self.exchange
         self._draft.keep(body, lambda kept: exchange.respond(Response(body=_encode(kept))))
-        self.sinks = ()  # They lead back here.
 
     def send_error(self, error: Exception) -> None:
         """Nothing was sent yet, so the status can tell."""
-        super().send_error(self._draft.renamed(error))
-
-    def _items(self, sink: CollectSink) -> list[OutputItem]:
-        items = Items(self.head.id, lambda: self.ids.take("call"))
-        items.push(sink.events, chat_logprobs(sink.logprobs).content or ())
-        for index, call in sorted(sink.passed_calls.items()):
-            whole = call.whole()
-            function = whole.function
-            assert function is not None
-            items.passed(
-                ToolCallPiece(
-                    index=index,
-                    id=whole.id or "",
-                    name=function.name or "",
-                    arguments=function.arguments or "",
-                )
-            )
-        items.finish(is_whole=sink.reason is FinishReason.STOP)
-        return items.items
+        self.exchange.respond(error_response(self._draft.renamed(error)))
 
 
 class ResponseStream(StreamReply):
@@ -271,8 +333,7 @@ class ResponseStream(StreamReply):
         super().__init__(context, "response")
         self._draft, self._parser, self._now_s = draft, parser, now_s
         self._shows_logprobs = shows_logprobs
-        ids = context.ids  # Not `self`, which would keep itself alive: cycles are hardly ever collected.
-        self._items = Items(self.head.id, lambda: ids.take("call"))
+        self._items = _items_of(context)
         self._num_events = 0
         self._reason = FinishReason.STOP
 
@@ -280,12 +341,14 @@ class ResponseStream(StreamReply):
         """More output (the sink of its one stream is this reply itself)."""
         self._begin_once()
         logprobs = chat_logprobs(delta.logprobs).content or () if self._shows_logprobs else ()
+        num_thoughts = self._parser.num_thoughts(delta.token_ids, delta.thought)
         try:
-            self._tell(self._items.push(self._parser.push(delta.text, delta.thought), logprobs))
+            events = self._parser.push(delta.text, delta.thought)
+            self._tell(self._items.push(events, logprobs, num_thoughts))
         except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
             self.crash(error)
             return
-        self.thought(self._parser.num_thoughts(delta.token_ids, delta.thought))
+        self.thought(num_thoughts)
         for piece in delta.tool_calls:
             self._tell(self._items.passed(piece))
         self.count(len(delta.token_ids))
@@ -298,7 +361,7 @@ class ResponseStream(StreamReply):
             self._begin_once()
             try:
                 self._tell(self._items.push(self._parser.finish()))
-                self._tell(self._items.finish(is_whole=finish.reason is FinishReason.STOP))
+                self._tell(self._items.finish(is_whole=_is_whole(finish.reason)))
             except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
                 self.crash(error)
         self.choice_finished(0, finish)
