@@ -25,6 +25,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.sim.scenarios.overload import drained_s, goodput_of, mixed
 from penstock.sim.scenarios.setup import Knobs, play
+from penstock.sim.traffic.workload import Chat
 
 SIDES = {
     "no promises": AdmissionConfig(ttft_target_ms=0, tpot_target_ms=0, targets=()),
@@ -61,7 +62,12 @@ def with_clients(job: tuple[str, float, int]) -> tuple[float, float, float, floa
     clients, load, seed = job
     retries, retry_s = CLIENTS[clients]
     made = mixed(Knobs(load=load), retries=retries)
-    sources = [replace(source, callers=replace(source.callers, retry_s=retry_s)) for source in made.sources]
+    sources = [
+        replace(source, callers=replace(source.callers, retry_s=retry_s))
+        for source in made.sources
+        if isinstance(source, Chat)
+    ]
+    assert len(sources) == len(made.sources), "the mixed load is of chats"
     run = play(replace(made, sources=tuple(sources)), seed)
     first = sum(not record.is_retry for record in run.records)
     return (*goodput_of(run), drained_s(run), len(run.records) / first)

@@ -171,6 +171,7 @@ def answer(
         owner=NoOwner(),
         model=dialect.expects_model,
         trusts_prompt=False,
+        may_move=asked.may_move,
         event_bytes_max=1 << 20,
         error_bytes_max=1 << 16,
     )

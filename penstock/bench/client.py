@@ -139,7 +139,7 @@ class _Answer:
     def on_failure(self, failure: HttpFailure) -> None:
         if failure.kind is FailureKind.CONNECT:
             self._fail(CannotConnect(failure.message))
-        elif failure.kind is FailureKind.TIMEOUT:
+        elif failure.kind in (FailureKind.TIMEOUT, FailureKind.TOO_LONG):
             self._fail(EndpointError(f"no complete answer within {self._limits.request_timeout_s:g} s"))
         else:
             self._fail(EndpointError(failure.message))

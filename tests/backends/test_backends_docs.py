@@ -24,7 +24,7 @@ from test_external_conformance import tools
 
 from penstock.backends.http.engine_metrics import LOAD_NAMES
 from penstock.backends.http.external import ExternalWorker, make_backend
-from penstock.backends.http.stream import Anomaly
+from penstock.backends.http.handler import Anomaly
 from penstock.config.checks import check
 from penstock.config.fleet import WorkerConfig
 from penstock.config.load import parse_config

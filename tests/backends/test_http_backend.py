@@ -17,7 +17,7 @@ from penstock.backends.base import Adapters, GenerateRequest, Phase, ToolCallPie
 from penstock.backends.http.backend import HttpBackend
 from penstock.backends.http.external import ExternalWorker, make_backend
 from penstock.backends.http.limits import HttpBackendLimits
-from penstock.errors import ConfigError, EngineFault, WorkerUnavailable
+from penstock.errors import ConfigError, EngineFault, StreamBroken, WorkerUnavailable
 from penstock.telemetry.metrics import Metrics
 from penstock.types import FinishReason, RequestId, SamplingParams
 
@@ -339,6 +339,29 @@ def test_a_sink_that_raises_ends_its_own_stream_alone() -> None:
         assert backend.num_streams == 0
 
     run(VllmStandIn(), "vllm", check)
+
+
+def test_what_is_whole_is_not_continued_elsewhere() -> None:
+    """Its end or its usage is not there yet when it is aborted, or broken off."""
+    server = VllmStandIn()
+
+    async def check(backend: HttpBackend) -> None:
+        requests, aborted, failed = Requests(), Recorder(), Recorder()
+        server.faults.after, server.faults.hang = 5, True  # What is left is the usage.
+        generation = backend.generate(requests.make(max_tokens=5), aborted)
+        await until(lambda: aborted.num_tokens == 5)
+        await until(lambda: generation._finish is not None)
+        generation.abort()
+        finish = await aborted.end()
+        assert (finish.reason, finish.resume) == (FinishReason.LENGTH, None)
+        server.faults.after, server.faults.hang = 4, False
+        server.faults.event = b'data: {"error": {"message": "no room", "code": 500}}\n\n'
+        backend.generate(requests.make(max_tokens=4 + 1), failed)
+        finish = await failed.end()
+        assert isinstance(finish.error, StreamBroken)
+        assert len(finish.resume or ()) == 4
+
+    run(server, "vllm", check)
 
 
 def test_the_key_goes_to_the_provider_and_a_refused_key_is_the_operators() -> None:

@@ -67,7 +67,7 @@ LATE = BUSY + 130 * NS_PER_MS
 def test_nobody_is_refused_for_an_expected_wait_while_nothing_was_too_late() -> None:
     rig = Rig()
     rig.fill(6)
-    assert isinstance(rig.flow.arrive(200 * NS_PER_MS, ask(1, degrade="never")), Queued)
+    assert isinstance(rig.flow.arrive(400 * NS_PER_MS, ask(1, degrade="never")), Queued)
     left = rig.flow.dispatch(BUSY)
     assert [action.id for action in left] == ["r10004", "r10005"]
     assert {action.reason for action in left if isinstance(action, Evict)} == {"late"}
@@ -100,8 +100,8 @@ def test_who_says_that_it_waits_is_let_in() -> None:
 
 def test_what_is_too_late_leaves_the_queue_and_is_told_when_to_come_back() -> None:
     rig = crowded()
-    assert not rig.flow.dispatch(BUSY + 145 * NS_PER_MS)
-    evicted, _ = rig.flow.dispatch(BUSY + 155 * NS_PER_MS)
+    assert not rig.flow.dispatch(BUSY + 120 * NS_PER_MS)
+    evicted, _ = rig.flow.dispatch(BUSY + 130 * NS_PER_MS)
     assert isinstance(evicted, Evict)
     assert (evicted.id, evicted.reason) == ("r20000", "late")
     assert isinstance(evicted.error, Evicted)

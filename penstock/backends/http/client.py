@@ -219,7 +219,7 @@ class HttpExchange:
         self._timer = None
         now_ns = self._client.clock.now_ns()
         if now_ns >= self._ends_ns:
-            kind = FailureKind.HELD if self._held_since_ns else FailureKind.TIMEOUT
+            kind = FailureKind.HELD if self._held_since_ns else FailureKind.TOO_LONG
             self.fail(HttpFailure(kind, f"no end within {self._client.config.request_timeout_s:g} s"))
         elif now_ns >= self._deadline_ns and not self._held_since_ns:
             kind = FailureKind.CONNECT if self._connecting is not None else FailureKind.TIMEOUT

@@ -1,4 +1,4 @@
-"""Callbacks of an HTTP exchange (backends/http/client.py)."""
+"""Callbacks of an HTTP exchange (backends/http/client.py), and what may be odd about its answer."""
 
 import enum
 from collections.abc import Mapping
@@ -10,11 +10,25 @@ class FailureKind(enum.Enum):
     """What kind of failure an exchange met."""
 
     CONNECT = "connect"  # Refused, TLS failed, or it took too long.
-    TIMEOUT = "timeout"  # No head, no progress, or too long in all.
+    TIMEOUT = "timeout"  # No head, or no progress.
+    TOO_LONG = "too_long"  # No end in time.
     BROKEN = "broken"  # The connection ended in the middle.
     MALFORMED = "malformed"  # What came is not HTTP/1.1.
     TOO_LARGE = "too_large"  # A head or a body over its bound.
     HELD = "held"  # No end in time, and it was this side that did not read.
+
+
+class Anomaly(enum.StrEnum):
+    """What was odd about an answer that could be used all the same, or why it could not."""
+
+    NO_END = "no_end"  # Ended without the last event.
+    NO_FINISH = "no_finish"  # Ended without saying why.
+    NO_USAGE = "no_usage"
+    USAGE_MISMATCH = "usage_mismatch"  # Its count of tokens is not ours.
+    OTHER_MODEL = "other_model"
+    OVERRUN = "overrun"  # More tokens than were asked for.
+    CORRUPT = "corrupt"  # An event that cannot be read, or is too large.
+    NO_STREAM = "no_stream"  # 200, and something that is no stream of events.
 
 
 @dataclass(slots=True, frozen=True)

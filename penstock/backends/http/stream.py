@@ -14,7 +14,6 @@ Text is made from ids where there are ids, so that it does not depend on how a w
 characters; stop strings, stop tokens and the answer's length are watched here for every engine.
 """
 
-import enum
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -39,7 +38,7 @@ from penstock.backends.http.dialects.base import (
     error_of,
     said_in,
 )
-from penstock.backends.http.handler import FailureKind, HttpFailure
+from penstock.backends.http.handler import Anomaly, FailureKind, HttpFailure
 from penstock.clock import Clock
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.stream import EventReader, EventTooLong
@@ -54,19 +53,6 @@ _OVERRUN_SLACK = 64
 """Text without token ids is counted by our tokenizer, which may see more tokens in it than the worker's."""
 _PROMPT_FACTOR = 8
 _BAD_EVENT = (msgspec.DecodeError, UnicodeDecodeError)
-
-
-class Anomaly(enum.StrEnum):
-    """What was odd about an answer that could be used all the same, or why it could not."""
-
-    NO_END = "no_end"  # Ended without the last event.
-    NO_FINISH = "no_finish"  # Ended without saying why.
-    NO_USAGE = "no_usage"
-    USAGE_MISMATCH = "usage_mismatch"  # Its count of tokens is not ours.
-    OTHER_MODEL = "other_model"
-    OVERRUN = "overrun"  # More tokens than were asked for.
-    CORRUPT = "corrupt"  # An event that cannot be read, or is too large.
-    NO_STREAM = "no_stream"  # 200, and something that is no stream of events.
 
 
 class StreamOwner(Protocol):
@@ -164,7 +150,9 @@ class HttpStream:
 
     def abort(self) -> None:
         """See `Generation.abort`."""
-        if not self._done:
+        if not self._done and self._finish is not None:
+            self._conclude(close=True)  # Only its usage is not there.
+        elif not self._done:
             finish = Finish(reason=FinishReason.ABORT, usage=self._usage(), resume=self._resume())
             self._end(finish, close=True)
 
@@ -180,8 +168,8 @@ class HttpStream:
             self._exchange.resume_reading()
 
     def fail(self, error: PenstockError) -> None:
-        """End with an error."""
-        if not self._done:
+        """End with an error, unless the whole answer has come."""
+        if not self._done and not self._is_whole():
             usage, resume = self._usage(), self._resume()
             self._end(Finish(reason=FinishReason.ERROR, usage=usage, error=error, resume=resume), close=True)
 
@@ -197,8 +185,18 @@ class HttpStream:
             assert matched is None, "a stopped stream takes no more tokens"
 
     def _resume(self) -> tuple[int, ...] | None:
-        """The answer so far; None: it cannot be continued, or is not known as tokens."""
-        return tuple(self._token_ids) if self._may_move and len(self._token_ids) == self._count else None
+        """The answer so far; None: it cannot be continued, is not known as tokens, or lacks only its end."""
+        known = self._may_move and len(self._token_ids) == self._count
+        return tuple(self._token_ids) if known and self._count < self._request.sampling.max_tokens else None
+
+    def _is_whole(self) -> bool:
+        """Whether all of the answer has come; then it is over, and well."""
+        if self._finish is None and self._has_ids and self._count >= self._request.sampling.max_tokens:
+            self._owner.noted(Anomaly.NO_FINISH, "an answer of full length ended without saying why")
+            self._finished(FinishReason.LENGTH, None)
+        if self._finish is not None and not self._done:
+            self._conclude(close=True)
+        return self._done
 
     # --- from the exchange -----------------------------------------------------------------------------
 
@@ -246,6 +244,8 @@ class HttpStream:
         """See `HttpHandler`."""
         if self._done:
             return
+        if failure.kind in (FailureKind.HELD, FailureKind.TOO_LONG):
+            self._may_move = False  # No client has a worker for longer by moving.
         if failure.kind is FailureKind.HELD:
             self.fail(Overloaded(f"The answer was read too slowly: {failure.message}."))
             return
@@ -399,11 +399,6 @@ class HttpStream:
 
     def _break(self, why: str) -> None:
         """No more will come: a good end if all had come already, else an error."""
-        if self._finish is None and self._has_ids and self._count >= self._request.sampling.max_tokens:
-            self._owner.noted(Anomaly.NO_FINISH, "an answer of full length ended without saying why")
-            self._finished(FinishReason.LENGTH, None)
-            if self._done:
-                return
         if self._finish is not None:
             self._conclude()
             return

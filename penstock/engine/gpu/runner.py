@@ -106,12 +106,13 @@ class DeviceRunner:
 
     def _start(self, plan: StepPlan, flight: DeviceFlight) -> None:
         if self._grammars is not None:
-            self._grammars.enter(plan, self._under_way)
+            self._grammars.enter(plan, self._under_way, flight.staging)
         self._host.start(plan)
         self._rows.apply(plan, flight.staging)
         if flight.computes:
             self._launch_work(flight, HostStep.of(plan))
 
+    @torch.inference_mode()
     def collect(self) -> StepResult:
         """Wait for the oldest step that was launched, and give its results."""
         flight = self._under_way.popleft()

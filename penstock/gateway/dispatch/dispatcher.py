@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from penstock.backends.base import GenerateRequest, Sink
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import PenstockError
-from penstock.fleet.registry import Registry
+from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.dispatch.worker_feed import WorkerFeed
 from penstock.gateway.relay.reply import FallBackTo, Reply, StreamSlots
 from penstock.policy.answers import Diverted, FallBack, Refused, Start
@@ -282,7 +282,10 @@ class Dispatcher:
 
     def on_hedge_won(self, reply: Reply, attempt: int) -> None:
         """See `ReplyListener`."""
-        self._driver.take_lead(self._clock.now_ns(), _request_of(reply), attempt)
+        request = _request_of(reply)
+        self._driver.take_lead(self._clock.now_ns(), request, attempt)
+        if (worker := self._registry.get(request.worker)) is not None:
+            reply.tally.migration = _migration(worker, reply.streams)
         self._dispatch_soon()
 
     def on_hedge_lost(self, reply: Reply, attempt: int, error: PenstockError | None) -> None:
@@ -331,9 +334,7 @@ class Dispatcher:
             streams = reply.remaining()
             if start.priority or start.attempt > 1 or start.takes_row:
                 streams = [(_attempt(stream, start), sink) for stream, sink in streams]
-            if worker.engine != "penstock" and streams:
-                moves = worker.backend.status.resumes and streams[0][0].may_move
-                reply.tally.migration = "approximate" if moves else "none"
+            reply.tally.migration = _migration(worker, streams)
             race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
             reply.start(worker.backend, streams, race=race)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
@@ -440,6 +441,13 @@ def _reply_of(request: Request) -> Reply:
 def _request_of(reply: Reply) -> Request:
     assert reply.request is not None, "only accepted requests are started"
     return reply.request
+
+
+def _migration(worker: Worker, streams: Streams) -> str:
+    """What follows if the worker is lost, as the client is told (gateway/http/exchange.py)."""
+    if worker.engine == "penstock" or not streams:
+        return ""
+    return "approximate" if worker.backend.status.resumes and streams[0][0].may_move else "none"
 
 
 def _attempt(request: GenerateRequest, start: Start) -> GenerateRequest:

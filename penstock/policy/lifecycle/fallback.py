@@ -32,6 +32,9 @@ from penstock.types import RequestId
 ASKED_MAX = 32
 """Requests that one look at a model without workers sends to others: those that have moved count at the
 next."""
+FOREIGN_MIGRATIONS_MAX = 1
+"""How often a stream leaves foreign engines. Whether it is what ended one is not known: the crash quarantine
+hears of our own workers' deaths only."""
 Look = Callable[[int, RequestFacts], Callable[[str], RouteLoad]]
 """How models stand for a request: `contracts.Admission.decide` asks."""
 
@@ -126,7 +129,10 @@ class Fallbacks:
         if request.state not in (State.STARTED, State.STREAMING):
             return Event.FAIL, None
         if request.has_begun:
-            may_move = request.migrations < self._policies.migrations_max
+            room, most = request.lane.rooms.get(request.worker), self._policies.migrations_max
+            if room is not None and room.view.is_external:
+                most = min(most, FOREIGN_MIGRATIONS_MAX)
+            may_move = request.migrations < most
             return (Event.MIGRATE if may_move else Event.FAIL), None
         lane, health = request.lane, self._policies.health
         lane.failed(request.worker, request)

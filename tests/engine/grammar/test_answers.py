@@ -203,6 +203,13 @@ def test_a_device_follows_grammars_too(alone: list[Answer], kv_memory_bytes: int
     assert (engine.core.stats().preemptions > 0) == (kv_memory_bytes < 1 << 20)
 
 
+@pytest.mark.parametrize(("overlap", "max_tokens"), [("on", 1), ("off", 6)])
+def test_a_device_writes_forced_tokens_whoever_takes_the_draw(overlap: str, max_tokens: int) -> None:
+    asked = requests(max_tokens=max_tokens)[0]
+    engine = Engine(on_device=True, overlap=overlap, max_model_len=0, max_running=8, step_tokens=64)
+    assert engine.ask(asked)[0].token_ids == Engine().ask(asked)[0].token_ids
+
+
 def test_log_probabilities_change_no_token_and_are_finite(alone: list[Answer]) -> None:
     answers = Engine().ask(*requests(logprobs=2))
     assert [each.token_ids for each in answers] == [each.token_ids for each in alone]
