@@ -417,7 +417,9 @@ class _Connection(asyncio.Protocol):
     ) -> None:
         """Pass a request on with its grammar; or end it, and only it, with why there is none."""
         if not isinstance(made, BaseException):
-            self._server.mailbox.post(Submitted(self.id, message, arrived_ns, made))
+            assert message.grammar is not None, "it was compiled"
+            bounded = made.bounded(message.grammar)
+            self._server.mailbox.post(Submitted(self.id, message, arrived_ns, bounded))
             return
         if isinstance(made, InvalidRequest):
             finish = _failed("InvalidRequest", str(made), made.param)

@@ -39,6 +39,13 @@ _GUIDED = {
 }
 _SHAPES = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 """Keywords of a schema that say what a value is; arguments are an object if none does."""
+_LITERALS = frozenset({"enum", "const", "default", "examples"})
+"""Keywords whose values are no schemas."""
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose values are schemas by name."""
+CALLS_MAX = 16
+"""Calls of one answer where a grammar shapes them all: without a bound a model may write calls to the end of
+its context."""
 _ENGINE_FIELDS = ("bad_words", "allowed_token_ids")
 _JSON_KINDS = {"json_object": Capability.JSON_OBJECT, "json_schema": Capability.JSON_SCHEMA}
 
@@ -121,8 +128,7 @@ def constraint_of(request: GenerationRequest) -> Constraint:
     """What the answer must look like.
 
     Raises:
-        InvalidRequest: two parameters ask for different things, or schemas of tools cannot stand beside each
-            other.
+        InvalidRequest: two parameters ask for different things.
     """
     fields = {name: value for name in _ENGINE_FIELDS if (value := getattr(request, name, None))}
     asked: list[tuple[str, Mapping[str, Any]]] = []
@@ -298,42 +304,54 @@ def _calls_schema(request: ChatRequest, name: str) -> dict[str, Any]:
 def calls_schema(request: ChatRequest, *, as_array: bool) -> dict[str, Any]:
     """The JSON schema of a call of any of the tools, or of an array of calls.
 
-    Raises:
-        InvalidRequest: their schemas cannot stand beside each other.
+    The parameters of each function stand whole under `$defs`, where their references still find what they
+    refer to.
     """
-    functions = [tool.function for tool in request.tools or () if tool.function is not None]
     definitions: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
-    for function in functions:
-        parameters = dict(function.parameters or {"type": "object"})
-        # References are from the schema's root, and this one becomes part of another.
-        defined: object = parameters.pop("$defs", None)
-        if isinstance(defined, dict):
-            _join(definitions, cast(dict[str, Any], defined))
+    for i, tool in enumerate(request.tools or ()):
+        if (function := tool.function) is None:
+            continue
+        # No name of a function has a "+".
+        key = function.name if function.name not in definitions else f"{function.name}+{i}"
+        parameters: dict[str, Any] = _rooted(function.parameters or {}, f"#/$defs/{key}")
+        parameters.pop("$id", None)  # References would be from there.
         if not _SHAPES & parameters.keys():
             parameters["type"] = "object"
+        definitions[key] = parameters
         calls.append({
             "type": "object",
-            "properties": {"name": {"enum": [function.name]}, "arguments": parameters},
+            "properties": {
+                "name": {"enum": [function.name]},
+                "arguments": {"$ref": f"#/$defs/{key}"},
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         })  # fmt: skip
     one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": one} if as_array else one
-    if as_array and request.parallel_tool_calls is False:
-        schema["maxItems"] = 1
-    return schema | ({"$defs": definitions} if definitions else {})
+    if as_array:
+        schema["maxItems"] = 1 if request.parallel_tool_calls is False else CALLS_MAX
+    return schema | {"$defs": definitions}
 
 
-def _join(definitions: dict[str, Any], more: Mapping[str, Any]) -> None:
-    for key, value in more.items():
-        if definitions.setdefault(key, value) != value:
-            _bad(
-                f"Two of 'tools' define '$defs/{key[:64]}' differently, which 'tool_choice' 'required' "
-                f"cannot join.",
-                "tools",
-                "invalid_value",
-            )
+def _rooted(schema: Any, root: str, *, names: bool = False) -> Any:  # noqa: ANN401
+    """A copy of a schema whose references from its root are from `root`; `names`: it is a mapping of names to
+    schemas.
+    """
+    if isinstance(schema, list):
+        return [_rooted(each, root) for each in cast(list[Any], schema)]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in cast(dict[str, Any], schema).items():
+        if names:
+            found[key] = _rooted(value, root)
+        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            found[key] = root + value[1:]
+        else:
+            found[key] = value if key in _LITERALS else _rooted(value, root, names=key in _NAMED)
+    return found
 
 
 def _bad(message: str, param: str, code: str) -> NoReturn:

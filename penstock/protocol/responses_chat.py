@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from penstock.errors import ClientError, InvalidRequest, Unsupported
-from penstock.protocol.openai_validate import decoded
+from penstock.protocol.openai_validate import MESSAGES_MAX, decoded
 from penstock.protocol.responses import (
     CHAT_WORDS,
     SHARED,
@@ -34,6 +34,8 @@ INCLUDED = {
     "reasoning.encrypted_content": "nothing: reasoning is shown as it was written",
 }
 """What `include` may name. The others belong to built-in tools."""
+ITEMS_MAX = 2 * MESSAGES_MAX
+"""Of one conversation. Reasoning and calls are items of their own, so a message may be several."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _TRANSLATED = {"tools", "tool_choice", "top_logprobs"}
 _CHAT_PATH = re.compile(
@@ -94,12 +96,20 @@ def chat_of(request: ResponseRequest, earlier: Sequence[InputItem] = ()) -> Resp
         InvalidRequest: naming the parameter.
     """
     check_own(request)
+    items = items_of(request)
+    if len(earlier) + len(items) > ITEMS_MAX:
+        after = f" and follows {len(earlier)} earlier ones" if earlier else ""
+        _bad(
+            f"'input' has {len(items)} items{after}; at most {ITEMS_MAX} are allowed.",
+            "input",
+            "array_above_max_length",
+        )
     conversation = _Conversation()
     if request.instructions is not None:
         conversation.add({"role": "system", "content": request.instructions}, "instructions")
     for item in earlier:
         conversation.take(item, "previous_response_id")
-    for i, item in enumerate(items_of(request)):
+    for i, item in enumerate(items):
         conversation.take(item, "input" if isinstance(request.input, str) else f"input[{i}]")
     chat: dict[str, Any] = {
         each.name: value
@@ -140,7 +150,8 @@ class _Conversation:
         self.origins: list[str] = []
         self._answers = False
         """The last message is the assistant's, made of items that belong together."""
-        self._thought = ""
+        self._thoughts: list[str] = []
+        """Of the assistant's message that follows."""
 
     def add(self, message: dict[str, Any], origin: str) -> None:
         assert message["role"] == "assistant" or "reasoning_content" not in message, "others do not think"
@@ -148,7 +159,7 @@ class _Conversation:
         self.origins.append(origin)
         self._answers = message["role"] == "assistant"
         if not self._answers:
-            self._thought = ""
+            self._thoughts = []
 
     def take(self, item: InputItem, where: str) -> None:
         """Take the next item, which stands at `where`.
@@ -160,7 +171,7 @@ class _Conversation:
         if kind == "message":
             self._message(item, where)
         elif kind == "reasoning":
-            self._thought += _text(item.content) or _text(item.summary)
+            self._thoughts.append(_text(item.content) or _text(item.summary))
         elif kind == "function_call":
             self._call(item, where)
         elif kind == "function_call_output":
@@ -209,7 +220,7 @@ class _Conversation:
         self.messages[-1].setdefault("tool_calls", []).append(call)
 
     def _thoughtful(self, message: dict[str, Any]) -> dict[str, Any]:
-        thought, self._thought = self._thought, ""
+        thought, self._thoughts = "".join(self._thoughts), []
         return message | ({"reasoning_content": thought} if thought else {})
 
 
@@ -295,7 +306,7 @@ def _chosen(
     allowed: Any = choice.get("tools")
     names = [each.get("name") for each in allowed] if _is_objects(allowed) else []
     known = {tool.name for tool in tools}
-    if not names or not all(name in known for name in names):
+    if not names or not all(isinstance(name, str) and name in known for name in names):
         _bad("'tool_choice.tools' must name functions that are among 'tools'.", "tool_choice.tools")
     chosen = [tool for tool in tools if tool.name in names]
     assert chosen, "all the names are known"

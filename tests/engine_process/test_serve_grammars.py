@@ -32,6 +32,13 @@ INFO = ModelInfo(
 )  # fmt: skip
 
 
+class Made(str):
+    """What a grammar was compiled to, and the bound that a request put on its reasoning."""
+
+    def bounded(self, grammar: Grammar) -> tuple[str, int | None]:
+        return str(self), grammar.begins_within
+
+
 class Compiler:
     """Every grammar is on its way until the test says what comes of it."""
 
@@ -66,7 +73,7 @@ class Worker:
             pass
 
     def ask(self, name: str) -> None:
-        grammar = Grammar(form=b'{"regex": "a"}')
+        grammar = Grammar(form=b'{"regex": "a"}', begins_within=7)
         self.client.send(
             Submit(request_id=RequestId(name), prompt=b"", sampling=SamplingParams(), grammar=grammar)
         )
@@ -112,10 +119,10 @@ def test_what_cannot_be_compiled_ends_one_request(worker: Worker, error: Excepti
     assert (finish.reason, finish.error_kind) == (FinishReason.ERROR, kind)
     assert finish.param == ("grammar.json" if kind == "InvalidRequest" else None)
     worker.ask("b")
-    worker.compiler.futures[1].set_result("made")
+    worker.compiler.futures[1].set_result(Made("made"))
     (mail,) = worker.mailbox.take(wait=True)
     assert isinstance(mail, Submitted)
-    assert mail.grammar == "made"
+    assert mail.grammar == ("made", 7)
 
 
 def test_a_refusal_that_is_known_is_told_at_once(worker: Worker) -> None:
@@ -134,11 +141,11 @@ def test_an_aborted_request_is_cancelled_and_its_name_may_be_used_again(worker: 
     assert worker.end().reason is FinishReason.ABORT
     assert worker.compiler.num_cancelled == 1
     worker.ask("a")
-    worker.compiler.futures[0].set_result("late")
-    worker.compiler.futures[1].set_result("made")
+    worker.compiler.futures[0].set_result(Made("late"))
+    worker.compiler.futures[1].set_result(Made("made"))
     (mail,) = worker.mailbox.take(wait=True)
     assert isinstance(mail, Submitted)
-    assert mail.grammar == "made"
+    assert mail.grammar == ("made", 7)
     worker.settle()
     assert not worker.mail()
 

@@ -279,6 +279,17 @@ def test_a_tenant_takes_no_more_than_its_share_of_the_waiting(cold, kit):
         raw.close()
 
 
+def test_the_chat_that_a_response_is_made_of_takes_room_too(cold, kit):
+    at = cold(no_worker_wait_s=30.0, bytes_max=1500)
+    status, answer = ask(at.running, kit, kit.post("/v1/responses", {"model": "tiny", "input": "x" * 1000}))
+    assert (status, "wait for the model" in answer["error"]["message"]) == (429, True)
+    body = kit.chat(messages=[{"role": "user", "content": "x" * 1000}], max_tokens=1)
+    raw = kit.Raw(at.running).send(kit.post(CHAT, body))
+    refused = answered([raw], 0.1)
+    raw.close()
+    assert not refused, "a chat of that size waits"
+
+
 def test_a_half_closed_client_waits_too(cold, kit):
     at = cold(no_worker_wait_s=30.0)
     raw = kit.Raw(at.running).send(kit.post(CHAT, kit.chat(max_tokens=1)))

@@ -355,8 +355,10 @@ def test_a_forced_call_at_vllm_is_a_schema_and_comes_back_as_calls(served, choic
         look, touch = schema["items"]["anyOf"]
         assert (schema["type"], schema["minItems"]) == ("array", 1)
         assert look["properties"]["name"] == {"enum": ["look"]}
-        assert schema["$defs"] == {"place": {"type": "string"}}, "references are from the root"
-        assert touch["properties"]["arguments"] == {"type": "object"}
+        assert schema["$defs"]["look"]["$defs"] == {"place": {"type": "string"}}
+        place = {"$ref": "#/$defs/look/$defs/place"}
+        assert schema["$defs"]["look"]["properties"]["at"] == place, "references are from the root"
+        assert touch["properties"]["arguments"] == {"$ref": "#/$defs/touch"}
 
 
 @pytest.fixture

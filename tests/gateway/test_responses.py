@@ -7,6 +7,9 @@ import openai
 import pydantic
 import pytest
 
+from penstock.gateway.api import generate
+from penstock.gateway.api.job import TOKEN_BYTES
+from penstock.protocol.responses_chat import ITEMS_MAX, chat_of, parse_response
 from penstock.text.tool_blocks import HermesToolParser
 from penstock.types import ENGINE_CAPABILITIES
 
@@ -121,6 +124,15 @@ def test_items_become_messages(talk, hello):
         "<|system|>Be brief.<|developer|>No.<|user|>1\n2<|assistant|>yes[add][sub]<|tool|>3<|tool|>4"
         "<|assistant|>"
     )
+
+
+def test_reasoning_in_many_items_is_one_thought():
+    thoughts = [{"type": "reasoning", "content": text} for text in "abc"]
+    asked = [*thoughts, {"role": "user", "content": "?"}, *thoughts, {"role": "assistant", "content": "!"}]
+    chat = chat_of(parse_response(json.dumps({"model": "tiny", "input": asked}).encode()))
+    asked, answered = json.loads(chat.body)["messages"]
+    assert "reasoning_content" not in asked  # Nothing of the assistant follows it.
+    assert answered["reasoning_content"] == "abc"
 
 
 def test_a_response_that_is_cut_is_incomplete(client):
@@ -335,6 +347,46 @@ def test_items_may_be_given_by_their_ids(talk, hello):
     assert prompt_of(hello) == "<|user|>hi<|assistant|>Hello 水!<|user|>?<|assistant|>"
 
 
+def test_an_item_is_given_once(talk):
+    made = talk.responses.create(model="tiny", input="hi")
+    twice = [{"type": "item_reference", "id": made.output[0].id}] * 2
+    with pytest.raises(openai.BadRequestError, match="given twice") as found:
+        talk.responses.create(model="tiny", input=twice)
+    assert found.value.param == "input[1].id"
+
+
+def test_what_was_stored_counts_as_the_body_of_what_follows(talk, monkeypatch):
+    told, facts_of = [], generate.facts_of
+
+    def facts(*args):
+        found = facts_of(*args)
+        told.append(found.num_bytes - TOKEN_BYTES * found.prompt_tokens)
+        return found
+
+    monkeypatch.setattr(generate, "facts_of", facts)
+    first = talk.responses.create(model="tiny", input="x" * 700)
+    talk.responses.create(model="tiny", input="and", previous_response_id=first.id)
+    talk.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 700}])
+    own, following, chat = told
+    assert 1400 < own < 2100, "the request, and the chat that was made of it"
+    assert 700 < following < 1400, "the chat"
+    assert 700 < chat < 1400, "the request is the chat"
+
+
+def test_what_was_stored_makes_no_body_over_the_bound(make, kit):
+    bounded = make("a", config=kit.make_config(body_bytes_max=1000))
+    with kit.openai_client(bounded) as talk:
+        made = [talk.responses.create(model="tiny", input="x" * 600) for _ in range(2)]
+        for more in (
+            {"input": "x" * 600, "previous_response_id": made[0].id},
+            {"input": [{"type": "item_reference", "id": each.output[0].id} for each in made]},
+        ):
+            with pytest.raises(openai.APIStatusError, match="over the bound of 1000 bytes") as found:
+                talk.responses.create(model="tiny", **more)
+            assert (found.value.status_code, found.value.code) == (413, "request_too_large")
+        assert talk.responses.create(model="tiny", input="x", previous_response_id=made[0].id)
+
+
 def test_processes_without_a_store_keep_nothing(make, kit):
     config = kit.make_config(processes=2)
     with kit.openai_client(make("a", config=config)) as talk:
@@ -390,6 +442,9 @@ WRONG = [
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "invalid_value"),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.tools", None),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [{"name": []}]}},
+     "tool_choice.tools", "invalid_value"),
+    ({"input": [{"role": "user", "content": "x"}] * (ITEMS_MAX + 1)}, "input", "array_above_max_length"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", None),
     ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "invalid_value"),
     ({"reasoning": {"effort": 5}}, "reasoning.effort", None),

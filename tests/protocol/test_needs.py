@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from penstock.config.tree import LimitsConfig
 from penstock.errors import InvalidRequest, Unsupported
 from penstock.protocol.needs import (
+    CALLS_MAX,
     NO_CONSTRAINT,
+    calls_schema,
     common_needs,
     constraint_of,
     forced_tool,
@@ -180,23 +182,45 @@ def test_required_shapes_the_answer_as_an_array_of_calls() -> None:
     schema = constraint_of(request).structured["json"]
     assert forced_tool(request) == ""
     assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
-    assert schema["$defs"] == {"a": {"type": "string"}}
+    assert schema["$defs"]["f"] == {"type": "object", "$defs": {"a": {"type": "string"}}}
     names = [call["properties"]["name"]["enum"] for call in schema["items"]["anyOf"]]
     assert names == [["f"], ["g"]]
     one = constraint_of(chat(tools=[tool("g")], tool_choice="required")).structured["json"]
     assert one["items"]["properties"]["name"] == {"enum": ["g"]}
-    assert "maxItems" not in one
-    assert "$defs" not in one
+    assert one["maxItems"] == CALLS_MAX
+    assert one["$defs"] == {"g": {"type": "object"}}
 
 
-def test_definitions_of_two_tools_are_joined_only_where_they_agree() -> None:
-    def asking(second):
-        tools = [tool("f", parameters={"$defs": {"a": 1}}), tool("g", parameters={"$defs": {"a": second}})]
-        return chat(tools=tools, tool_choice="required")
-
-    assert constraint_of(asking(1)).structured["json"]["$defs"] == {"a": 1}
-    with pytest.raises(InvalidRequest, match=r"define '\$defs/a' differently"):
-        constraint_of(asking(2))
+def test_references_of_a_tool_are_from_its_own_parameters() -> None:
+    """Literals, and properties that are named like keywords, stay what they are."""
+    parameters = {
+        "$id": "https://example.com/",
+        "properties": {
+            "all": {"$ref": "#"},
+            "one": {"items": [{"$ref": "#/definitions/P"}]},
+            "there": {"$ref": "https://example.com/#/a"},
+            "fixed": {"const": {"$ref": "#"}, "enum": [{"$ref": "#"}]},
+            "enum": {"$ref": "#/properties/all"},
+            "$ref": {"type": "string"},
+        },
+        "definitions": {"P": {"type": "integer"}},
+    }
+    tools = [tool("f", parameters=parameters), tool("f", parameters={"$defs": {"a": 2}, "$ref": "#/$defs/a"})]
+    schema = calls_schema(chat(tools=tools), as_array=False)
+    assert [call["properties"]["arguments"] for call in schema["anyOf"]] == [
+        {"$ref": "#/$defs/f"}, {"$ref": "#/$defs/f+1"},
+    ]  # fmt: skip
+    assert schema["$defs"]["f+1"] == {"$defs": {"a": 2}, "$ref": "#/$defs/f+1/$defs/a"}
+    changed = {
+        "all": {"$ref": "#/$defs/f"},
+        "one": {"items": [{"$ref": "#/$defs/f/definitions/P"}]},
+        "enum": {"$ref": "#/$defs/f/properties/all"},
+    }
+    assert schema["$defs"]["f"] == {
+        "type": "object",
+        "properties": parameters["properties"] | changed,
+        "definitions": parameters["definitions"],
+    }
 
 
 # --- messages and errors ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -87,8 +87,13 @@ class CompiledGrammar:
     marker_ids: tuple[int, ...] = ()
     """See `Grammar.begins_after`."""
     begins_within: int | None = None
+    """See `Grammar.begins_within`. Compiling does not depend on it: the compiler leaves it to `bounded`."""
     call_mark: bytes = b""
     is_optional: bool = False
+
+    def bounded(self, grammar: Grammar) -> "CompiledGrammar":
+        """The same, with the bound on the reasoning that a request has."""
+        return self if grammar.begins_within is None else replace(self, begins_within=grammar.begins_within)
 
     @property
     def binds_all(self) -> bool:
@@ -102,7 +107,8 @@ class CompiledGrammar:
 
 
 _Key = tuple[bytes, bytes]
-"""A tenant, and the digest of a grammar."""
+"""A tenant, and the digest of what is compiled of a grammar: all but the bound on the reasoning, which
+differs from request to request."""
 
 
 class _Job:
@@ -132,7 +138,9 @@ class GrammarCompiler:
         """Those that wait, by tenant; the first tenant is next."""
 
     def cached(self, tenant: bytes, grammar: Grammar) -> CompiledGrammar | InvalidRequest | None:
-        """What came of it when the tenant asked for it before, if that is still there."""
+        """What came of it when the tenant asked for it before, if that is still there. Each request takes
+        `bounded` of it.
+        """
         key = _key(tenant, grammar)
         with self._lock:
             if (found := self._cache.get(key)) is not None:
@@ -140,12 +148,14 @@ class GrammarCompiler:
             return found
 
     def compile(self, tenant: bytes, grammar: Grammar) -> "Future[CompiledGrammar]":
-        """Compile on a thread. `InvalidRequest` says what cannot be; any other error is not the request's."""
+        """Compile on a thread; each request takes `bounded` of it. `InvalidRequest` says what cannot be; any
+        other error is not the request's.
+        """
         key = _key(tenant, grammar)
         with self._lock:
             job = self._jobs.get(key)
             if job is None:
-                job = self._jobs[key] = _Job(grammar)
+                job = self._jobs[key] = _Job(msgspec.structs.replace(grammar, begins_within=None))
                 self._lines.setdefault(tenant, OrderedDict())[key] = job
                 self._threads.submit(self._compile_next)
             job.num_asked += 1
@@ -261,7 +271,8 @@ def _named(error: InvalidRequest) -> InvalidRequest:
 
 
 def _key(tenant: bytes, grammar: Grammar) -> _Key:
-    return tenant, hashlib.blake2b(msgspec.msgpack.encode(grammar), digest_size=16).digest()
+    compiled = msgspec.structs.replace(grammar, begins_within=None)
+    return tenant, hashlib.blake2b(msgspec.msgpack.encode(compiled), digest_size=16).digest()
 
 
 def eos_bits(eos_ids: Sequence[int], num_words: int) -> "list[int]":

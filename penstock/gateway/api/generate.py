@@ -16,7 +16,7 @@ import msgspec
 from penstock.backends.base import GenerateRequest, Sink, TextLogprob
 from penstock.clock import NS_PER_S
 from penstock.errors import ContextTooLong
-from penstock.gateway.api.job import Hints, Job, facts_of, read_hints, requests_of, uses_tools
+from penstock.gateway.api.job import Hints, Job, body_bytes, facts_of, read_hints, requests_of, uses_tools
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Served, Tally
 from penstock.gateway.identity.tenants import Caller
@@ -128,7 +128,7 @@ class Generate:
             )
             return job, lambda job: wording.begin(self._context(job), job)
 
-        await self._serve(exchange, caller, request, wording.endpoint, prepare, _names(needs))
+        await self._serve(exchange, body, caller, request, wording.endpoint, prepare, _names(needs))
 
     async def completions(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/completions`: text that follows prompts, whole or streamed; also their scores."""
@@ -172,11 +172,12 @@ class Generate:
             echoes = _echoes(model, request, shown, prompts)
             return job, lambda job: kind(self._context(job), job, echoes)
 
-        await self._serve(exchange, caller, request, Endpoint.COMPLETIONS, prepare, _names(needs))
+        await self._serve(exchange, body, caller, request, Endpoint.COMPLETIONS, prepare, _names(needs))
 
     async def _serve(
         self,
         exchange: Exchange,
+        body: bytes,
         caller: Caller,
         request: GenerationRequest,
         endpoint: Endpoint,
@@ -203,7 +204,7 @@ class Generate:
                     fallback,
                     replace(served, model=adapter or fallback.name, downgrade="unavailable"),
                 )
-            await services.cold.wait(model, exchange, tenant.id)
+            await services.cold.wait(model, exchange, body_bytes(exchange, body), tenant.id)
         too_long: Iterator[ServedModel] | None = None
         first_error: ContextTooLong | None = None
         while exchange.is_open:

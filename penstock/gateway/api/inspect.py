@@ -239,7 +239,7 @@ class Inspect:
         """`POST /v1/tokenize`: a text's or a conversation's tokens, as in vLLM."""
         request = parse_tokenize(exchange.body)
         model = self._model(request.model, caller)
-        await self._services.cold.wait(model, exchange, caller.tenant.id)
+        await self._services.cold.wait(model, exchange, len(exchange.body), caller.tenant.id)
         info = model.info()
         tokens = await self._tokens(model, request, caller, len(exchange.body))
         answer(
@@ -250,7 +250,7 @@ class Inspect:
         """`POST /v1/detokenize`: tokens' text, as in vLLM."""
         request = parse_detokenize(exchange.body)
         model = self._model(request.model, caller)
-        await self._services.cold.wait(model, exchange, caller.tenant.id)
+        await self._services.cold.wait(model, exchange, len(exchange.body), caller.tenant.id)
         check_token_ids(request.tokens, model.info().vocab_size, "tokens")
         text = await self._services.tokenize.run(
             len(exchange.body), lambda: model.tokenizer.decode(request.tokens, skip_special_tokens=False)

@@ -134,7 +134,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Capabilities that its worker must have."""
     constraint: Constraint = NO_CONSTRAINT
     body: bytes
-    """The request as it came."""
+    """The request as it came, or the chat that was made of it."""
 
     @property
     def shown_prompt_logprobs(self) -> int | None:
@@ -166,6 +166,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.prompts) * self.choices_per_prompt
 
 
+def body_bytes(exchange: Exchange, body: bytes) -> int:
+    """What the body of a waiting request takes: as it came, and the chat that was made of it, if one was,
+    which also has what was stored of an earlier response.
+    """
+    return len(exchange.body) + (0 if body is exchange.body else len(body))
+
+
 def facts_of(
     job: Job, served: Served, hints: Hints, endpoint: Endpoint, keys: PromptKeys | None
 ) -> RequestFacts:
@@ -183,7 +190,7 @@ def facts_of(
         max_tokens=max(job.max_tokens),
         choices=job.num_choices,
         choices_per_prompt=job.choices_per_prompt,
-        num_bytes=len(job.exchange.body) + TOKEN_BYTES * sum(lengths),
+        num_bytes=body_bytes(job.exchange, job.body) + TOKEN_BYTES * sum(lengths),
         first_token_ns=hints.max_wait_ns,
         degrade=hints.degrade,
         needs_tools=uses_tools(job.request),

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.backends.base import Sink
 from penstock.clock import NS_PER_S
-from penstock.errors import ClientError, InvalidRequest, NotFound, Overloaded, Unsupported
+from penstock.errors import ClientError, InvalidRequest, NotFound, Overloaded, TooLarge, Unsupported
 from penstock.gateway.api.generate import Generate, Wording, answer_parser
 from penstock.gateway.api.job import Job
 from penstock.gateway.api.services import Services
@@ -77,6 +77,7 @@ class Responses:
         earlier = await self._earlier(request, tenant)
         request = await self._with_items(request, tenant)
         chat = chat_of(request, earlier)
+        self._check_size(len(chat.body))
         items = [*earlier, *items_of(request)]
 
         def begin(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
@@ -155,12 +156,22 @@ class Responses:
                 param="input",
             )
         known: dict[str, Mapping[str | None, InputItem]] = {}
+        num_bytes, names = 0, set[str]()
         for i in places:
             name = items[i].id or ""
+            if name in names:
+                raise InvalidRequest(
+                    f"Item with id '{name[:128]}' is given twice.",
+                    param=f"input[{i}].id",
+                    code="invalid_value",
+                )
+            names.add(name)
             of = _ITEM_ID.fullmatch(name)
             response_id = f"resp_{of[1]}" if of else ""
             if response_id not in known:
                 stored = await self._load(response_id, tenant)
+                num_bytes += 0 if stored is None else len(stored.body)
+                self._check_size(num_bytes)
                 output = [] if stored is None else _output.decode(stored.body).output
                 known[response_id] = {item.id: item for item in output}
             if name not in known[response_id]:
@@ -169,6 +180,14 @@ class Responses:
                 )
             items[i] = known[response_id][name]
         return msgspec.structs.replace(request, input=items)
+
+    def _check_size(self, num_bytes: int) -> None:
+        """Bound what a request brings in by ids as the body of a chat that held it all would be."""
+        most = self._services.config.server.body_bytes_max
+        if num_bytes > most:
+            raise TooLarge(
+                f"The input, with the stored items that it follows, is over the bound of {most} bytes."
+            )
 
     async def _found(self, response_id: str, tenant: TenantId) -> StoredResponse:
         found = await self._load(response_id, tenant)

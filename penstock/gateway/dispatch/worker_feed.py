@@ -146,8 +146,9 @@ class ColdStarts:
         self._closed = False
         registry.listen(self._changed)
 
-    async def wait(self, model: ServedModel, exchange: Exchange, tenant: TenantId) -> None:
-        """Return once a worker of the model has been ready, or the client has left.
+    async def wait(self, model: ServedModel, exchange: Exchange, num_bytes: int, tenant: TenantId) -> None:
+        """Return once a worker of the model has been ready, or the client has left; the request takes
+        `num_bytes` meanwhile.
 
         Raises:
             WorkerUnavailable: there was none for as long as requests wait.
@@ -160,9 +161,8 @@ class ColdStarts:
         if not config.no_worker_wait_s:
             raise _not_ready(model)
         line = self._lines.setdefault(model.name, _Line())
-        self._check_room(line, model, len(exchange.body), tenant)
+        self._check_room(line, model, num_bytes, tenant)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        num_bytes = len(exchange.body)
         line.waiting[waiter] = None
         line.num_bytes += num_bytes
         line.by_tenant[tenant] = line.by_tenant.get(tenant, 0) + 1

@@ -1,5 +1,6 @@
 """Compiling: tenants in turn, what no request waits for is not begun, and what was refused is remembered."""
 
+import json
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from penstock.config.tree import LimitsConfig
 from penstock.engine.grammar import trial
 from penstock.engine.grammar.compiler import (
     CACHED_PER_TENANT_MAX,
@@ -23,6 +25,8 @@ from penstock.engine.grammar.compiler import (
 from penstock.engine.grammar.trial import Trials
 from penstock.errors import InvalidRequest, WorkerUnavailable
 from penstock.protocol.grammar import Grammar
+from penstock.protocol.needs import calls_schema
+from penstock.protocol.openai_validate import parse_chat
 
 MODEL = Path(__file__).parents[3] / "models" / "penstock-demo-mini"
 
@@ -89,6 +93,64 @@ def test_what_no_request_waits_for_is_not_compiled(compiler: Watched) -> None:
     assert gone.form not in compiler.begun
     assert compiler.begun.count(shared.form) == 1
     assert compiler.cached(b"t", gone) is None
+
+
+def test_a_bound_on_the_reasoning_compiles_nothing_again(compiler: Watched) -> None:
+    compiler.may_go_on.set()
+    thought = [
+        msgspec.structs.replace(pattern("a"), begins_after="</think>", begins_within=bound)
+        for bound in (8, 9, None)
+    ]
+    made = compiler.compile(b"t", thought[0]).result(30)
+    assert made.begins_within is None
+    for each in thought:
+        found = compiler.cached(b"t", each)
+        assert isinstance(found, CompiledGrammar)
+        assert found.first is made.first
+        assert found.bounded(each).begins_within == each.begins_within
+    assert len(compiler.begun) == 1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "right", "wrong"),
+    [
+        (
+            {
+                "properties": {"v": {"type": "integer"}, "in": {"type": "array", "items": {"$ref": "#"}}},
+                "additionalProperties": False,
+            },
+            {"v": 1, "in": [{"v": 2, "in": []}]},
+            {"in": [{"name": "f", "arguments": {}}]},
+        ),
+        (
+            {"properties": {"p": {"$ref": "#/definitions/P"}}, "definitions": {"P": {"type": "integer"}}},
+            {"p": 1},
+            {"p": "x"},
+        ),
+        (
+            {"properties": {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}}},
+            {"a": 1, "b": 2},
+            {"a": 1, "b": "x"},
+        ),
+    ],
+)
+def test_a_call_obeys_a_schema_that_refers_to_itself(
+    parameters: dict[str, object], right: object, wrong: object
+) -> None:
+    functions = [
+        {"name": "f", "parameters": parameters | {"type": "object"}},
+        {"name": "g", "parameters": {"properties": {"a": {"$ref": "#"}}}},
+    ]
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": each} for each in functions],
+    }
+    schema = calls_schema(parse_chat(msgspec.json.encode(body), LimitsConfig()), as_array=True)
+    found = compile_grammar(Grammar(form=msgspec.json.encode({"json": schema})), tokens()).first
+    for arguments, fits in ((right, True), (wrong, False)):
+        ids = tokens().tokenizer.encode(json.dumps([{"name": "f", "arguments": arguments}]))
+        assert (found.deep_copy().validate_tokens(list(ids)) == len(ids)) is fits
 
 
 def test_refusals_are_remembered_for_their_tenant_and_failures_are_not(compiler: Watched) -> None:
