@@ -2,14 +2,16 @@
 
 import asyncio
 import io
+import os
 
 import msgspec
 
+from penstock.cli.wiring.gateway_process import read_launch
 from penstock.cli.wiring.processes import GatewayProcesses, ProcessStats
 from penstock.clock import SystemClock
 from penstock.config.flow import SharedConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig, TenantConfig
-from penstock.protocol.peers import ChildReport, Snapshot
+from penstock.protocol.peers import ChildLaunch, ChildReport, Snapshot
 from penstock.telemetry.log import Log
 
 TEXT = b"# HELP a_total A.\n# TYPE a_total counter\na_total %d.0\n# HELP g G.\n# TYPE g gauge\ng %d.0\n"
@@ -38,6 +40,20 @@ def test_the_processes_share_their_limits_through_the_parent() -> None:
         assert not made._leases.path.exists()
 
     asyncio.run(check())
+
+
+def test_reports_may_follow_the_launch_at_once() -> None:
+    launch = ChildLaunch(
+        config=msgspec.json.encode(Config()), index=1, listeners=(), workers=(), parent="", hash_key=b"k"
+    )
+    report = msgspec.json.encode(ChildReport(held={})) + b"\n"
+    read, write = os.pipe()
+    os.write(write, msgspec.json.encode(launch) + b"\n" + report)
+    try:
+        assert read_launch(read) == (launch, report)
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def test_redis_stays_redis() -> None:

@@ -45,12 +45,12 @@ EXIT_ORPHANED = 1
 
 def main() -> int:
     """Serve until told to stop; the exit code."""
-    launch = _read_launch()
+    launch, behind = read_launch(STDIN)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(launch))
+        return runner.run(_serve(launch, behind))
 
 
-async def _serve(launch: ChildLaunch) -> int:
+async def _serve(launch: ChildLaunch, behind: bytes) -> int:
     config = msgspec.json.decode(launch.config, type=Config)
     clock = SystemClock()
     log = Log(config.log, clock, stream=sys.stderr, secrets=config.auth.secrets)
@@ -78,6 +78,7 @@ async def _serve(launch: ChildLaunch) -> int:
     parent = _Parent(gateway, fleet, stop, log)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.on_signal)
+    parent.feed(behind)
     loop.add_reader(STDIN, parent.on_readable)
     await fleet.apply()
     if launch.is_patient:
@@ -207,6 +208,10 @@ class _Parent:
             self.is_gone = True
             self._stop.asked.set()
             return
+        self.feed(data)
+
+    def feed(self, data: bytes) -> None:
+        """More of what the parent wrote."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             news = msgspec.json.decode(line, type=ChildReport)
@@ -233,14 +238,16 @@ class _Parent:
                 self._log.error("not all workers of the new configuration can be had", error=error)
 
 
-def _read_launch() -> ChildLaunch:
-    line = b""
-    while not line.endswith(b"\n"):
-        piece = os.read(STDIN, 1 << 16)
-        if not piece or len(line) > LAUNCH_BYTES_MAX:
+def read_launch(stdin: int) -> tuple[ChildLaunch, bytes]:
+    """The first line that the parent writes, and what was read behind it: reports may follow at once."""
+    found = bytearray()
+    while b"\n" not in found[-(1 << 16) :]:
+        piece = os.read(stdin, 1 << 16)
+        if not piece or len(found) > LAUNCH_BYTES_MAX:
             sys.exit(EXIT_ORPHANED)
-        line += piece
-    return msgspec.json.decode(line, type=ChildLaunch)
+        found += piece
+    line, _, behind = bytes(found).partition(b"\n")
+    return msgspec.json.decode(line, type=ChildLaunch), behind
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ class GatewayProcesses:
 
     def _tell(self, news: ChildReport) -> None:
         for process in self._running.values():
-            if process.stdin is not None:
+            if process.stdin is not None and not process.stdin.is_closing():  # It may just have died.
                 process.stdin.write(msgspec.json.encode(news) + b"\n")
 
     async def stop(self, *, lameduck_s: float = 0.0, listens: bool = True) -> None:
