@@ -50,10 +50,8 @@ class ChatSink(TextSink):
         """More output. Log-probabilities travel with the text that is shown now, even if that is none."""
         if not self._began:
             self._begin()
-        try:
-            events = self._parser.push(delta.text, delta.thought)
-        except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
-            self._reply.crash(error)
+        events = self._reply.guarded(self._parser.push, delta.text, delta.thought)
+        if events is None:
             return
         self._reply.thought(self._parser.num_thoughts(delta.token_ids, delta.thought))
         if self._logprobs and delta.logprobs:
@@ -73,17 +71,10 @@ class ChatSink(TextSink):
         if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
             if not self._began:
                 self._begin()
-            self._send(self._last_events())
+            self._send(self._reply.guarded(self._parser.finish) or ())
             if self._num_calls and finish.reason is FinishReason.STOP:
                 finish = Finish(reason=FinishReason.TOOL_CALLS, usage=finish.usage)
         super().on_finish(finish)
-
-    def _last_events(self) -> Sequence[ToolEvent]:
-        try:
-            return self._parser.finish()
-        except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
-            self._reply.crash(error)
-            return ()
 
     def _send(self, events: Sequence[ToolEvent]) -> None:
         for item in events:

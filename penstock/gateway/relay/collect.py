@@ -86,11 +86,10 @@ class CollectSink:
         if not self._began:
             self._began = True
             self._reply.first_output()
-        try:
-            self.events += self._parser.push(delta.text, delta.thought)
-        except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
-            self._reply.crash(error)
+        events = self._reply.guarded(self._parser.push, delta.text, delta.thought)
+        if events is None:
             return
+        self.events += events
         self._reply.thought(self._parser.num_thoughts(delta.token_ids, delta.thought))
         self.logprobs.extend(delta.logprobs)
         if self.token_ids is not None:
@@ -104,10 +103,7 @@ class CollectSink:
         finish = self._reply.ended(finish)
         self.reason = finish.reason
         if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may go on.
-            try:
-                self.events += self._parser.finish()
-            except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
-                self._reply.crash(error)
+            self.events += self._reply.guarded(self._parser.finish) or ()
         elif not self._began:
             self.prompt_logprobs.clear()  # Another attempt tells them again.
         self._reply.choice_finished(self._index, finish)

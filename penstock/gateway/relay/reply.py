@@ -13,7 +13,7 @@ goes straight to the sink.
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, cast
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -29,6 +29,9 @@ from penstock.protocol.stream import StreamHead
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.types import FinishReason, Usage
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Racer:
@@ -375,12 +378,16 @@ class Reply:
         self.send_error(error)
         self._settle_if_idle()
 
-    def crash(self, error: Exception) -> None:
-        """A sink met a bug (called by sinks, which raise nothing): it ends this reply alone, not its worker's
-        connection, on which others wait.
+    def guarded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What a sink calls on what a model wrote. None: it met a bug, which ended this reply alone, and not
+        its worker's connection, on which others wait.
         """
-        self.listener.on_bug(self, error)
-        self.fail(error)
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
+            self.listener.on_bug(self, error)
+            self.fail(error)
+            return None
 
     def give_up(self, error: PenstockError) -> None:
         """The attempt that runs has given nothing for too long: it has failed."""

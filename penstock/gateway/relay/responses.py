@@ -281,11 +281,7 @@ class WholeResponse(Reply):
             self._began = True
             self.first_output()
         num_thoughts = self._parser.num_thoughts(delta.token_ids, delta.thought)
-        try:
-            events = self._parser.push(delta.text, delta.thought)
-            self._items.push(events, chat_logprobs(delta.logprobs).content or (), num_thoughts)
-        except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
-            self.crash(error)
+        if self.guarded(self._take, delta, num_thoughts) is None:
             return
         self.thought(num_thoughts)
         for piece in delta.tool_calls:
@@ -297,12 +293,16 @@ class WholeResponse(Reply):
         finish = self.ended(finish)
         self._reason = finish.reason
         if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may go on.
-            try:
-                self._items.push(self._parser.finish())
-                self._items.finish(is_whole=_is_whole(finish.reason))
-            except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
-                self.crash(error)
+            self.guarded(self._take_end, finish)
         self.choice_finished(0, finish)
+
+    def _take(self, delta: Delta, num_thoughts: int) -> list[Event]:
+        events = self._parser.push(delta.text, delta.thought)
+        return self._items.push(events, chat_logprobs(delta.logprobs).content or (), num_thoughts)
+
+    def _take_end(self, finish: Finish) -> None:
+        self._items.push(self._parser.finish())
+        self._items.finish(is_whole=_is_whole(finish.reason))
 
     def complete(self) -> None:
         """The answer is there: store it and send it."""
@@ -340,13 +340,8 @@ class ResponseStream(StreamReply):
     def on_delta(self, delta: Delta) -> None:
         """More output (the sink of its one stream is this reply itself)."""
         self._begin_once()
-        logprobs = chat_logprobs(delta.logprobs).content or () if self._shows_logprobs else ()
         num_thoughts = self._parser.num_thoughts(delta.token_ids, delta.thought)
-        try:
-            events = self._parser.push(delta.text, delta.thought)
-            self._tell(self._items.push(events, logprobs, num_thoughts))
-        except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
-            self.crash(error)
+        if self.guarded(self._take, delta, num_thoughts) is None:
             return
         self.thought(num_thoughts)
         for piece in delta.tool_calls:
@@ -359,12 +354,18 @@ class ResponseStream(StreamReply):
         self._reason = finish.reason
         if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):
             self._begin_once()
-            try:
-                self._tell(self._items.push(self._parser.finish()))
-                self._tell(self._items.finish(is_whole=_is_whole(finish.reason)))
-            except Exception as error:  # noqa: BLE001 - what a model writes must not end other streams.
-                self.crash(error)
+            self.guarded(self._take_end, finish)
         self.choice_finished(0, finish)
+
+    def _take(self, delta: Delta, num_thoughts: int) -> bool:
+        logprobs = chat_logprobs(delta.logprobs).content or () if self._shows_logprobs else ()
+        events = self._parser.push(delta.text, delta.thought)
+        self._tell(self._items.push(events, logprobs, num_thoughts))
+        return True
+
+    def _take_end(self, finish: Finish) -> None:
+        self._tell(self._items.push(self._parser.finish()))
+        self._tell(self._items.finish(is_whole=_is_whole(finish.reason)))
 
     def complete(self) -> None:
         """The end of a stream that went well: store the response, then the last event."""
