@@ -6,8 +6,8 @@
       |                 <-- Sum    |   of the last snapshot of each, and of those who have ended
       |  Order -->                 |   a worker was taken out of service or brought back: the parent tells all
       |                 <-- Done   |
-      |  Served -->                |   five times a second, if anything was
-      |                 <-- Served |   of another child
+      |  ServedTokens -->          |   five times a second, if anything was
+      |         <-- ServedTokens   |   of another child
 
 Framed like `worker.py`'s messages.
 """
@@ -57,7 +57,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """The order is on its way to every process."""
 
 
-class Served(msgspec.Struct, frozen=True, tag="served"):
+class ServedTokens(msgspec.Struct, frozen=True, tag="served"):
     """What tenants were served by one process, since it last said so: other processes count it as well."""
 
     units: tuple[tuple[str, int, TenantId, int], ...]
@@ -147,8 +147,8 @@ class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Stop; None: go on."""
 
 
-ToParent = Snapshot | Ask | Order | Served
-ToChild = Sum | Done | Served
+ToParent = Snapshot | Ask | Order | ServedTokens
+ToChild = Sum | Done | ServedTokens
 
 _to_parent = msgspec.msgpack.Decoder(ToParent)
 _to_child = msgspec.msgpack.Decoder(ToChild)

@@ -73,8 +73,8 @@ def test_a_configuration_that_no_process_would_take_replaces_nothing() -> None:
         running = made._config
         replace = msgspec.structs.replace
         # Good for itself, and not beside the tiers that stay.
-        nobody = replace(running, auth=AuthConfig())
-        assert not await made.reload(nobody)
+        keyless = replace(running, auth=AuthConfig())
+        assert not await made.reload(keyless)
         wrong = replace(running, tenants=(TenantConfig(id="acme", tier="none"),))
         assert not await made.reload(wrong)
         assert (made._config, told) == (running, [])

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(2 * PATIENCE_S)]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What the clients are told of the server, as they are told of OpenAI's."""
+    """The environment of the clients: the server's address and key, where they look for OpenAI's."""
     place = tmp_path_factory.mktemp("clients")
     server = Server(place, "penstock-demo", "--port", "0", PENSTOCK_API_KEY=KEY)
     try:

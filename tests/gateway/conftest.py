@@ -15,6 +15,7 @@ import tokenizers
 import uvloop
 from fake_backend import FakeBackend, Script, endless_words
 from fleets import fleet_of
+from redis_process import RedisProcess
 
 from penstock.clock import Clock, SystemClock
 from penstock.config.flow import LimitsConfig
@@ -260,6 +261,16 @@ def get(path: str, *headers: str) -> bytes:
 def chat(**fields: object) -> dict[str, object]:
     """A chat request, changed by `fields`."""
     return {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    if not RedisProcess.is_installed():
+        pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
+    server = RedisProcess(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import io
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 from redis_process import RedisProcess
@@ -22,16 +22,6 @@ from penstock.types import TenantId
 
 COUNT = 8
 CLOCK = SystemClock()
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    if not RedisProcess.is_installed():
-        pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
-    server = RedisProcess(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture(autouse=True)

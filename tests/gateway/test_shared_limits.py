@@ -43,16 +43,6 @@ LEASE_S = 0.25
 LEASE = 250  # Of a gateway: a quarter of a second's worth, which is more than 1/8 of a quarter of the burst.
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    if not RedisProcess.is_installed():
-        pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
-    server = RedisProcess(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
-
-
 @dataclass
 class Use:
     """What the processes of one run used, by limiter."""

@@ -4,7 +4,6 @@ Whole gateways: tests/cli/test_serve_budgets.py.
 """
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,6 @@ from penstock.policy.limits.store_terms import SharedTerms
 from penstock.types import TenantId
 
 DAY = 20_634
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
-    if not RedisProcess.is_installed():
-        pytest.skip("redis-server is not installed")
-    process = RedisProcess(tmp_path_factory.mktemp("redis"))
-    process.start()
-    yield process
-    process.kill()
 
 
 def spent(day_micros: int, month_micros: int, tenant: str = "acme", day: int = DAY) -> Spent:

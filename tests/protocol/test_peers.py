@@ -16,7 +16,7 @@ from penstock.protocol.peers import (
     Done,
     ModelNumbers,
     Order,
-    Served,
+    ServedTokens,
     Snapshot,
     Sum,
     WorkerAt,
@@ -28,7 +28,7 @@ from penstock.protocol.worker import FrameDecoder
 from penstock.types import TenantId
 
 MODELS = {"m": ModelNumbers(3, 1.5, 2)}
-SERVED = Served((("m", 0, TenantId("acme"), 500), ("m", 1, TenantId("b"), -20)))
+SERVED = ServedTokens((("m", 0, TenantId("acme"), 500), ("m", 1, TenantId("b"), -20)))
 """It goes from one child to the others as it is."""
 TO_PARENT = [
     Snapshot(metrics=b"a 1\n", connections=4, streams=2, models=MODELS, gone=("w",)),

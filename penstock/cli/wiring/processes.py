@@ -35,7 +35,7 @@ from penstock.protocol.peers import (
     Done,
     ModelNumbers,
     Order,
-    Served,
+    ServedTokens,
     Snapshot,
     StopOrder,
     Sum,
@@ -293,7 +293,7 @@ class GatewayProcesses:
                     elif isinstance(message, Order):
                         await self._order(message)
                         writer.write(frame(Done()))
-                    elif isinstance(message, Served):
+                    elif isinstance(message, ServedTokens):
                         self._pass_on(message, writer)
                     else:
                         self._stats.record(writer, message)
@@ -305,7 +305,7 @@ class GatewayProcesses:
             self._stats.ended(writer)
             writer.close()
 
-    def _pass_on(self, served: Served, writer: asyncio.StreamWriter) -> None:
+    def _pass_on(self, served: ServedTokens, writer: asyncio.StreamWriter) -> None:
         """Tell the other processes; one that does not read for a while misses it."""
         for child in self._children - {writer}:
             if child.transport.get_write_buffer_size() < UNREAD_BYTES_MAX:

@@ -444,7 +444,7 @@ def _request_of(reply: Reply) -> Request:
 
 
 def _migration(worker: Worker, streams: Streams) -> str:
-    """What follows if the worker is lost, as the client is told (gateway/http/exchange.py)."""
+    """The value of `x-penstock-migration` (gateway/http/exchange.py); empty: the header is left out."""
     if worker.engine == "penstock" or not streams:
         return ""
     return "approximate" if worker.backend.status.resumes and streams[0][0].may_move else "none"

@@ -104,7 +104,7 @@ def error_body(error: Exception) -> bytes:
 
 
 def error_answer(error: Exception) -> ErrorBody:
-    """What a client is told of an error."""
+    """The error as its client sees it; a bug shows no details."""
     if not isinstance(error, ClientError | Overloaded | WorkerError):
         message = "The server had an error while processing your request. Sorry about that!"
         return ErrorBody(message=message, type="server_error", code="internal_error")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from penstock.clock import sleep
 from penstock.errors import Overloaded
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.protocol.peers import Ask, Order, Served, Snapshot, Sum, ToChild, decode_to_child, frame
+from penstock.protocol.peers import Ask, Order, ServedTokens, Snapshot, Sum, ToChild, decode_to_child, frame
 from penstock.protocol.worker import FrameDecoder
 
 TELL_S = 1.0
@@ -26,10 +26,10 @@ class FairCounters:
         """`lane` finds a model's queue; None if nothing has come for it yet."""
         self._models, self._lane = models, lane
 
-    def take(self) -> Served:
+    def take(self) -> ServedTokens:
         """What tenants were served here since the last time."""
         lanes = ((model, self._lane(model)) for model in self._models)
-        return Served(
+        return ServedTokens(
             tuple(
                 (model, *each)
                 for model, lane in lanes
@@ -38,7 +38,7 @@ class FairCounters:
             )
         )
 
-    def heed(self, served: Served) -> None:
+    def heed(self, served: ServedTokens) -> None:
         """Count what another process has served."""
         for model, level, tenant, units in served.units:
             if (lane := self._lane(model)) is not None:
@@ -136,7 +136,7 @@ class GatewayPeers:
         while data := await reader.read(READ_BYTES):
             for body in decoder.feed(data):
                 message = decode_to_child(body)
-                if isinstance(message, Served):
+                if isinstance(message, ServedTokens):
                     self._counters.heed(message)
                     continue
                 answer = self._asked.popleft()

@@ -71,7 +71,7 @@ class ResponseStore(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of what it holds."""
+        """Close its connections; nothing is kept or found any more."""
         ...
 
 

@@ -297,7 +297,7 @@ THINK: dict[str, Any] = {"opens_with": "<think>", "begins_after": "</think>"}
 
 @pytest.mark.parametrize("within", [0, 1, 5])
 def test_a_reasoning_is_closed_after_its_bound(within: int) -> None:
-    """Whoever has opened it: the prompt, or the answer."""
+    """A section that the prompt opened, and one that the answer opens."""
     engine = Engine()
     asked: dict[str, Any] = {"form": None, "sampling": sampling(5, max_tokens=40, min_tokens=30)}
     (begun,) = engine.ask(asked | {"how": {"begins_after": "</think>", "begins_within": within}})
