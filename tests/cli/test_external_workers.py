@@ -110,7 +110,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     made.close()
 
 
-def test_a_stream_of_a_vllm_that_dies_continues_on_another_one(fleet: Fleet) -> None:
+@pytest.fixture(scope="module")
+def twins(fleet: Fleet) -> tuple[Stream, Stream]:
+    """An undisturbed answer, and one whose worker was killed in the middle."""
     whole = fleet.stream("twins", max_tokens=60).read()
     before = [twin.behaves(**SLOW) for twin in fleet.twins]
     stream = fleet.stream("twins", max_tokens=60)
@@ -119,12 +121,13 @@ def test_a_stream_of_a_vllm_that_dies_continues_on_another_one(fleet: Fleet) -> 
     (its,) = [i for i, twin in enumerate(fleet.twins) if twin.behaves(**SLOW) > before[i]]
     fleet.twins[its].kill()
     stream.read()
-    assert (stream.text, stream.why, stream.error) == (whole.text, "length", None)
-    assert stream.usage["completion_tokens"] == 60
     assert fleet.twins[1 - its].behaves() == before[1 - its] + 1
+    return whole, stream
 
 
-def test_a_worker_of_ours_continues_what_an_sglang_began(fleet: Fleet) -> None:
+@pytest.fixture(scope="module")
+def mixed(fleet: Fleet) -> Stream:
+    """An answer that an SGLang began, which was killed, and a worker of ours continued."""
     while True:  # Until the router chooses the SGLang.
         before = fleet.mixed.behaves(**SLOW)
         stream = fleet.stream("mixed", max_tokens=60)
@@ -136,7 +139,17 @@ def test_a_worker_of_ours_continues_what_an_sglang_began(fleet: Fleet) -> None:
     fleet.mixed.kill()
     stream.read()
     assert stream.text.startswith(begun)
-    assert (stream.why, stream.error, stream.usage["completion_tokens"]) == ("length", None, 60)
+    return stream
+
+
+def test_a_stream_of_a_vllm_that_dies_continues_on_another_one(twins: tuple[Stream, Stream]) -> None:
+    whole, stream = twins
+    assert (stream.text, stream.why, stream.error) == (whole.text, "length", None)
+    assert stream.usage["completion_tokens"] == 60
+
+
+def test_a_worker_of_ours_continues_what_an_sglang_began(mixed: Stream) -> None:
+    assert (mixed.why, mixed.error, mixed.usage["completion_tokens"]) == ("length", None, 60)
 
 
 def test_a_client_may_refuse_a_continuation_that_could_differ(fleet: Fleet) -> None:
@@ -160,6 +173,7 @@ def test_a_deployment_out_of_requests_for_the_minute_leaves_the_rest_to_the_next
     assert (fleet.cheap.behaves() - before[0], fleet.dear.behaves() - before[1]) == (2, 3)
 
 
+@pytest.mark.usefixtures("twins", "mixed")
 def test_the_ledger_has_each_once(fleet: Fleet) -> None:
     fleet.server.process.send_signal(signal.SIGINT)
     fleet.server.wait_ended()

@@ -80,6 +80,27 @@ def test_what_an_idle_tenant_had_elsewhere_is_not_held_against_it() -> None:
     assert taken(queue) == ["a0", "b0", "a1"]
 
 
+def test_a_charge_elsewhere_that_was_not_counted_is_not_corrected() -> None:
+    queue = FairQueue(QueueTerms())
+    level = queue.level_of("default")
+    pushed(queue, work("a0", "a"), work("a1", "a"))
+    queue.served_elsewhere(level, TenantId("b"), 50_000)  # It is idle here.
+    pushed(queue, *(work(f"b{i}", "b") for i in range(2)))
+    queue.served_elsewhere(level, TenantId("b"), 100)
+    queue.served_elsewhere(level, TenantId("b"), -49_900)
+    assert taken(queue) == ["a0", "b0", "a1", "b1"]
+
+
+def test_a_band_that_has_its_part_is_owed_nothing_for_rounding() -> None:
+    queue = FairQueue(QueueTerms())
+    for i in range(400):
+        band = "default" if i % 7 == 0 else "priority"
+        each = work(f"r{i}", band=band)
+        pushed(queue, each)
+        assert taken(queue) == [each.id]
+        assert not each.owed, "nothing else has waited meanwhile"
+
+
 def test_a_correction_elsewhere_is_found_at_once() -> None:
     queue = FairQueue(QueueTerms())
     pushed(queue, work("a0", "a"), work("b0", "b"))

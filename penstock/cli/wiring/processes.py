@@ -245,7 +245,6 @@ class GatewayProcesses:
         budget = RestartBudget(RESTARTS_MAX, self._clock)
         while not self._stopping:
             process = await self._spawn(index)
-            self._running[index] = process
             try:
                 code = await process.wait()
             finally:
@@ -260,10 +259,16 @@ class GatewayProcesses:
             await sleep(delay_s)
 
     async def _spawn(self, index: int) -> Process:
+        listeners = tuple(each.fileno() for each in self._listeners)
+        # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, stdin=PIPE, stdout=DEVNULL, pass_fds=listeners, start_new_session=True
+        )
+        # Only now, for what is reported from here on reaches the process.
         launch = ChildLaunch(
             index=index,
             config=msgspec.json.encode(self._config),
-            listeners=tuple(each.fileno() for each in self._listeners),
+            listeners=listeners,
             workers=self._workers,
             parent=self._path,
             leases=str(self._leases.path) if self._leases is not None else "",
@@ -271,13 +276,10 @@ class GatewayProcesses:
             held=self._held,
             is_patient=self._is_patient,
         )
-        # A session of its own, so that Ctrl-C in the terminal reaches only the parent, which drains.
-        process = await asyncio.create_subprocess_exec(
-            *COMMAND, stdin=PIPE, stdout=DEVNULL, pass_fds=launch.listeners, start_new_session=True
-        )
         assert process.stdin is not None
         # It stays open: its end tells the process that we are gone.
         process.stdin.write(msgspec.json.encode(launch) + b"\n")
+        self._running[index] = process
         return process
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

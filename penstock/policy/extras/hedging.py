@@ -277,8 +277,8 @@ class Hedging(Extra):
         request.hedge = Hedge(room.id, work, attempt, now_ns)
         request.hedged_ns, request.attempts = request.dispatched_ns, attempt
         self._health.started(now_ns, lane.route, room.id)
-        band = lane.queue.band_of(request)
-        return Start(request.id, lane.route, room.id, band.config.order, attempt, beside=True)
+        order = lane.queue.order_of(request)
+        return Start(request.id, lane.route, room.id, order, attempt, beside=True)
 
 
 MARK = "~"

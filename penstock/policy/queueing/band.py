@@ -23,6 +23,8 @@ _BATCH = 4
 """Starts that come together, as far as the time since the last one is concerned."""
 _RECENT = 64
 """A band's part of the starts is its part of about the last so many of its queue."""
+_OWED = 1 - 1e-9
+"""A band that has exactly its part is owed nothing, however its sums were rounded."""
 _PASSED_MAX = 8
 """Tenants that one look into the band passes over because their first request is too large."""
 
@@ -103,7 +105,17 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
 class TenantQueue(ServiceCounter):
     """One tenant's requests in the band, and its counter."""
 
-    __slots__ = ("_waiting", "entry", "heap", "num_bytes", "num_running", "num_waiting", "number", "tenant")
+    __slots__ = (
+        "_waiting",
+        "entry",
+        "heap",
+        "heard",
+        "num_bytes",
+        "num_running",
+        "num_waiting",
+        "number",
+        "tenant",
+    )
 
     def __init__(self, tenant: TenantId, number: int, waiting: Mapping[int, Work]) -> None:
         """`waiting` is what waits in the band, by number and by reference."""
@@ -116,6 +128,8 @@ class TenantQueue(ServiceCounter):
         self.num_waiting = self.num_bytes = 0
         self.num_running = 0
         """Streams."""
+        self.heard = 0
+        """What other gateway processes charged it, counted here since it was last idle."""
         self.entry = 0
         """Version of its entry in the band's heap; others are stale."""
 
@@ -194,7 +208,7 @@ class Band:
         prompts.
         """
         assert recent >= self.recent, "its own starts are of all bands' starts"
-        return self.config.floor < 1 and self.recent < self.config.floor * recent
+        return self.config.floor < 1 and self.recent < self.config.floor * recent * _OWED
 
     def count_start(self, *, own: bool) -> None:
         """The queue starts something, of this band or of another one."""
@@ -226,6 +240,8 @@ class Band:
         if lift and not line.num_waiting:
             first = self._first()
             line.lift(self._last if first is None else first.served)
+        if not (line.num_waiting or line.num_running):
+            line.heard = 0
         before = line.head()
         line.add(work)
         self.num_active += not (line.num_waiting or line.num_running)
@@ -369,12 +385,15 @@ class Band:
 
     def served_elsewhere(self, tenant: TenantId, units: int) -> None:
         """Another gateway process has charged the tenant so much. One that is idle here begins level with
-        those that wait, whatever it had elsewhere.
+        those that wait, whatever it had elsewhere; so a charge that was not counted is not corrected either.
         """
         line = self._lines.get(tenant)
         if line is None or not (line.num_waiting or line.num_running):
             return
+        units = max(units, -line.heard)
+        line.heard += units
         line.served += units
+        assert line.heard >= 0, "no more is taken back than was counted"
         if units < 0 and line.num_waiting and line.head() is not None:
             self._enter(line)
 
