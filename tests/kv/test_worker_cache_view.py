@@ -159,6 +159,17 @@ def test_after_a_lost_connection_nothing_counts_until_the_last_batch_was_sent_ag
     )
 
 
+def test_a_lost_connection_that_lost_nothing_costs_nothing() -> None:
+    cache_view, talker = make(), KVTalker()
+    talker.cache(prompt(0, 3))
+    cache_view.live(0, talker.publish())
+    cache_view.reconnected()
+    assert cache_view.state is StreamState.GAP
+    replay(cache_view, talker)
+    assert (cache_view.state, cache_view.wanted, cache_view.generation) == (StreamState.SYNCED, None, 0)
+    assert held(cache_view, prompt(0, 3)) == 3
+
+
 def test_where_nobody_can_be_asked_a_lost_connection_costs_what_was_believed() -> None:
     cache_view, talker = make(), KVTalker()
     talker.cache(prompt(0, 3))

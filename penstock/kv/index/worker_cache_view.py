@@ -206,7 +206,7 @@ class WorkerCacheView:
         if self._held:
             if (first := min(self._held)) > self._next:
                 self._skip_to(first)
-        elif self._next == self.wanted:
+        elif self._next == self.wanted and not (is_answered and self._has_begun):
             self.wanted = None
             self._believe_nothing()
             self._move(StreamInput.LOST)
