@@ -123,7 +123,7 @@ def test_eight_gateways_and_a_redis_that_freezes_and_dies(redis: RedisProcess, t
     time.sleep(1.0)
     redis.freeze()
     frozen_ns = time.monotonic_ns()
-    # Longer than a share of the rate needs to repay a lease that was spent on credit: LEASE / (SECOND / COUNT).
+    # Longer than a share of the rate takes to repay what was spent on credit: LEASE / (SECOND / COUNT).
     time.sleep(2 * COUNT * LEASE / SECOND)
     thawed_ns = time.monotonic_ns()
     redis.thaw()
