@@ -5,7 +5,7 @@ for the whole request, in one run.
 
 For each kind of request two gateways stand side by side, each with two workers that compute nothing, and
 short bursts go to one after the other. One is as served: its CPU per request is the whole. In the other each
-function of `CHECKS` is timed at every call, on what really comes: the mean of a round's calls without those of
+function of `CHECKS` is timed at every call, on what really comes: the mean of the calls without those of
 2 ms and more (another process ran meanwhile), less what timing costs. Where the check takes the place of
 something plain (Jinja's own sandbox, the plain tokenizer), that is timed in the same place and is told beside
 it. `apart` is rendered in the template's own process: the whole has the CPU of both.
