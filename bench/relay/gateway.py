@@ -120,7 +120,9 @@ async def _main(paths: list[str], config: Config, *, counted: bool) -> None:
     for number, path in enumerate(paths):
         backend = EngineBackend(part.served.tokenizer, clock)
         backend.connect_to(UnixAddress(path))
-        registry.add(registry.new(WorkerId(f"m-{number}"), part.served.name, backend))
+        worker = registry.new(WorkerId(f"m-{number}"), part.served.name, backend)
+        worker.shares_key = True  # As one that the gateway has launched: prompts are known by its own keys.
+        registry.add(worker)
     metrics: Any = Metrics([part.served.name], version=__version__) if counted else Uncounted()
     gateway = Gateway(
         config,
