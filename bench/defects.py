@@ -189,7 +189,7 @@ def renamed(tree: Tree) -> Seen:
     with tree.serve(f"  - {{path: {tree.model}, name: mini, replicas: 2, engine: {ENGINE}}}") as server:
         hits, prompts = (
             0,
-            [f"{i} " + f"tells of the river and its mills in {i} years. " * 8 for i in range(12)],
+            [f"{i} " + f"tells of the river and its mills in {i} years. " * 8 for i in range(13)],
         )
         for prompt in prompts * 2:
             body = {"model": "mini", "prompt": prompt, "max_tokens": 1}
@@ -229,7 +229,7 @@ def provider_gets_it(tree: Tree) -> Seen:
     provider = ThreadingHTTPServer(("127.0.0.1", 0), Provider)
     threading.Thread(target=provider.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{provider.server_port}"
-    worker = f"{{url: '{url}', engine: openai, model: remote}}"
+    worker = f"{{url: '{url}', engine: openai, served_model: remote, max_model_len: 4096}}"
     models = f"  - {{path: {tree.model}, name: m, replicas: 0, workers: [{worker}]}}"
     with tree.serve(models) as server:
         form = {"type": "json_object"}
