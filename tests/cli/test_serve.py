@@ -303,9 +303,7 @@ def gateways(server: Server) -> list[int]:
     return [pid for pid in server.workers if b"gateway_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-async def spread_streams(
-    client: Client, num_tokens: int
-) -> list[tuple["asyncio.Task[ApiResponse]", Stream]]:
+async def spread_streams(client: Client, num_tokens: int) -> list[tuple["asyncio.Task[ApiResponse]", Stream]]:
     """Start streams until both processes have taken some: a stream's id begins with its process."""
     started = []
     for _ in range(40):

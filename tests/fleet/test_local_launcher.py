@@ -133,7 +133,7 @@ def test_a_worker_that_stood_still_so_long_that_it_was_cut_off_is_killed_and_rep
 
 def test_a_stopped_worker_is_killed_and_replaced() -> None:
     async def check(made: Bench) -> None:
-        made.heartbeat = HeartbeatTerms(lost_after=60)
+        made.heartbeat = HeartbeatTerms(suspect_after=60, lost_after=120)
         worker = await made.start(stall_timeout_s=STALL_S)
         await worker.wait_ready()
         recorder = Recorder()
