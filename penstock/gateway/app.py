@@ -39,8 +39,8 @@ from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.peers import FairCounters, GatewayPeers
-from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS
 from penstock.rng import IdSource, fresh_key
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.log import AccessLine, Log
