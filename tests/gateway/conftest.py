@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import itertools
 import socket
 import threading
 import types
@@ -22,7 +23,7 @@ from penstock.config.flow import LimitsConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.members import Members
 from penstock.gateway.app import Gateway
-from penstock.gateway.http.wire_limits import WireLimits
+from penstock.gateway.http.terms import WireLimits
 from penstock.gateway.models.served import PublicPrefixes, ServedModel
 from penstock.policy.queueing.terms import queue_terms
 from penstock.rng import IdSource
@@ -34,6 +35,8 @@ from penstock.text.tokenizer import GenerationDefaults, Tokenizer, decoding_of
 from penstock.text.tool_formats import tool_format
 from penstock.types import ModelName
 
+PATIENCE_S = 30.0
+"""For what takes milliseconds, however busy the machine is."""
 KEY = "sk-test-key-0123456789"
 OTHER_KEY = "sk-other-key-0123456789"
 NO_PROMISES = {"ttft_target_ms": 0, "tpot_target_ms": 0, "targets": ()}
@@ -43,6 +46,10 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+_SEEDS = itertools.count(1)
+"""Gateways of one session share a state directory, so each names its requests differently."""
 
 
 def tiny_tokenizer(words: tuple[str, ...] = ()) -> Tokenizer:
@@ -98,7 +105,7 @@ class RunningGateway:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(PATIENCE_S)
 
     def _main(self) -> None:
         uvloop.run(self._serve())
@@ -134,7 +141,7 @@ class RunningGateway:
             self.members,
             metrics=self.metrics,
             clock=self.clock,
-            ids=IdSource(seed=1),
+            ids=IdSource(seed=next(_SEEDS)),
             log=log,
             limits=self._limits,
         )
@@ -173,17 +180,17 @@ class RunningGateway:
         async def on_loop() -> object:
             return work()
 
-        return asyncio.run_coroutine_threadsafe(on_loop(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(on_loop(), self.loop).result(PATIENCE_S)
 
     def wait_until(self, check: Callable[[], bool]) -> None:
         """Block until `check` holds on the gateway's loop."""
 
         async def poll() -> None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while not check():
                     await asyncio.sleep(0.001)
 
-        asyncio.run_coroutine_threadsafe(poll(), self.loop).result(11)
+        asyncio.run_coroutine_threadsafe(poll(), self.loop).result(2 * PATIENCE_S)
 
     _lameduck_s = 0.0
 
@@ -194,7 +201,7 @@ class RunningGateway:
     def stop(self) -> None:
         if self._thread.is_alive():
             self.begin_stop(self._lameduck_s)
-            self._thread.join(20)
+            self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
 
@@ -219,7 +226,7 @@ class Raw:
     """A plain socket to a gateway, for what no HTTP library would send."""
 
     def __init__(self, running: RunningGateway) -> None:
-        self.socket = socket.create_connection((running.host, running.port), timeout=10)
+        self.socket = socket.create_connection((running.host, running.port), timeout=PATIENCE_S)
 
     def send(self, data: bytes) -> "Raw":
         self.socket.sendall(data)
