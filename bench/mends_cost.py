@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent / "relay"))
 
 import gateway as relay_gateway
 import stand_in_worker
+from penstock.text.metered import MeteredTemplate
 
 from penstock.config.presets import resolve
 from penstock.config.routing import AdmissionConfig
@@ -54,12 +55,11 @@ from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.pace import Pace
 from penstock.protocol import needs, openai_validate
 from penstock.schedule.planner import Planner
-from penstock.schedule.row_bound import RowBound
+from penstock.schedule.prefill_budget import RowBound
 from penstock.sim.scenarios.overload import mixed
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.telemetry import ledger_segment
 from penstock.text import metered
-from penstock.text.metered import MeteredTemplate
 from penstock.text.prompt import ChatPrompts, Markers
 from penstock.text.sandbox import template_environment
 
