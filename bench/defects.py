@@ -200,7 +200,7 @@ def renamed(tree: Tree) -> Seen:
 
 
 def provider_gets_it(tree: Tree) -> Seen:
-    """`response_format` and images reach a provider as they came."""
+    """`response_format` reaches a provider as it came."""
     got: list[dict[str, Any]] = []
 
     class Provider(BaseHTTPRequestHandler):
