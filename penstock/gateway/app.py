@@ -39,6 +39,7 @@ from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.peers import FairCounters, GatewayPeers
+from penstock.gateway.tracing import RequestTraces
 from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
 from penstock.rng import IdSource, fresh_key
@@ -112,6 +113,7 @@ class Gateway:
             log=log,
             falls_back=any(route.fallback for route in config.routing.models),
         )
+        self._traces = RequestTraces(config.traces, instance=ids.take("gw"), clock=clock, log=log)
         self._limits, self._peers = limits, peers
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
@@ -136,6 +138,7 @@ class Gateway:
             ConfigError: the address cannot be listened on.
         """
         await self._policies.start()
+        self._traces.start()
         self._kv.start()
         address = await self._server.start(listeners)
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
@@ -179,6 +182,7 @@ class Gateway:
         if self._peers is not None:
             self._peers.close()
         await self._server.stop()
+        await self._traces.stop()
         await self._policies.stop()
         await self._kv.close()
         services.tokenize.close()
@@ -206,6 +210,7 @@ class Gateway:
     def handle(self, exchange: Exchange) -> None:
         """Start answering. One task per request; none per token."""
         exchange.id = self._ids.take("req")
+        self._traces.begin(exchange)
         try:
             route = self._routes.find(exchange.path)
             if exchange.method == "OPTIONS":
@@ -235,6 +240,8 @@ class Gateway:
                 tally.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
             record = tally.record(now_ns)
             self._metrics.model(tally.counted_model).request_ended(record)
+        if exchange.trace is not None:
+            self._traces.end(exchange, record)
         self._log.access(
             AccessLine(
                 method=exchange.method,
@@ -243,6 +250,7 @@ class Gateway:
                 duration_ns=now_ns - exchange.started_ns,
                 is_poll=is_poll(exchange.method, exchange.path, exchange.status),
                 request_id=exchange.id or None,
+                trace_id=exchange.trace and exchange.trace.trace_id,
                 model=tally and tally.counted_model,
                 outcome=record and record.outcome.value,
                 ttft_ns=record and record.ttft_ns,
@@ -299,6 +307,7 @@ class Gateway:
             self._inspect.num_connections = self._server.num_connections
             self._dispatcher.tick()
             self._report_spending()
+            self._metrics.traces(self._traces.exported, self._traces.dropped)
             if (leases := self._policies.limits.leases) is not None:
                 self._metrics.shared_limits(
                     is_away=leases.down_ns is not None,
