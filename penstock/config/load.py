@@ -16,8 +16,7 @@ import msgspec
 import yaml
 
 from penstock.config.branch import Branch
-from penstock.config.keys import checked, explained
-from penstock.config.retired import SECTIONS
+from penstock.config.keys import SECTIONS, checked, explained
 from penstock.config.tenancy import key_problem
 from penstock.config.tree import Config
 from penstock.errors import ConfigError

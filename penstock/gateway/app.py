@@ -40,8 +40,8 @@ from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.peers import FairCounters, GatewayPeers
 from penstock.gateway.tracing import RequestTraces
-from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS
 from penstock.rng import IdSource, fresh_key
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.log import AccessLine, Log
@@ -81,11 +81,12 @@ class Gateway:
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
+        self._traces = RequestTraces(config.traces, instance=(name := ids.take("gw")), clock=clock, log=log)
         self._policies = make_policies(
             config,
             models,
             registry,
-            gateway=ids.take("gw"),
+            gateway=name,
             slots=StreamSlots(config.limits.concurrent_max),
             metrics=metrics,
             clock=clock,
@@ -113,13 +114,13 @@ class Gateway:
             log=log,
             falls_back=any(route.fallback for route in config.routing.models),
         )
-        self._traces = RequestTraces(config.traces, instance=ids.take("gw"), clock=clock, log=log)
         self._limits, self._peers = limits, peers
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
-        admin = Admin(self._services, metrics, registry, members, peers)
         self._responses = Responses(self._services, generate := Generate(self._services))
-        self._routes = Routes(generate, self._responses, self._inspect, admin)
+        self._routes = Routes(
+            generate, self._responses, self._inspect, Admin(self._services, metrics, registry, members, peers)
+        )
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
         self._pulse: asyncio.Task[None] | None = None

@@ -16,7 +16,8 @@ from provider_process import ProviderProcess
 from served import Server
 
 pytestmark = pytest.mark.timeout(240)
-SLOW = {"step_s": 0.02}
+STUCK = {"after": 20, "hang": True}
+"""A stream goes so far, and no further until its worker is killed."""
 
 
 class Fleet:
@@ -114,11 +115,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def twins(fleet: Fleet) -> tuple[Stream, Stream]:
     """An undisturbed answer, and one whose worker was killed in the middle."""
     whole = fleet.stream("twins", max_tokens=60).read()
-    before = [twin.behaves(**SLOW) for twin in fleet.twins]
+    before = [twin.behaves(**STUCK) for twin in fleet.twins]
     stream = fleet.stream("twins", max_tokens=60)
     assert stream.headers["x-penstock-migration"] == "approximate"
     stream.read(5)
-    (its,) = [i for i, twin in enumerate(fleet.twins) if twin.behaves(**SLOW) > before[i]]
+    (its,) = [i for i, twin in enumerate(fleet.twins) if twin.behaves(**STUCK) > before[i]]
+    fleet.twins[1 - its].behaves()
     fleet.twins[its].kill()
     stream.read()
     assert fleet.twins[1 - its].behaves() == before[1 - its] + 1
@@ -129,9 +131,9 @@ def twins(fleet: Fleet) -> tuple[Stream, Stream]:
 def mixed(fleet: Fleet) -> Stream:
     """An answer that an SGLang began, which was killed, and a worker of ours continued."""
     while True:  # Until the router chooses the SGLang.
-        before = fleet.mixed.behaves(**SLOW)
+        before = fleet.mixed.behaves(**STUCK)
         stream = fleet.stream("mixed", max_tokens=60)
-        if fleet.mixed.behaves(**SLOW) > before:
+        if fleet.mixed.behaves(**STUCK) > before:
             break
         stream.read()
     assert stream.headers["x-penstock-migration"] == "approximate"
@@ -154,7 +156,7 @@ def test_a_worker_of_ours_continues_what_an_sglang_began(mixed: Stream) -> None:
 
 def test_a_client_may_refuse_a_continuation_that_could_differ(fleet: Fleet) -> None:
     whole = fleet.stream("lone", max_tokens=60).read()
-    fleet.lone.behaves(**SLOW)
+    fleet.lone.behaves(**STUCK)
     stream = fleet.stream("lone", max_tokens=60, x_penstock_migration="exact")
     assert stream.headers["x-penstock-migration"] == "none"
     stream.read(5)

@@ -46,7 +46,7 @@ def path() -> Callable[[ServerConfig], Path]:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "ERROR_PAUSE_S", 0.01)
-    monkeypatch.setattr(handover, "ANSWER_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(handover, "ANSWER_TIMEOUT_S", 20.0)
 
 
 def run(check: Callable[[Running], Awaitable[None]]) -> None:

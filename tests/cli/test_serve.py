@@ -1,6 +1,7 @@
 """`penstock serve` as a process, with the real demo model and the real engine."""
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -63,6 +64,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.reader, self.text, self.ended, self.error = EventReader(), "", False, ""
+        self.process = ""
         self.first = asyncio.Event()
 
     def on_bytes(self, data: bytes) -> None:
@@ -72,6 +74,7 @@ class Stream:
                 continue
             chunk = decode_chat_event(event)
             self.error = str(chunk.error or self.error)
+            self.process = self.process or json.loads(event).get("id", "")[: len("chatcmpl-") + 16]
             for choice in chunk.choices:
                 self.text += choice.content
                 if choice.is_output:
@@ -158,7 +161,7 @@ def test_one_command_to_a_streamed_answer_and_a_clean_end(serve: Callable[..., S
 
     workers = server.workers
     assert len(workers) == 1
-    stream = long_answer(server, 150, then=lambda: server.process.send_signal(signal.SIGINT))
+    stream = long_answer(server, 600, then=lambda: server.process.send_signal(signal.SIGINT))
     assert stream.ended
     assert stream.error == ""
     assert server.wait_ended() == 0
@@ -300,22 +303,15 @@ def gateways(server: Server) -> list[int]:
     return [pid for pid in server.workers if b"gateway_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def num_sockets(pid: int) -> int:
-    return sum(os.readlink(each).startswith("socket:") for each in Path(f"/proc/{pid}/fd").iterdir())
-
-
-async def spread_streams(
-    server: Server, client: Client, num_tokens: int
-) -> list[tuple["asyncio.Task[ApiResponse]", Stream]]:
-    """Start streams until both processes have taken some."""
-    before = {pid: num_sockets(pid) for pid in gateways(server)}
+async def spread_streams(client: Client, num_tokens: int) -> list[tuple["asyncio.Task[ApiResponse]", Stream]]:
+    """Start streams until both processes have taken some: a stream's id begins with its process."""
     started = []
     for _ in range(40):
         stream = Stream()
         body = ask("Count.", stream=True, max_tokens=num_tokens, ignore_eos=True)
         started.append((asyncio.create_task(client.post("/chat/completions", body, stream)), stream))
         await stream.first.wait()
-        if len(started) >= 6 and all(num_sockets(pid) > count for pid, count in before.items()):
+        if len(started) >= 6 and len({stream.process for _, stream in started}) == 2:
             return started
     raise AssertionError("one process took every connection")
 
@@ -339,7 +335,7 @@ def test_one_gateway_process_dies_and_the_others_streams_go_on(serve: Callable[.
     async def main() -> None:
         client = Client(ApiAddress.parse(server.url), key=KEY)
         async with asyncio.timeout(PATIENCE_S):
-            started = await spread_streams(server, client, 600)
+            started = await spread_streams(client, 600)
             os.kill(victim, signal.SIGKILL)
             await asyncio.wait([task for task, _ in started])
             ended = sum(stream.ended for _, stream in started)

@@ -6,7 +6,6 @@ spent stays spent.
 
 import asyncio
 import contextlib
-import socket
 import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from free_port import free_port
 from stand_in_thread import MODEL, Serve, stand_in_engine
 
 from penstock import rng
@@ -176,9 +176,7 @@ async def is_let_in(gateway: Serve) -> bool:
 
 
 def test_every_request_that_began_has_one_record_and_the_budget_knows_of_it(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ledger = tmp_path / "ledger"
+    port, ledger = free_port(), tmp_path / "ledger"
     prices = (
         f"prices: {{models: [{{model: '*', input: {MICROS}, cached_input: {MICROS}, output: {MICROS}}}]}}"
     )

@@ -121,7 +121,7 @@ def test_once_as_json_and_the_key_of_ones_own_server(server, capsys) -> None:
     (line,) = capsys.readouterr().out.splitlines()
     view = json.loads(line)
     assert view["workers"][0]["state"] == "ready"
-    assert 0 < view["workers"][0]["tokens_per_s"] <= 1000
+    assert view["workers"][0]["tokens_per_s"] > 0
     assert view["models"][0]["waiting"] == 7
 
 

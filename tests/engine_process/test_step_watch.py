@@ -8,21 +8,27 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.clock import SystemClock
+from penstock.clock import NS_PER_S, ManualClock
 from penstock.engine.mailbox import DrainAsked, Mailbox
 from penstock.engine.watchdog import StepWatch
 from penstock.engine.worker import run_steps
 
-TIMEOUT_S = 1.0  # The process itself ends if its threads do not run for twice as long.
+TIMEOUT_S = 4.0
+"""By a clock that only the tests move. By the machine's, the watchdog looks eight times as often, and this
+process ends if its threads do not run for twice as long."""
+TIMEOUT_NS = int(TIMEOUT_S * NS_PER_S)
 
 
 class Core:
-    """An engine whose steps are scripted: it has work until `over` is set."""
+    """An engine whose steps are scripted: each takes a quarter of the timeout, and it has work until `over`
+    is set.
+    """
 
     sleep_s = None
 
-    def __init__(self, over, step):
-        self.over, self._step, self.number = over, step, 0
+    def __init__(self, advances=1):
+        self.over, self.clock = threading.Event(), ManualClock()
+        self.number, self._advances = 0, advances
 
     @property
     def has_work(self):
@@ -35,21 +41,13 @@ class Core:
         pass
 
     def step(self):
-        self.number += self._step()
+        time.sleep(0.01)
+        self.clock.advance(TIMEOUT_NS // 4)
+        self.number += self._advances
         return {}
 
     def stats(self):
         return SimpleNamespace(step=self.number)
-
-
-def pause():
-    time.sleep(0.02)
-    return 0
-
-
-def advance():
-    time.sleep(0.02)
-    return 1
 
 
 def run(core, publish=lambda *_: None, flush=lambda: None):
@@ -61,7 +59,7 @@ def run(core, publish=lambda *_: None, flush=lambda: None):
         core.over.set()
 
     mailbox.post(DrainAsked())
-    watch = StepWatch(TIMEOUT_S, SystemClock(), on_stall)
+    watch = StepWatch(TIMEOUT_S, core.clock, on_stall)
     server = SimpleNamespace(publish=publish)
     try:
         run_steps(core, mailbox, server, SimpleNamespace(flush=flush), watch)
@@ -71,15 +69,16 @@ def run(core, publish=lambda *_: None, flush=lambda: None):
 
 
 def test_turns_without_a_step_while_requests_wait_are_a_stall():
-    (words,) = run(Core(threading.Event(), pause))
+    (words,) = run(Core(advances=0))
     assert "have not advanced" in words
 
 
 @pytest.mark.parametrize("where", ["publish", "flush"])
 def test_a_hang_beside_the_step_is_a_stall(where):
-    core = Core(threading.Event(), advance)
+    core = Core()
 
     def hang(*_):
+        core.clock.advance(2 * TIMEOUT_NS)
         assert core.over.wait(20), "the watchdog saw nothing"
 
     (words,) = run(core, **{where: hang})
@@ -87,19 +86,31 @@ def test_a_hang_beside_the_step_is_a_stall(where):
 
 
 def test_steps_that_advance_are_none():
-    core = Core(threading.Event(), advance)
-    timer = threading.Timer(1.5 * TIMEOUT_S, core.over.set)
+    core = Core()
+
+    def end():
+        while core.clock.now_ns() < 4 * TIMEOUT_NS:
+            time.sleep(0.01)
+        core.over.set()
+
+    timer = threading.Timer(TIMEOUT_S / 3, end)  # The watchdog looks twice meanwhile.
     timer.start()
     assert run(core) == []
     timer.join()
 
 
 def test_sleep_is_none():
-    core = Core(threading.Event(), advance)
+    core = Core()
     core.over.set()
     mailbox, said = Mailbox(), []
-    watch = StepWatch(TIMEOUT_S, SystemClock(), said.append)
-    timer = threading.Timer(1.5 * TIMEOUT_S, lambda: mailbox.post(DrainAsked()))
+    watch = StepWatch(TIMEOUT_S, core.clock, said.append)
+
+    def let_time_pass():
+        core.clock.advance(2 * TIMEOUT_NS)
+        time.sleep(TIMEOUT_S / 4)  # The watchdog looks meanwhile.
+        mailbox.post(DrainAsked())
+
+    timer = threading.Timer(TIMEOUT_S / 8, let_time_pass)
     timer.start()
     run_steps(
         core, mailbox, SimpleNamespace(publish=lambda *_: None), SimpleNamespace(flush=lambda: None), watch

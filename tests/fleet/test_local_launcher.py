@@ -20,6 +20,8 @@ from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.types import FinishReason, RequestId, SamplingParams
 
 LONG = 60_000
+STALL_S = 1.5
+"""A worker hangs after this long without a step: on a busy machine a good one may need a part of that."""
 
 
 def run(check: Callable[[Bench], Awaitable[None]], step_s: float = 0.001) -> None:
@@ -98,14 +100,14 @@ def test_a_lost_worker_is_reported_and_comes_back(how: str) -> None:
 
 def test_a_hung_worker_is_killed_and_replaced() -> None:
     async def check(made: Bench) -> None:
-        worker = await made.start(stall_timeout_s=0.4)
+        worker = await made.start(stall_timeout_s=STALL_S)
         await worker.wait_ready()
         recorder = Recorder()
         worker.backend.generate(misbehaving(HANG), recorder)
         assert isinstance((await recorder.end()).error, WorkerUnavailable)
         await worker.wait_ready()
         (note,) = worker.backend.status.notes
-        assert note.text.startswith("the worker exited with code 1: steps have not advanced for 0.")
+        assert note.text.startswith("the worker exited with code 1: steps have not advanced for ")
         assert any("scripted_runner.py" in line for line in made.lines)  # Where it hung.
         assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
 
@@ -114,8 +116,8 @@ def test_a_hung_worker_is_killed_and_replaced() -> None:
 
 def test_a_worker_that_stood_still_so_long_that_it_was_cut_off_is_killed_and_replaced() -> None:
     async def check(made: Bench) -> None:
-        made.heartbeat = HeartbeatTerms(interval_s=0.05)
-        worker = await made.start(stall_timeout_s=0.4)
+        made.heartbeat = HeartbeatTerms(interval_s=0.25)
+        worker = await made.start(stall_timeout_s=STALL_S)
         await worker.wait_ready()
         old = worker.pid
         assert old is not None
@@ -123,7 +125,7 @@ def test_a_worker_that_stood_still_so_long_that_it_was_cut_off_is_killed_and_rep
         while worker.pid == old:
             await asyncio.sleep(0.02)
         await worker.wait_ready()
-        assert [note.text for note in worker.backend.status.notes] == ["the worker hung: no answer in 0.8 s"]
+        assert [note.text for note in worker.backend.status.notes] == ["the worker hung: no answer in 3 s"]
         assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
 
     run(check)
@@ -131,7 +133,8 @@ def test_a_worker_that_stood_still_so_long_that_it_was_cut_off_is_killed_and_rep
 
 def test_a_stopped_worker_is_killed_and_replaced() -> None:
     async def check(made: Bench) -> None:
-        worker = await made.start(stall_timeout_s=0.4)
+        made.heartbeat = HeartbeatTerms(suspect_after=60, lost_after=120)
+        worker = await made.start(stall_timeout_s=STALL_S)
         await worker.wait_ready()
         recorder = Recorder()
         worker.backend.generate(Requests().make(max_tokens=50_000), recorder)
@@ -140,7 +143,7 @@ def test_a_stopped_worker_is_killed_and_replaced() -> None:
         os.kill(worker.pid, signal.SIGSTOP)  # Its own watchdog stands still as well.
         assert isinstance((await recorder.end()).error, StreamBroken)
         await worker.wait_ready()
-        assert [note.text for note in worker.backend.status.notes] == ["the worker hung: no step in 0.8 s"]
+        assert [note.text for note in worker.backend.status.notes] == ["the worker hung: no step in 3 s"]
         assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
 
     run(check)
@@ -157,6 +160,12 @@ def test_a_worker_that_does_not_get_ready_is_given_up() -> None:
     run(check)
 
 
+def children() -> set[str]:
+    """The process ids of this process's children: earlier tests may have left some that rest."""
+    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return {pid for each in tasks for pid in each.read_text().split()}
+
+
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("turns", [0, 1, 5])
 def test_stopping_while_it_starts_leaves_no_process(
@@ -164,12 +173,12 @@ def test_stopping_while_it_starts_leaves_no_process(
 ) -> None:
     async def check() -> None:
         async with bench() as made:
+            before = children()
             worker = await made.start()
             for _ in range(turns):
                 await asyncio.sleep(0)
             await made.launcher.stop(worker.spec.worker_id, timeout_s=1)
-            tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-            assert "".join(each.read_text() for each in tasks) == ""
+            assert children() <= before
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(check())

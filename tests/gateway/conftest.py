@@ -34,6 +34,8 @@ from penstock.text.tokenizer import GenerationDefaults, Tokenizer, decoding_of
 from penstock.text.tool_formats import tool_format
 from penstock.types import ModelName
 
+PATIENCE_S = 30.0
+"""For what takes milliseconds, however busy the machine is."""
 KEY = "sk-test-key-0123456789"
 OTHER_KEY = "sk-other-key-0123456789"
 NO_PROMISES = {"ttft_target_ms": 0, "tpot_target_ms": 0, "targets": ()}
@@ -98,7 +100,7 @@ class RunningGateway:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(PATIENCE_S)
 
     def _main(self) -> None:
         uvloop.run(self._serve())
@@ -173,17 +175,17 @@ class RunningGateway:
         async def on_loop() -> object:
             return work()
 
-        return asyncio.run_coroutine_threadsafe(on_loop(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(on_loop(), self.loop).result(PATIENCE_S)
 
     def wait_until(self, check: Callable[[], bool]) -> None:
         """Block until `check` holds on the gateway's loop."""
 
         async def poll() -> None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while not check():
                     await asyncio.sleep(0.001)
 
-        asyncio.run_coroutine_threadsafe(poll(), self.loop).result(11)
+        asyncio.run_coroutine_threadsafe(poll(), self.loop).result(2 * PATIENCE_S)
 
     _lameduck_s = 0.0
 
@@ -194,7 +196,7 @@ class RunningGateway:
     def stop(self) -> None:
         if self._thread.is_alive():
             self.begin_stop(self._lameduck_s)
-            self._thread.join(20)
+            self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
 
@@ -219,7 +221,7 @@ class Raw:
     """A plain socket to a gateway, for what no HTTP library would send."""
 
     def __init__(self, running: RunningGateway) -> None:
-        self.socket = socket.create_connection((running.host, running.port), timeout=10)
+        self.socket = socket.create_connection((running.host, running.port), timeout=PATIENCE_S)
 
     def send(self, data: bytes) -> "Raw":
         self.socket.sendall(data)

@@ -7,6 +7,7 @@ import urllib.request
 
 import pytest
 from fleets import Prepared
+from told_script import NEVER_S
 
 from penstock.types import WorkerId
 
@@ -141,13 +142,17 @@ def test_a_stream_outlives_the_order_to_drain_and_undrain_waits_for_its_end(star
     config = kit.replace(kit.make_config(), auth={"admin_keys": (ADMIN_KEY,)})
     running = start(config)
     asyncio.run_coroutine_threadsafe(empty(running), running.loop).result(10)
-    wanted = with_worker(running, step_s=0.005)
+    wanted = with_worker(running, step_s=NEVER_S)
+    (backend,) = wanted.backends
     raw = kit.Raw(running)
-    raw.send(kit.post("/v1/chat/completions", kit.chat(max_tokens=150, stream=True)))
-    raw.read_until(b"content")
+    raw.send(kit.post("/v1/chat/completions", kit.chat(stream=True, seed=1, max_tokens=2)))
+    running.wait_until(lambda: backend.num_streams == 1)
+    running.call(backend._step)
+    raw.read_until(b'"content":" ')
     answer = send(running, f"{WORKERS}/m%2Fx@h:1/drain", method="POST")[1]
     assert (answer["state"], answer["streams"]) == ("draining", 1)
     assert send(running, f"{WORKERS}/m%2Fx@h:1/undrain", method="POST")[1]["state"] == "draining"
+    running.call(backend._step)
     assert b"[DONE]" in raw.read_until(b"[DONE]")
     raw.close()
     running.wait_until(lambda: len(wanted.backends) == 2 and running.registry.get(wanted.id).is_ready)

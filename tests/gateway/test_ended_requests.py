@@ -72,4 +72,4 @@ def test_a_client_that_leaves_while_its_request_moves_to_another_model(start, ki
         [("499", "small", "abort")],
         [("200", "small", "length")],
     ], lines
-    assert running.call(lambda: running.gateway.num_accepted) == 0
+    running.wait_until(lambda: running.gateway.num_accepted == 0)

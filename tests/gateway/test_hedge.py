@@ -19,7 +19,7 @@ STUCK_S = 60.0
 
 @contextlib.contextmanager
 def two_workers(kit, tmp_path):
-    """A gateway that hedges after 50 ms, before two workers of which one will be slow; its budget was saved
+    """A gateway that hedges after 200 ms, before two workers of which one will be slow; its budget was saved
     up.
     """
 
@@ -29,7 +29,7 @@ def two_workers(kit, tmp_path):
 
     config = msgspec.structs.replace(
         kit.make_config(),
-        health=HedgeTerms(hedge_share=0.1, hedge_after_ms=50),
+        health=HedgeTerms(hedge_share=0.1, hedge_after_ms=200),
         ledger=LedgerConfig(directory=str(tmp_path / "ledger")),
     )
     running = Two(config)
@@ -98,8 +98,8 @@ def test_a_client_that_leaves_during_a_race_leaves_nothing_behind(kit, tmp_path)
 def test_if_the_second_worker_refuses_the_first_goes_on(kit, tmp_path) -> None:
     with two_workers(kit, tmp_path) as running:
         first, second = running.backend
-        running.call(lambda: setattr(first, "_step_s", 0.2))
-        running.call(lambda: setattr(second, "_step_s", 0.2))
+        running.call(lambda: setattr(first, "_step_s", 0.6))
+        running.call(lambda: setattr(second, "_step_s", 0.6))
         generate = type(first).generate
         started = []
 

@@ -68,7 +68,7 @@ def summed(chunks: list) -> tuple:
 def test_a_worker_lost_in_mid_stream_is_noticed_by_nobody(how: signal.Signals, tmp_path: Path) -> None:
     async def main() -> None:
         async with bench() as made:
-            made.heartbeat = HeartbeatTerms(interval_s=0.05)
+            made.heartbeat = HeartbeatTerms(interval_s=0.25)
             clock, log = SystemClock(), Log(LogConfig(), SystemClock(), stream=io.StringIO())
             workers = [await made.start() for _ in range(2)]
             for worker in workers:

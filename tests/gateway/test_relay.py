@@ -5,6 +5,7 @@ import socket
 import struct
 
 import pytest
+from told_script import NEVER_S
 
 from penstock.errors import EngineFault, StreamBroken
 
@@ -58,7 +59,7 @@ def test_golden_bytes_of_a_stream(start, kit):
 
 
 def test_a_connection_carries_on_after_a_stream(raw, kit):
-    raw.send(kit.post(CHAT, kit.chat(stream=True, max_tokens=2)))
+    raw.send(kit.post(CHAT, kit.chat(stream=True, seed=1, max_tokens=2)))
     assert raw.read_until(b"0\r\n\r\n").endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     raw.send(kit.get("/health"))
     assert b'"ok"' in raw.read_until(b'"ok"}')
@@ -100,8 +101,7 @@ def test_a_client_that_reads_too_slowly_is_cut_off(start, kit):
     raw = kit.Raw(running)
     raw.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.send(kit.post(CHAT, kit.chat(stream=True, n=8, max_tokens=32_000)))
-    running.wait_until(lambda: running.backend.num_streams > 0)
-    running.wait_until(lambda: idle(running))
+    running.wait_until(lambda: running.requests and idle(running))
     raw.close()
     assert b"penstock_slow_client_aborts_total 1.0" in running.metrics.render()
 
@@ -118,7 +118,7 @@ def test_trouble_in_the_middle_is_a_last_event(start, kit):
     assert b"[DONE]" not in got
     last = got.split(b"data: ")[-1]
     assert b'{"error":{"message":"NaN logits","type":"api_error","param":null,"code":null}}' in last
-    assert idle(running)
+    running.wait_until(lambda: idle(running))
 
 
 def test_the_client_library_raises_on_trouble_in_the_middle(start, kit):
@@ -162,11 +162,13 @@ def test_heartbeats_can_be_off(start, kit):
 
 def test_streams_finish_during_a_drain(start, kit):
     config = kit.make_config(drain_timeout_s=20)
-    running = start(config, step_s=0.001)
+    running = start(config, step_s=NEVER_S)
     raw, idler = kit.Raw(running), kit.Raw(running)
     idler.send(kit.get("/ready"))
     idler.read_until(b"}]}")
-    raw.send(kit.post(CHAT, kit.chat(stream=True, max_tokens=100)))
+    raw.send(kit.post(CHAT, kit.chat(stream=True, seed=1, max_tokens=2)))
+    running.wait_until(lambda: running.backend.num_streams == 1)
+    running.call(running.backend._step)
     raw.read_until(b'"content":" ')
     running.begin_stop()
     running.wait_until(lambda: running.gateway._services.draining)
@@ -176,6 +178,7 @@ def test_streams_finish_during_a_drain(start, kit):
     late = kit.Raw(running)  # And a new one.
     assert b'"code":"draining"' in late.send(kit.post(CHAT, kit.chat())).read_all()
     late.close()
+    running.call(running.backend._step)
     answer = raw.read_all()
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     running.stop()
@@ -237,18 +240,21 @@ def test_a_drain_ends_in_time_with_a_last_event(start, kit, stream):
 
 
 def test_requests_on_open_connections_are_refused_while_draining(start, kit):
-    running = start(kit.make_config(drain_timeout_s=20), step_s=0.001)
+    running = start(kit.make_config(drain_timeout_s=20), step_s=NEVER_S)
     raw = kit.Raw(running)
     whole = kit.post(CHAT, kit.chat())
     raw.send(whole[:-5])  # In flight when the drain begins.
     holder = kit.Raw(running)
-    holder.send(kit.post(CHAT, kit.chat(stream=True, max_tokens=500)))
+    holder.send(kit.post(CHAT, kit.chat(stream=True, seed=1, max_tokens=2)))
+    running.wait_until(lambda: running.backend.num_streams == 1)
+    running.call(running.backend._step)
     holder.read_until(b'"content":" ')
     running.begin_stop()
     running.wait_until(lambda: running.gateway._services.draining)
     answer = raw.send(whole[-5:]).read_all()
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b'"code":"draining"' in answer
+    running.call(running.backend._step)
     assert holder.read_all().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     raw.close()
     holder.close()

@@ -240,15 +240,17 @@ def test_redis_refills_by_its_own_clock(redis: RedisProcess) -> None:
 
 def test_a_store_that_is_not_there_is_said_once_and_delays_nothing(tmp_path: Path) -> None:
     async def check() -> None:
-        config, path = SharedTerms(retry_s=0.01, timeout_s=0.1), tmp_path / "none"
+        config, path = SharedTerms(retry_s=0.01, timeout_s=10), tmp_path / "none"
         stream, clock = io.StringIO(), SystemClock()
         leases = Leases(config)
         store = open_store(config, "g", str(path))
         assert store is not None
         keeper = LeaseKeeper(config, leases, store, clock, Log(LogConfig(), clock, stream=stream))
         await keeper.start()
-        await asyncio.sleep(0.1)
         assert leases.down_ns is not None
+        failures = leases.num_failures
+        while leases.num_failures < failures + 5:
+            await asyncio.sleep(0.01)
         limiter, who = (
             Limiter(LimitsConfig(), leases.make_bucket),
             Tenant(id=TenantId("t"), tokens_per_minute=600),

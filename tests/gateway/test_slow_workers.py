@@ -20,7 +20,8 @@ WORD = "w" * 40
 together to one chunk."""
 TOKENS_PER_EVENT = 10
 BOUND = 66_000
-SILENT_MAX_S = 0.25
+SILENT_MAX_S = 1.0
+"""The gateway and its worker share a process here: a pause of it is a silence, too."""
 SMALL = 4096
 
 

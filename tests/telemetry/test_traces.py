@@ -75,6 +75,19 @@ def test_workers_get_the_span_of_their_attempt() -> None:
     assert len({trace.span_id, *(each.span_id for each in trace.attempts)}) == 3
 
 
+def test_of_two_attempts_at_once_the_one_without_output_is_superseded() -> None:
+    trace = Trace(None, 1.0)
+    trace.start_attempt(5, 1, "a", "first")
+    trace.start_attempt(9, 2, "b", "hedge")
+    trace.keep_attempt(12, 2)
+    trace.first_output(12, 2)
+    trace.end_attempt(15, 1, "CLOSED")  # Its end was told: this is its worker's last word.
+    trace.end_attempt(20, 2, None)
+    lost, won = trace.attempts
+    assert (lost.ended_ns, lost.error, lost.first_ns) == (12, "superseded", -1)
+    assert (won.kind, won.first_ns, won.ended_ns, won.error) == ("hedge", 12, 20, "")
+
+
 def test_a_trace_that_is_not_ours_goes_on_as_it_came() -> None:
     context = TraceContext(trace_id=TRACE, span_id=SPAN, is_sampled=False)
     trace = Trace(context, is_ours=False)

@@ -301,8 +301,7 @@ class Exchange:
         self.tally: Tally | None = None
         """Set by handlers that generate. Its headers go with whatever the response is."""
         self.started_ns = 0
-        self.status = 0
-        self.streaming = False
+        self.status, self.streaming = 0, False
         self.idle_ticks = 0
         """Heartbeat ticks since the last write."""
         self.is_open = True
