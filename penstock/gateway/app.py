@@ -32,7 +32,7 @@ from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.http.errors import error_response
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import HttpServer, tick_s
-from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
+from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import TokenizePool
@@ -52,6 +52,8 @@ from penstock.types import ModelName
 class Gateway:
     """The OpenAI-compatible front door of this process."""
 
+    _pulse: asyncio.Task[None] | None = None
+
     def __init__(
         self,
         config: Config,
@@ -67,10 +69,10 @@ class Gateway:
         hash_key: bytes = b"",
         limits: WireLimits = WIRE_LIMITS,
     ) -> None:
-        """Make it; `config.auth` must say who may call, or that everybody may.
+        """`config.auth` must say who may call, or that everybody may.
 
-        With `members` workers can be drained by hand. `peers` are for one of several processes that share an
-        address. Workers that share `hash_key` name their KV blocks with it.
+        With `members` workers can be drained by hand; `peers` are of several processes that share an address.
+        Workers that share `hash_key` name their KV blocks with it.
 
         Raises:
             ConfigError: the keys file cannot be read, or does not go with the tiers.
@@ -81,7 +83,8 @@ class Gateway:
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
-        self._traces = RequestTraces(config.traces, instance=(name := ids.take("gw")), clock=clock, log=log)
+        self._limits, self._peers, name = limits, peers, ids.take("gw")
+        self._traces = RequestTraces(config.traces, instance=name, clock=clock, log=log)
         self._policies = make_policies(
             config,
             models,
@@ -114,16 +117,13 @@ class Gateway:
             log=log,
             falls_back=any(route.fallback for route in config.routing.models),
         )
-        self._limits, self._peers = limits, peers
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
+        admin = Admin(self._services, metrics, registry, members, peers)
         self._responses = Responses(self._services, generate := Generate(self._services))
-        self._routes = Routes(
-            generate, self._responses, self._inspect, Admin(self._services, metrics, registry, members, peers)
-        )
+        self._routes = Routes(generate, self._responses, self._inspect, admin)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
-        self._pulse: asyncio.Task[None] | None = None
 
     @property
     def num_accepted(self) -> int:
