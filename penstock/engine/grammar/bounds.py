@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from penstock.errors import InvalidRequest
 
-COST_MAX = 1280
+COST_MAX = 1024
 """Of one schema, in units of what a required property costs: about 0.05 ms. Definitions count if they are
 used."""
 _BOUNDED_COST = 3
@@ -29,7 +29,7 @@ _BOUNDS = frozenset(
     {"pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
-CROSSED_MAX = 256
+CROSSED_MAX = 128
 """Ways to take one of each of several `anyOf` or `oneOf` that hold together: each is a grammar of its own."""
 PATTERNS_MAX = 8
 """Patterns that one string must match together: the automata's states multiply."""
