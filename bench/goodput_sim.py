@@ -70,7 +70,7 @@ def with_clients(job: tuple[str, float, int]) -> tuple[float, float, float, floa
     assert len(sources) == len(made.sources), "the mixed load is of chats"
     run = play(replace(made, sources=tuple(sources)), seed)
     first = sum(not record.is_retry for record in run.records)
-    return (*goodput_of(run), drained_s(run), len(run.records) / first)
+    return (*goodput_of(run), round(drained_s(run), 2), round(len(run.records) / first, 2))
 
 
 def client_rows(loads: list[float], seeds: int, jobs: int) -> Iterator[dict[str, object]]:

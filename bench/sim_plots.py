@@ -1,21 +1,24 @@
 """Draws the plots of docs/testing-overload.md: python bench/sim_plots.py [--only NAME]
 
-Everything comes from scenarios with seed 1, so the files change only when the policies do.
+Everything comes from scenarios with seed 1, or from result files (goodput), so the files change only when the
+policies do.
 """
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.clock import NS_PER_S
-from penstock.sim.report.figures import Figures, Spread
+from penstock.sim.report.figures import Spread
 from penstock.sim.report.html import Axes, Series, bars, lines, run_plots
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import Verdict, run_scenario
 from penstock.sim.scenarios.setup import Knobs, with_settings
 
 OUT = Path(__file__).parents[1] / "docs" / "plots"
-LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 
 def run(name: str, **settings: str) -> Verdict:
@@ -41,23 +44,32 @@ def noisy() -> dict[str, str]:
 
 
 def goodput() -> dict[str, str]:
-    """Goodput and throughput, in requests and in output tokens."""
-    runs = [(load, run("steady", load=f"{load}", seconds="20").played.figures) for load in LOADS]
-
-    def drawn(unit: str, good: Callable[[Figures], float], all_of: Callable[[Figures], float]) -> str:
-        series = [
-            Series("answered", [(load, all_of(figures)) for load, figures in runs], 0),
-            Series("met both promises (goodput)", [(load, good(figures)) for load, figures in runs], 2),
-        ]
-        title, x = f"Goodput in {unit} per second, by load", "times the steady scenario's load"
-        return lines(Axes(title=title, x=x, y=f"{unit}/s", log_x=True), series)
-
-    return {
-        "goodput-by-load": drawn(
-            "requests", lambda f: f.goodput_rps, lambda f: f.outcomes.get("finished", 0) / f.seconds
-        ),
-        "goodput-by-load-tokens": drawn("output tokens", lambda f: f.goodput_tps, lambda f: f.throughput_tps),
+    """Goodput of the mixed load by load: nothing promised, and the defaults by what refused clients do. Drawn
+    from what bench/goodput_sim.py wrote last, since ten seeds of it take minutes.
+    """
+    sides = [row for row in newest("goodput-sim") if row["side"] == "no promises" and not row["retries"]]
+    clients: dict[str, list[dict[str, Any]]] = {"nothing promised, leave": sides}
+    for row in newest("goodput-clients"):
+        clients.setdefault(row["clients"], []).append(row)
+    unit = {
+        "goodput-by-load": ("requests", "goodput_rps"),
+        "goodput-by-load-tokens": ("tokens", "goodput_tps"),
     }
+    found: dict[str, str] = {}
+    for file, (name, key) in unit.items():
+        axes = Axes(
+            title=f"Goodput by load and by what refused clients do: {name} per second",
+            x="times the knee", y=f"{name}/s", log_x=True,
+        )  # fmt: skip
+        rows = clients.items()
+        points = [(kind, sorted((row["load"], row[key]) for row in each)) for kind, each in rows]
+        found[file] = lines(axes, [Series(kind, each, colour) for colour, (kind, each) in enumerate(points)])
+    return found
+
+
+def newest(name: str) -> list[dict[str, Any]]:
+    """The rows of the last result file of this name."""
+    return json.loads(max(RESULTS.glob(f"*-{name}.json")).read_text())["rows"]
 
 
 def priority() -> dict[str, str]:

@@ -112,14 +112,17 @@ def config_of(off: frozenset[str], port: int, place: Path) -> Config:
     )
 
 
-async def _main(path: str, config: Config, *, counted: bool) -> None:
+async def _main(paths: list[str], config: Config, *, counted: bool) -> None:
     clock = SystemClock()
     log = Log(config.log, clock, stream=sys.stderr, secrets=(KEY,))
-    registry = Registry(clock, log, workers_max=1)
+    registry = Registry(clock, log, workers_max=len(paths))
     part = make_part(config.models[0], registry, clock)
-    backend = EngineBackend(part.served.tokenizer, clock)
-    backend.connect_to(UnixAddress(path))
-    registry.add(registry.new(WorkerId("m-0"), part.served.name, backend))
+    for number, path in enumerate(paths):
+        backend = EngineBackend(part.served.tokenizer, clock)
+        backend.connect_to(UnixAddress(path))
+        worker = registry.new(WorkerId(f"m-{number}"), part.served.name, backend)
+        worker.shares_key = True  # As one that the gateway has launched: prompts are known by its own keys.
+        registry.add(worker)
     metrics: Any = Metrics([part.served.name], version=__version__) if counted else Uncounted()
     gateway = Gateway(
         config,
@@ -146,7 +149,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gateway-") as name:
         place = Path(os.environ.get("PENSTOCK_STATE_DIR") or name)
         place.mkdir(parents=True, exist_ok=True)
-        work = _main(path, config_of(off, port, place), counted="metrics" not in off)
+        work = _main([path], config_of(off, port, place), counted="metrics" not in off)
         if len(sys.argv) > 4:
             profile = cProfile.Profile(time.thread_time)
             profile.runcall(uvloop.run, work)
