@@ -1,4 +1,4 @@
-"""What an operator sees of models that load (a bar per model on a terminal, a line per stage elsewhere) and of
+"""Models that load, as an operator sees them (a bar per model on a terminal, a line per stage elsewhere), and
 workers that come and go (`FleetLog`).
 """
 
