@@ -1,15 +1,16 @@
 """Random schemas at temperature 1.5: does every finished answer validate, how many schemas are refused, and
 how many of the others have an answer within 1,024 tokens?
 
-    python bench/random_schemas.py [--schemas 10000] [--seed 1] [--json FILE]
+    python bench/random_schemas.py [--schemas 10000] [--seed 1] [--json FILE [--resume]]
 
 The demo model's engine in this process, 32 answers at once. `jsonschema` judges, with formats checked (all
-but `time`, for which it takes no time zone). Fails
-if an answer that ended with "stop" does not validate, or ended in an error.
+but `time`, for which it takes no time zone). Fails if an answer that ended with "stop" does not validate, or
+ended in an error. `--resume` goes on behind the schemas that FILE has, and adds to its counts.
 """
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections import Counter, deque
@@ -29,13 +30,16 @@ from penstock.engine.runner import build_runner
 from penstock.errors import InvalidRequest
 from penstock.kv.hashing import token_array
 from penstock.protocol.grammar import Grammar
-from penstock.protocol.worker import Submit
+from penstock.protocol.worker import RequestFinished, Submit
 from penstock.rng import Stream, stream
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, SamplingParams
 
 MODEL = Path(__file__).parents[1] / "models" / "penstock-demo-mini"
 BATCH, MAX_TOKENS, ROOT_DEPTH = 32, 1024, 3
+HANG_S = 300
+"""An answer that takes longer counts as hanging; all of a batch share the time."""
+_KEYWORD = re.compile(r'Unimplemented keys: \["(\w+)"|\bat (?:/\S*/)?(\w+):|\'(\w+)\' at /')
 _WORDS = ("name", "id", "count", "tags", "owner", "price", "a", "b", "value", "kind")
 _PATTERNS = ("^[a-z]+$", "^[A-Z]{2,4}$", "[0-9]{3}", "^(red|green)$", "^a.{0,8}z$", "x", "^\\d{4}-\\d{2}$")
 _FORMATS = ("date", "time", "date-time", "uuid", "email", "ipv4", "hostname", "duration", "uri")
@@ -171,57 +175,99 @@ class Answers:
             yield int(output.request_id), list(output.token_ids), output.finish
 
 
+def keyword_of(refusal: str) -> str:
+    """The keyword that a refusal names; the refusal's beginning if it names none."""
+    found = _KEYWORD.search(refusal)
+    return next(filter(None, found.groups()), refusal[:70]) if found else refusal[:70]
+
+
+class Tally:
+    """What became of the schemas so far."""
+
+    def __init__(self, seed: int, known: dict[str, Any] | None) -> None:
+        """`known`: the report to go on behind."""
+        self.seed, self.num_before = seed, 0
+        self.counts, self.refusals = Counter[str](), Counter[str]()
+        self.wrong: list[str] = []
+        self.seconds_before, self.slowest_s = 0.0, 0.0
+        if known is not None:
+            assert known["seed"] == seed, "the file is of another seed"
+            self.num_before, self.seconds_before = known["schemas"], known["seconds"]
+            self.slowest_s = known["slowest_answer_s"]
+            self.counts.update(known["counts"])
+            self.refusals.update(known["refused_by_keyword"])
+        self._judge = jsonschema.FormatChecker(set(jsonschema.FormatChecker.checkers) - {"time"})
+
+    def refused(self, error: InvalidRequest) -> None:
+        """A schema was."""
+        self.counts["refused"] += 1
+        self.refusals[keyword_of(str(error))] += 1
+
+    def ended(self, what: str, text: str, num_tokens: int, finish: RequestFinished, took_s: float) -> None:
+        """An answer has; `what` is its schema as JSON."""
+        self.counts["tokens"] += num_tokens
+        self.counts[finish.reason.value] += 1
+        self.counts["hangs"] += took_s > HANG_S
+        self.slowest_s = max(self.slowest_s, round(took_s, 1))
+        if finish.reason is FinishReason.STOP:
+            try:
+                jsonschema.validate(json.loads(text), json.loads(what), format_checker=self._judge)
+            except (ValueError, jsonschema.ValidationError) as error:
+                said = str(error).partition("\n")[0]
+                self.wrong.append(f"{what[:300]}: {text[:200]!r}: {said[:200]}")
+        elif finish.reason is FinishReason.ERROR:
+            self.wrong.append(f"{what[:300]}: {finish.error}")
+
+    def report(self, num_new: int, seconds: float) -> dict[str, Any]:
+        """All of it."""
+        self.counts["invalid"] += len(self.wrong)
+        schemas = self.num_before + num_new
+        accepted = schemas - self.counts["refused"]
+        return {
+            "schemas": schemas, "seed": self.seed, "seconds": round(self.seconds_before + seconds, 1),
+            "refused_share": round(self.counts["refused"] / schemas, 4),
+            "finished_share_of_accepted": round(self.counts["stop"] / max(accepted, 1), 4),
+            "invalid": self.counts["invalid"], "hangs": self.counts["hangs"],
+            "slowest_answer_s": self.slowest_s, "counts": dict(self.counts),
+            "refused_by_keyword": dict(self.refusals.most_common()),
+        }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schemas", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--resume", action="store_true")
     add_json_option(parser)
     args = parser.parse_args()
-    random, answers = stream(args.seed, "schemas"), Answers()
-    waiting = deque(enumerate(schema(random) for _ in range(args.schemas)))
-    running: dict[int, tuple[dict[str, Any], list[int]]] = {}
-    counts, refusals, wrong = Counter[str](), Counter[str](), list[str]()
-    judge = jsonschema.FormatChecker(set(jsonschema.FormatChecker.checkers) - {"time"})
+    known = json.loads(args.json.read_text()) if args.resume and args.json.exists() else None
+    tally, random, answers = Tally(args.seed, known), stream(args.seed, "schemas"), Answers()
+    drawn = [schema(random) for _ in range(tally.num_before + args.schemas)]
+    waiting = deque(list(enumerate(drawn))[tally.num_before :])
+    running: dict[int, tuple[dict[str, Any], list[int], float]] = {}
     began = time.monotonic()
     while waiting or running:
         while waiting and len(running) < BATCH:
             number, asked = waiting.popleft()
             try:
                 answers.submit(number, asked)
-                running[number] = (asked, [])
+                running[number] = (asked, [], time.monotonic())
             except InvalidRequest as error:
-                counts["refused"] += 1
-                refusals[str(error)[:70]] += 1
+                tally.refused(error)
         for number, token_ids, finish in answers.over():
-            asked, known = running[number]
-            known += token_ids
+            asked, known_ids, started = running[number]
+            known_ids += token_ids
             if finish is None:
                 continue
             del running[number]
-            text = answers.tokenizer.decode(known)
-            counts["tokens"] += len(known)
-            counts[finish.reason.value] += 1
-            if finish.reason is FinishReason.STOP:
-                try:
-                    jsonschema.validate(json.loads(text), asked, format_checker=judge)
-                except (ValueError, jsonschema.ValidationError) as error:
-                    said = str(error).partition("\n")[0]
-                    wrong.append(f"{number}: {json.dumps(asked)[:300]}: {text[:200]!r}: {said[:200]}")
-            elif finish.reason is FinishReason.ERROR:
-                wrong.append(f"{number}: {json.dumps(asked)[:300]}: {finish.error}")
-    accepted = args.schemas - counts["refused"]
-    report = {
-        "schemas": args.schemas, "seed": args.seed, "seconds": round(time.monotonic() - began, 1),
-        "refused_share": round(counts["refused"] / args.schemas, 4),
-        "finished_share_of_accepted": round(counts["stop"] / max(accepted, 1), 4),
-        "cut_at_1024": counts["length"], "errors": counts["error"], "invalid": len(wrong),
-        "tokens": counts["tokens"], "refusals": refusals.most_common(12),
-    }  # fmt: skip
+            text = answers.tokenizer.decode(known_ids)
+            tally.ended(json.dumps(asked), text, len(known_ids), finish, time.monotonic() - started)
+    report = tally.report(args.schemas, time.monotonic() - began)
     print(json.dumps(report, indent=1))
-    print("\n".join(wrong[:20]))
+    print("\n".join(tally.wrong[:20]))
     write_result(args.json, report)
     answers.compiler.close()
-    sys.exit(bool(wrong))
+    sys.exit(bool(tally.wrong))
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ MAX_MODEL_LEN = 131_072
 """Where a model does not say how long its context is."""
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, frozen=True)
 class ModelShape:
     """A decoder with grouped-query attention and a gated feed-forward layer, maybe of experts."""
 
@@ -189,28 +189,21 @@ class ModelShape:
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
 
 
-def _shape(
-    name: str, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, dim: int, vocab: int,
-    *, experts: int = 0, top_k: int = 0, tied: bool = False, length: int = MAX_MODEL_LEN,
-) -> ModelShape:  # fmt: skip
-    return ModelShape(
-        name=name, num_layers=layers, hidden_size=hidden, intermediate_size=inner, num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=dim, vocab_size=vocab, num_experts=experts, top_k=top_k,
-        tied_head=tied, max_model_len=length,
-    )  # fmt: skip
-
-
 MODELS: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        _shape("28m", 8, 512, 1088, 8, 4, 64, 16_384, tied=True, length=4096),
-        _shape("0.5b", 24, 896, 4864, 14, 2, 64, 151_936, tied=True, length=32_768),  # Qwen2.5-0.5B
-        _shape("7b", 32, 4096, 14_336, 32, 8, 128, 32_000, length=32_768),  # Mistral-7B
-        _shape("8b", 32, 4096, 14_336, 32, 8, 128, 128_256),  # Llama-3.1-8B
-        _shape("13b", 40, 5120, 13_824, 40, 40, 128, 32_000, length=4096),  # Llama-2-13B
-        _shape("70b", 80, 8192, 28_672, 64, 8, 128, 128_256),  # Llama-3.1-70B
-        _shape("8x7b", 32, 4096, 14_336, 32, 8, 128, 32_000, experts=8, top_k=2, length=32_768),  # Mixtral
-        _shape("30b-a3b", 48, 2048, 768, 32, 4, 128, 151_936, experts=128, top_k=8),  # Qwen3-30B-A3B
+        ModelShape("28m", 8, 512, 1088, 8, 4, 64, 16_384, tied_head=True, max_model_len=4096),
+        # Qwen2.5-0.5B
+        ModelShape("0.5b", 24, 896, 4864, 14, 2, 64, 151_936, tied_head=True, max_model_len=32_768),
+        ModelShape("7b", 32, 4096, 14_336, 32, 8, 128, 32_000, max_model_len=32_768),  # Mistral-7B
+        ModelShape("8b", 32, 4096, 14_336, 32, 8, 128, 128_256),  # Llama-3.1-8B
+        ModelShape("13b", 40, 5120, 13_824, 40, 40, 128, 32_000, max_model_len=4096),  # Llama-2-13B
+        ModelShape("70b", 80, 8192, 28_672, 64, 8, 128, 128_256),  # Llama-3.1-70B
+        # Mixtral-8x7B
+        ModelShape(
+            "8x7b", 32, 4096, 14_336, 32, 8, 128, 32_000, num_experts=8, top_k=2, max_model_len=32_768
+        ),
+        ModelShape("30b-a3b", 48, 2048, 768, 32, 4, 128, 151_936, num_experts=128, top_k=8),  # Qwen3-30B-A3B
     )
 }
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.index.prefix_index import NO_MATCH, NOTHING_HELD, Held, PrefixIndex, Tier
+from penstock.kv.index.prefix_index import NOTHING_HELD, Held, PrefixIndex, Tier
 
 WORKERS = range(5)
 NEVER_NS = 1 << 62
@@ -155,7 +155,7 @@ def test_nothing_is_held_of_an_unknown_prompt() -> None:
     index = make_index()
     assert index.match(0, chain(1)).of(0) == NOTHING_HELD
     assert index.match(0, []).longest == 0
-    assert list(NO_MATCH.holders()) == []
+    assert list(index.match(0, []).holders()) == []
 
 
 def test_a_prompt_may_go_by_two_lists_of_keys() -> None:

@@ -394,12 +394,7 @@ def test_answers_are_counted_against_what_was_expected() -> None:
     answer(cache_view, 0, prompt(0, 4), 16)
     answer(cache_view, 0, prompt(800, 4), 32)
     audited = cache_view.audited
-    assert (audited.num_answers, audited.num_expected, audited.num_hit, audited.num_unexpected) == (
-        4,
-        6,
-        4,
-        2,
-    )
+    assert (audited.num_expected, audited.num_hit, audited.num_unexpected) == (6, 4, 2)
     assert cache_view.trust < 1
 
 

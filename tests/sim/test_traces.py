@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.sim.traffic.request import Segment, SimRequest
-from penstock.sim.traffic.traces import Rates, Trace, write_trace
+from penstock.sim.traffic.traces import Trace, write_trace
 from penstock.sim.traffic.workload import Callers, Conversations, Poisson, even, merged
 
 HEADER = '{"format":"penstock-trace/1","block_size":64,"licence":"x","more":1}\n'
@@ -81,17 +81,3 @@ def test_a_broken_trace_is_named(tmp_path: Path, content: bytes, why: str) -> No
 def test_a_missing_trace_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         Trace(path=tmp_path / "none").header()
-
-
-def test_a_table_of_rates_is_drawn_from(tmp_path: Path) -> None:
-    path = tmp_path / "rates.csv"
-    path.write_text("# made here\nwindow_s,total_rps,a_rps,a_cv,rest_rps\n0,12,10,2,2\n100,1,1,1,0\n")
-    requests = list(Rates(path=path, scale=2).requests(1, 0, 150))
-    early = [r for r in requests if r.at_ns < 100 * 10**9]
-    assert sum(r.tenant == "a" for r in early) == pytest.approx(2000, rel=0.2)
-    assert sum(r.tenant == "rest" for r in early) == pytest.approx(400, rel=0.2)
-    assert 0 < len(requests) - len(early) < 200
-    assert [r.at_ns for r in requests] == sorted(r.at_ns for r in requests)
-    path.write_text("a,b\n")
-    with pytest.raises(ConfigError, match="window_s"):
-        list(Rates(path=path).requests(1, 0, 1))

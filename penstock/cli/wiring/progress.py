@@ -1,5 +1,8 @@
-"""How loading is shown: a bar per model on a terminal, a line per stage elsewhere."""
+"""Models that load, as an operator sees them (a bar per model on a terminal, a line per stage elsewhere), and
+workers that come and go (`FleetLog`).
+"""
 
+import asyncio
 from typing import Self
 
 from rich.console import Console
@@ -7,6 +10,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from penstock.backends.base import BackendStatus
+from penstock.fleet.registry import Registry, Worker
+from penstock.telemetry.log import Log
+from penstock.types import WorkerId
 
 
 class LoadingDisplay:
@@ -61,3 +67,89 @@ class _Bars(LoadingDisplay):
 def loading_display(console: Console) -> LoadingDisplay:
     """The display that fits where the output goes."""
     return _Bars(console) if console.is_terminal else LoadingDisplay(console)
+
+
+# Says in the log what happens to workers, once things have calmed down for a moment. /ready tells
+# clients.
+
+CALM_S = 0.3
+"""What happens within this time is one line: a worker that is lost says why a moment later."""
+
+
+class FleetLog:
+    """Listens from the moment it is made."""
+
+    def __init__(self, registry: Registry, log: Log, *, only_attached: bool = False) -> None:
+        """`only_attached`: of the workers that were launched another process says it."""
+        self._registry, self._log, self._only_attached = registry, log, only_attached
+        self._changed: dict[WorkerId, Worker] = {}
+        self._workers: dict[WorkerId, str] = {}
+        """What was said last of each worker: "ready", or the stage that it is in instead."""
+        self._routes: dict[str, str] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        for worker in registry:
+            self._workers[worker.id] = _word(worker)
+            self._routes[worker.route] = self._route_word(worker.route)
+        registry.listen(self._note)
+
+    def close(self) -> None:
+        """Say nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._changed.clear()
+
+    def _note(self, worker: Worker) -> None:
+        if self._only_attached and worker.shares_key and not worker.hash_key:
+            return
+        if self._workers.get(worker.id) == _word(worker) and worker in self._registry.of(worker.route):
+            return
+        self._changed[worker.id] = worker
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(CALM_S, self._say)
+
+    def _say(self) -> None:
+        self._timer = None
+        changed, self._changed = self._changed, {}
+        for worker in changed.values():
+            self._say_worker(worker)
+        for route in dict.fromkeys(worker.route for worker in changed.values()):
+            self._say_route(route)
+
+    def _say_worker(self, worker: Worker) -> None:
+        is_there = self._registry.get(worker.id) is worker
+        word, before = _word(worker), self._workers.get(worker.id)
+        if is_there:
+            self._workers[worker.id] = word
+        else:
+            self._workers.pop(worker.id, None)
+        if not is_there:
+            self._log.info("a worker has left", model=worker.route, worker=worker.id)
+        elif word == before:
+            return
+        elif word == "ready":
+            self._log.info(
+                "a worker is ready",
+                model=worker.route,
+                worker=worker.id,
+                restarts=worker.backend.status.restarts,
+            )
+        elif len(self._registry.of(worker.route)) > 1:
+            self._log.warning("a worker is not ready", model=worker.route, worker=worker.id, why=word)
+
+    def _say_route(self, route: str) -> None:
+        word, before = self._route_word(route), self._routes.get(route, "ready")
+        self._routes[route] = word
+        if word == before:
+            return
+        if word == "ready":
+            self._log.info("the model is ready again", model=route)
+        else:
+            self._log.error("the model cannot answer", model=route, why=word)
+
+    def _route_word(self, route: str) -> str:
+        workers = self._registry.of(route)
+        return "ready" if workers.is_ready else workers.summary().stage
+
+
+def _word(worker: Worker) -> str:
+    return "ready" if worker.is_ready else worker.stage

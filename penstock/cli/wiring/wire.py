@@ -20,11 +20,10 @@ import msgspec
 
 from penstock import __version__, rng
 from penstock.backends.base import BackendStatus, Phase
-from penstock.cli.wiring.fleet_log import FleetLog
 from penstock.cli.wiring.handover import Takeover
 from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, wait_for_attached
 from penstock.cli.wiring.processes import GatewayProcesses
-from penstock.cli.wiring.progress import LoadingDisplay
+from penstock.cli.wiring.progress import FleetLog, LoadingDisplay
 from penstock.clock import Clock
 from penstock.config.engine_settings import promised, with_quota
 from penstock.config.fleet import FleetConfig

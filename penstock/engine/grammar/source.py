@@ -7,28 +7,20 @@ length of white space is bounded, and what lies between two values is forced.
 """
 
 import json
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from fractions import Fraction
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, cast
-from urllib.parse import unquote
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
+from penstock.engine.grammar.bounds import check_schema, keywords, shared
 from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import GRAMMAR_BYTES_MAX
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "call")
 CHOICES_MAX = 4096
-PROPERTIES_MAX = 1024
-"""Of all objects of a schema, those in `$defs` counted if they are used, and those in `enum` and `const` too:
-compiling takes 0.1 ms for each."""
-MULTIPLE_MAX = 1000
-"""Of `multipleOf`, in units of its last digit: the automaton has as many states, and so has that of the least
-common multiple of several."""
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 300_000,
     "step_lexer_fuel": 50_000,
@@ -46,10 +38,6 @@ _JSON_OPTIONS: dict[str, Any] = {
     "lenient": False,
     "coerce_one_of": False,
 }
-_LITERALS = ("enum", "const", "default", "examples")
-"""Keywords whose values are no schemas."""
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose values are schemas by name."""
 
 
 def grammar_text(form: bytes) -> tuple[str, object]:
@@ -110,7 +98,7 @@ def refuse_words(said: str, schema: object) -> NoReturn:
 def place_of(schema: object, message: str) -> str:
     """Where in a schema the keyword is that llguidance complains of, as a JSON pointer; empty if unknown."""
     found = ""
-    for path, keyword, value in _keywords(schema):
+    for path, keyword, value in keywords(schema):
         named = f'"{keyword}"' in message
         if named or (isinstance(value, str) and len(value) > 1 and value in message):
             return path
@@ -134,10 +122,10 @@ def _json(schema: object) -> tuple[str, object]:
     schema = cast(dict[str, Any], schema)
     if "x-guidance" in schema:  # llguidance's own options, which are ours to set.
         schema = {key: value for key, value in schema.items() if key != "x-guidance"}
-    _check(schema)
+    check_schema(schema)
     try:
         return LLMatcher.grammar_from_json_schema(
-            json.dumps(schema), overrides=cast(Any, _JSON_OPTIONS)
+            json.dumps(shared(schema)), overrides=cast(Any, _JSON_OPTIONS)
         ), schema
     except ValueError as error:
         _refuse(f"the schema is not supported: {error}", "json")
@@ -154,8 +142,8 @@ def _call(value: object) -> tuple[str, object]:
     if not isinstance(value, dict):
         _refuse("expected a schema", "call")
     schema = cast(dict[str, Any], value)
-    _check(schema)
-    body = json.dumps(schema | {"x-guidance": _JSON_OPTIONS})
+    check_schema(schema)
+    body = json.dumps(shared(schema) | {"x-guidance": _JSON_OPTIONS})
     lark = f"start: SPACE? body\nSPACE: /[ \\t\\r\\n]{{1,4}}/\nbody: %json {body}"
     return LLMatcher.grammar_from_lark(lark), schema
 
@@ -188,7 +176,7 @@ def _grammar(value: object) -> tuple[str, object]:
             inner = cast(dict[str, Any], schema)
             if "x-guidance" in inner:
                 _refuse("'x-guidance' is not supported", "grammar")
-            _check(inner)
+            check_schema(inner)
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(value)), None
     except Exception as error:  # noqa: BLE001 The converter raises what it likes.
@@ -203,92 +191,6 @@ _MAKERS: Mapping[str, Callable[[object], tuple[str, object]]] = {
     "grammar": _grammar,
     "call": _call,
 }
-
-
-def _check(schema: dict[str, Any]) -> None:
-    """Refuse what llguidance takes and would compute for hours."""
-    multiples: set[int] = set()
-    for path, keyword, value in _keywords(schema):
-        if keyword == "multipleOf" and isinstance(value, int | float) and math.isfinite(value) and value > 0:
-            step = Fraction(str(value))
-            multiples.add(step.numerator if step.denominator == 1 else _digits(value))
-            if math.lcm(*multiples) > MULTIPLE_MAX:
-                _refuse(f"'multipleOf' at {path} is {value}, which is too large to be enforced", "json")
-    if (count := _num_properties(schema)) > PROPERTIES_MAX:
-        _refuse(f"it has {count} properties, and {PROPERTIES_MAX} is the bound", "json")
-
-
-def _num_properties(schema: dict[str, Any]) -> int:
-    """Properties of all objects that the schema uses: definitions count if something refers to them."""
-    count, todo, seen = 0, list[object]([schema]), set[str]()
-    while todo:
-        each = todo.pop()
-        if isinstance(each, list):
-            todo += cast(list[object], each)
-        elif isinstance(each, dict):
-            for keyword, value in cast(dict[str, Any], each).items():
-                if keyword == "$ref" and isinstance(value, str) and value not in seen:
-                    seen.add(value)
-                    todo.append(_referred(schema, value))
-                elif keyword in ("properties", "patternProperties") and isinstance(value, dict):
-                    named = cast(dict[str, Any], value)
-                    count += len(named)
-                    todo += named.values()
-                elif keyword in ("enum", "const"):
-                    count += _num_keys(value)
-                elif keyword not in (*_LITERALS, "$defs", "definitions"):
-                    todo.append(value)
-    return count
-
-
-def _num_keys(literal: object) -> int:
-    """Keys of all objects in a value: an answer that must be that value has as many properties."""
-    count, todo = 0, [literal]
-    while todo:
-        each = todo.pop()
-        if isinstance(each, list):
-            todo += cast(list[object], each)
-        elif isinstance(each, dict):
-            count += len(cast(dict[str, object], each))
-            todo += cast(dict[str, object], each).values()
-    return count
-
-
-def _referred(schema: object, pointer: str) -> object:
-    """What a reference within the schema points to; None if nothing is there."""
-    for part in unquote(pointer).removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        found: object = cast(dict[str, object], schema).get(name) if isinstance(schema, dict) else None
-        if isinstance(schema, list) and name.isdecimal() and int(name) < len(cast(list[object], schema)):
-            found = cast(list[object], schema)[int(name)]
-        schema = found
-    return schema
-
-
-def _digits(value: float) -> int:
-    """The digits of a decimal number as one integer."""
-    return int("".join(filter(str.isdigit, f"{value:.15g}".partition("e")[0])) or 1)
-
-
-def _keywords(schema: object, path: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(JSON pointer, keyword, value) of every keyword of a schema and of the schemas in it."""
-    todo: list[tuple[str, object]] = [(path, schema)]
-    while todo:
-        here, each = todo.pop()
-        if isinstance(each, list):
-            todo += [(f"{here}/{i}", item) for i, item in enumerate(cast(list[Any], each))]
-        elif isinstance(each, dict):
-            for keyword, value in cast(dict[str, Any], each).items():
-                there = f"{here}/{keyword.replace('~', '~0').replace('/', '~1')}"
-                yield there, keyword, value
-                if keyword in _NAMED and isinstance(value, dict):
-                    named = cast(dict[str, Any], value)
-                    todo += [
-                        (f"{there}/{name.replace('~', '~0').replace('/', '~1')}", inner)
-                        for name, inner in named.items()
-                    ]
-                elif keyword not in _LITERALS:
-                    todo.append((there, value))
 
 
 def _refuse(message: str, keyword: str) -> NoReturn:

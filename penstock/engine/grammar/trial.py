@@ -22,9 +22,9 @@ import msgspec
 from penstock.engine.grammar.source import check_form
 from penstock.errors import InvalidRequest, WorkerUnavailable
 
-TRIAL_CPU_S = 0.2
-"""CPU time of one trial. A backstop, about twice what the largest schema within the bounds of source.py takes
-here: it must not be a matter of chance whether an ordinary schema is refused."""
+TRIAL_CPU_S = 0.1
+"""CPU time of one trial. A backstop, more than twice what the largest schema within the bounds of bounds.py
+takes here: it must not be a matter of chance whether an ordinary schema is refused."""
 TRIAL_MEMORY_BYTES = 1 << 30
 """Address space of one trial."""
 TRIAL_WALL_S = 10.0

@@ -108,9 +108,6 @@ class Match:
                 yield workers[bit.bit_length() - 1], held
 
 
-NO_MATCH = Match()
-
-
 class _Holder:
     """One worker in its present generation."""
 

@@ -128,10 +128,9 @@ TABLE: Mapping[tuple[StreamState, StreamInput], StreamState] = MappingProxyType(
 class Audit:
     """Predicted against actual, in blocks, over all answers of one worker."""
 
-    __slots__ = ("num_answers", "num_expected", "num_hit", "num_unexpected")
+    __slots__ = ("num_expected", "num_hit", "num_unexpected")
 
     def __init__(self) -> None:
-        self.num_answers = 0
         self.num_expected = 0
         """The index said that the worker has them."""
         self.num_hit = 0
@@ -402,7 +401,6 @@ class WorkerCacheView:
         keys, expected = self.names.keys_of(prompt), prompt.expected_blocks
         actual = min(cached_tokens // BLOCK_TOKENS, len(keys))
         audited = self.audited
-        audited.num_answers += 1
         audited.num_expected += expected
         audited.num_hit += min(actual, expected)
         audited.num_unexpected += max(0, actual - expected)

@@ -1,4 +1,4 @@
-"""Recorded traffic: reads penstock-trace/1 (and a table of rates) as a source of the simulator.
+"""Recorded traffic: reads penstock-trace/1 as a source of the simulator.
 
 penstock-trace/1 is JSON lines, plain or gzip'd. The first is a header with at least `format` and
 `block_size`; every other line is a request, by arrival:
@@ -24,7 +24,7 @@ from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.errors import ConfigError
 from penstock.sim.traffic.request import Segment, SimRequest
-from penstock.sim.traffic.workload import Callers, Gamma, LengthDistribution, Poisson
+from penstock.sim.traffic.workload import Callers, LengthDistribution
 from penstock.types import BLOCK_TOKENS
 
 FORMAT = "penstock-trace/1"
@@ -206,79 +206,3 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield from raw
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Rates:
-    """A table of rates as a source: per window and client the requests per second and the gaps' variation.
-
-    CSV (maybe gzip'd): comment lines with `#`, a head line `window_s,total_rps,c61_rps,c61_cv,...`, a row per
-    window. Arrivals are drawn (gamma gaps, as the table's statistics say); lengths are `prompt` and `output`.
-    """
-
-    path: Path
-    name: str = "rates"
-    callers: Callers = EVERYBODY
-    scale: float = 1.0
-    """Of all rates."""
-    begins_s: float = 0.0
-    """Where in the table the simulation begins."""
-    prompt: LengthDistribution = PROMPTS
-    output: LengthDistribution = ANSWERS
-
-    def requests(self, seed: int, first: int, seconds: float) -> Iterator[SimRequest]:
-        """See `Source`.
-
-        Raises:
-            ConfigError: the file is no such table.
-        """
-        rows = self._rows()
-        for index, (begins, clients) in enumerate(rows):
-            ends = rows[index + 1][0] if index + 1 < len(rows) else begins + 600
-            begins, ends = begins - self.begins_s, min(ends - self.begins_s, seconds)
-            if ends <= 0 or begins >= seconds:
-                continue
-            yield from self._window(seed, first, (max(begins, 0.0), ends), clients)
-
-    def _window(
-        self, seed: int, first: int, window: tuple[float, float], clients: dict[str, tuple[float, float]]
-    ) -> Iterator[SimRequest]:
-        begins, ends = window
-        due: list[tuple[float, str]] = []
-        for client, (rate, cv) in clients.items():
-            stream = rng.stream(seed, f"arrivals/{self.name}/{client}/{begins}")
-            process = Gamma(rate * self.scale, cv) if cv > 0 else Poisson(rate * self.scale)
-            due += [(begins + at, client) for at in process.times(stream, ends - begins)]
-        draw = rng.stream(seed, f"workload/{self.name}/{begins}")
-        for number, (at, client) in enumerate(sorted(due)):
-            content = first + round(begins) * 1_000_000 + number + 1
-            yield self.callers.request(
-                f"{self.name}-{round(begins)}-{number}", at, (Segment(content, self.prompt.draw(draw)),),
-                self.output.draw(draw), tenant=client,
-            )  # fmt: skip
-
-    def _rows(self) -> list[tuple[float, dict[str, tuple[float, float]]]]:
-        lines = [line.decode(errors="replace").strip() for line in _lines(self.path)]
-        lines = [line for line in lines if line and not line.startswith("#")]
-        head = lines[0].split(",") if lines else []
-        if head[:1] != ["window_s"]:
-            raise ConfigError(f"{self.path}: expected a head line that begins with window_s")
-        columns = {name: index for index, name in enumerate(head)}
-        clients = [
-            name.removesuffix("_rps") for name in head[1:] if name.endswith("_rps") and name != "total_rps"
-        ]
-        rows: list[tuple[float, dict[str, tuple[float, float]]]] = []
-        for number, line in enumerate(lines[1:], 2):
-            try:
-                cells = [float(cell or 0) for cell in line.split(",")]
-                found = {
-                    client: (
-                        cells[columns[f"{client}_rps"]],
-                        cells[columns[f"{client}_cv"]] if f"{client}_cv" in columns else 0.0,
-                    )
-                    for client in clients
-                }
-            except (ValueError, IndexError) as error:
-                raise ConfigError(f"{self.path}: row {number} of the table: {error}") from error
-            rows.append((cells[0], found))
-        return rows

@@ -1,0 +1,129 @@
+"""Ordinary schemas are within the bounds, those that compile for long are not; equal values are shared."""
+
+import json
+import time
+
+import msgspec
+import pytest
+
+pytest.importorskip("llguidance")
+
+from penstock.engine.grammar.bounds import check_schema, shared
+from penstock.engine.grammar.source import check_form
+from penstock.errors import InvalidRequest
+
+
+def fields(num: int, value, *, required: bool = False) -> dict:
+    """An object; `value`: the schema of one field, by its number."""
+    named = {f"field_{i}": value(i) for i in range(num)}
+    return {"type": "object", "properties": named, "required": list(named) if required else []}
+
+
+def bounds_differ(i: int) -> dict:
+    return {"type": "integer", "minimum": i, "maximum": 77 * i + 1}
+
+
+def date(i: int) -> dict:
+    return {"type": "string", "format": "date-time", "description": f"the date number {i}"}
+
+
+ORDINARY = {
+    "200 optional texts": fields(200, lambda _: {"type": "string"}),
+    "200 numbers, each in bounds of its own": fields(200, bounds_differ),
+    "700 required integers": fields(700, lambda _: {"type": "integer", "minimum": 0}, required=True),
+    "500 dates": fields(500, date, required=True),
+    "an enum of 1,000 words": {"enum": [f"word-{i}" for i in range(1000)]},
+    "50 shapes": {"oneOf": [
+        fields(2, bounds_differ) | {"properties": {"kind": {"const": f"k{i}"}}, "required": ["kind"]}
+        for i in range(50)
+    ]},
+    "a tree": {"$defs": {"node": {"type": "object", "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]+$"},
+        "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+    }}}, "$ref": "#/$defs/node"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_an_ordinary_schema_is_compiled(name: str) -> None:
+    check_form(msgspec.json.encode({"json": ORDINARY[name]}))
+
+
+def pairs(num: int) -> list[dict]:
+    """Each one property or another."""
+    return [
+        {"anyOf": [{"type": "object", "required": [f"{side}{i}"], "properties": {f"{side}{i}": {"const": 1}}}
+                   for side in "ab"]}
+        for i in range(num)
+    ]  # fmt: skip
+
+
+HOSTILE = {
+    "it is too large": [
+        fields(1000, lambda _: {"type": "string"}),
+        fields(400, bounds_differ),
+        {"enum": list(range(20_000))},
+        {"enum": [{"a": i, "b": i} for i in range(400)]},
+        {"anyOf": [fields(2, lambda _: {}) for _ in range(600)]},
+        {"$ref": "#/$defs/a", "$defs": {"a": fields(1000, lambda _: {})}},
+    ],
+    "at /allOf alternatives hold together in 512 ways": [{"allOf": pairs(9)}],
+    "at /properties/x/allOf 9 patterns hold together": [
+        {"properties": {"x": {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(9)]}}}
+    ],
+    "alternatives hold together": [
+        {"$defs": {"a": {"anyOf": pairs(20)}}, "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]},
+        {"$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(400)}
+         | {"d400": {"anyOf": [{}, {}]}}, "$ref": "#/$defs/d0"},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", HOSTILE)
+def test_what_would_compile_for_long_is_refused_before_that(refusal: str) -> None:
+    for schema in HOSTILE[refusal]:
+        began = time.process_time()
+        with pytest.raises(InvalidRequest, match=refusal) as caught:
+            check_form(msgspec.json.encode({"json": schema}))
+        assert caught.value.param == "json"
+        assert time.process_time() - began < 5, "the bound itself is a count"
+
+
+def test_definitions_that_nothing_uses_cost_nothing() -> None:
+    check_schema({"type": "object", "$defs": {"a": fields(5000, bounds_differ)}})
+
+
+def test_references_in_a_circle_are_counted_once() -> None:
+    node = {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}
+    check_schema({"$defs": {"a": {"allOf": [node, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"})
+
+
+def test_equal_values_become_one_definition() -> None:
+    plain = {"type": "string", "format": "date"}
+    schema = {
+        "$defs": {"mine": {"type": "null"}},
+        "type": "object",
+        "properties": {
+            "a": plain | {"title": "A"}, "b": {"type": "array", "items": dict(plain)}, "c": dict(plain),
+            "once": {"type": "string", "pattern": "x"}, "text": {"type": "string"},
+        },
+    }  # fmt: skip
+    before = json.dumps(schema)
+    found = shared(schema)
+    assert json.dumps(schema) == before, "it is the request's"
+    reference = {"$ref": "#/$defs/shared-0"}
+    assert found["$defs"] == {"shared-0": plain, "mine": {"type": "null"}}
+    properties = found["properties"]
+    assert (properties["a"], properties["b"]["items"], properties["c"]) == (reference,) * 3
+    assert properties["once"] == schema["properties"]["once"]
+    check_form(msgspec.json.encode({"json": schema}))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"$defs": {"shared-0": {}}}, {"$defs": []}, {"properties": {"x": {"$id": "http://x/y"}}}],
+)
+def test_nothing_is_shared_where_a_reference_would_be_anothers(extra: dict) -> None:
+    two = [{"type": "object", "properties": {"a": {"type": "string", "format": "date"}}}] * 2
+    schema = {"anyOf": two} | extra
+    assert shared(schema) is schema
