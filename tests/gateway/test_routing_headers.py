@@ -95,6 +95,7 @@ def test_all_that_is_known() -> None:
         downgrade="slo",
         route="complexity=0.31 (code .20)",
         queue_ns=12_400_000,
+        migrated="exact",
     )
     assert dict(served.headers()) == {
         b"x-penstock-model": b"klein/%C3%A4",
@@ -102,6 +103,7 @@ def test_all_that_is_known() -> None:
         b"x-penstock-downgrade": b"slo",
         b"x-penstock-route": b"complexity=0.31 (code .20)",
         b"x-penstock-queue-ms": b"12",
+        b"x-penstock-migrated": b"exact",
     }
     assert json.loads(served.facts()) == {
         "model": "klein/ä",
@@ -109,7 +111,27 @@ def test_all_that_is_known() -> None:
         "downgrade": "slo",
         "route": "complexity=0.31 (code .20)",
         "queue_ms": 12,
+        "migrated": "exact",
     }
+
+
+@pytest.mark.parametrize(
+    ("starts", "migrated"),
+    [
+        (("",), ""),
+        (("", ""), "exact"),
+        (("", "", ""), "exact"),
+        (("approximate",), ""),
+        (("approximate", ""), "approximate"),
+        (("approximate", "none"), "approximate"),
+        (("approximate", "", ""), "approximate"),
+    ],
+)
+def test_a_continuation_is_exact_between_workers_of_ours_only(starts: tuple[str, ...], migrated: str) -> None:
+    served = Served(model="m", requested="m")
+    for number, migration in enumerate(starts):
+        served.started(migration, continues=number > 0)
+    assert (served.migrated, served.migration) == (migrated, starts[-1])
 
 
 # --- auto -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ chunk.
     x-penstock-route: complexity=0.31 (code .20, question .11)      how `model: "auto"` was decided
     x-penstock-queue-ms: 12                     how long it waited here for a worker
     x-penstock-migration: approximate           or none: where its worker is no one of ours (docs/failures.md)
+    x-penstock-migrated: exact                  or approximate: another worker continued it, and how
 """
 
 import enum
@@ -47,6 +48,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     downgrade: str = ""
     route: str = ""
     queue_ms: int | None = None
+    migrated: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +67,8 @@ class Served:
     queue_ns: int | None = None
     """From its arrival to its (last) start on a worker; None before."""
     migration: str = ""  # "approximate" or "none", where its worker cannot promise the same tokens.
+    migrated: str = ""
+    """How another worker continued it after its own was lost: "exact" or "approximate"; empty: none did."""
 
     def headers(self) -> Headers:
         """The response's headers, as far as the facts are known."""
@@ -75,6 +79,7 @@ class Served:
             (b"x-penstock-route", self.route.encode()),
             (b"x-penstock-queue-ms", b"" if self.queue_ns is None else b"%d" % self._queue_ms()),
             (b"x-penstock-migration", self.migration.encode()),
+            (b"x-penstock-migrated", self.migrated.encode()),
         )
         return tuple(header for header in found if header[1])
 
@@ -87,8 +92,16 @@ class Served:
                 downgrade=self.downgrade or "",
                 route=self.route,
                 queue_ms=self._queue_ms() if self.queue_ns is not None else None,
+                migrated=self.migrated,
             )
         )
+
+    def started(self, migration: str, *, continues: bool) -> None:
+        """It starts at a worker with this `migration`, or continues there what another one began."""
+        if continues:
+            is_exact = not (self.migration or migration or self.migrated == "approximate")
+            self.migrated = "exact" if is_exact else "approximate"
+        self.migration = migration
 
     def _queue_ms(self) -> int:
         return round((self.queue_ns or 0) / NS_PER_MS)
