@@ -69,10 +69,11 @@ check:  ## format, lint and type check
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyright
 
-format:  ## rewrite the sources in the house format
+format:  ## rewrite the sources in the house format, and the page of the configuration keys
 	@$(DEV)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+	@$(BIN)/python scripts/config_page.py
 
 bench:  ## TTFT, TPOT and throughput of the demo model at concurrency 1, 8, 32, and the relay's CPU per chunk
 	@$(DEV)

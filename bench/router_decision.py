@@ -17,9 +17,9 @@ from time import process_time_ns
 
 from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys
 from penstock.kv.index.block_names import Stored
-from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prefix_index import Tier
+from penstock.kv.index.worker_cache_view import KVIndexLimits
 from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.placement_terms import PlacementTerms

@@ -20,8 +20,8 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import PlacementConfig, RoutingConfig
 from penstock.config.tree import Config
 from penstock.kv.hashing import BlockHasher, PromptKeys, own_keys
-from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.worker_cache_view import KVIndexLimits
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, LeastLoaded, Placement, WorkerCapacity
 from penstock.policy.queueing.terms import QueueTerms

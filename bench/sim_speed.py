@@ -44,7 +44,7 @@ PROMPT, OUTPUT, LOAD = 1000, 200, 0.7
 ROUNDS, LOOKS, LOOK_EVERY, HEAP_EVENTS = 3, 16, 2000, 40_000
 PARTS = {
     "schedule/step_time": "model of step times", "schedule/prefill_budget": "model of step times",
-    "schedule/overrun": "model of step times", "schedule/fast_forward": "decode fast-forward",
+    "schedule/fast_forward": "decode fast-forward",
     "sim/world/worker": "simulated worker,"
     " events, messages",
     "sim/world/events": "simulated worker, events, messages", "sim/world/world": "simulated worker, events, "

@@ -39,7 +39,16 @@ ENGINES = {
 _TABLE = re.compile(r"^\|.*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
 OF_VALUES = {"response_format": Capability.JSON_SCHEMA, "tool_choice": Capability.FORCED_TOOLS}
 """Parameters of which one value needs a capability and another none."""
-ALWAYS_HERE = {"model", "stream", "stream_options", "n", "seed", "max_tokens", "max_completion_tokens"}
+ALWAYS_HERE = {
+    "model",
+    "stream",
+    "stream_options",
+    "n",
+    "seed",
+    "max_tokens",
+    "max_completion_tokens",
+    "priority",
+}
 """Honoured by this server itself, whoever computes."""
 HERE = {
     "chat": ALWAYS_HERE,
@@ -89,7 +98,8 @@ NOTES = {
     "continue_final_message": "the answer continues the last message",
     "add_generation_prompt": "`false`: the template does not begin the answer",
     "prompt_logprobs": "vLLM's, up to 20 alternatives; not in streams",
-    "priority": "the tenant's band sets it",
+    "priority": "vLLM's: orders the requests of one tenant while they wait here, smaller first; "
+    "never before another tenant's",
     "cache_salt": "made from the tenant",
     "request_id": "the answer's `x-request-id` has ours",
     "functions": "use `tools`",

@@ -228,7 +228,7 @@ RETIRED: dict[str, str] = {
     "backends.stale_s": "fixed at 10",
     "backends.metrics_bytes_max": "fixed at 8 MiB",
     "health.heartbeat.*": _HEARTBEAT,
-    "health.breaker.*": "constants of the breakers now (penstock/policy/resilience/breaker.py)",
+    "health.breaker.*": "constants of the breakers now (penstock/policy/resilience/worker_state.py)",
     "health.panic_above": "a constant now: never more than half of a model's workers are left alone",
     "health.retry.*": "constants of the retry budget now (penstock/policy/resilience/health.py)",
     "health.quarantine.*": _QUARANTINE,

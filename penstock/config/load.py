@@ -16,8 +16,7 @@ import msgspec
 import yaml
 
 from penstock.config.branch import Branch
-from penstock.config.keys import checked, explained
-from penstock.config.retired import SECTIONS
+from penstock.config.keys import SECTIONS, checked, explained
 from penstock.config.tenancy import key_problem
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
@@ -190,7 +189,8 @@ def _item_lines(item: Branch, indent: str, notes: Notes) -> Iterator[str]:
 
 
 def _scalar(value: object) -> str:
-    plain = list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
+    plain: object = msgspec.to_builtins(value)
+    plain = list(cast(tuple[object, ...], plain)) if isinstance(plain, tuple) else plain
     text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 

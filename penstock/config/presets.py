@@ -5,8 +5,10 @@ Nothing is read from the directory; whether it can be served is the engine's to 
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from penstock.config.checkpoints import check_is_model, refuse_file
 from penstock.config.tree import ModelConfig
@@ -101,3 +103,23 @@ def _from_hub(hub_id: str) -> Path:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"{hub_id}: no such directory, and the hub does not give it: {reason}") from error
+
+
+# What of the models a running server takes from a new configuration: who computes them, and nothing else.
+
+MEMBERS = ("replicas", "workers", "discover")
+"""Fields of a model that say who its workers are."""
+
+
+def with_members(running: Sequence[ModelConfig], new: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
+    """The running models, each with the workers that `new` gives the model of its name.
+
+    Models that come or go, and all other settings, wait for a restart.
+    """
+    by_name = {served_name(model): model for model in new}
+
+    def member(model: ModelConfig) -> ModelConfig:
+        wanted = by_name.get(served_name(model), model)
+        return replace(model, **{name: getattr(wanted, name) for name in MEMBERS})
+
+    return tuple(member(model) for model in running)

@@ -1,7 +1,7 @@
 """Every setting there is, its default and its bound.
 
 A config file is this tree in YAML. Fields are documented where they stand because `--print-config`, the docs
-page and the error for a wrong key are all made from these files (`SECTIONS` in retired.py). A bound that no
+page and the error for a wrong key are all made from these files (`SECTIONS` in keys.py). A bound that no
 operator has a reason to move is a constant beside its code.
 """
 
@@ -98,8 +98,8 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     and the more wait the more they get (schedule/prefill_budget.py)."""
     tpot_target_ms: Annotated[float, Meta(ge=0)] | None = None
     """Milliseconds per output token that running answers are promised in the mean: requests that would make
-    steps longer wait, and prompts take what is left (schedule/row_bound.py). Never less than 2.5 times the
-    step of a lone request, so that a slow machine still runs batches. 0 promises nothing; null is
+    steps longer wait, and prompts take what is left (schedule/prefill_budget.py). Never less than 2.5 times
+    the step of a lone request, so that a slow machine still runs batches. 0 promises nothing; null is
     `admission.tpot_target_ms`, and 50 for a worker that stands alone. Classes with a target of their own
     (`itl_target_ms`) are promised that."""
     prefix_cache: bool = True

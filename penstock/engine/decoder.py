@@ -22,11 +22,10 @@ from torch import Tensor
 
 from penstock.engine.attention.base import Attention
 from penstock.engine.kernels import Kernels, Norm
-from penstock.engine.layers.embedding import Embedding, ScaledEmbedding
 from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.mlp import DenseMlp, Mlp, MoeMlp, MoeScratch
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
-from penstock.engine.layers.softcap import soft_cap_
+from penstock.engine.layers.rowwise import Embedding, ScaledEmbedding, soft_cap_
 from penstock.models.spec import DecoderSpec
 
 

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from penstock.engine.adjustments import Adjustments, Edits
+from penstock.engine.adjustments import Adjustments, Edits, Masks
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.attention.tiles import token_rows
-from penstock.engine.masks import Masks
 from penstock.engine.scoring import ScoredChunk
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import BLOCK_TOKENS

@@ -26,13 +26,19 @@ from penstock.engine.host_store import HostStore, host_store
 from penstock.engine.inputs import RowTables
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
-from penstock.engine.memory import free_memory_bytes, plan_host_blocks, plan_kv
+from penstock.engine.memory import (
+    blocks_of,
+    free_memory_bytes,
+    largest_step,
+    plan_host_blocks,
+    plan_kv,
+    scoring_step,
+)
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 from penstock.engine.native.sampler import NativeSampler
 from penstock.engine.sampler import Sampler, SampleRows, TokenSampler, results
 from penstock.engine.scoring import score_chunks
 from penstock.engine.wiring import StepModel, choose_computing, wire_model
-from penstock.engine.worst_case import blocks_of, largest_step, scoring_step
 from penstock.models.registry import read_spec
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.limits import BatchLimits, resolve_max_running

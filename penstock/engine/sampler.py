@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.engine.adjustments import Masks
 from penstock.engine.arrays import Int64Array, as_tensor, int_list
 from penstock.engine.inputs import RowTables
-from penstock.engine.masks import Masks
 from penstock.engine.scoring import NOT_NUMBERS, logprobs_of
 from penstock.schedule.plan import Forced, Sampled
 

@@ -30,9 +30,8 @@ from penstock.errors import ConfigError
 from penstock.fleet.registry import Registry, Worker
 from penstock.kv.events import KVEventBatch
 from penstock.kv.index.block_names import events_of_engine
-from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality, LocalityStatistics
-from penstock.kv.index.worker_cache_view import StreamState, WorkerCacheView
+from penstock.kv.index.worker_cache_view import KVIndexLimits, StreamState, WorkerCacheView
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId

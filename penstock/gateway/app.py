@@ -32,15 +32,15 @@ from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.http.errors import error_response
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import HttpServer, tick_s
-from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
+from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.peers import FairCounters, GatewayPeers
-from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
+from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS
 from penstock.rng import IdSource, fresh_key
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.log import AccessLine, Log

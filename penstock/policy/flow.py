@@ -152,6 +152,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Memory that it holds while it waits: its body and its prompt tokens."""
     max_wait_ns: int = 0
     """Longest wait in the queue; 0 is the band's own."""
+    priority: int = 0
+    """Among the requests of its tenant in its band: smaller goes earlier."""
     first_token_ns: int = 0
     """The longest that the client waits for its first token, from now: for admission, and for bands in order
     of deadlines; 0 says nothing."""

@@ -24,6 +24,8 @@ Count = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 NumTop = Annotated[int, Meta(ge=0)]
 """Alternatives to show beside a token."""
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+"""Smaller goes earlier."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 SEED_MAX = 2**63 - 1

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from penstock.errors import Unsupported
-from penstock.protocol.openai import ChatRequest, CompletionRequest, NumTop, TokenId
+from penstock.protocol.openai import ChatRequest, CompletionRequest, NumTop, Priority, TokenId
 from penstock.types import Capability
 
 
@@ -95,7 +95,7 @@ _SHARED = (
     refused("spaces_between_special_tokens", True),
     Parameter("return_token_ids", Fate.NEEDS, (False,), Capability.TOKEN_IDS, type=bool),
     refused("return_tokens_as_token_ids", False),
-    refused("priority", 0, instead=_OWN_WORDS),
+    Parameter("priority", Fate.HONOURED, type=Priority),
     refused("cache_salt", instead=_OWN_WORDS),
     refused("request_id", instead="the answer's header x-request-id has the one that this server gave it"),
     refused("kv_transfer_params"),

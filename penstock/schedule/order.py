@@ -1,7 +1,7 @@
 """Which waiting order a config asks for: chosen once, where the engine is wired."""
 
 from penstock.config.engine_settings import EngineSettings
-from penstock.schedule.class_queue import ClassQueue
+from penstock.schedule.fair_queue import ClassQueue
 from penstock.schedule.queue import AgeingQueue, FCFSQueue, WaitingQueue, aged_order
 
 _NS_PER_S = 1_000_000_000

@@ -4,7 +4,7 @@ FCFSQueue     smaller priority first, then earlier arrival: a class can starve t
 AgeingQueue   the same, but a class is only worth so many seconds of waiting: nobody starves
 FairQueue     by tenant: whoever was served least goes first (fair_queue.py)
 ClassQueue    a FairQueue for each class; a class goes first until those below have waited long enough
-              (class_queue.py)
+              (schedule/fair_queue.py)
 """
 
 from collections.abc import Callable

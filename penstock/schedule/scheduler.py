@@ -34,18 +34,16 @@ from penstock.clock import Clock
 from penstock.errors import InvalidRequest
 from penstock.kv.cache.manager import KVManager
 from penstock.schedule.batch import Batch
+from penstock.schedule.block_share import KVQuota
 from penstock.schedule.fast_forward import DecodeFastForward, Draw
-from penstock.schedule.flight import FLIGHTS_MAX, Flight
-from penstock.schedule.limits import BatchLimits
+from penstock.schedule.limits import BatchLimits, StepCap
 from penstock.schedule.plan import Forced, RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
 from penstock.schedule.planner import Planner
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import WaitingQueue
-from penstock.schedule.quota import KVQuota
 from penstock.schedule.request import Request, Status
 from penstock.schedule.statistics import Counters, SchedulerStatistics
-from penstock.schedule.step import StepBuilder
-from penstock.schedule.step_cap import StepCap
+from penstock.schedule.step import FLIGHTS_MAX, Flight, StepBuilder
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, TokenLogprob
 
 _RUNNING = Status.RUNNING

@@ -39,6 +39,6 @@ class SchedulerStatistics:
     """How often a request gave its row to another tenant's (`row_share.py`)."""
     rows_max: int
     """Requests that would run at once at most: fewer than the batch has rows where a target bounds them
-    (`row_bound.py`)."""
+    (`schedule/prefill_budget.py`)."""
     host: HostStatistics
     """The KV cache's host tier."""

@@ -2,7 +2,7 @@
 
 Templates are Jinja2 programs in the checkpoint, so they run in Jinja's sandbox with the few extras that
 Hugging Face's `apply_chat_template` gives them, and give the same text to the character. Those that are made
-of steps with a price run here (metered.py), all others in a process of their own (template_child.py). Token
+of steps with a price run here (sandbox.py), all others in a process of their own (template_child.py). Token
 ids are not made here (prompt.py), and requests are assumed to be of OpenAI's shape already.
 """
 
@@ -16,7 +16,7 @@ import jinja2
 import msgspec
 
 from penstock.errors import CheckpointError, InvalidRequest
-from penstock.text.metered import REQUEST_BYTES_MAX, MeteredTemplate, RanAway, compile_metered
+from penstock.text.sandbox import REQUEST_BYTES_MAX, MeteredTemplate, RanAway, compile_metered
 from penstock.text.template_child import ChildLimits, TemplateChild
 from penstock.text.template_tree import Unbounded
 from penstock.text.template_worker import MESSAGE_CHARS_MAX

@@ -21,8 +21,7 @@ import tokenizers
 
 from penstock.errors import InvalidRequest
 from penstock.text.chat import ChatTemplate, Message, encoded, template_values
-from penstock.text.metered import SOURCE_CHARS_MAX
-from penstock.text.sandbox import template_environment
+from penstock.text.sandbox import SOURCE_CHARS_MAX, template_environment
 from penstock.text.template_tree import texts_read
 from penstock.text.tokenizer import Tokenizer, check_unicode
 

@@ -107,7 +107,7 @@ class Unbounded(Exception):
 
 
 def rewrite(tree: nodes.Template) -> None:
-    """Put the charges of metered.py into the tree.
+    """Put the charges of sandbox.py into the tree.
 
     Raises:
         Unbounded: it has a step without a price.

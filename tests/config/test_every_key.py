@@ -1,137 +1,144 @@
-"""Every key of the configuration is described beside its declaration, in a page of docs/ and by a test.
+"""Every key of the configuration, as it is declared: described, read by the product, in docs/
+configuration.md, and decoded, refused and printed as its type says.
 
-A page names a key as `section.key`, as `key` between backticks, or in YAML; a test gives it as an argument,
-reads it as an attribute, or writes it in YAML or JSON. Both name its section or its section's class as well:
-a word that happens to be spelled like the key is not enough.
+A new key needs no line here and none in the docs: `make format` writes the page from the declaration.
 """
 
+import importlib.util
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import msgspec
 import pytest
-from msgspec import inspect
+import yaml
+from msgspec import NODEFAULT, inspect
 
-from penstock.config.load import read_notes
+from penstock.config.load import dump_config, parse_config
 from penstock.config.tree import Config
+from penstock.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 KEYS_MAX, LATER_MAX = 150, 30
 """Of the house as it was counted in docs/design/015, and of two features since, 15 each."""
-_YAML = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
-_INDENTED = re.compile(r"^ {4,}.*$", re.MULTILINE)
-_QUOTED = re.compile(r"`([^`\n]+)`")
-_PATH = re.compile(r"[a-z_][a-z0-9_.\[\]]*")
-_GIVEN = re.compile(r"(?<![\w/])([a-z_][a-z0-9_]*)\"?:(?!//)")
-_USED = re.compile(r"\b([a-z_][a-z0-9_]*)(?==[^=]|\"?: |\")|\.([a-z_][a-z0-9_]*)\b")
-"""In Python `key=`, `.key` and `"key"`; in YAML and JSON `key: ` and `"key": `."""
-_WORD = re.compile(r"[A-Za-z0-9_]+")
 
 
-@dataclass(slots=True)
-class Key:
-    """One key, and what it may be reached through."""
-
-    opens: str
-    """The class of the section that it opens; empty if it is no heading."""
-    sections: set[str] = field(default_factory=set)
-    """The keys and the classes of the sections that have it; empty: it is at the top."""
-
-
-@dataclass(slots=True, frozen=True)
-class Text:
-    """A page or a test."""
-
-    words: frozenset[str]
-    keys: frozenset[str]
-    """What it names or uses as a key."""
-
-    def has(self, name: str, key: Key) -> bool:
-        return name in self.keys and (not key.sections or not key.sections.isdisjoint(self.words))
+def _page_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("config_page", ROOT / "scripts" / "config_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["config_page"] = module
+    spec.loader.exec_module(module)
+    return module
 
 
-def sections(kind: inspect.Type) -> list[inspect.StructType]:
-    """The sections that a value of this type is or holds."""
-    if isinstance(kind, inspect.Metadata):
-        return sections(kind.type)
-    if isinstance(kind, inspect.UnionType):
-        return [found for each in kind.types for found in sections(each)]
-    if isinstance(kind, inspect.VarTupleType):
-        return sections(kind.item_type)
-    return [kind] if isinstance(kind, inspect.StructType) else []
+PAGE = _page_script()
+KEYS = {key.path: key for key in PAGE.declared_keys()}
+VALUES = {path: key for path, key in KEYS.items() if key.section is None}
+"""Without headings, which hold no value of their own."""
+SAMPLES: dict[str, object] = {
+    "models[].reasoning_marks": "<say> </say>",
+    "auth.secret": "s" * 32,
+    "auth.keys": ["k" * 32],
+    "auth.admin_keys": ["k" * 32],
+    "auth.scrape_keys": ["k" * 32],
+}
+"""Where the type alone does not say what is allowed."""
 
 
-@cache
-def declared() -> dict[tuple[str, str], Key]:
-    """By the class that declares it and its name."""
-    found: dict[tuple[str, str], Key] = {}
+def sample(kind: inspect.Type, default: object = NODEFAULT) -> Any:
+    """A value that the type allows and that is not the default."""
+    match kind:
+        case inspect.Metadata():
+            return sample(kind.type, default)
+        case inspect.UnionType():
+            return sample(
+                next(each for each in kind.types if not isinstance(each, inspect.NoneType)), default
+            )
+        case inspect.BoolType():
+            return default is False
+        case inspect.IntType() | inspect.FloatType():
+            found = [bound for bound in (kind.ge, kind.le) if bound is not None]
+            found += [kind.gt + 0.5] if kind.gt is not None else []
+            return next(each for each in [*found, 1, 2] if each != default)
+        case inspect.LiteralType():
+            return next(each for each in kind.values if each != default)
+        case inspect.EnumType():
+            return next(iter(kind.cls)).value
+        case inspect.VarTupleType():
+            return [sample(kind.item_type)]
+        case inspect.DictType():
+            return {sample(kind.key_type): sample(kind.value_type)}
+        case inspect.StructType():
+            return {field.name: sample(field.type) for field in kind.fields if field.required}
+        case _:
+            assert isinstance(kind, inspect.StrType), kind
+            return "sample" if default != "sample" else "other"
 
-    def walk(kind: inspect.StructType, heading: str) -> None:
-        for each in kind.fields:
-            owner = next(base for base in kind.cls.__mro__ if each.name in base.__annotations__)
-            below = sections(each.type)
-            opens = below[0].cls.__name__ if below else ""
-            key = found.setdefault((owner.__name__, each.encode_name), Key(opens))
-            if heading:
-                key.sections |= {heading, kind.cls.__name__}
-            for section in below:
-                walk(section, each.encode_name)
 
-    (top,) = sections(inspect.type_info(Config))
-    walk(top, "")
-    return dict(sorted(found.items()))
+def written(path: str, value: object) -> str:
+    """YAML with this value at the path, and what else the sections around it need."""
+    raw: dict[str, Any] = {}
+    at, here = raw, ""
+    *sections, name = path.split(".")
+    for step in sections:
+        here = f"{here}.{step}" if here else step
+        heading = KEYS[here.removesuffix("[]")]
+        below = sample(heading.section) if heading.section else {}
+        at[step.removesuffix("[]")] = [below] if step.endswith("[]") else below
+        at = below
+    at[name] = value
+    return yaml.safe_dump(raw)
 
 
-@cache
-def page_texts() -> list[Text]:
-    found = list[Text]()
-    for page in (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"):
-        text = page.read_text()
-        quoted = _QUOTED.findall(text)
-        named = {key for each in quoted if (path := _PATH.match(each)) for key in _WORD.findall(path.group())}
-        written = "\n".join([*_YAML.findall(text), *_INDENTED.findall(text), *quoted])
-        found.append(Text(frozenset(_WORD.findall(text)), frozenset(named.union(_GIVEN.findall(written)))))
+def at(config: Config, path: str) -> Any:
+    found: Any = config
+    for step in path.split("."):
+        found = getattr(found, step.removesuffix("[]"))
+        found = found[0] if step.endswith("[]") else found
     return found
 
 
-@cache
-def texts_of_tests() -> list[Text]:
-    paths = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
-    return [_read_test(path.read_text()) for path in paths]
+def attributes_read() -> set[str]:
+    """Names that the product reads as attributes."""
+    texts = (file.read_text() for file in (ROOT / "penstock").rglob("*.py"))
+    return {name for text in texts for name in re.findall(r"\.([a-z_]+)\b", text)}
 
 
-def _read_test(source: str) -> Text:
-    source = source.replace("\\n", "\n")
-    return Text(
-        frozenset(_WORD.findall(source)), frozenset(key for keys in _USED.findall(source) for key in keys)
-    )
+@pytest.mark.parametrize("path", VALUES)
+def test_a_key_is_decoded_and_printed(path: str) -> None:
+    key = VALUES[path]
+    value = SAMPLES.get(path, sample(key.kind, key.default))
+    config = parse_config(written(path, value))
+    found = msgspec.to_builtins(at(config, path))
+    assert ([*found] if isinstance(found, tuple) else found) == value
+    name = path.rpartition(".")[2]
+    printed = re.findall(rf"^[ -]*{name}: (.*)$", dump_config(config), re.MULTILINE)
+    assert value in [yaml.safe_load(each) for each in printed]
 
 
-@pytest.mark.parametrize(("section", "key"), declared(), ids=[".".join(names) for names in declared()])
-def test_a_key_is_in_the_docs_and_in_a_test(section: str, key: str) -> None:
-    facts = declared()[section, key]
-    assert any(page.has(key, facts) for page in page_texts()), f"no page of docs/ names {key} of {section}"
-    assert any(test.has(key, facts) for test in texts_of_tests()), f"no test uses {key} of {section}"
+@pytest.mark.parametrize("path", VALUES)
+def test_a_value_of_no_type_of_the_key_is_refused_by_its_path(path: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(path.replace("[]", "[0]"))):
+        parse_config(written(path, [[["no key takes this"]]]))
 
 
-def test_a_word_that_is_spelled_like_a_key_is_not_enough() -> None:
-    key = Key("", {"engine", "EngineConfig"})
-    assert not _read_test("engine = 1  # the port\nport = engine").has("port", key)
-    assert not _read_test("f(port=1)").has("port", key)
-    assert _read_test("EngineConfig(port=1)").has("port", key)
-    assert _read_test("'engine: {port: 1}'").has("port", key)
-    assert _read_test("config.engine.port").has("port", key)
+def test_the_product_reads_every_key() -> None:
+    read = attributes_read()
+    assert [path for path in VALUES if path.rpartition(".")[2] not in read] == []
 
 
 def test_every_key_is_described_where_it_is_declared() -> None:
     """A heading is described by its section."""
-    notes = read_notes()
-    assert [
-        names for names, key in declared().items() if not (notes.get(names) or notes.get((key.opens, "")))
-    ] == []
+    assert [path for path, key in KEYS.items() if not key.note] == []
+
+
+def test_the_page_has_every_key_as_it_is_declared() -> None:
+    assert PAGE.page() == PAGE.PAGE.read_text(), "run: make format"
 
 
 def test_the_script_counts_these_keys() -> None:
@@ -140,5 +147,5 @@ def test_the_script_counts_these_keys() -> None:
     done = subprocess.run(script, capture_output=True, text=True, check=True)
     counted = re.search(r"^Configuration keys +(\d+)$", done.stdout, re.MULTILINE)
     assert counted is not None
-    assert int(counted[1]) == sum(not key.opens for key in declared().values())
+    assert int(counted[1]) == len(VALUES)
     assert int(counted[1]) <= KEYS_MAX + LATER_MAX

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from msgspec import inspect
 
+from penstock.config.keys import RETIRED, retired
 from penstock.config.load import parse_config
-from penstock.config.retired import RETIRED, retired
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 

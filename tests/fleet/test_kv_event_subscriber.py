@@ -21,9 +21,8 @@ from penstock.fleet.kv_watch import END_OF_REPLAY, KVEventSubscriber
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import Numbered
 from penstock.kv.hashing import BlockHasher
-from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
-from penstock.kv.index.worker_cache_view import StreamState, WorkerCacheView
+from penstock.kv.index.worker_cache_view import KVIndexLimits, StreamState, WorkerCacheView
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 

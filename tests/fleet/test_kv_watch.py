@@ -20,9 +20,8 @@ from penstock.engine.kv_event_publisher import ZmqPublisher
 from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.registry import Registry
 from penstock.kv.events import Numbered
-from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
-from penstock.kv.index.worker_cache_view import UNREPORTED_MAX
+from penstock.kv.index.worker_cache_view import UNREPORTED_MAX, KVIndexLimits
 from penstock.telemetry.log import Log
 from penstock.types import RequestId, SamplingParams, WorkerId
 

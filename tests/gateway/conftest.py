@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import itertools
 import socket
 import threading
 import types
@@ -22,7 +23,7 @@ from penstock.config.flow import LimitsConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.members import Members
 from penstock.gateway.app import Gateway
-from penstock.gateway.http.wire_limits import WireLimits
+from penstock.gateway.http.terms import WireLimits
 from penstock.gateway.models.served import PublicPrefixes, ServedModel
 from penstock.policy.queueing.terms import queue_terms
 from penstock.rng import IdSource
@@ -45,6 +46,10 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+_SEEDS = itertools.count(1)
+"""Gateways of one session share a state directory, so each names its requests differently."""
 
 
 def tiny_tokenizer(words: tuple[str, ...] = ()) -> Tokenizer:
@@ -136,7 +141,7 @@ class RunningGateway:
             self.members,
             metrics=self.metrics,
             clock=self.clock,
-            ids=IdSource(seed=1),
+            ids=IdSource(seed=next(_SEEDS)),
             log=log,
             limits=self._limits,
         )

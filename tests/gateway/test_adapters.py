@@ -2,6 +2,8 @@
 served.
 """
 
+import asyncio
+
 import pytest
 from openai import NotFoundError, PermissionDeniedError
 
@@ -10,6 +12,8 @@ from penstock.clock import SystemClock
 from penstock.config.tenancy import TenantConfig
 from penstock.config.tree import Config
 from penstock.gateway.identity.tenants import TenantTable
+from penstock.policy.placement.pick import Decision
+from penstock.types import RequestId
 
 
 @pytest.fixture
@@ -30,6 +34,12 @@ def tell(running, *names: str, loaded: tuple[str, ...] = (), phase: Phase = Phas
     running.call(say)
 
 
+def decided(running, answer_id: str) -> list[Decision | None]:
+    """Which workers the request was placed at, and why."""
+    finding = running.gateway._services.kept.find(RequestId(answer_id))
+    return [entry.decision for entry in asyncio.run_coroutine_threadsafe(finding, running.loop).result(10)]
+
+
 def test_a_request_names_an_adapter_as_its_model(running, kit) -> None:
     with kit.openai_client(running) as talk:
         answer = talk.chat.completions.create(model="tone", messages=kit.chat()["messages"], max_tokens=2)
@@ -38,7 +48,7 @@ def test_a_request_names_an_adapter_as_its_model(running, kit) -> None:
     assert answer.model == "tone"
     assert running.requests[0].adapter == "tone"
     assert cards == {"tiny": None, "brief": "tiny", "tone": "tiny"}
-    (decision,) = running.gateway._services.explained.of(answer.id)
+    (decision,) = decided(running, answer.id)
     assert decision.request.needs_adapter
 
 
@@ -58,7 +68,7 @@ def test_placements_know_what_is_served_and_what_is_loaded_and_the_fleet_shows_i
     with kit.openai_client(running) as talk:
         for name, is_loaded in (("tone", True), ("brief", False)):
             answer = talk.completions.create(model=name, prompt="x", max_tokens=1)
-            (decision,) = running.gateway._services.explained.of(answer.id)
+            (decision,) = decided(running, answer.id)
             assert [each.has_adapter for each in decision.candidates] == [is_loaded]
     shown = kit.Raw(running)
     shown.send(kit.get("/admin/workers", f"Authorization: Bearer {kit.KEY}"))

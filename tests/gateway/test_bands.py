@@ -40,7 +40,14 @@ class Crowd:
         self._tenant_of: list[str] = []
 
     def ask(
-        self, tenant: str, num: int = 1, *, prompt_tokens: int = 3, max_tokens: int = 1000, headers=()
+        self,
+        tenant: str,
+        num: int = 1,
+        *,
+        prompt_tokens: int = 3,
+        max_tokens: int = 1000,
+        headers=(),
+        **asked,
     ) -> list[int]:
         """Requests that are accepted one after the other; their seeds."""
         seeds = []
@@ -51,7 +58,7 @@ class Crowd:
                 "prompt": f"{seed:03}".ljust(prompt_tokens, "x"),
                 "max_tokens": max_tokens,
                 "seed": seed,
-            }
+            } | asked
             self._sockets.append(self._kit.Raw(self.running))
             data = self._kit.post("/v1/completions", body, *headers, key=self._keys[tenant])
             accepted = self.running.gateway.num_accepted
@@ -82,6 +89,11 @@ class Crowd:
             self.step()
             self.wait_started(started + 1)
         return [self._tenant_of[seed] for seed in self.script.started[before:]]
+
+    def drained(self, num: int) -> list[int]:
+        """The same, as seeds."""
+        self.drain(num)
+        return self.script.started[-num:]
 
     def step(self) -> None:
         self.running.call(self.running.backend._step)
@@ -191,3 +203,15 @@ def test_who_comes_back_has_earned_nothing_by_idling(crowd) -> None:
     assert made.drain(4) == ["busy"] * 4
     made.ask("idle", 4, max_tokens=1)
     assert made.drain(6).count("idle") == 3
+
+
+def test_priority_orders_a_tenants_own_requests_and_no_others(crowd) -> None:
+    made = one_slot(crowd, TenantConfig(id="a"), TenantConfig(id="b"))
+    usual = made.ask("a", 2, max_tokens=1)
+    others = made.ask("b", 2, max_tokens=1)
+    first = made.ask("a", max_tokens=1, priority=-100)
+    last = made.ask("a", max_tokens=1, priority=7)
+    order = made.drained(6)
+    assert [seed for seed in order if seed not in others] == [*first, *usual, *last]
+    assert order[0] in others, "b's has waited longer"
+    assert sum(seed in others for seed in order[:4]) == 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.backends.base import Delta, Finish
 from penstock.errors import EngineFault
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Tally
-from penstock.gateway.http.flush import RelayTerms
+from penstock.gateway.http.terms import RelayTerms
 from penstock.gateway.relay.relay import StreamReply, TextSink
 from penstock.gateway.relay.reply import Context
 from penstock.protocol.stream import ChatChunks, StreamHead

@@ -4,10 +4,9 @@ from kv_talker import KVTalker
 
 from penstock.kv.hashing import PromptKeys
 from penstock.kv.index.block_names import EngineBlockNames, Stored
-from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prefix_index import Held, Tier
-from penstock.kv.index.worker_cache_view import WorkerCacheView
+from penstock.kv.index.worker_cache_view import KVIndexLimits, WorkerCacheView
 from penstock.types import WorkerId
 
 A, B, C = (WorkerId(name) for name in "abc")

@@ -10,12 +10,12 @@ from kv_talker import KVTalker
 
 from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys, namespace_of
 from penstock.kv.index.block_names import Cleared, EngineBlockNames, ExternalBlockNames, Stored
-from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.prefix_index import Held, PrefixIndex, Tier
 from penstock.kv.index.worker_cache_view import (
     TABLE,
     UNREADABLE_MAX,
     UNREPORTED_MAX,
+    KVIndexLimits,
     StreamInput,
     StreamState,
     WorkerCacheView,

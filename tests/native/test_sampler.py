@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.masks import Masks
+from penstock.engine.adjustments import Masks
 from penstock.engine.native.sampler import NativeSampler
 from penstock.engine.sampler import Sampler, SampleRows
 

@@ -6,7 +6,7 @@ from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import AttemptTimeout, Evicted, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
 from penstock.policy.answers import FallBack, GiveUp, Requeued, Start
-from penstock.policy.estimates.attempt_times import FIRST_MIN_NS, SAMPLES_MIN, FirstTokens
+from penstock.policy.extras.attempt_clock import FIRST_MIN_NS, SAMPLES_MIN, FirstTokens
 from penstock.policy.extras.hedging import Hedges, HedgeTerms
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.policy.resilience.breaker import Breaker, BreakerState, BreakerTerms
+from penstock.policy.resilience.worker_state import Breaker, BreakerState, BreakerTerms
 
 S, MS = NS_PER_S, NS_PER_MS
 CONFIG = BreakerTerms(jitter=0.0)

@@ -194,6 +194,23 @@ def test_earliest_deadline_first_within_a_tenant() -> None:
     assert taken(queue) == ["soon", "late", "none"]
 
 
+def test_priorities_order_one_tenants_requests_and_are_nothing_to_others() -> None:
+    queue = FairQueue(QueueTerms())
+    pushed(queue, work("a-last", priority=5), work("a-usual"), work("b0", "b"), work("b1", "b"))
+    pushed(queue, *(work(f"a-first{i}", priority=-(2**31), arrived_ns=1) for i in range(2)))
+    assert taken(queue) == ["b0", "a-first0", "b1", "a-first1", "a-usual", "a-last"]
+
+
+def test_a_request_of_priority_that_is_tried_again_goes_first_again() -> None:
+    queue = FairQueue(QueueTerms())
+    first = work("first", priority=-1, arrived_ns=9)
+    pushed(queue, work("usual"), first)
+    assert taken(queue, limit=1) == ["first"]
+    queue.requeue(7, first)
+    queue.bands[0].check_invariants()
+    assert taken(queue) == ["first", "usual"]
+
+
 # --- between bands --------------------------------------------------------------------------------
 
 BANDS = (
@@ -397,6 +414,7 @@ def random_job(random: Random) -> Work:
         prompt_tokens=random.randint(1, scale),
         cached_tokens=random.randint(0, scale),
         output_tokens=random.randint(0, scale),
+        priority=random.choice([0, 0, 0, -9, 9]),
     )
 
 
@@ -485,11 +503,13 @@ class Queueing(RuleBasedStateMachine):
         prompt=st.integers(1, 50),
         deadline=st.integers(0, 9),
         blocks=st.sampled_from([0, 0, 0, 0, 4, 9]),
+        priority=st.integers(-1, 1),
     )
-    def push(self, tenant, band, num_bytes, streams, prompt, deadline, blocks) -> None:
+    def push(self, tenant, band, num_bytes, streams, prompt, deadline, blocks, priority) -> None:
         new = work(
             tenant=tenant, band=band, num_bytes=num_bytes, streams=streams, prompt_tokens=prompt,
             arrived_ns=self.now_ns, deadline_ns=deadline * S, blocks=blocks,
+            priority=priority,
         )  # fmt: skip
         before = len(self.queue)
         answer = self.queue.push(self.now_ns, new)

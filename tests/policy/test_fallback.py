@@ -10,7 +10,8 @@ from penstock.policy.answers import FallBack, Queued, Requeued, Start
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.fallback import ASKED_MAX, Fallbacks
-from penstock.policy.lifecycle.policies import Accounts, Policies
+from penstock.policy.lifecycle.policies import Policies
+from penstock.policy.lifecycle.transitions import Accounts
 from penstock.policy.queueing.capacity import LeastLoaded, WorkerView
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import QueueTerms

@@ -3,8 +3,8 @@ import pytest
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.fleet import HealthConfig
 from penstock.errors import EngineFault, InvalidRequest, Overloaded, PenstockError, WorkerUnavailable
-from penstock.policy.resilience.breaker import BreakerState
 from penstock.policy.resilience.health import FleetHealth
+from penstock.policy.resilience.worker_state import BreakerState
 from penstock.types import WorkerId
 
 S, MS = NS_PER_S, NS_PER_MS

@@ -5,13 +5,22 @@ and repeated.
 from collections.abc import Mapping
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
-from penstock.policy.placement.pick import PER_REQUEST_MAX, REASONS, DecisionLog, explain, replay
+from penstock.policy.placement.pick import (
+    PER_REQUEST_MAX,
+    REASONS,
+    Choice,
+    DecisionLog,
+    explain,
+    replay,
+    without_waits,
+)
 from penstock.policy.placement.route import Router
 from penstock.policy.placement.score import score_policy
 from penstock.policy.placement_terms import PlacementTerms
@@ -417,6 +426,18 @@ def test_the_log_is_bounded_by_requests_and_within_each() -> None:
         world.place(work("r99"))
     assert len(world.log.of(RequestId("r99"))) == PER_REQUEST_MAX
     assert world.log.of(RequestId("r0")) == ()
+
+
+def test_a_long_wait_is_one_decision() -> None:
+    world = World().workers(A)
+    world.start(work())
+    (decided,) = world.log.of(RequestId("r"))
+    decisions = [
+        msgspec.structs.replace(decided, at_ns=at_ns, choice=Choice(0, reason))
+        for at_ns, reason in enumerate(["none", "none", "hold", "none", "none", "only"])
+    ]
+    assert [each.at_ns for each in without_waits(decisions)] == [1, 2, 4, 5]
+    assert list(without_waits([])) == []
 
 
 def test_the_weighted_policy_prefers_match_and_room_for_urgent_bands() -> None:

@@ -6,8 +6,7 @@ from scheduled_engine import ScheduledEngine
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import Overloaded
 from penstock.kv.hashing import token_array
-from penstock.schedule.class_queue import ClassQueue
-from penstock.schedule.fair_queue import FairWaitingQueue
+from penstock.schedule.fair_queue import ClassQueue, FairWaitingQueue
 from penstock.schedule.order import waiting_queue
 from penstock.schedule.queue import AgeingQueue, FCFSQueue, aged_order, by_class
 from penstock.schedule.request import Request

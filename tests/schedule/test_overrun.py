@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.rng import stream
-from penstock.schedule.overrun import USUAL, WORST, Overrun
+from penstock.schedule.step_time import USUAL, WORST, Overrun
 
 
 def after(*ratios: float) -> float:

@@ -9,11 +9,10 @@ from penstock.errors import KVQuotaExceeded
 from penstock.kv.cache.block_pool import BlockPool
 from penstock.kv.cache.prefix_cache import BlockTable
 from penstock.kv.hashing import BlockHash, token_array
-from penstock.schedule.class_queue import ClassQueue
+from penstock.schedule.block_share import PRIOR_TOKENS, RISE, AdmissionReserve, OutputEstimate, VictimChoice
+from penstock.schedule.fair_queue import ClassQueue
 from penstock.schedule.queue import FCFSQueue, by_class
 from penstock.schedule.request import Request
-from penstock.schedule.reserve import PRIOR_TOKENS, RISE, AdmissionReserve, OutputEstimate
-from penstock.schedule.victim import VictimChoice
 from penstock.types import RequestId, SamplingParams
 
 

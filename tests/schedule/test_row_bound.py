@@ -9,8 +9,7 @@ from scheduled_engine import ScheduledEngine
 
 from penstock.clock import NS_PER_MS
 from penstock.schedule.plan import StepPlan
-from penstock.schedule.prefill_budget import LatencyTargets
-from penstock.schedule.row_bound import UNTRUSTED_ROWS
+from penstock.schedule.prefill_budget import UNTRUSTED_ROWS, LatencyTargets
 from penstock.schedule.step_time import StepCost, StepLoad
 
 LAW = StepCost(fixed_ns=6_000_000, token_ns=100_000, sequence_ns=900_000, kv_read_ns=100, pair_ns=0)

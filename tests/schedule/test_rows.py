@@ -1,8 +1,8 @@
 import pytest
 
 from penstock.kv.hashing import token_array
+from penstock.schedule.batch import RowTable
 from penstock.schedule.request import Request
-from penstock.schedule.rows import RowTable
 from penstock.types import RequestId, SamplingParams
 
 

@@ -14,7 +14,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.record import Outcome
-from penstock.policy.resilience.breaker import BreakerState
+from penstock.policy.resilience.worker_state import BreakerState
 from penstock.sim.checks.checks import Checks
 from penstock.sim.world.faults import Chaos, Fault, FaultKind
 from penstock.sim.world.gateway import SimGateway

@@ -13,8 +13,14 @@ from penstock.clock import ManualClock
 from penstock.config.presets import resolve
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.text.chat import ChatTemplate
-from penstock.text.metered import ALLOWANCE, ALLOWANCE_PER_BYTE, REQUEST_BYTES_MAX, RanAway, measure
-from penstock.text.sandbox import template_environment
+from penstock.text.sandbox import (
+    ALLOWANCE,
+    ALLOWANCE_PER_BYTE,
+    REQUEST_BYTES_MAX,
+    RanAway,
+    measure,
+    template_environment,
+)
 from penstock.text.template_child import ChildLimits
 
 CLOCK = ManualClock()

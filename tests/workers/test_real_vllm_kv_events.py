@@ -18,9 +18,8 @@ from penstock.clock import SystemClock
 from penstock.config.tree import LogConfig
 from penstock.fleet.kv_watch import KVEventSubscriber
 from penstock.kv.hashing import PromptKeys
-from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.locality import KVLocality
-from penstock.kv.index.worker_cache_view import StreamState
+from penstock.kv.index.worker_cache_view import KVIndexLimits, StreamState
 from penstock.rng import fresh_seed
 from penstock.telemetry.log import Log
 from penstock.text.tokenizer import Tokenizer

@@ -27,7 +27,7 @@ from penstock.cli.flags import Commands, Help, default_port, number
 from penstock.config.checkpoints import check_loads
 from penstock.config.presets import DEMO_MODELS, REPOSITORY, resolve
 from penstock.errors import CheckpointError, ConfigError, OperatorError
-from penstock.gateway.http.wire_limits import WIRE_LIMITS
+from penstock.gateway.http.terms import WIRE_LIMITS
 from penstock.models.registry import read_spec
 from penstock.text.tokenizer import Tokenizer
 

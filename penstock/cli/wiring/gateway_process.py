@@ -23,7 +23,7 @@ from penstock.cli.wiring.fleet_log import FleetLog
 from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, wait_for_attached
 from penstock.clock import SystemClock
 from penstock.config.fleet import WorkerConfig
-from penstock.config.reload import with_members
+from penstock.config.presets import with_members
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.members import Attached, DesiredWorker, Members

@@ -37,7 +37,7 @@ from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config
 from penstock.errors import PenstockError
 from penstock.fleet.launchers.process import Spares
-from penstock.gateway.http.wire_limits import WIRE_LIMITS
+from penstock.gateway.http.terms import WIRE_LIMITS
 from penstock.telemetry.log import Log
 
 QUESTION = "What is Penstock?"

@@ -29,7 +29,7 @@ from penstock.clock import Clock
 from penstock.config.engine_settings import promised, with_quota
 from penstock.config.fleet import FleetConfig
 from penstock.config.machine import state_directory
-from penstock.config.reload import with_members
+from penstock.config.presets import with_members
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
 from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerStopped

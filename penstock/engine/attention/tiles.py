@@ -15,8 +15,8 @@ from torch import Tensor
 
 from penstock.engine.attention.base import AttentionBatch, Int32Array
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.row_tiles import RowTiles, agreeing_rows, cancelling
-from penstock.engine.layers.softcap import soft_cap_
+from penstock.engine.layers.linear import RowTiles, agreeing_rows, cancelling
+from penstock.engine.layers.rowwise import soft_cap_
 from penstock.models.spec import AttentionSpec
 from penstock.types import BLOCK_TOKENS
 
@@ -71,7 +71,7 @@ def query_tiles(num_kv_heads: int, head_dim: int, dtype: torch.dtype, _num_threa
     of_keys = _agreeing(samples, keys, num_kv_heads, lambda kv: kv.transpose(-1, -2))
     samples, values = cancelling(TILE_TOKENS, head_dim, dtype)
     of_values = _agreeing(samples, values.t(), num_kv_heads, lambda kv: kv)
-    # Single rows have no company; see row_tiles.
+    # Single rows have no company; see layers/linear.py.
     return RowTiles(tuple(sorted(of_keys & of_values)) or (1,))
 
 

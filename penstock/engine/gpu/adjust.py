@@ -12,10 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.adjustments import Adjustments
-from penstock.engine.gpu.staging import Staging
+from penstock.engine.adjustments import Adjustments, Masks
+from penstock.engine.gpu.platform import Staging
 from penstock.engine.gpu.step import RowState
-from penstock.engine.masks import Masks
 
 Int32Array = npt.NDArray[np.int32]
 _ROWS_AT_ONCE = 32

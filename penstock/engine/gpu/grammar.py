@@ -14,14 +14,14 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from penstock.engine.adjustments import Masks
 from penstock.engine.arrays import as_tensor, int_list
+from penstock.engine.gpu.platform import Staging
 from penstock.engine.gpu.results import DeviceFlight
 from penstock.engine.gpu.rows import HostStep
-from penstock.engine.gpu.staging import Staging
 from penstock.engine.gpu.step import RowState
 from penstock.engine.grammar.compiler import GrammarTokens
 from penstock.engine.grammar.rows import GrammarRows
-from penstock.engine.masks import Masks
 from penstock.schedule.plan import Forced, StepPlan
 
 _THREADS = 2

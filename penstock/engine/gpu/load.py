@@ -27,8 +27,14 @@ from penstock.engine.gpu.worklist import WorkListLimits
 from penstock.engine.host_store import host_store
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
-from penstock.engine.memory import KVBudget, free_memory_bytes, plan_host_blocks, plan_kv
-from penstock.engine.worst_case import blocks_of, largest_step
+from penstock.engine.memory import (
+    KVBudget,
+    blocks_of,
+    free_memory_bytes,
+    largest_step,
+    plan_host_blocks,
+    plan_kv,
+)
 from penstock.errors import ConfigError
 from penstock.models.registry import read_spec
 from penstock.models.spec import DecoderSpec

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.arrays import Int64Array, float_list, int_list
-from penstock.engine.gpu.platform import Mark, Platform
+from penstock.engine.gpu.platform import Mark, Platform, Staging
 from penstock.engine.gpu.rows import HostRows, HostStep
-from penstock.engine.gpu.staging import Staging
 from penstock.engine.gpu.step import Drawn, RowState, StepBuffer, StepLimits
 from penstock.engine.scoring import NOT_NUMBERS
 from penstock.schedule.plan import SCORED_TOKENS_MAX, Forced, Sampled, Scored

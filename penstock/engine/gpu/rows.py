@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.gpu.adjust import DeviceAdjustments
-from penstock.engine.gpu.staging import Staging
+from penstock.engine.gpu.platform import Staging
 from penstock.engine.gpu.step import RowState
 from penstock.schedule.plan import NewRow, StepPlan
 

@@ -29,7 +29,7 @@ from penstock.engine.gpu.step import DeviceStep, DeviceStepInputs, Drawn, RowSta
 from penstock.engine.gpu.worklist import WorkList
 from penstock.engine.host_store import HostStore
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.worst_case import largest_step
+from penstock.engine.memory import largest_step
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import NewRow, RowWork, StepPlan, StepResult
 from penstock.types import RequestId, SamplingParams

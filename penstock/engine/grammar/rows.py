@@ -19,10 +19,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import numpy as np
 from llguidance import LLExecutor
 
+from penstock.engine.adjustments import Masks
 from penstock.engine.arrays import Int64Array
 from penstock.engine.grammar.answer import GrammarAnswer
 from penstock.engine.grammar.compiler import CompiledGrammar, GrammarTokens, eos_bits
-from penstock.engine.masks import Masks
 from penstock.schedule.plan import Forced, NewRow
 from penstock.types import RequestId
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.engine.layers.norm import RMSNorm
+from penstock.engine.layers.rowwise import RMSNorm
 from penstock.models.spec import RopeSpec
 
 

@@ -20,7 +20,7 @@ from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
-from penstock.policy.placement.pick import explain, explain_choice
+from penstock.policy.placement.pick import explain, explain_choice, without_waits
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
 from penstock.protocol.peers import ModelNumbers
 from penstock.telemetry.metrics import Metrics
@@ -83,7 +83,7 @@ class Admin:
         decisions, choice = explained.of(RequestId(name)), explained.choice_of(RequestId(name))
         if not decisions and kept is not None:
             entries = await kept.find(RequestId(name))
-            decisions = [entry.decision for entry in entries if entry.decision is not None]
+            decisions = without_waits([entry.decision for entry in entries if entry.decision is not None])
             choice = next((entry.choice for entry in entries if entry.choice is not None), choice)
         if not decisions and choice is None:
             raise NotFound(

@@ -191,6 +191,7 @@ def facts_of(
         choices=job.num_choices,
         choices_per_prompt=job.choices_per_prompt,
         num_bytes=body_bytes(job.exchange, job.body) + TOKEN_BYTES * sum(lengths),
+        priority=getattr(job.request, "priority", None) or 0,
         first_token_ns=hints.max_wait_ns,
         degrade=hints.degrade,
         needs_tools=uses_tools(job.request),

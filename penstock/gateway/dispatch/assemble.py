@@ -184,7 +184,7 @@ def make_policies(
     kept = None
     if config.ledger.enabled:
         kept = DecisionKeeper(DecisionFiles(ledger.directory / "decisions", clock), log)
-        placements.decisions.on_decision, placements.decisions.on_choice = kept.decided, kept.chose
+        placements.decisions.hand_on(kept.decided, kept.chose)
     policies = build_policies(
         config,
         facts=partial(_facts, models),

@@ -21,12 +21,12 @@ import httptools
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import ServerConfig
 from penstock.errors import ClientError, Overloaded, PenstockError, TooLarge
+from penstock.gateway.http import sockets
 from penstock.gateway.http.cors import Cors
 from penstock.gateway.http.errors import HttpFault, error_response
 from penstock.gateway.http.exchange import CONTINUE, Exchange, RequestHead, Response
-from penstock.gateway.http.flush import RelayTerms
-from penstock.gateway.http.peer import FIRST_LOOK_S, LAST_LOOK_S, PROBES_S, end_when_unacknowledged, is_gone
-from penstock.gateway.http.wire_limits import ConnectionVerdict, WireLimits, room_of
+from penstock.gateway.http.sockets import ConnectionVerdict as Verdict
+from penstock.gateway.http.terms import RelayTerms, WireLimits
 
 LINGER_S = 2
 WRITE_HIGH_WATER_BYTES = 64 * 1024
@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
         """A client is here."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not say that they are one.
         found: socket.socket | None = transport.get_extra_info("socket")
-        end_when_unacknowledged(found, self._server.terms.write_timeout_s)
+        sockets.end_when_unacknowledged(found, self._server.terms.write_timeout_s)
         peer: tuple[object, ...] | str | None = transport.get_extra_info("peername")
         self._client = str(peer[0]) if isinstance(peer, tuple) else "local"
         server = self._server
@@ -137,10 +137,10 @@ class Connection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=high)
         server.connections.add(self)
         self._wait(server.limits.keepalive_timeout_s)
-        room = ConnectionVerdict.SERVE if found is None else room_of(found.fileno())
-        if room is not ConnectionVerdict.SERVE or len(server.connections) > server.limits.connections_max:
+        room = Verdict.SERVE if found is None else sockets.room_of(found.fileno())
+        if room is not Verdict.SERVE or len(server.connections) > server.limits.connections_max:
             self._fail(_TOO_MANY, status=503)
-            if room is ConnectionVerdict.REFUSE_AT_ONCE:
+            if room is Verdict.REFUSE_AT_ONCE:
                 transport.close()
 
     def data_received(self, data: bytes) -> None:
@@ -174,7 +174,7 @@ class Connection(asyncio.Protocol):
             return False
         self._exchange.close_after()
         self._exchange.probe()
-        self._look_soon(FIRST_LOOK_S)
+        self._look_soon(sockets.FIRST_LOOK_S)
         return True
 
     def _look_soon(self, delay_s: float, waited_s: float = 0.0) -> None:
@@ -184,13 +184,13 @@ class Connection(asyncio.Protocol):
         """See whether a client that sends nothing more has left, until it has its answer."""
         if self._exchange is None:
             return
-        if is_gone(self._transport.get_extra_info("socket")):
+        if sockets.is_gone(self._transport.get_extra_info("socket")):
             self._transport.abort()
             return
         until_s = waited_s + delay_s
-        if any(waited_s < at_s <= until_s for at_s in PROBES_S):
+        if any(waited_s < at_s <= until_s for at_s in sockets.PROBES_S):
             self._exchange.probe()
-        self._look_soon(min(2 * delay_s, LAST_LOOK_S), until_s)
+        self._look_soon(min(2 * delay_s, sockets.LAST_LOOK_S), until_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""

@@ -28,7 +28,7 @@ import msgspec
 
 from penstock.clock import NS_PER_MS
 from penstock.errors import ClientError, Overloaded, WorkerUnavailable
-from penstock.gateway.http.flush import RelayTerms
+from penstock.gateway.http.terms import RelayTerms
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.requests.request import Request
 from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody

@@ -12,8 +12,7 @@ from penstock.config.tree import ServerConfig
 from penstock.errors import ConfigError
 from penstock.gateway.http.connection import Application, Connection, ServerContext
 from penstock.gateway.http.cors import Cors
-from penstock.gateway.http.flush import RelayTerms
-from penstock.gateway.http.wire_limits import WIRE_LIMITS, WireLimits
+from penstock.gateway.http.terms import WIRE_LIMITS, RelayTerms, WireLimits
 
 BACKLOG = 2048
 TICK_S_MAX = 1.0

@@ -29,8 +29,8 @@ from penstock.rng import stream
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import USED_UP, ChatTemplate
-from penstock.text.metered import RanAway
 from penstock.text.reasoning import has_begun
+from penstock.text.sandbox import RanAway
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import ModelName, SamplingParams
 

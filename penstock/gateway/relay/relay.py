@@ -1,7 +1,7 @@
 """The hot path: from a worker's output to bytes on the client's connection, as server-sent events.
 
 One sink per choice writes straight to the transport from `on_delta`, or holds text back for a moment where
-flush.py says so. There is no queue, task or timer per stream: what the client has not read is in the
+terms.py says so. There is no queue, task or timer per stream: what the client has not read is in the
 transport's buffer, whose bound is checked at every write (exchange.py). docs/design/002 has the measurements.
 
 The response's head is held back until the first output, so that a worker which fails before it is an honest

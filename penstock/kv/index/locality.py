@@ -19,9 +19,8 @@ from itertools import islice
 
 from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys
 from penstock.kv.index.block_names import BlockNames, EngineBlockNames, ExternalBlockNames
-from penstock.kv.index.limits import KVIndexLimits
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held, Match, PrefixIndex
-from penstock.kv.index.worker_cache_view import WorkerCacheView
+from penstock.kv.index.worker_cache_view import KVIndexLimits, WorkerCacheView
 from penstock.types import WorkerId
 
 _LOOKS = 4

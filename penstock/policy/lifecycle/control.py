@@ -24,8 +24,8 @@ from penstock.policy.extras.hedging import MARK, Hedging
 from penstock.policy.extras.quarantine import CrashQuarantine
 from penstock.policy.flow import Event, RequestFacts, State
 from penstock.policy.lifecycle.fallback import Fallbacks
-from penstock.policy.lifecycle.policies import Accounts, Policies
-from penstock.policy.lifecycle.transitions import Change, Transitions
+from penstock.policy.lifecycle.policies import Policies
+from penstock.policy.lifecycle.transitions import Accounts, Change, Transitions
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_queue import Full

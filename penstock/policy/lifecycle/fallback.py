@@ -23,10 +23,11 @@ from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.answers import Diverted, FallBack, Refused
 from penstock.policy.contracts import Health, Pass, RouteLoad
 from penstock.policy.flow import Event, RequestFacts, State
-from penstock.policy.lifecycle.policies import Accounts, Policies
+from penstock.policy.lifecycle.policies import Policies
+from penstock.policy.lifecycle.transitions import Accounts, Moved
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.requests.request import Holds, Request, work_of
+from penstock.policy.requests.request import Request, work_of
 from penstock.types import RequestId
 
 ASKED_MAX = 32
@@ -40,15 +41,6 @@ Look = Callable[[int, RequestFacts], Callable[[str], RouteLoad]]
 
 _WHY: Mapping[type[PenstockError], DowngradeReason] = {AttemptTimeout: "timeout", WorkerBusy: "busy"}
 """Why another model answers, by what ended the attempt; of any other error "failure"."""
-
-
-class Moved(msgspec.Struct, frozen=True, gc=False):
-    """What a request that waits becomes for another model."""
-
-    facts: RequestFacts
-    lane: ModelQueue
-    work: Work
-    holds: Holds
 
 
 class _Round(msgspec.Struct):

@@ -1,14 +1,12 @@
-"""The policies of one `FlowControl`, each by its contract; and what reserves and settles by them.
+"""The policies of one `FlowControl`, each by its contract.
 
 A policy that is left out sets no limit. Whoever wires a gateway or a simulation chooses (stack.py).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
 
 from penstock.errors import PenstockError
-from penstock.policy.answers import Refused
 from penstock.policy.contracts import (
     Admission,
     Budgets,
@@ -18,7 +16,6 @@ from penstock.policy.contracts import (
     MoneyHold,
     Pass,
     Prices,
-    Refusal,
     RouteLoad,
     TokenHold,
 )
@@ -27,7 +24,6 @@ from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.flow import SLICE_TOKENS, RequestFacts
 from penstock.policy.queueing.capacity import Placement, least_loaded
 from penstock.policy.queueing.pace import Pace
-from penstock.policy.requests.request import Holds, Request
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage, WorkerId
 
@@ -213,81 +209,3 @@ class Policies:
     """Answer tokens between two looks at the budget."""
     migrations_max: int = 3
     """Workers that one stream may lose and still go on."""
-
-
-class Accounts:
-    """Opens, grows and settles them."""
-
-    __slots__ = ("_policies",)
-
-    def __init__(self, policies: Policies) -> None:
-        self._policies = policies
-
-    def lacks(self, now_ns: int, facts: RequestFacts) -> bool:
-        """Whether the store of shared limits is asked first for what `open` would hold."""
-        return self._policies.limits.lacks(
-            now_ns,
-            facts.tenant,
-            facts.prompt_tokens,
-            self._expected(facts),
-            key=facts.key_prefix,
-            user=facts.user,
-        )
-
-    def _expected(self, facts: RequestFacts) -> int:
-        """Tokens of all choices together."""
-        lengths = self._policies.lengths
-        return facts.choices * lengths.expect(facts.tenant.id, facts.route, facts.max_tokens)
-
-    def open(self, now_ns: int, facts: RequestFacts) -> Holds | Refused:
-        """Hold what a request is expected to need, or nothing."""
-        policies, tenant = self._policies, facts.tenant
-        longest, expected = facts.max_tokens * facts.choices, self._expected(facts)
-        held = policies.limits.reserve(
-            now_ns,
-            tenant,
-            facts.prompt_tokens,
-            expected,
-            key=facts.key_prefix,
-            user=facts.user,
-            request_id=facts.id,
-        )
-        if (error := _error_of(held)) is not None:
-            return Refused(facts.id, "limits", error)
-        tokens = cast("TokenHold", held)
-        budgeted = min(policies.slice_tokens, longest)
-        price = self._price(facts.route, facts.prompt_tokens, facts.cached_tokens, budgeted)
-        reserved = policies.budgets.reserve(now_ns, tenant, price)
-        if (error := _error_of(reserved)) is not None:
-            tokens.undo(now_ns)
-            return Refused(facts.id, "budget", error)
-        money = cast("MoneyHold", reserved)
-        return Holds(tokens=tokens, money=money, expected=expected, budgeted=budgeted)
-
-    def next_slice(self, now_ns: int, request: Request, total: int) -> bool:
-        """Hold money for the slice that begins after `total` answer tokens; False: there is none left."""
-        assert total >= 0, total
-        facts = request.facts
-        longest = facts.max_tokens * facts.choices
-        request.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
-        cached = max(request.counted_cached_tokens, 0)
-        price = self._price(facts.route, facts.prompt_tokens, cached, request.budgeted)
-        return request.money.renew(now_ns, price)
-
-    def settle(self, now_ns: int, request: Request, used: Usage) -> int:
-        """It used so much; returns its price in millionths."""
-        tokens = used.prompt_tokens + used.completion_tokens
-        assert tokens >= 0, used
-        request.tokens.settle(now_ns, tokens)
-        price = self._policies.prices.cost_micros(request.facts.route, used) if tokens else 0
-        request.money.settle(now_ns, price)
-        return price
-
-    def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
-        usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
-        return self._policies.prices.cost_micros(route, usage)
-
-
-def _error_of(answer: object) -> PenstockError | None:
-    """The error of a refusal; None of anything else."""
-    return cast("Refusal", answer).error() if hasattr(answer, "error") else None

@@ -1,24 +1,34 @@
 """Carries out what the table of flow.py says: the only place where a request starts, ends or gives anything
-back.
+back. `Accounts` beside it reserves, grows and settles what is held for a request.
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
+from typing import cast
 
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.policy.answers import Abort, Start
-from penstock.policy.flow import Event, State, Step
-from penstock.policy.lifecycle.fallback import Moved
-from penstock.policy.lifecycle.policies import Accounts, Policies
+from penstock.policy.answers import Abort, Refused, Start
+from penstock.policy.contracts import MoneyHold, Refusal, TokenHold
+from penstock.policy.flow import Event, RequestFacts, State, Step
+from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.record import Outcome
 from penstock.policy.requests.endings import Settled
 from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Request, blocks_of, charge, charge_matched, count
+from penstock.policy.requests.request import Holds, Request, blocks_of, charge, charge_matched, count
 from penstock.types import RequestId, Usage
+
+
+class Moved(msgspec.Struct, frozen=True, gc=False):
+    """What a request that waits becomes for another model."""
+
+    facts: RequestFacts
+    lane: ModelQueue
+    work: Work
+    holds: Holds
 
 
 class Change(msgspec.Struct, gc=False):
@@ -35,6 +45,84 @@ class Change(msgspec.Struct, gc=False):
 _NOTHING = Change()
 Answer = Settled | Abort | Start
 """What the last step of an event answers."""
+
+
+class Accounts:
+    """What is held for requests, by the policies: tokens of limits, and money of budgets."""
+
+    __slots__ = ("_policies",)
+
+    def __init__(self, policies: Policies) -> None:
+        self._policies = policies
+
+    def lacks(self, now_ns: int, facts: RequestFacts) -> bool:
+        """Whether the store of shared limits is asked first for what `open` would hold."""
+        return self._policies.limits.lacks(
+            now_ns,
+            facts.tenant,
+            facts.prompt_tokens,
+            self._expected(facts),
+            key=facts.key_prefix,
+            user=facts.user,
+        )
+
+    def _expected(self, facts: RequestFacts) -> int:
+        """Tokens of all choices together."""
+        lengths = self._policies.lengths
+        return facts.choices * lengths.expect(facts.tenant.id, facts.route, facts.max_tokens)
+
+    def open(self, now_ns: int, facts: RequestFacts) -> Holds | Refused:
+        """Hold what a request is expected to need, or nothing."""
+        policies, tenant = self._policies, facts.tenant
+        longest, expected = facts.max_tokens * facts.choices, self._expected(facts)
+        held = policies.limits.reserve(
+            now_ns,
+            tenant,
+            facts.prompt_tokens,
+            expected,
+            key=facts.key_prefix,
+            user=facts.user,
+            request_id=facts.id,
+        )
+        if (error := _error_of(held)) is not None:
+            return Refused(facts.id, "limits", error)
+        tokens = cast("TokenHold", held)
+        budgeted = min(policies.slice_tokens, longest)
+        price = self._price(facts.route, facts.prompt_tokens, facts.cached_tokens, budgeted)
+        reserved = policies.budgets.reserve(now_ns, tenant, price)
+        if (error := _error_of(reserved)) is not None:
+            tokens.undo(now_ns)
+            return Refused(facts.id, "budget", error)
+        money = cast("MoneyHold", reserved)
+        return Holds(tokens=tokens, money=money, expected=expected, budgeted=budgeted)
+
+    def next_slice(self, now_ns: int, request: Request, total: int) -> bool:
+        """Hold money for the slice that begins after `total` answer tokens; False: there is none left."""
+        assert total >= 0, total
+        facts = request.facts
+        longest = facts.max_tokens * facts.choices
+        request.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
+        cached = max(request.counted_cached_tokens, 0)
+        price = self._price(facts.route, facts.prompt_tokens, cached, request.budgeted)
+        return request.money.renew(now_ns, price)
+
+    def settle(self, now_ns: int, request: Request, used: Usage) -> int:
+        """It used so much; returns its price in millionths."""
+        tokens = used.prompt_tokens + used.completion_tokens
+        assert tokens >= 0, used
+        request.tokens.settle(now_ns, tokens)
+        price = self._policies.prices.cost_micros(request.facts.route, used) if tokens else 0
+        request.money.settle(now_ns, price)
+        return price
+
+    def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
+        usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
+        return self._policies.prices.cost_micros(route, usage)
+
+
+def _error_of(answer: object) -> PenstockError | None:
+    """The error of a refusal; None of anything else."""
+    return cast("Refusal", answer).error() if hasattr(answer, "error") else None
 
 
 class Transitions:

@@ -12,8 +12,8 @@ Pure: the same facts and draws give the same choice.
 4. one decision in a hundred takes any that is not much worse, so that what is known of all workers stays
    fresh
 
-`DecisionLog` has the last decisions, by request: `GET /admin/explain/{request_id}` answers from it. It is
-bounded, and knows no transport.
+`DecisionLog` has the last decisions, by request: `GET /admin/explain/{request_id}` answers from it where no
+files keep them (telemetry/decision_files.py). It is bounded, and knows no transport.
 """
 
 from collections import OrderedDict
@@ -244,12 +244,27 @@ class ComplexityChoice:
         return f"complexity={self.complexity:.2f}" + (f" ({parts})" if parts else "")
 
 
+def still_waits(before: Decision, after: Decision) -> bool:
+    """Whether a request that no worker could start is where it was."""
+    return before.choice.reason == after.choice.reason == "none"
+
+
+def without_waits(decisions: Sequence[Decision]) -> Sequence[Decision]:
+    """The decisions about one request, where a long wait is one entry: its last."""
+    found = list[Decision]()
+    for decision in decisions:
+        if found and still_waits(found[-1], decision):
+            found.pop()
+        found.append(decision)
+    return found
+
+
 class DecisionLog:
     """One for all models of a gateway."""
 
     __slots__ = (
-        "_chosen", "_decided", "_kept", "_kept_max", "_log_every", "_until_log", "_write", "on_choice",
-        "on_decision",
+        "_chosen", "_decided", "_kept", "_kept_max", "_log_every", "_on_choice", "_on_decision", "_until_log",
+        "_write",
     )  # fmt: skip
 
     def __init__(
@@ -269,17 +284,23 @@ class DecisionLog:
         self._kept_max, self._decided = kept_max, decided
         self._log_every = self._until_log = log_every if write is not None else 0
         self._write = write
-        self.on_decision: Callable[[Decision], None] | None = None
-        """Hears of each decision, to keep it longer."""
-        self.on_choice: Callable[[RequestId, ComplexityChoice], None] | None = None
-        """The same for choices of a model."""
+        self._on_decision: Callable[[Decision], None] | None = None
+        self._on_choice: Callable[[RequestId, ComplexityChoice], None] | None = None
+
+    def hand_on(
+        self,
+        decided: Callable[[Decision], None],
+        chose: Callable[[RequestId, ComplexityChoice], None],
+    ) -> None:
+        """From here on `decided` takes each decision, `chose` each choice of a model: none is kept here."""
+        self._on_decision, self._on_choice, self._kept_max = decided, chose, 0
 
     def add(self, decision: Decision) -> None:
         """A decision was made."""
         if self._decided is not None:
             self._decided(decision)
-        if self.on_decision is not None:
-            self.on_decision(decision)
+        if self._on_decision is not None:
+            self._on_decision(decision)
         if self._log_every:
             self._until_log -= 1
             if self._until_log <= 0 and self._write is not None:
@@ -292,7 +313,7 @@ class DecisionLog:
             if len(self._kept) >= self._kept_max:
                 self._kept.popitem(last=False)
             self._kept[decision.request_id] = [decision]
-        elif decision.choice.reason == "none" and mine[-1].choice.reason == "none":
+        elif still_waits(mine[-1], decision):
             mine[-1] = decision  # A long wait is one entry, and does not push out the attempts before it.
         else:
             if len(mine) >= PER_REQUEST_MAX:
@@ -301,8 +322,8 @@ class DecisionLog:
 
     def chose(self, request_id: RequestId, choice: ComplexityChoice) -> None:
         """The model was chosen for a request that named none."""
-        if self.on_choice is not None:
-            self.on_choice(request_id, choice)
+        if self._on_choice is not None:
+            self._on_choice(request_id, choice)
         if self._kept_max:
             if len(self._chosen) >= self._kept_max:
                 self._chosen.popitem(last=False)

@@ -87,8 +87,10 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     aside_ns: int = 0
     queued_ns: int = 0
     expires_ns: int = 0
+    priority: int = 0
+    """What it is sorted by within its tenant: smaller goes earlier. Between tenants it counts for nothing."""
     order_ns: int = 0
-    """What it is sorted by within its tenant: arrival or deadline."""
+    """What those of one priority are sorted by: arrival or deadline."""
     charged: int = 0
     """What its tenant's counter holds for it."""
     owed: bool = False
@@ -100,6 +102,10 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     hold_for: WorkerId = WorkerId("")
     matched_tokens: int = 0
     """Of the prompt, what the placement expects in the cache of the worker that it chose."""
+
+
+Place = tuple[int, int, int, Work]
+"""Of a request in the line of its tenant: priority, arrival or deadline, number."""
 
 
 class TenantQueue(ServiceCounter):
@@ -123,7 +129,7 @@ class TenantQueue(ServiceCounter):
         self.tenant, self._waiting = tenant, waiting
         self.number = number
         """Breaks ties between equal counters: who was seen first."""
-        self.heap: list[tuple[int, int, Work]] = []
+        self.heap: list[Place] = []
         """By order; entries of requests that left stay until they surface or are too many."""
         self.num_waiting = self.num_bytes = 0
         self.num_running = 0
@@ -137,20 +143,20 @@ class TenantQueue(ServiceCounter):
         """The first that waits in line, not counting those that are set aside."""
         heap = self.heap
         while heap:
-            _, number, work = heap[0]
+            _, _, number, work = heap[0]
             if self._waiting.get(number) is work and not work.aside:  # `is_in_line`, without a call.
                 return work
             heappop(heap)
         return None
 
-    def is_in_line(self, entry: tuple[int, int, Work]) -> bool:
+    def is_in_line(self, entry: Place) -> bool:
         """Whether an entry of the heap still counts: its request may have left, and wait elsewhere by now."""
-        _, number, work = entry
+        _, _, number, work = entry
         return self._waiting.get(number) is work and not work.aside
 
     def add(self, work: Work) -> None:
         """Put in order."""
-        heappush(self.heap, (work.order_ns, work.number, work))
+        heappush(self.heap, (work.priority, work.order_ns, work.number, work))
 
     def compact(self) -> None:
         """Drop what left, when it is most of the heap: cancels cannot grow it."""
@@ -251,7 +257,7 @@ class Band:
         self.num_bytes += work.num_bytes
         self.waiting[work.number] = work
         work.waiting = True
-        if before is None or (work.order_ns, work.number) < (before.order_ns, before.number):
+        if before is not line.head():
             self._enter(line)
 
     def take(
@@ -450,5 +456,5 @@ class Band:
             assert line.num_waiting == len(own), line.tenant
             assert line.num_bytes == sum(work.num_bytes for work in own)
             in_line = {id(work) for work in own if not work.aside}
-            assert in_line == {id(entry[2]) for entry in line.heap if line.is_in_line(entry)}
+            assert in_line == {id(entry[3]) for entry in line.heap if line.is_in_line(entry)}
             assert not in_line or id(line) in entries, f"{line.tenant} waits and would not be found"

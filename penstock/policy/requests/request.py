@@ -358,7 +358,7 @@ def _fill(work: Work, facts: RequestFacts, expected: int, verdict: Pass) -> None
     assert computed >= 0, f"more of {facts.id} is cached than there is"
     work.weight = facts.tenant.weight
     work.deadline_ns = work.arrived_ns + verdict.first_token_ns if verdict.first_token_ns else 0
-    work.max_wait_ns = facts.max_wait_ns
+    work.max_wait_ns, work.priority = facts.max_wait_ns, facts.priority
     work.start_by_ns = verdict.start_by_ns
     work.num_bytes = facts.num_bytes
     work.streams = facts.choices

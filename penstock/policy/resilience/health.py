@@ -25,7 +25,7 @@ from penstock.config.branch import extended
 from penstock.config.fleet import HealthConfig
 from penstock.errors import AttemptTimeout, KeyRejected, PenstockError, WorkerBusy, WorkerError
 from penstock.policy.admit_facts import RouteTrouble
-from penstock.policy.resilience.breaker import Breaker, BreakerState, BreakerTerms, Draw
+from penstock.policy.resilience.worker_state import Breaker, BreakerState, BreakerTerms, Draw
 from penstock.types import WorkerId
 
 _UNIT = NS_PER_S

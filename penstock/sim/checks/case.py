@@ -14,8 +14,8 @@ from penstock.config.flow import QueueConfig, SharedConfig
 from penstock.config.tree import Config
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.limits.rate_limit import RateTerms
-from penstock.policy.resilience.breaker import BreakerTerms
 from penstock.policy.resilience.health import HealthTerms
+from penstock.policy.resilience.worker_state import BreakerTerms
 from penstock.policy.tenant import Tenant
 from penstock.sim.checks.checks import Checks, Recovery, Violation
 from penstock.sim.traffic.request import Segment, SimRequest

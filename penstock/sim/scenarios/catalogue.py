@@ -5,6 +5,6 @@ them larger. Importing this module registers them all.
 """
 
 from penstock.sim.scenarios import everyday, faults, overload
-from penstock.sim.scenarios.parts import SCENARIOS
+from penstock.sim.scenarios.scenario import SCENARIOS
 
 __all__ = ["SCENARIOS", "everyday", "faults", "overload"]

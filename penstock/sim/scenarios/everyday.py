@@ -5,15 +5,18 @@ from dataclasses import replace
 
 from penstock.clock import NS_PER_S
 from penstock.sim.report.figures import Objective
-from penstock.sim.scenarios.parts import (
+from penstock.sim.scenarios.scenario import (
     ANSWER,
     WORKER_RPS,
+    Finding,
     answered,
+    at_least,
     chat,
     no_failures,
+    pool,
     scenario,
+    setup,
 )
-from penstock.sim.scenarios.scenario import Finding, at_least, pool, setup
 from penstock.sim.scenarios.setup import Knobs, Played, Setup
 from penstock.sim.traffic.workload import (
     Callers,

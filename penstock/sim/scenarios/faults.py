@@ -16,15 +16,20 @@ from penstock.clock import NS_PER_S
 from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.policy.record import Outcome
 from penstock.sim.report.figures import Objective, Spread
-from penstock.sim.scenarios.parts import (
+from penstock.sim.scenarios.scenario import (
     ANSWER,
     WORKER_RPS,
+    Check,
+    Finding,
     answered,
+    at_least,
+    at_most,
     chat,
     no_failures,
+    pool,
     scenario,
+    setup,
 )
-from penstock.sim.scenarios.scenario import Check, Finding, at_least, at_most, pool, setup
 from penstock.sim.scenarios.setup import Knobs, Played, Setup
 from penstock.sim.traffic.request import SimRequest
 from penstock.sim.traffic.workload import (

@@ -13,20 +13,24 @@ from penstock.policy.record import Outcome
 from penstock.policy.tenant import Tenant
 from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.report.figures import Objective
-from penstock.sim.scenarios.parts import (
+from penstock.sim.scenarios.scenario import (
     ANSWER,
     QUESTION,
     WORKER_RPS,
+    Finding,
     answered,
+    at_least,
+    at_most,
     chat,
     finished_share,
     good_share,
     no_failures,
+    pool,
     scenario,
+    setup,
     share_good,
     ttft_p95,
 )
-from penstock.sim.scenarios.scenario import Finding, at_least, at_most, pool, setup
 from penstock.sim.scenarios.setup import Knobs, Played, Setup, with_settings
 from penstock.sim.traffic.request import RequestRecord
 from penstock.sim.traffic.workload import (

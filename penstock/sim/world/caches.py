@@ -10,9 +10,8 @@ from penstock.config.tree import Config
 from penstock.kv.events import KVEventBatch, Numbered
 from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys, own_keys
 from penstock.kv.index.block_names import events_of_engine
-from penstock.kv.index.limits import KV_INDEX_LIMITS
 from penstock.kv.index.locality import KVLocality
-from penstock.kv.index.worker_cache_view import WorkerCacheView
+from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS, WorkerCacheView
 from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.placement_terms import PlacementTerms

@@ -11,8 +11,8 @@ from torch import Tensor
 from penstock.engine.attention.base import Attention, AttentionBatch
 from penstock.engine.attention.cpu import CpuAttention
 from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.linear import RowTiles
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
-from penstock.engine.layers.row_tiles import RowTiles
 from penstock.models.spec import AttentionSpec, DecoderSpec, RopeSpec
 
 NUM_BLOCKS = 200

@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.gpu.graphs import Buckets, GraphCache, GraphLimits, StepKind, decode_sizes, powers
-from penstock.engine.gpu.platform import CpuPlatform, Graph
-from penstock.engine.gpu.staging import Staging
+from penstock.engine.gpu.platform import CpuPlatform, Graph, Staging
 
 
 def limits(**changes: int) -> GraphLimits:

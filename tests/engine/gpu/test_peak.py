@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from penstock.engine.gpu.platform import CpuPlatform
 from penstock.engine.gpu.step import StepLimits
 from penstock.engine.gpu.worklist import WorkListLimits
-from penstock.engine.memory import Share
-from penstock.engine.worst_case import blocks_of, largest_step
+from penstock.engine.memory import Share, blocks_of, largest_step
 from penstock.errors import ConfigError
 from penstock.schedule.limits import resolve_max_running
 

@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.layers.linear import torch_linear
+from penstock.engine.layers.linear import CANDIDATE_ROWS, RowTiles, agreeing_rows, cancelling, torch_linear
 from penstock.engine.layers.mlp import SiluMul
-from penstock.engine.layers.norm import RMSNorm
-from penstock.engine.layers.row_tiles import CANDIDATE_ROWS, RowTiles, agreeing_rows, cancelling
+from penstock.engine.layers.rowwise import RMSNorm
 
 ROWS = (1, 2, 3, 5, 13, 16, 17, 31, 33, 64, 100, 200)
 DTYPES = [torch.float32, torch.bfloat16]

@@ -55,10 +55,10 @@ _FINISHES = {
     "function_call": FinishReason.TOOL_CALLS,
 }
 _NOT_FORWARDED = frozenset(
-    {"n", "stream", "stream_options", "model", "max_tokens", "max_completion_tokens", "seed"}
+    {"n", "stream", "stream_options", "model", "max_tokens", "max_completion_tokens", "seed", "priority"}
 )
 
-_DONE_HERE = frozenset({"prompt", "n", "best_of", "echo", "stop", "include_stop_str_in_output"})
+_DONE_HERE = frozenset({"prompt", "n", "best_of", "echo", "stop", "include_stop_str_in_output", "priority"})
 """Of a plain completion."""
 
 

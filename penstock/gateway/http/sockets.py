@@ -1,10 +1,18 @@
-"""Whether the peer of a connection is still there.
+"""The kernel's view of connections: whether a peer is still there, and how near this process is to its bound
+on open files (`ulimit -n`).
 
 A FIN says only that nothing more will be sent. RFC 9112 lets a client shut down its sending side and wait for
 its answer, and one that has left looks the same until something is sent to it: then its kernel answers with a
 reset. Linux tells of a reset in `TCP_INFO`, also for a socket that nothing is read from any more.
+
+The number of a new file tells how near the bound is: the kernel gives out the lowest free one (POSIX), so a
+high number means that all below it are taken, by whatever: connections, workers, the ledger. A process
+without any left cannot even accept a connection to refuse it. So the last numbers are kept: a client that
+gets one of them is refused with an answer.
 """
 
+import enum
+import resource
 import socket
 import sys
 from typing import Protocol
@@ -48,3 +56,30 @@ def end_when_unacknowledged(found: socket.socket | None, timeout_s: float) -> No
         and found.family in (socket.AF_INET, socket.AF_INET6)
     ):
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
+
+
+RESERVE_MIN, RESERVE_MAX = 16, 256
+RESERVE_SHARE = 8
+"""One in this many of the allowed files is kept."""
+
+
+class ConnectionVerdict(enum.Enum):
+    """What may be done with a new connection."""
+
+    SERVE = enum.auto()
+    REFUSE = enum.auto()
+    """Answer, and wait a moment so that the answer arrives."""
+    REFUSE_AT_ONCE = enum.auto()
+    """Answer and close: the reserve itself is nearly used up."""
+
+
+def room_of(number: int) -> ConnectionVerdict:
+    """For a file of this number."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return ConnectionVerdict.SERVE
+    reserve = min(RESERVE_MAX, max(RESERVE_MIN, allowed // RESERVE_SHARE))
+    left = allowed - number - 1
+    if left >= reserve:
+        return ConnectionVerdict.SERVE
+    return ConnectionVerdict.REFUSE if left >= reserve // 2 else ConnectionVerdict.REFUSE_AT_ONCE

@@ -1,5 +1,5 @@
-"""When text that is ready goes to its client: at once, with more of its kind a moment later, or when it reads
-again.
+"""Terms of every connection of the HTTP server: its bounds, which only tests change, and when text that is
+ready goes to its client: at once, with more of its kind a moment later, or when it reads again.
 
 `server.flush_ms` 0 writes every delta at once. Otherwise all of one stream's text of that time leaves as one
 event: one timer for all streams, none per stream. A client that does not keep up (its transport buffers more
@@ -21,7 +21,34 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.config.tree import ServerConfig
-from penstock.gateway.http.wire_limits import WireLimits
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class WireLimits:
+    """The same for all connections of a server. What an operator may move is in the section `server`."""
+
+    connections_max: int = 20_000
+    """Open connections of one process; one more is closed."""
+    header_bytes_max: int = 32 * 1024
+    headers_max: int = 100
+    """Header fields of one request; clients send about ten."""
+    header_timeout_s: float = 15.0
+    """From the first byte of a request to the end of its headers."""
+    body_timeout_s: float = 60.0
+    keepalive_timeout_s: float = 75.0
+    """An idle connection is closed after this long: later than the 60 s of common load balancers, so that
+    they close first."""
+    buffer_bytes_max: int = 1024 * 1024
+    """Unsent bytes held for a slow client. Over it a worker that is reached over HTTP has to wait ("pause"),
+    and a request at one of ours is aborted."""
+    write_timeout_s: float = 30.0
+    """A client that takes none of the bytes that wait for it for this long is cut off; 0 never."""
+    heartbeat_s: float = 15.0
+    """A stream that has sent nothing for this long sends an SSE comment; 0 never."""
+
+
+WIRE_LIMITS = WireLimits()
+
 
 MS_PER_S = 1000
 
