@@ -37,7 +37,8 @@ SEEDS = (1, 2, 3)
 GATED = (
     "steady", "bursts", "conversations", "agent-loops", "spike-20x", "noisy-tenant", "large-tenants",
     "priority-overload", "tenant-quota", "downgrade", "long-context", "kv-full", "spot-revocation",
-    "neighbour-flood", "external-crash", "thundering-herd", "worker-crash", "slow-worker", "rollout-bad", "region-failover",
+    "neighbour-flood", "external-crash", "thundering-herd", "worker-crash", "slow-worker", "rollout-bad",
+    "region-failover",
 )  # fmt: skip
 QUICK = ("conversations", "neighbour-flood", "kv-full", "noisy-tenant", "worker-crash", "rollout-bad")
 

@@ -86,11 +86,12 @@ def test_a_stream_of_a_foreign_engine_that_dies_continues_once_and_counts_once()
     assert all(record.completion_tokens == lengths[record.id] for record in result.records)
     assert all((record.migrations, record.attempts) == (1, 2) for record in moved)
     # Whether a request is what ended its engine is not known, so it gets no third one.
-    again = [crash, fault(FaultKind.WORKER_CRASH, 2.5, 2.6, target=1)]
+    again = [crash, *(fault(FaultKind.WORKER_CRASH, at_s, at_s + 0.1) for at_s in (1.9, 1.95))]
     _, result = run(requests, again, is_external=True)
     broken = [record for record in result.records if record.outcome is Outcome.FAILED]
     assert broken
     assert {(record.reason, record.migrations) for record in broken} == {("StreamBroken", 1)}
+    assert {record.migrations for record in result.records} == {0, 1}
 
 
 def test_a_stream_of_a_foreign_engine_that_returns_text_only_ends_with_it() -> None:
