@@ -29,7 +29,7 @@ ALLOWED = {
     "policy": "schedule kv clock types errors config",
     "protocol": "types errors config",
     "text": "errors",
-    "telemetry": "policy protocol kv clock types errors config",
+    "telemetry": "policy protocol kv clock rng types errors config",
     "engine": "text schedule kv models protocol clock rng types errors config",
     "backends": "text telemetry protocol kv clock types errors config",
     "gateway": "fleet backends text telemetry policy protocol kv clock rng types errors config",

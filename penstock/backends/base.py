@@ -57,6 +57,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`body` is a conversation; else a plain completion."""
     constraint: Constraint = NO_CONSTRAINT
     """What the text must look like: for workers that say they can (`ModelInfo.capabilities`)."""
+    trace_headers: tuple[tuple[str, str], ...] = ()
+    """W3C's `traceparent` and `tracestate` of this attempt, if the request is traced."""
 
     @property
     def may_move(self) -> bool:

@@ -188,6 +188,19 @@ class LogConfig(Branch, frozen=True, kw_only=True):
     """One line per request. Probes, scrapes and other polls that were answered have theirs at level debug."""
 
 
+class TracesConfig(Branch, frozen=True, kw_only=True):
+    """Traces of requests, for an OpenTelemetry collector (the `traces` extra)."""
+
+    endpoint: str = ""
+    """The collector's OTLP/HTTP address for traces, "http://collector:4318/v1/traces"; empty: a caller's
+    `traceparent` goes on to external workers, and nothing is exported."""
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """Of the traces that begin here so many are exported, beside all of failed and slow requests; a caller
+    with a `traceparent` has decided itself."""
+    slow_ms: Latency = 2000.0
+    """Requests whose first token took so long are exported all the same; 0: not for that."""
+
+
 class Config(Branch, frozen=True, kw_only=True):
     """The whole tree."""
 
@@ -211,6 +224,7 @@ class Config(Branch, frozen=True, kw_only=True):
     ledger: LedgerConfig = LedgerConfig()
     backends: BackendsConfig = BackendsConfig()
     log: LogConfig = LogConfig()
+    traces: TracesConfig = TracesConfig()
 
 
 RETIRED: dict[str, str] = {

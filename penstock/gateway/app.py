@@ -39,6 +39,7 @@ from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.peers import FairCounters, GatewayPeers
+from penstock.gateway.tracing import RequestTraces
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS
 from penstock.rng import IdSource, fresh_key
@@ -50,6 +51,8 @@ from penstock.types import ModelName
 
 class Gateway:
     """The OpenAI-compatible front door of this process."""
+
+    _pulse: asyncio.Task[None] | None = None
 
     def __init__(
         self,
@@ -66,10 +69,10 @@ class Gateway:
         hash_key: bytes = b"",
         limits: WireLimits = WIRE_LIMITS,
     ) -> None:
-        """Make it; `config.auth` must say who may call, or that everybody may.
+        """`config.auth` must say who may call, or that everybody may.
 
-        With `members` workers can be drained by hand. `peers` are for one of several processes that share an
-        address. Workers that share `hash_key` name their KV blocks with it.
+        With `members` workers can be drained by hand; `peers` are of several processes that share an address.
+        Workers that share `hash_key` name their KV blocks with it.
 
         Raises:
             ConfigError: the keys file cannot be read, or does not go with the tiers.
@@ -80,11 +83,13 @@ class Gateway:
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
+        self._limits, self._peers, name = limits, peers, ids.take("gw")
+        self._traces = RequestTraces(config.traces, instance=name, clock=clock, log=log)
         self._policies = make_policies(
             config,
             models,
             registry,
-            gateway=ids.take("gw"),
+            gateway=name,
             slots=StreamSlots(config.limits.concurrent_max),
             metrics=metrics,
             clock=clock,
@@ -112,7 +117,6 @@ class Gateway:
             log=log,
             falls_back=any(route.fallback for route in config.routing.models),
         )
-        self._limits, self._peers = limits, peers
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         admin = Admin(self._services, metrics, registry, members, peers)
@@ -120,7 +124,6 @@ class Gateway:
         self._routes = Routes(generate, self._responses, self._inspect, admin)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
-        self._pulse: asyncio.Task[None] | None = None
 
     @property
     def num_accepted(self) -> int:
@@ -136,6 +139,7 @@ class Gateway:
             ConfigError: the address cannot be listened on.
         """
         await self._policies.start()
+        self._traces.start()
         self._kv.start()
         address = await self._server.start(listeners)
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
@@ -179,6 +183,7 @@ class Gateway:
         if self._peers is not None:
             self._peers.close()
         await self._server.stop()
+        await self._traces.stop()
         await self._policies.stop()
         await self._kv.close()
         services.tokenize.close()
@@ -206,6 +211,7 @@ class Gateway:
     def handle(self, exchange: Exchange) -> None:
         """Start answering. One task per request; none per token."""
         exchange.id = self._ids.take("req")
+        self._traces.begin(exchange)
         try:
             route = self._routes.find(exchange.path)
             if exchange.method == "OPTIONS":
@@ -235,6 +241,8 @@ class Gateway:
                 tally.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
             record = tally.record(now_ns)
             self._metrics.model(tally.counted_model).request_ended(record)
+        if exchange.trace is not None:
+            self._traces.end(exchange, record)
         self._log.access(
             AccessLine(
                 method=exchange.method,
@@ -243,6 +251,7 @@ class Gateway:
                 duration_ns=now_ns - exchange.started_ns,
                 is_poll=is_poll(exchange.method, exchange.path, exchange.status),
                 request_id=exchange.id or None,
+                trace_id=exchange.trace and exchange.trace.trace_id,
                 model=tally and tally.counted_model,
                 outcome=record and record.outcome.value,
                 ttft_ns=record and record.ttft_ns,
@@ -299,6 +308,7 @@ class Gateway:
             self._inspect.num_connections = self._server.num_connections
             self._dispatcher.tick()
             self._report_spending()
+            self._metrics.traces(self._traces.exported, self._traces.dropped)
             if (leases := self._policies.limits.leases) is not None:
                 self._metrics.shared_limits(
                     is_away=leases.down_ns is not None,

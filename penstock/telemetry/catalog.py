@@ -182,6 +182,11 @@ CATALOG = (
         "Chats rendered in a child process because the template has a step without a price (unpriced) or "
         "used up its allowance, or because the request is too large (request_size).", ("model", "reason"),
     ),
+    Metric(
+        "penstock_traces_total", "counter",
+        "Traces that were to be exported: exported, or dropped because the collector did not take them.",
+        ("outcome",),
+    ),
     # The KV index.
     Metric("penstock_kv_index_entries", "gauge", "KV blocks in the index; a block counts once per tier."),
     Metric("penstock_kv_index_predicted_entries", "gauge", "KV blocks in the index that are predicted and "

@@ -32,6 +32,9 @@ _SECRET_NAMES = frozenset(("authorization", "cookie", "key", "keys", "password",
 _SECRET_ENDINGS = ("_key", "_keys", "_password", "_secret", "_token")
 _LOOKS_SECRET = r"(?i:\bbearer )[^\s\"']+|\bsk-[\w-]{8,}"
 _COLOURS = {"DEBUG": "\x1b[2m", "INFO": "\x1b[32m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m"}
+_ACCESS_FIELDS = (
+    "request_id", "trace_id", "model", "outcome", "prompt_tokens", "cached_tokens", "generated_tokens",
+)  # fmt: skip
 _PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f-\x9f]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -47,6 +50,7 @@ class AccessLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A caller that looks regularly: a probe, a scrape, the page, `penstock top`. Such lines are for
     debugging."""
     request_id: str | None = None
+    trace_id: str | None = None
     model: str | None = None
     """Of a request that generates; then outcome and counts are there too."""
     outcome: str | None = None
@@ -227,6 +231,8 @@ class _TextLines(_Lines):
         )
         if access.request_id is not None:
             line += f" request_id={access.request_id}"
+        if access.trace_id is not None:
+            line += f" trace_id={access.trace_id}"
         if access.model is not None:
             line += (
                 f" model={self._word(access.model)} outcome={access.outcome} "
@@ -260,7 +266,7 @@ class _JsonLines(_Lines):
         message = f"{self._hidden.text(f'{access.method} {access.path}')} {access.status}"
         level = "debug" if access.is_poll else "info"
         fields: dict[str, str | int | float] = {"duration_ms": _ms(access.duration_ns)}
-        for name in ("request_id", "model", "outcome", "prompt_tokens", "cached_tokens", "generated_tokens"):
+        for name in _ACCESS_FIELDS:
             if (value := getattr(access, name)) is not None:
                 fields[name] = value
         if access.ttft_ns is not None:

@@ -115,6 +115,8 @@ class Metrics:
         self._kv_blocks = {
             outcome: _Followed(blocks.labels(outcome)) for outcome in ("hit", "missed", "unexpected")
         }
+        traces = self._table.counter("penstock_traces_total")
+        self._traces = {each: _Followed(traces.labels(each)) for each in ("exported", "dropped")}
         self._template_child = self._table.counter("penstock_template_child_renders_total")
         self._retries = self._table.counter("penstock_retries_total")
         self._hedges = self._table.counter("penstock_hedges_total")
@@ -167,6 +169,11 @@ class Metrics:
         self._store_away.set(is_away)
         self._store_failures.follow(failures)
         self._store_gateways.set(num_gateways)
+
+    def traces(self, exported: int, dropped: int) -> None:
+        """What became of traces since the start."""
+        self._traces["exported"].follow(exported)
+        self._traces["dropped"].follow(dropped)
 
     def kv_index_stats(self, stats: LocalityStatistics) -> None:
         """Take over what the router's KV index says."""

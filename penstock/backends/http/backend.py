@@ -165,7 +165,10 @@ class HttpBackend:
             asyncio.get_running_loop().call_soon(stream.fail, error)  # Not before this has returned.
             return stream
         try:
-            stream.sent(self._client.start("POST", submission.path, stream, body=submission.body))
+            exchange = self._client.start(
+                "POST", submission.path, stream, body=submission.body, headers=request.trace_headers
+            )
+            stream.sent(exchange)
         except NoConnection as error:
             raise WorkerUnavailable(str(error)) from None
         self._streams[request.request_id] = stream

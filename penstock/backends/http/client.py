@@ -16,7 +16,7 @@ peer waits. That time is no silence of the peer's.
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import httptools
@@ -275,8 +275,16 @@ class HttpClient:
         """Connections that wait for work."""
         return len(self._idle)
 
-    def start(self, method: str, path: str, handler: HttpHandler, *, body: bytes = b"") -> HttpExchange:
-        """Send a request to `path`, which begins after the address's base.
+    def start(
+        self,
+        method: str,
+        path: str,
+        handler: HttpHandler,
+        *,
+        body: bytes = b"",
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> HttpExchange:
+        """Send a request to `path`, which begins after the address's base; `headers` are printable.
 
         Raises:
             NoConnection: `connections_max` exchanges are under way.
@@ -284,6 +292,7 @@ class HttpClient:
         if len(self._exchanges) >= self.config.connections_max:
             raise NoConnection(f"all {self.config.connections_max} connections to {self.address} are in use")
         kind = "content-type: application/json\r\n" if body else ""
+        kind += "".join(f"{name}: {value}\r\n" for name, value in headers)
         head = (
             f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._headers}{kind}content-length: "
             f"{len(body)}\r\n\r\n"

@@ -128,6 +128,7 @@ def opening_record(facts: RequestFacts, wall_ns: int) -> UsageRecord:
     )
 
 
+Pairs = tuple[tuple[str, str], ...]
 Streams = Sequence[tuple[GenerateRequest, Sink]]
 """One for each choice, and what takes its output."""
 
@@ -263,9 +264,11 @@ class Dispatcher:
 
     def on_first_output(self, reply: Reply) -> None:
         """See `ReplyListener`."""
-        request, usage = _request_of(reply), reply.first_usage()
+        request, usage, now_ns = _request_of(reply), reply.first_usage(), self._clock.now_ns()
+        if (trace := reply.exchange.trace) is not None:
+            trace.first_output(now_ns, request.attempt)
         self._driver.first_output(
-            self._clock.now_ns(), request, request.attempt, cached_tokens=usage and usage.cached_tokens
+            now_ns, request, request.attempt, cached_tokens=usage and usage.cached_tokens
         )
 
     def on_tokens(self, reply: Reply) -> None:
@@ -275,15 +278,19 @@ class Dispatcher:
 
     def on_attempt_failed(self, reply: Reply, error: PenstockError) -> bool:
         """See `ReplyListener`."""
-        request = _request_of(reply)
-        goes_on = self._driver.attempt_failed(self._clock.now_ns(), request, request.attempt, error)
+        request, now_ns = _request_of(reply), self._clock.now_ns()
+        if (trace := reply.exchange.trace) is not None:
+            trace.end_attempt(now_ns, request.attempt, error)
+        goes_on = self._driver.attempt_failed(now_ns, request, request.attempt, error)
         self._dispatch_soon()
         return goes_on
 
     def on_hedge_won(self, reply: Reply, attempt: int) -> None:
         """See `ReplyListener`."""
-        request = _request_of(reply)
-        self._driver.take_lead(self._clock.now_ns(), request, attempt)
+        request, now_ns = _request_of(reply), self._clock.now_ns()
+        if (trace := reply.exchange.trace) is not None:
+            trace.keep_attempt(now_ns, attempt)
+        self._driver.take_lead(now_ns, request, attempt)
         if (worker := self._registry.get(request.worker)) is not None:
             reply.tally.migration = _migration(worker, reply.streams)
         self._dispatch_soon()
@@ -291,6 +298,8 @@ class Dispatcher:
     def on_hedge_lost(self, reply: Reply, attempt: int, error: PenstockError | None) -> None:
         """See `ReplyListener`."""
         request = _request_of(reply)
+        if (trace := reply.exchange.trace) is not None:
+            trace.end_attempt(self._clock.now_ns(), attempt, error)
         if request.hedge is not None:
             self._driver.attempt_failed(self._clock.now_ns(), request, attempt, error)
         self._dispatch_soon()
@@ -310,6 +319,8 @@ class Dispatcher:
         request, tally = reply.request, reply.tally
         if request is None:
             return
+        if (trace := reply.exchange.trace) is not None:
+            trace.end_attempt(self._clock.now_ns(), request.attempt, reply.error)
         cancelled = tally.outcome is Answer.ABORT
         outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if reply.error else Outcome.FINISHED
         reason = tally.outcome.value if tally.outcome else ""
@@ -324,16 +335,18 @@ class Dispatcher:
         worker = self._registry.get(start.worker_id)
         assert worker is not None, f"{start.worker_id} has room, so it is there"
         try:
+            headers = _trace_headers(now_ns, request, reply, start)
             if start.beside:
                 ((stream, sink),) = reply.streams
-                reply.start_hedge(worker.backend, _attempt(stream, start), sink, attempt=start.attempt)
+                stream = _attempt(stream, start, headers)
+                reply.start_hedge(worker.backend, stream, sink, attempt=start.attempt)
                 return
             # A request that continues reports at once, so that flow control knows that it has begun there.
             reply.next_slice = reply.num_produced + (1 if request.has_begun else self._slice_tokens)
             reply.tally.queue_ns = request.queue_ns
             streams = reply.remaining()
-            if start.priority or start.attempt > 1 or start.takes_row:
-                streams = [(_attempt(stream, start), sink) for stream, sink in streams]
+            if start.priority or start.attempt > 1 or start.takes_row or headers:
+                streams = [(_attempt(stream, start, headers), sink) for stream, sink in streams]
             reply.tally.started(_migration(worker, streams), continues=request.has_begun)
             race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
             reply.start(worker.backend, streams, race=race)
@@ -450,10 +463,26 @@ def _migration(worker: Worker, streams: Streams) -> str:
     return "approximate" if worker.backend.status.resumes and streams[0][0].may_move else "none"
 
 
-def _attempt(request: GenerateRequest, start: Start) -> GenerateRequest:
+def _trace_headers(now_ns: int, request: Request, reply: Reply, start: Start) -> Pairs:
+    """What an attempt's request carries of the trace that it is in."""
+    if (trace := reply.exchange.trace) is None:
+        return ()
+    kind = "first"
+    if start.attempt > 1:
+        kind = "hedge" if start.beside else "migration" if request.has_begun else "retry"
+    return trace.start_attempt(now_ns, start.attempt, start.worker_id, kind)
+
+
+def _attempt(request: GenerateRequest, start: Start, trace_headers: Pairs) -> GenerateRequest:
     """A stream as it is sent now.
 
     A worker that was thought dead may still have it from an earlier attempt: that is another.
     """
     name = f"{request.request_id}~{start.attempt}" if start.attempt > 1 else request.request_id
-    return replace(request, priority=start.priority, takes_row=start.takes_row, request_id=RequestId(name))
+    return replace(
+        request,
+        priority=start.priority,
+        takes_row=start.takes_row,
+        request_id=RequestId(name),
+        trace_headers=trace_headers,
+    )

@@ -35,6 +35,7 @@ from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody
 from penstock.protocol.stream import HEARTBEAT
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import RequestMeasurement
+from penstock.telemetry.traces import Trace
 from penstock.types import FinishReason, Usage
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -292,6 +293,7 @@ class Exchange:
         "streaming",
         "tally",
         "terms",
+        "trace",
         "version",
     )  # fmt: skip
 
@@ -307,14 +309,12 @@ class Exchange:
     ) -> None:
         self.head = head
         self.method, self.path, self.version = head.method, head.path, head.version
-        self.client = client
-        self.body = b""
-        self.id = ""
+        self.client, self.body, self.id = client, b"", ""
+        self.trace: Trace | None = None  # If it is traced, or its caller traces it.
         self.tally: Tally | None = None
         """Set by handlers that generate. Its headers go with whatever the response is."""
         self.started_ns = 0
-        self.status = 0
-        self.streaming = False
+        self.status, self.streaming = 0, False
         self.idle_ticks = 0
         """Heartbeat ticks since the last write."""
         self.is_open = True

@@ -1,0 +1,242 @@
+"""Distributed traces: one span tree for each request, as W3C Trace Context and OpenTelemetry have them.
+
+    chat MODEL                        from the request's first byte to the answer's last (server span)
+      admit                           checks, template, tokens, until flow control has it or refuses it
+      queue                           until its first attempt starts
+      attempt 1 of MODEL              at one worker (client span; its id is the worker's parent)
+        prefill                       until its first output
+        decode
+      attempt 2 ...                   what follows a failure (retry, migration), or runs beside it (hedge)
+      relay                           what is written to the client after the last attempt
+
+A request that arrives with a `traceparent` continues that trace, and external workers get a `traceparent` of
+their attempt. Spans are made when the request is over: until then a trace is a few numbers. Which traces are
+exported is decided there too (`is_kept`): errors and slow first tokens always, of the others a share, the
+same for every service that decides by the trace's id. Nothing of a prompt or an answer is in a span.
+
+`TraceKeeper` hands what is kept to an exporter on a thread. Requests never wait for it: its queue is bounded,
+and what does not fit is dropped and counted.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from penstock.clock import Clock, sleep
+from penstock.config.tree import TracesConfig
+from penstock.rng import fresh_key
+from penstock.telemetry.log import Log
+
+PENDING_MAX = 2048
+"""Traces that wait for the exporter."""
+BATCH_MAX = 256
+"""Traces of one export."""
+EVERY_S = 1.0
+ATTEMPTS_MAX = 16
+"""Attempts of one trace; of more the oldest count."""
+STATE_BYTES_MAX = 512
+"""Of a `tracestate` (W3C Trace Context 3.3.1.1); a longer one is dropped."""
+_SHARE_BITS = 56
+"""Of a trace's id, which W3C's level 2 wants to be random."""
+
+
+class TraceContext(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A caller's span (W3C Trace Context)."""
+
+    trace_id: str
+    """32 hexadecimal digits."""
+    span_id: str
+    """16 of them."""
+    is_sampled: bool
+    state: str = ""
+    """`tracestate`, as it came."""
+
+
+def read_context(parent: bytes | None, state: bytes | None) -> TraceContext | None:
+    """The headers `traceparent` and `tracestate`. None if there is none, or none that is valid: W3C wants a
+    new trace then, and no error.
+    """
+    if parent is None:
+        return None
+    version, _, rest = parent.strip().decode("latin-1").partition("-")
+    parts = rest.split("-")
+    if not _is_hex(version, 2) or version == "ff" or len(parts) < 3 or (version == "00" and len(parts) > 3):
+        return None
+    trace_id, span_id, flags = parts[:3]
+    if not (_is_hex(trace_id, 32) and _is_hex(span_id, 16) and _is_hex(flags, 2)):
+        return None
+    if not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    said = (state or b"").strip()
+    keeps = len(said) <= STATE_BYTES_MAX and said.isascii() and said.decode("ascii").isprintable()
+    return TraceContext(
+        trace_id=trace_id,
+        span_id=span_id,
+        is_sampled=bool(int(flags, 16) & 1),
+        state=said.decode("ascii") if keeps else "",
+    )
+
+
+def _is_hex(text: str, length: int) -> bool:
+    return len(text) == length and all(digit in "0123456789abcdef" for digit in text)
+
+
+class Attempt(msgspec.Struct, kw_only=True):
+    """One run of the request at a worker. Times are the gateway's clock in nanoseconds; -1: never."""
+
+    number: int
+    worker: str
+    kind: str
+    """first, retry, migration or hedge."""
+    span_id: str
+    started_ns: int
+    first_ns: int = -1
+    ended_ns: int = -1
+    error: str = ""
+
+
+class Trace:
+    """One request's, while it runs: what the gateway tells it, for spans that are made at the end."""
+
+    __slots__ = ("_is_ours", "attempts", "context", "is_sampled", "parent", "span_id", "trace_id")
+
+    def __init__(self, parent: TraceContext | None, share: float = 0.0, *, is_ours: bool = True) -> None:
+        """`share` of the traces that begin here are sampled; a caller has decided for its own. A trace that
+        is not ours adds no spans: what workers get is the caller's.
+        """
+        ids = fresh_key(24).hex()
+        self.parent, self._is_ours = parent, is_ours or parent is None
+        self.trace_id = parent.trace_id if parent is not None else ids[:32]
+        self.span_id = ids[32:] if self._is_ours or parent is None else parent.span_id
+        low = int(self.trace_id, 16) & ((1 << _SHARE_BITS) - 1)
+        self.is_sampled = parent.is_sampled if parent is not None else low < share * (1 << _SHARE_BITS)
+        self.attempts = list[Attempt]()
+
+    def start_attempt(self, now_ns: int, number: int, worker: str, kind: str) -> tuple[tuple[str, str], ...]:
+        """An attempt starts at a worker. Returns the headers that its request carries."""
+        span_id = self.span_id
+        if self._is_ours and len(self.attempts) < ATTEMPTS_MAX:
+            span_id = fresh_key(8).hex()
+            attempt = Attempt(number=number, worker=worker, kind=kind, span_id=span_id, started_ns=now_ns)
+            self.attempts.append(attempt)
+        return self.headers(span_id)
+
+    def headers(self, span_id: str) -> tuple[tuple[str, str], ...]:
+        """W3C's headers for a callee of that span."""
+        parent = ("traceparent", f"00-{self.trace_id}-{span_id}-{self.is_sampled:02x}")
+        if self.parent is not None and self.parent.state:
+            return parent, ("tracestate", self.parent.state)
+        return (parent,)
+
+    def first_output(self, now_ns: int, number: int) -> None:
+        """An attempt has its first output."""
+        attempt = self._find(number)
+        if attempt is not None and attempt.first_ns < 0:
+            attempt.first_ns = now_ns
+
+    def keep_attempt(self, now_ns: int, number: int) -> None:
+        """Of two attempts this one goes on; the other is aborted."""
+        for each in self.attempts:
+            if each.number != number and each.ended_ns < 0:
+                self.end_attempt(now_ns, each.number, "superseded")
+
+    def end_attempt(self, now_ns: int, number: int, error: Exception | str | None) -> None:
+        """An attempt is over; with an error it failed, or was aborted."""
+        attempt = self._find(number)
+        if attempt is not None and attempt.ended_ns < 0:
+            attempt.ended_ns = now_ns
+            attempt.error = error if isinstance(error, str) else type(error).__name__ if error else ""
+
+    def _find(self, number: int) -> Attempt | None:
+        return next((each for each in reversed(self.attempts) if each.number == number), None)
+
+
+class EndedTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """A trace and how its request ended. Times are the wall clock's, but the attempts': those need
+    `offset_ns` more.
+    """
+
+    trace: Trace
+    name: str
+    offset_ns: int
+    started_ns: int
+    accepted_ns: int
+    """When flow control had it; -1: it never came so far."""
+    ended_ns: int
+    status: int
+    error: str
+    attributes: dict[str, str | int | float | Sequence[str]]
+
+
+class Exporter(Protocol):
+    """Sends traces away. Called on a thread; may block for seconds."""
+
+    def export(self, traces: Sequence[EndedTrace]) -> bool:
+        """Send these; False if that failed, and they are lost."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+        ...
+
+
+class TraceKeeper:
+    """Keeps ended traces until the exporter has them."""
+
+    def __init__(self, config: TracesConfig, exporter: Exporter, clock: Clock, log: Log) -> None:
+        self._config, self._exporter, self._clock, self._log = config, exporter, clock, log
+        self._pending = deque[EndedTrace]()
+        self._task: asyncio.Task[None] | None = None
+        self.exported = 0
+        self.dropped = 0
+        """Traces that did not fit, or that the collector did not take."""
+        self._is_failing = False
+
+    def begin(self, parent: TraceContext | None) -> Trace:
+        """A request has come."""
+        return Trace(parent, self._config.share)
+
+    def is_kept(self, trace: Trace, *, failed: bool, ttft_ns: int | None) -> bool:
+        """Whether a trace whose request is over is exported."""
+        slow_ns = self._config.slow_ms * 1_000_000
+        return trace.is_sampled or failed or (ttft_ns is not None and ttft_ns >= slow_ns > 0)
+
+    def add(self, trace: EndedTrace) -> None:
+        """Export it soon."""
+        if len(self._pending) >= PENDING_MAX:
+            self.dropped += 1
+            return
+        self._pending.append(trace)
+
+    def start(self) -> None:
+        """Begin to export."""
+        self._task = asyncio.create_task(self._run(), name="export traces")
+
+    async def stop(self) -> None:
+        """Export what is left, if the collector takes it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            while self._pending and not self._is_failing:
+                await asyncio.to_thread(self._export)
+        await asyncio.to_thread(self._exporter.close)
+
+    async def _run(self) -> None:
+        while True:
+            await sleep(EVERY_S)
+            while self._pending:
+                await asyncio.to_thread(self._export)
+
+    def _export(self) -> None:
+        batch = [self._pending.popleft() for _ in range(min(BATCH_MAX, len(self._pending)))]
+        is_sent = self._exporter.export(batch)
+        if is_sent:
+            self.exported += len(batch)
+        else:
+            self.dropped += len(batch)
+            if not self._is_failing:
+                self._log.warning("the collector takes no traces", endpoint=self._config.endpoint)
+        self._is_failing = not is_sent
