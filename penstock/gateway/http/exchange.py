@@ -61,15 +61,11 @@ class Served:
 
     model: str
     requested: str
-    downgrade: DowngradeReason | None = None
-    """Why another model answers than was asked for; None if none does."""
-    route: str = ""
-    """How it was chosen, if it was: `Choice.explain()`."""
-    queue_ns: int | None = None
-    """From its arrival to its (last) start on a worker; None before."""
+    downgrade: DowngradeReason | None = None  # Why another model answers than was asked for.
+    route: str = ""  # How it was chosen, if it was: `Choice.explain()`.
+    queue_ns: int | None = None  # From its arrival to its (last) start on a worker; None before.
     migration: str = ""  # "approximate" or "none", where its worker cannot promise the same tokens.
-    migrated: str = ""
-    """How another worker continued it after its own was lost: "exact" or "approximate"; empty: none did."""
+    migrated: str = ""  # "exact" or "approximate": how another worker continued it after its own was lost.
 
     def headers(self) -> Headers:
         """The response's headers, as far as the facts are known."""
@@ -96,13 +92,6 @@ class Served:
                 migrated=self.migrated,
             )
         )
-
-    def started(self, migration: str, *, continues: bool) -> None:
-        """It starts at a worker with this `migration`, or continues there what another one began."""
-        if continues:
-            is_exact = not (self.migration or migration or self.migrated == "approximate")
-            self.migrated = "exact" if is_exact else "approximate"
-        self.migration = migration
 
     def _queue_ms(self) -> int:
         return round((self.queue_ns or 0) / NS_PER_MS)
@@ -136,8 +125,7 @@ class Tally(Served):
     ended_ns: int | None = None
     outcome: OutcomeLabel | None = None
     reasoning_tokens: int = -1  # -1: the model does not reason.
-    request: Request | None = None
-    """Since flow control accepted it."""
+    request: Request | None = None  # Since flow control accepted it.
 
     @classmethod
     def begin(cls, served: Served, *, counted_model: str, endpoint: Endpoint, started_ns: int) -> "Tally":
@@ -148,10 +136,7 @@ class Tally(Served):
         )  # fmt: skip
 
     def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
-        """A choice's stream is over.
-
-        The first choice's ending stands for the request, if nothing worse happens.
-        """
+        """A choice's stream is over. The first one's ending stands for the request, if nothing worse happens."""
         if self.request is not None:
             self.request.stream_ended(index, usage)
         if index == 0 and self.outcome is None:
