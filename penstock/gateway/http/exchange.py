@@ -136,7 +136,7 @@ class Tally(Served):
         )  # fmt: skip
 
     def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
-        """A choice's stream is over. The first one's ending stands for the request, if nothing worse happens."""
+        """A choice is over. The first one's ending stands for the request, if nothing worse happens."""
         if self.request is not None:
             self.request.stream_ended(index, usage)
         if index == 0 and self.outcome is None:
