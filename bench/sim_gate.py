@@ -1,7 +1,7 @@
 """The policy gate: fixed scenarios on fixed seeds, held against the recorded baseline.
 
     python bench/sim_gate.py                       what `make simulate` runs: fails when something got worse
-    python bench/sim_gate.py --quick               five scenarios, one seed, seconds: what the test suite runs
+    python bench/sim_gate.py --quick               six scenarios, one seed, seconds: what the test suite runs
     python bench/sim_gate.py --update              record a new baseline (say why in the commit)
     python bench/sim_gate.py --seeds 200           many more seeds, criteria only: the nightly run
 
@@ -37,9 +37,10 @@ SEEDS = (1, 2, 3)
 GATED = (
     "steady", "bursts", "conversations", "agent-loops", "spike-20x", "noisy-tenant", "large-tenants",
     "priority-overload", "tenant-quota", "downgrade", "long-context", "kv-full", "spot-revocation",
-    "thundering-herd", "worker-crash", "slow-worker", "rollout-bad", "region-failover",
+    "neighbour-flood", "external-crash", "thundering-herd", "worker-crash", "slow-worker", "rollout-bad",
+    "region-failover",
 )  # fmt: skip
-QUICK = ("conversations", "kv-full", "noisy-tenant", "worker-crash", "rollout-bad")
+QUICK = ("conversations", "neighbour-flood", "kv-full", "noisy-tenant", "worker-crash", "rollout-bad")
 
 
 class Margin(msgspec.Struct, frozen=True):

@@ -89,6 +89,7 @@ class Stream:
     def __init__(self, response: Any) -> None:
         self.headers, self._lines = response.headers, iter(response)
         self.text, self.usage, self.error, self.why = "", None, None, None
+        self.facts: dict[str, Any] = {}
 
     def read(self, num_chars: int = 10_000) -> "Stream":
         """Up to so much text, or to the end."""
@@ -98,6 +99,7 @@ class Stream:
             event = json.loads(line[6:])
             self.error = event.get("error", self.error)
             self.usage = event.get("usage") or self.usage
+            self.facts |= event.get("penstock", {})
             for choice in event.get("choices", ()):
                 self.text += choice["delta"].get("content") or ""
                 self.why = choice["finish_reason"] or self.why
@@ -148,10 +150,12 @@ def test_a_stream_of_a_vllm_that_dies_continues_on_another_one(twins: tuple[Stre
     whole, stream = twins
     assert (stream.text, stream.why, stream.error) == (whole.text, "length", None)
     assert stream.usage["completion_tokens"] == 60
+    assert (whole.facts.get("migrated"), stream.facts["migrated"]) == (None, "approximate")
 
 
 def test_a_worker_of_ours_continues_what_an_sglang_began(mixed: Stream) -> None:
     assert (mixed.why, mixed.error, mixed.usage["completion_tokens"]) == ("length", None, 60)
+    assert mixed.facts["migrated"] == "approximate"
 
 
 def test_a_client_may_refuse_a_continuation_that_could_differ(fleet: Fleet) -> None:

@@ -135,6 +135,20 @@ def test_choices_that_are_over_stay_so(kit, start) -> None:
     assert len(script.running.requests) == 3, "only the one that was not over went on"
 
 
+def test_the_answer_says_that_it_moved_and_how(kit, start) -> None:
+    script = Losing(5)
+    running = script.running = start(None, script, step_s=0.001)
+    with kit.openai_client(running) as client:
+        whole = client.chat.completions.with_raw_response.create(**kit.chat(max_tokens=12))
+        script.at = {7}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *_, last = client.chat.completions.create(**kit.chat(max_tokens=12), **options)
+        calm = client.chat.completions.with_raw_response.create(**kit.chat(max_tokens=12))
+    assert whole.headers["x-penstock-migrated"] == "exact"
+    assert last.model_extra["penstock"]["migrated"] == "exact"
+    assert "x-penstock-migrated" not in calm.headers
+
+
 def test_one_record_with_two_attempts(kit, start, tmp_path) -> None:
     ledger = LedgerConfig(directory=str(tmp_path / "ledger"))
     config = msgspec.structs.replace(kit.make_config(), ledger=ledger)

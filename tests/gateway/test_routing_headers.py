@@ -1,5 +1,6 @@
 """Headers that say how a request may be treated and who answered it, and `model: "auto"`."""
 
+import itertools
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from penstock.config.flow import LimitsConfig
 from penstock.config.routing import AdmissionConfig, AutoModel, ModelRoute, RoutingConfig
 from penstock.errors import Forbidden, InvalidRequest, NotFound
 from penstock.gateway.api.job import Hints, read_hints
+from penstock.gateway.dispatch.dispatcher import migrated as how_migrated
 from penstock.gateway.http.exchange import Served
 from penstock.gateway.models.auto_model import AutoModels, features_of
 from penstock.policy.queueing.terms import BandTerms
@@ -95,6 +97,7 @@ def test_all_that_is_known() -> None:
         downgrade="slo",
         route="complexity=0.31 (code .20)",
         queue_ns=12_400_000,
+        migrated="exact",
     )
     assert dict(served.headers()) == {
         b"x-penstock-model": b"klein/%C3%A4",
@@ -102,6 +105,7 @@ def test_all_that_is_known() -> None:
         b"x-penstock-downgrade": b"slo",
         b"x-penstock-route": b"complexity=0.31 (code .20)",
         b"x-penstock-queue-ms": b"12",
+        b"x-penstock-migrated": b"exact",
     }
     assert json.loads(served.facts()) == {
         "model": "klein/ä",
@@ -109,7 +113,25 @@ def test_all_that_is_known() -> None:
         "downgrade": "slo",
         "route": "complexity=0.31 (code .20)",
         "queue_ms": 12,
+        "migrated": "exact",
     }
+
+
+@pytest.mark.parametrize(
+    ("starts", "migrated"),
+    [
+        (("", ""), "exact"),
+        (("", "", ""), "exact"),
+        (("approximate", ""), "approximate"),
+        (("approximate", "none"), "approximate"),
+        (("approximate", "", ""), "approximate"),
+    ],
+)
+def test_a_continuation_is_exact_between_workers_of_ours_only(starts: tuple[str, ...], migrated: str) -> None:
+    served = Served(model="m", requested="m")
+    for served.migration, migration in itertools.pairwise(starts):
+        served.migrated = how_migrated(served, migration)
+    assert served.migrated == migrated
 
 
 # --- auto -----------------------------------------------------------------------------------------

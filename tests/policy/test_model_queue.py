@@ -192,6 +192,24 @@ def test_an_external_worker_has_slots_that_are_kept_for_tenants_that_run_nothing
     assert start_all(lane) == ["t0-0", "t1-0"], "an eighth of 16 slots is two"
 
 
+def test_nothing_is_ahead_of_a_tenant_that_runs_nothing_while_it_may_start_beyond_the_slots() -> None:
+    """Else admission would refuse it for a neighbour's backlog."""
+    lane = flooded(WorkerView())
+
+    def ahead(tenant: str) -> tuple[int, bool]:
+        load = lane.load(0, work("asked", tenant))
+        return load.requests_ahead, load.wait_ns > 0
+
+    assert ahead("big")[0] > 1
+    assert ahead("t0") == (0, False)
+    push_all(lane, "t0", 2)
+    assert ahead("t0")[0] >= 2, "its own go before it"
+    assert start_all(lane) == ["t0-0"]
+    push_all(lane, "t1", 1)
+    assert start_all(lane) == ["t1-0"]
+    assert ahead("t2")[0] >= 1, "the slots that were kept are taken"
+
+
 def test_also_beside_the_streams_of_other_gateways() -> None:
     lane = ModelQueue(QueueTerms(worker_credit=0), "m", 0, LeastLoaded(), AllHealthy())
     lane.set_worker(0, A, WorkerView(max_running=16, running=16, waiting=4))

@@ -32,12 +32,13 @@ def fault(kind: FaultKind, from_s: float, to_s: float, *, target: int = 0, amoun
     return Fault(kind, int(from_s * NS_PER_S), int(to_s * NS_PER_S), target, amount)
 
 
-def run(requests, faults, *, config=SLICED, workers=3, fast_forwards=True):
+def run(requests, faults, *, config=SLICED, workers=3, fast_forwards=True, **worker):
     spec = WorldSpec(
         config=config,
         pools=(
             PoolSpec(
-                count=workers, worker=SimWorkerSpec(fast_forwards=fast_forwards, cold_start_ns=NS_PER_S)
+                count=workers,
+                worker=SimWorkerSpec(fast_forwards=fast_forwards, cold_start_ns=NS_PER_S, **worker),
             ),
         ),
     )
@@ -72,6 +73,34 @@ def test_a_stream_whose_worker_is_lost_goes_on_behind_its_last_token(kind) -> No
     assert not any(gateway.policies.health.blocked(result.virtual_ns, "model") for gateway in world.gateways)
     stepped = run(requests, lost, fast_forwards=False)[1]
     assert stepped.digest == result.digest
+
+
+def test_a_stream_of_a_foreign_engine_that_dies_continues_once_and_counts_once() -> None:
+    requests = list(poisson(1, 12, 2, output=300))
+    crash = fault(FaultKind.WORKER_CRASH, 1.5, 1.6)
+    _, result = run(requests, [crash], is_external=True)
+    assert {record.outcome for record in result.records} == {Outcome.FINISHED}
+    moved = [record for record in result.records if record.migrations]
+    assert len(moved) >= 3
+    lengths = {request.id: request.output_tokens for request in requests}
+    assert all(record.completion_tokens == lengths[record.id] for record in result.records)
+    assert all((record.migrations, record.attempts) == (1, 2) for record in moved)
+    # Whether a request is what ended its engine is not known, so it gets no third one.
+    again = [crash, *(fault(FaultKind.WORKER_CRASH, at_s, at_s + 0.1) for at_s in (1.9, 1.95))]
+    _, result = run(requests, again, is_external=True)
+    broken = [record for record in result.records if record.outcome is Outcome.FAILED]
+    assert broken
+    assert {(record.reason, record.migrations) for record in broken} == {("StreamBroken", 1)}
+    assert {record.migrations for record in result.records} == {0, 1}
+
+
+def test_a_stream_of_a_foreign_engine_that_returns_text_only_ends_with_it() -> None:
+    requests = list(poisson(1, 12, 2, output=300))
+    _, result = run(requests, [fault(FaultKind.WORKER_CRASH, 1.5, 1.6)], is_external=True, resumes=False)
+    broken = [record for record in result.records if record.outcome is Outcome.FAILED]
+    assert broken
+    assert {(record.reason, record.migrations) for record in broken} == {("StreamBroken", 0)}
+    assert all(record.first_ns >= 0 and 0 < record.completion_tokens < 300 for record in broken)
 
 
 def test_without_migrations_a_stream_ends_with_its_worker() -> None:

@@ -18,6 +18,7 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.errors import PenstockError
 from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.dispatch.worker_feed import WorkerFeed
+from penstock.gateway.http.exchange import Served
 from penstock.gateway.relay.reply import FallBackTo, Reply, StreamSlots
 from penstock.policy.answers import Diverted, FallBack, Refused, Start
 from penstock.policy.flow import RequestFacts
@@ -347,7 +348,10 @@ class Dispatcher:
             streams = reply.remaining()
             if start.priority or start.attempt > 1 or start.takes_row or headers:
                 streams = [(_attempt(stream, start, headers), sink) for stream, sink in streams]
-            reply.tally.migration = _migration(worker, streams)
+            migration = _migration(worker, streams)
+            if request.has_begun:
+                reply.tally.migrated = migrated(reply.tally, migration)
+            reply.tally.migration = migration
             race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
             reply.start(worker.backend, streams, race=race)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
@@ -454,6 +458,12 @@ def _reply_of(request: Request) -> Reply:
 def _request_of(reply: Reply) -> Request:
     assert reply.request is not None, "only accepted requests are started"
     return reply.request
+
+
+def migrated(before: Served, migration: str) -> str:
+    """How an answer continues at a worker with this `migration`: exactly between workers of ours only."""
+    is_exact = not (before.migration or migration or before.migrated == "approximate")
+    return "exact" if is_exact else "approximate"
 
 
 def _migration(worker: Worker, streams: Streams) -> str:

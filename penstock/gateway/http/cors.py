@@ -14,10 +14,10 @@ from penstock.gateway.http.exchange import Headers, RequestHead
 MAX_AGE_S = 600
 """Browsers remember the answer to a preflight for so long."""
 EXPOSED = (
-    b"retry-after, x-request-id, x-penstock-downgrade, x-penstock-migration, x-penstock-model, "
-    b"x-penstock-queue-ms, x-penstock-requested-model, x-penstock-route, x-ratelimit-limit-requests, "
-    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
-    b"x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
+    b"retry-after, x-request-id, x-penstock-downgrade, x-penstock-migrated, x-penstock-migration, "
+    b"x-penstock-model, x-penstock-queue-ms, x-penstock-requested-model, x-penstock-route, "
+    b"x-ratelimit-limit-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, "
+    b"x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
 )
 """What a page may read beside the body and the few headers that it always may."""
 _OUTSIDE_V1 = frozenset({"/tokenize", "/detokenize"})

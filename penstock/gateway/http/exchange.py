@@ -14,6 +14,7 @@ chunk.
     x-penstock-route: complexity=0.31 (code .20, question .11)      how `model: "auto"` was decided
     x-penstock-queue-ms: 12                     how long it waited here for a worker
     x-penstock-migration: approximate           or none: where its worker is no one of ours (docs/failures.md)
+    x-penstock-migrated: exact                  or approximate: another worker continued it, and how
 """
 
 import enum
@@ -48,6 +49,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     downgrade: str = ""
     route: str = ""
     queue_ms: int | None = None
+    migrated: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,13 +61,11 @@ class Served:
 
     model: str
     requested: str
-    downgrade: DowngradeReason | None = None
-    """Why another model answers than was asked for; None if none does."""
-    route: str = ""
-    """How it was chosen, if it was: `Choice.explain()`."""
-    queue_ns: int | None = None
-    """From its arrival to its (last) start on a worker; None before."""
+    downgrade: DowngradeReason | None = None  # Why another model answers than was asked for.
+    route: str = ""  # How it was chosen, if it was: `Choice.explain()`.
+    queue_ns: int | None = None  # From its arrival to its (last) start on a worker; None before.
     migration: str = ""  # "approximate" or "none", where its worker cannot promise the same tokens.
+    migrated: str = ""  # "exact" or "approximate": how another worker continued it after its own was lost.
 
     def headers(self) -> Headers:
         """The response's headers, as far as the facts are known."""
@@ -76,6 +76,7 @@ class Served:
             (b"x-penstock-route", self.route.encode()),
             (b"x-penstock-queue-ms", b"" if self.queue_ns is None else b"%d" % self._queue_ms()),
             (b"x-penstock-migration", self.migration.encode()),
+            (b"x-penstock-migrated", self.migrated.encode()),
         )
         return tuple(header for header in found if header[1])
 
@@ -88,6 +89,7 @@ class Served:
                 downgrade=self.downgrade or "",
                 route=self.route,
                 queue_ms=self._queue_ms() if self.queue_ns is not None else None,
+                migrated=self.migrated,
             )
         )
 
@@ -123,8 +125,7 @@ class Tally(Served):
     ended_ns: int | None = None
     outcome: OutcomeLabel | None = None
     reasoning_tokens: int = -1  # -1: the model does not reason.
-    request: Request | None = None
-    """Since flow control accepted it."""
+    request: Request | None = None  # Since flow control accepted it.
 
     @classmethod
     def begin(cls, served: Served, *, counted_model: str, endpoint: Endpoint, started_ns: int) -> "Tally":
@@ -135,10 +136,7 @@ class Tally(Served):
         )  # fmt: skip
 
     def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
-        """A choice's stream is over.
-
-        The first choice's ending stands for the request, if nothing worse happens.
-        """
+        """A choice is over. The first one's ending stands for the request, if nothing worse happens."""
         if self.request is not None:
             self.request.stream_ended(index, usage)
         if index == 0 and self.outcome is None:

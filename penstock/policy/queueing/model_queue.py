@@ -275,8 +275,12 @@ class ModelQueue:
         level = queue.level_of(work.band)
         above = queue.bands[:level]
         band = queue.bands[level]
-        requests_ahead = band.ahead_of(work.tenant, work.weight)
-        ahead = sum(len(higher.waiting) for higher in above) + requests_ahead
+        line = band.line(work.tenant)
+        requests_ahead = ahead = 0
+        # Else it is started beyond the slots, whatever waits for one.
+        if not rooms.has_room_beyond() or (line is not None and line.num_running + line.num_waiting):
+            requests_ahead = band.ahead_of(work.tenant, work.weight)
+            ahead = sum(len(higher.waiting) for higher in above) + requests_ahead
         tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
         # A protected band goes first, so it has the model's pace. Others have what those above leave them,
         # which is seen in their own.

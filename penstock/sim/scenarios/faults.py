@@ -41,6 +41,7 @@ from penstock.sim.traffic.workload import (
     Stampede,
     TrafficSource,
     even,
+    merged,
 )
 from penstock.sim.world.faults import Fault, FaultKind
 
@@ -83,6 +84,43 @@ def worker_crash(knobs: Knobs) -> Setup:
     source = chat(knobs, 0.55, 3, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.WORKER_CRASH)]
     return setup(knobs, [pool(knobs, workers=3, cold_start_s=5)], [source], seconds=55, faults=faults)
+
+
+def _check_external_crash(played: Played, beside: Played | None) -> Sequence[Finding]:
+    assert beside is not None, "it is held against the run with engines that return text only"
+    moved = [record for record in played.records if record.migrations]
+    asked = merged(played.setup.sources, played.seed, played.setup.seconds)
+    lengths = {request.id: request.output_tokens for request in asked}
+    return (
+        answered(played),
+        at_most("failed share", failed_share(played), 0),
+        at_least("streams that moved", len(moved), 1),
+        at_most("moves of one stream", max((record.migrations for record in moved), default=0), 1),
+        at_most(
+            "moved streams with other tokens than their whole answer's",
+            sum(r.outcome is Outcome.FINISHED and r.completion_tokens != lengths[r.id] for r in moved), 0,
+        ),
+        at_least("failed share where engines return text only", failed_share(beside), 0.005),
+        at_most("streams that moved there", sum(r.migrations for r in beside.records), 0),
+        at_least("good share of requests that came 10 s after it was replaced", late_share(played), 0.95),
+    )  # fmt: skip
+
+
+def _external_crash(knobs: Knobs, *, resumes: bool) -> Setup:
+    source = chat(knobs, 0.55, 3, callers=Callers(tenants=even(8), patience_s=30.0))
+    main = pool(knobs, workers=3, cold_start_s=5)
+    main = replace(main, worker=replace(main.worker, is_external=True, resumes=resumes))
+    return setup(knobs, [main], [source], seconds=55, faults=[fault(FaultKind.WORKER_CRASH)])
+
+
+@scenario(_check_external_crash, beside=lambda knobs: _external_crash(knobs, resumes=False))
+def external_crash(knobs: Knobs) -> Setup:
+    """One of three engines of others (vLLM, SGLang) dies in the middle of its streams: do they continue?
+
+    They return token ids, so each stream continues on another one behind its last token, once, and counts
+    once. Beside it: the same with engines that return text only, whose streams end with an error.
+    """
+    return _external_crash(knobs, resumes=True)
 
 
 def _check_slow(played: Played, _: Played | None) -> Sequence[Finding]:

@@ -36,9 +36,11 @@ from penstock.sim.traffic.request import RequestRecord
 from penstock.sim.traffic.workload import (
     Callers,
     Chat,
+    Gamma,
     LengthDistribution,
     Poisson,
     Spike,
+    Stampede,
     TrafficSource,
     even,
 )
@@ -138,6 +140,52 @@ def noisy_tenant(knobs: Knobs) -> Setup:
     others.
     """
     return _noisy(knobs, 20.0)
+
+
+_NEIGHBOUR_S = 10
+"""When the neighbour's streams come: within a second of this."""
+
+
+def _beside_flood(knobs: Knobs, streams: int) -> Setup:
+    polite = Chat(
+        name="polite", arrivals=Gamma(knobs.load, cv=0.1), callers=Callers(tenants=(("polite", 1.0),)),
+        prompt=LengthDistribution(100, 0.3, maximum=256), output=LengthDistribution(8, 0.0),
+    )  # fmt: skip
+    flood = Chat(
+        name="flood", arrivals=Stampede(streams, float(_NEIGHBOUR_S)),
+        callers=Callers(tenants=(("flood", 1.0),)), prompt=LengthDistribution(32, 0.0),
+        output=LengthDistribution(2000, 0.0),
+    )  # fmt: skip
+    return setup(knobs, [pool(knobs, workers=1)], [polite, flood], seconds=60)
+
+
+def _check_flood(played: Played, beside: Played | None) -> Sequence[Finding]:
+    assert beside is not None, "it is held against the run without a neighbour"
+
+    def polite(record: RequestRecord) -> bool:
+        return record.tenant == "polite" and record.at_ns > (_NEIGHBOUR_S + 1) * NS_PER_S
+
+    alone_ms = ttft_p95(beside.records, polite)
+    flood = [record for record in played.records if record.tenant == "flood" and record.first_ns >= 0]
+    ended_s = min((record.end_ns / NS_PER_S for record in flood), default=0.0)
+    return (
+        answered(played), no_failures(played),
+        at_least("streams of the neighbour that began", len(flood), 32),
+        at_least("seconds until its first stream ended", ended_s, 40.0),
+        at_least("the polite tenant's finished share", finished_share(played, polite), 1.0),
+        at_most("its TTFT p95, ms: 1.5 times that of alone, or 200 ms more",
+            ttft_p95(played.records, polite), max(1.5 * alone_ms, alone_ms + 200)),
+    )  # fmt: skip
+
+
+@scenario(_check_flood, beside=lambda knobs: _beside_flood(knobs, 0))
+def neighbour_flood(knobs: Knobs) -> Setup:
+    """One tenant's streams of 2,000 tokens have every row: does another tenant wait for one of them to end?
+
+    Twice as many streams as there are rows come at once. A request of a tenant that runs nothing is started
+    beyond the slots, and a stream yields its row at a token boundary. Beside it: the tenant alone.
+    """
+    return _beside_flood(knobs, 64)
 
 
 def _check_large(played: Played, _: Played | None) -> Sequence[Finding]:

@@ -209,8 +209,9 @@ class SimGateway:
             kv_blocks_used=report.blocks_used if report is not None else 0,
             kind=spec.kind,
             max_model_len=spec.max_model_len,
-            identity=worker.identity,
+            identity="" if spec.is_external else worker.identity,
             is_external=spec.is_external,
+            resumes=spec.resumes,
         )
         if worker_id not in self._known:
             self._known[worker_id] = route
@@ -225,13 +226,13 @@ class SimGateway:
         route, num_lost = self._known.pop(worker_id, None), 0
         if route is None:
             return 0
-        self.control.set_worker(now_ns, route, worker_id, None)
-        self.caches.left(worker_id)
         for request in self.requests():
             if attempt := request.attempt_at(worker_id):
                 num_lost += 1
                 kind = StreamBroken if ticket_of(request).first_ns >= 0 else WorkerUnavailable
                 self._failed(now_ns, request, attempt, kind("the worker is gone", died=died))
+        self.control.set_worker(now_ns, route, worker_id, None)
+        self.caches.left(worker_id)
         self._dispatch(now_ns)
         return num_lost
 
@@ -410,12 +411,14 @@ class SimGateway:
         self._driver.ended(now_ns, request, outcome, finish_reason=message.reason, error=error)
 
     def _failed(self, now_ns: int, request: Request, attempt: int, error: PenstockError) -> None:
-        """An attempt failed. Every worker of a simulation can continue an answer."""
+        """An attempt failed. Its stream can continue elsewhere where its worker returned token ids."""
         ticket = ticket_of(request)
         if request.hedge is None and request.has_begun:
             used = msgspec.structs.replace(ticket.usage, completion_tokens=ticket.num_told)
             request.stream_ended(0, used)
-        self._driver.attempt_failed(now_ns, request, attempt, error)
+        room = request.lane.rooms.get(request.worker)
+        resumes = room is None or room.view.resumes
+        self._driver.attempt_failed(now_ns, request, attempt, error, can_resume=resumes)
 
     def _dispatch(self, now_ns: int) -> None:
         self.clock.time_ns = now_ns

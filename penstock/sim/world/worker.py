@@ -65,6 +65,7 @@ class SimWorkerSpec:
     """From being asked for to being ready."""
     is_external: bool = False
     """Gateways take it for a provider's: nothing is known of how it computes."""
+    resumes: bool = True  # It returns token ids, so another worker can continue its streams.
     fast_forwards: bool = True
     """False does every step by itself: slower, and the same."""
 

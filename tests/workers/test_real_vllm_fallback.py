@@ -1,0 +1,107 @@
+"""A scripted provider and a real vLLM as its fallback, behind `penstock serve`: which of them answers, and
+what is counted.
+"""
+
+import json
+import sqlite3
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from provider_process import ProviderProcess
+from served import Server
+
+pytestmark = [pytest.mark.workers, pytest.mark.timeout(600)]
+
+
+class Route:
+    """`big` is the provider's and falls back to `local`, a real vLLM's."""
+
+    def __init__(self, place: Path, provider: ProviderProcess, vllm_url: str, model: Path) -> None:
+        self.place, self.provider = place, provider
+        file = place / "penstock.yaml"
+        worker = "replicas: 0, workers: [{url: '%s', engine: %s, served_model: served, max_model_len: 512}]"
+        file.write_text(
+            "server: {port: 0, trust_local: true}\n"
+            "admission: {ttft_target_ms: 20000}\n"
+            f"ledger: {{directory: {place / 'ledger'}}}\n"
+            "models:\n"
+            f"  - {{path: {model}, name: big, {worker % (provider.url, 'openai')}}}\n"
+            f"  - {{path: {model}, name: local, {worker % (vllm_url, 'vllm')}}}\n"
+            "routing: {models: [{model: big, fallback: local}]}\n"
+            "prices: {models: [{model: big, output: 5}, {model: local, output: 2}]}\n"
+        )
+        self.server = Server(place, "-c", str(file), "--no-auth")
+        self.server.wait_ready()
+        self.server.until(self.is_ready, "not ready")
+
+    def is_ready(self) -> bool:
+        url = f"{self.server.url.removesuffix('/v1')}/admin/workers"
+        with urllib.request.urlopen(url, timeout=60) as found:
+            workers = json.load(found)["workers"]
+        return len(workers) == 2 and all(worker["state"] == "ready" for worker in workers)
+
+    def ask(self, **headers: str) -> tuple[str, str, float]:
+        """Which model answered eight tokens, why another one did, and after how long."""
+        body = {"model": "big", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 8}
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(
+            f"{self.server.url}/chat/completions",
+            json.dumps({**body, "ignore_eos": True}).encode(),
+            {"content-type": "application/json", **headers},
+        )
+        began = time.monotonic()
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 8
+            told = answer.headers
+        took_s = time.monotonic() - began
+        return told["x-penstock-model"], told.get("x-penstock-downgrade", ""), took_s
+
+    def stop(self) -> list[tuple[object, ...]]:
+        """End it; what the ledger has of each request."""
+        self.server.process.terminate()
+        self.server.wait_ended()
+        with sqlite3.connect(self.place / "ledger" / "usage.sqlite") as ledger:
+            return ledger.execute(
+                "SELECT served_model, route_reason, outcome, attempts, completion_tokens, cost_micros "
+                "FROM usage"
+            ).fetchall()
+
+
+@pytest.fixture
+def route(tmp_path: Path, vllm_url: str, model_28m: Path) -> Iterator[Route]:
+    with ProviderProcess() as provider:
+        made = Route(tmp_path, provider, vllm_url, model_28m)
+        yield made
+        made.server.close()
+
+
+def test_a_real_vllm_answers_for_a_provider_until_that_is_well_again(route: Route) -> None:
+    assert route.ask()[:2] == ("big", "")
+    route.provider.fails(500)
+    failed = [route.ask()[:2] for _ in range(8)]
+    assert {model for model, _ in failed} == {"local"}
+    assert [why for _, why in failed][-1] == "breaker", "the provider is left alone by now"
+    route.provider.behaves()
+    route.server.until(lambda: route.ask()[0] == "big", "a probe finds it well")
+    rows = route.stop()
+    assert {row[2] for row in rows} == {"finished"}
+    assert all(row[4] == 8 for row in rows), "tokens count once"
+    for served_model, _, _, attempts, _, cost in rows:
+        assert cost == 8 * (5 if served_model == "big" else 2), "the model that answered is paid for, once"
+        assert attempts <= 2
+    assert sum(row[0] == "local" for row in rows) >= 8
+
+
+def test_a_provider_that_is_slow_to_its_first_byte_leaves_time_for_the_vllm(route: Route) -> None:
+    route.provider.behaves(delay_s=25)
+    for _ in range(3):
+        model, why, took_s = route.ask(x_penstock_max_wait_ms="4000")
+        assert (model, why) == ("local", "timeout")
+        assert took_s < 4, "within what the client waits"
+    route.provider.behaves()
+    assert route.ask()[:2] == ("big", "")
+    rows = route.stop()
+    assert [row[:5] for row in rows if row[0] == "local"] == [("local", "timeout", "finished", 2, 8)] * 3
