@@ -19,7 +19,7 @@ PAID = 60
 """Requests that the budget is for, at a cent each."""
 CENT = 10_000
 REFRESH_S = 0.1
-HEARD_S = 10 * REFRESH_S
+HEARD_S = 20 * REFRESH_S
 OFTEN = serve_with({"penstock.gateway.shared.spending.REFRESH_S": REFRESH_S})
 """`penstock serve`, of which the machines hear of each other every tenth of a second."""
 TENANTS = dict.fromkeys(("acme", "umbrella"), f"budget_per_day: {PAID / 100}")

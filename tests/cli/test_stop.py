@@ -96,16 +96,16 @@ def test_sigterm_serves_then_refuses_while_streams_end(tmp_path: Path, processes
             {"acme": "weight: 1"},
             processes=processes,
             port=(port := free_port()),
-            lameduck_s=1.5,
+            lameduck_s=2.5,
             drain_timeout_s=30,
         )
         server, key = gateway.server, gateway.keys["acme"]
         try:
             server.wait_ready()
             assert talk(port, "/ready").status == 200
-            stream = begin(port, "/v1/completions", completion(stream=True, max_tokens=100), key)
+            stream = begin(port, "/v1/completions", completion(stream=True, max_tokens=140), key)
             server.process.send_signal(signal.SIGTERM)
-            server.wait_said("requests are served for 1.5 s more")
+            server.wait_said("requests are served for 2.5 s more")
             server.until(lambda: talk(port, "/ready").status == 503, "still ready")
             assert b'"draining"' in talk(port, "/ready").body
             served = talk(port, "/v1/completions", completion(), key)

@@ -1,6 +1,7 @@
 """KV events from the pool to real sockets: our own protocol, and vLLM's over ZeroMQ."""
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -310,7 +311,8 @@ def test_a_worker_publishes_in_vllms_protocol() -> None:
             client.send(submit("a", PROMPT, max_tokens=3))
             client.last("a")
             heard.connect(endpoint)
-            replayed = heard.replay(replay, 0)
+            while not (replayed := heard.replay(replay, 0)):
+                time.sleep(0.01)  # It publishes behind its answers.
             batch = decode_batch(replayed[0][1])
             (event,) = batch.events
             assert isinstance(event, BlockStored)

@@ -139,7 +139,7 @@ def test_lost_messages_are_replayed_until_the_index_is_as_without_loss(tmp_path:
     """The last ones among them, which nothing comes after: a check finds them."""
 
     async def test() -> None:
-        async with hearing(tmp_path) as heard:
+        async with hearing(tmp_path, replay_timeout_s=20) as heard:
             heard.feed.cache_view = Lossy(heard.cache_view, lambda number: number % 3 == 0 or number > 57)  # type: ignore[assignment]
             talker = KVTalker()
             with heard.publishing() as publisher:

@@ -88,8 +88,10 @@ def test_a_thousand_clients_that_leave_in_the_middle_leave_no_block_behind(kit):
             for first in range(0, NUM_CANCELS, AT_ONCE):
                 await asyncio.gather(*(cancel(kit, port, first + i) for i in range(AT_ONCE)))
             stats = await idle_stats(worker.backend)
+            while stats.prompt_tokens < NUM_CANCELS * 16 * PROMPT_BLOCKS:  # It may be what it said before.
+                await asyncio.sleep(0.005)
+                stats = await idle_stats(worker.backend)
             assert stats.blocks_used == 0
-            assert stats.prompt_tokens >= NUM_CANCELS * 16 * PROMPT_BLOCKS
             assert stats.generated_tokens < NUM_CANCELS * 1000, "nobody's answer was generated to its end"
             await gateway.stop()
 

@@ -35,7 +35,7 @@ def test_alone_it_is_a_limiter_and_nothing_else() -> None:
 
 def test_what_one_gateway_used_the_other_does_not_have(tmp_path: Path) -> None:
     async def check() -> None:
-        shared, path = SharedTerms(timeout_s=10, gateway_ttl_s=3), tmp_path / "leases"
+        shared, path = SharedTerms(timeout_s=10, gateway_ttl_s=30), tmp_path / "leases"
         server = LeaseServer(shared, path, CLOCK)
         await server.start()
         one, other = limits(shared, "one", str(path)), limits(shared, "other", str(path))
