@@ -204,7 +204,7 @@ def provider_gets_it(tree: Tree) -> Seen:
     got: list[dict[str, Any]] = []
 
     class Provider(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name there.
             pass
 
         def _send(self, body: bytes, kind: str) -> None:

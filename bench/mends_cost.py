@@ -41,7 +41,6 @@ sys.path.insert(0, str(Path(__file__).parent / "relay"))
 
 import gateway as relay_gateway
 import stand_in_worker
-from penstock.text.metered import MeteredTemplate
 
 from penstock.config.presets import resolve
 from penstock.config.routing import AdmissionConfig
@@ -59,9 +58,9 @@ from penstock.schedule.prefill_budget import RowBound
 from penstock.sim.scenarios.overload import mixed
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.telemetry import ledger_segment
-from penstock.text import metered
+from penstock.text import sandbox
 from penstock.text.prompt import ChatPrompts, Markers
-from penstock.text.sandbox import template_environment
+from penstock.text.sandbox import MeteredTemplate, template_environment
 
 DEMO = resolve("penstock-demo-mini")
 CONNECTIONS = 8
@@ -243,7 +242,7 @@ def timing(times: Times, checks: dict[str, Sequence[Spot]]) -> Iterator[None]:
 def time_template(times: Times) -> None:
     """Every rendering, after the same by Jinja's plain sandbox."""
     plain: dict[int, Any] = {}
-    compile_here = metered.compile_metered
+    compile_here = sandbox.compile_metered
 
     def compile_both(source: str, wall_ns: Callable[[], int], *, chars_max: int) -> MeteredTemplate:
         found = compile_here(source, wall_ns, chars_max=chars_max)
@@ -254,7 +253,7 @@ def time_template(times: Times) -> None:
         by_jinja(plain[id(template)], variables)
 
     by_jinja = times.timed(JINJA, lambda each, variables: "".join(each.generate(variables)))
-    replace_everywhere((metered, "compile_metered"), compile_both)
+    replace_everywhere((sandbox, "compile_metered"), compile_both)
     replace_everywhere((MeteredTemplate, "render"), times.timed(CHARGED, MeteredTemplate.render, render))
 
 
@@ -303,7 +302,7 @@ def with_long_template(place: Path) -> Path:
     shutil.copytree(DEMO, place)
     file = place / "tokenizer_config.json"
     config = json.loads(file.read_text())
-    config["chat_template"] += "{#" + "." * metered.SOURCE_CHARS_MAX + "#}"
+    config["chat_template"] += "{#" + "." * sandbox.SOURCE_CHARS_MAX + "#}"
     file.write_text(json.dumps(config))
     return place
 

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import io
-import itertools
 import socket
+import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -46,10 +46,6 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-_SEEDS = itertools.count(1)
-"""Gateways of one session share a state directory, so each names its requests differently."""
 
 
 def tiny_tokenizer(words: tuple[str, ...] = ()) -> Tokenizer:
@@ -96,6 +92,9 @@ class RunningGateway:
         `small`: there is a second model, "small", with a worker of its own.
         """
         self.clock = clock or SystemClock()
+        self._directory = tempfile.TemporaryDirectory()
+        if not config.ledger.directory:  # What other gateways' tenants have spent is nothing to it.
+            config = replace(config, ledger={"directory": f"{self._directory.name}/ledger"})
         self.config, self._limits = config, WireLimits(**limits)
         self.log_text = io.StringIO()
         self.requests = []
@@ -141,7 +140,7 @@ class RunningGateway:
             self.members,
             metrics=self.metrics,
             clock=self.clock,
-            ids=IdSource(seed=next(_SEEDS)),
+            ids=IdSource(seed=1),
             log=log,
             limits=self._limits,
         )
@@ -203,6 +202,7 @@ class RunningGateway:
             self.begin_stop(self._lameduck_s)
             self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
+        self._directory.cleanup()
 
 
 def make_config(**server: object) -> Config:
