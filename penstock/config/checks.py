@@ -32,12 +32,16 @@ def check(config: Config) -> None:
         *_fleet_problems(config.models),
         *routing_problems(config.routing, config.admission, [served_name(model) for model in config.models]),
         *price_problems(config.prices),
+        *_trace_problems(config.traces.endpoint),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
+
+
+_COLLECTOR = re.compile(r"https?://[^\s/?#@]+/[^\s#]*")
 
 
 def _origin_problems(origins: Sequence[str]) -> Iterator[str]:
@@ -49,6 +53,14 @@ def _origin_problems(origins: Sequence[str]) -> Iterator[str]:
                 f"server.cors_origins[{i}]: expected '*' or SCHEME://HOST[:PORT] in lower case, without a "
                 f"path, as browsers send it, got {origin[:80]!r}"
             )
+
+
+def _trace_problems(endpoint: str) -> Iterator[str]:
+    if endpoint and not _COLLECTOR.fullmatch(endpoint):
+        yield (
+            "traces.endpoint: expected http(s)://HOST[:PORT]/v1/traces, where the collector takes OTLP over "
+            f"HTTP, got {endpoint[:80]!r}"
+        )
 
 
 def _limit_problems(config: Config) -> Iterator[str]:

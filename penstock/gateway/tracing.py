@@ -14,7 +14,7 @@ from penstock.gateway.http.exchange import Ending, Exchange
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import RequestMeasurement
-from penstock.telemetry.traces import EndedTrace, Exporter, Trace, TraceKeeper, read_context
+from penstock.telemetry.traces import EndedTrace, Exporter, RequestTrace, TraceKeeper, read_context
 
 _OPERATIONS = {Endpoint.COMPLETIONS: "text_completion"}
 """Of OpenTelemetry's `gen_ai.operation.name`; every other endpoint is a chat."""
@@ -32,7 +32,7 @@ class RequestTraces:
         self._clock = clock
         self._keeper: TraceKeeper | None = None
         if config.endpoint:
-            self._keeper = TraceKeeper(config, _exporter(config.endpoint, instance), clock, log)
+            self._keeper = TraceKeeper(config, _exporter(config.endpoint, instance), log)
 
     @property
     def exported(self) -> int:
@@ -64,7 +64,7 @@ class RequestTraces:
         if self._keeper is not None:
             exchange.trace = self._keeper.begin(parent)
         elif parent is not None:
-            exchange.trace = Trace(parent, is_ours=False)
+            exchange.trace = RequestTrace(parent, is_ours=False)
 
     def end(self, exchange: Exchange, record: RequestMeasurement | None) -> None:
         """It is over; `record` is of a request whose model was found."""

@@ -18,6 +18,8 @@ import msgspec
 
 from penstock.types import TenantId
 
+EXIT_CANNOT_SERVE = 78
+"""A child's exit code where starting again would fail the same way: EX_CONFIG of sysexits.h."""
 _LENGTH = struct.Struct("<I")
 
 

@@ -3,6 +3,7 @@
 Authentication and other headers come from OTEL_EXPORTER_OTLP_HEADERS, as for every program that uses the SDK.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -17,8 +18,21 @@ from penstock.telemetry.traces import Attempt, EndedTrace
 
 TIMEOUT_S = 5.0
 """For one export, the SDK's own attempts included."""
+WHY_CHARS_MAX = 300
 _SCOPE = InstrumentationScope("penstock")
 _Attributes = Mapping[str, str | int | float | Sequence[str]]
+
+
+class _FirstWarning(logging.Handler):
+    """Keeps the first thing that the SDK says of an export: why it failed, before it gives up."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self.text = self.text or record.getMessage()[:WHY_CHARS_MAX]
 
 
 class OtlpExporter:
@@ -27,17 +41,22 @@ class OtlpExporter:
     def __init__(self, endpoint: str, *, version: str, instance: str) -> None:
         """`instance` names this process."""
         self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=TIMEOUT_S)
+        self._warning = _FirstWarning()
+        library = logging.getLogger("opentelemetry")  # It has a line for each attempt of each export.
+        library.handlers, library.propagate = [self._warning], False
         self._resource = Resource.create(
             {"service.name": "penstock", "service.version": version, "service.instance.id": instance}
         )
 
-    def export(self, traces: Sequence[EndedTrace]) -> bool:
+    def export(self, traces: Sequence[EndedTrace]) -> str:
         """See `traces.Exporter`."""
         spans = [span for trace in traces for span in _Tree(trace, self._resource).spans()]
+        self._warning.text = ""
         try:
-            return self._exporter.export(spans) is SpanExportResult.SUCCESS
-        except Exception:  # noqa: BLE001 - requests go on, whatever the SDK meets.
-            return False
+            result = self._exporter.export(spans)
+        except Exception as error:  # noqa: BLE001 - requests go on, whatever the SDK meets.
+            return f"{type(error).__name__}: {error}"
+        return "" if result is SpanExportResult.SUCCESS else self._warning.text or "not taken"
 
     def close(self) -> None:
         """See `traces.Exporter`."""

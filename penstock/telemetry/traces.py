@@ -19,13 +19,13 @@ and what does not fit is dropped and counted.
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
-from penstock.clock import Clock, sleep
 from penstock.config.tree import TracesConfig
 from penstock.rng import fresh_key
 from penstock.telemetry.log import Log
@@ -98,7 +98,7 @@ class Attempt(msgspec.Struct, kw_only=True):
     error: str = ""
 
 
-class Trace:
+class RequestTrace:
     """One request's, while it runs: what the gateway tells it, for spans that are made at the end."""
 
     __slots__ = ("_is_ours", "attempts", "context", "is_sampled", "parent", "span_id", "trace_id")
@@ -159,7 +159,7 @@ class EndedTrace(msgspec.Struct, frozen=True, kw_only=True):
     `offset_ns` more.
     """
 
-    trace: Trace
+    trace: RequestTrace
     name: str
     offset_ns: int
     started_ns: int
@@ -174,32 +174,32 @@ class EndedTrace(msgspec.Struct, frozen=True, kw_only=True):
 class Exporter(Protocol):
     """Sends traces away. Called on a thread; may block for seconds."""
 
-    def export(self, traces: Sequence[EndedTrace]) -> bool:
-        """Send these; False if that failed, and they are lost."""
+    def export(self, traces: Sequence[EndedTrace]) -> str:
+        """Send these. Returns why that failed, and then they are lost; empty: it did not fail."""
         ...
 
     def close(self) -> None:
-        """Nothing more is sent."""
+        """Nothing more is sent; an `export` that runs gives up."""
         ...
 
 
 class TraceKeeper:
     """Keeps ended traces until the exporter has them."""
 
-    def __init__(self, config: TracesConfig, exporter: Exporter, clock: Clock, log: Log) -> None:
-        self._config, self._exporter, self._clock, self._log = config, exporter, clock, log
+    def __init__(self, config: TracesConfig, exporter: Exporter, log: Log) -> None:
+        self._config, self._exporter, self._log = config, exporter, log
         self._pending = deque[EndedTrace]()
         self._task: asyncio.Task[None] | None = None
         self.exported = 0
         self.dropped = 0
         """Traces that did not fit, or that the collector did not take."""
-        self._is_failing = False
+        self._is_failing, self._is_closing = False, asyncio.Event()
 
-    def begin(self, parent: TraceContext | None) -> Trace:
+    def begin(self, parent: TraceContext | None) -> RequestTrace:
         """A request has come."""
-        return Trace(parent, self._config.share)
+        return RequestTrace(parent, self._config.share)
 
-    def is_kept(self, trace: Trace, *, failed: bool, ttft_ns: int | None) -> bool:
+    def is_kept(self, trace: RequestTrace, *, failed: bool, ttft_ns: int | None) -> bool:
         """Whether a trace whose request is over is exported."""
         slow_ns = self._config.slow_ms * 1_000_000
         return trace.is_sampled or failed or (ttft_ns is not None and ttft_ns >= slow_ns > 0)
@@ -216,27 +216,33 @@ class TraceKeeper:
         self._task = asyncio.create_task(self._run(), name="export traces")
 
     async def stop(self) -> None:
-        """Export what is left, if the collector takes it."""
+        """Export what is left, unless the collector takes nothing."""
+        self._is_closing.set()
+        if self._is_failing:
+            await asyncio.to_thread(self._exporter.close)
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            while self._pending and not self._is_failing:
-                await asyncio.to_thread(self._export)
+            await self._task
+        while self._pending and not self._is_failing:
+            await self._export()
         await asyncio.to_thread(self._exporter.close)
 
     async def _run(self) -> None:
-        while True:
-            await sleep(EVERY_S)
-            while self._pending:
-                await asyncio.to_thread(self._export)
+        while not self._is_closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S):
+                    await self._is_closing.wait()
+            while self._pending and not self._is_closing.is_set():
+                await self._export()
 
-    def _export(self) -> None:
+    async def _export(self) -> None:
         batch = [self._pending.popleft() for _ in range(min(BATCH_MAX, len(self._pending)))]
-        is_sent = self._exporter.export(batch)
-        if is_sent:
-            self.exported += len(batch)
-        else:
+        why = await asyncio.to_thread(self._exporter.export, batch)
+        if why:
             self.dropped += len(batch)
-            if not self._is_failing:
-                self._log.warning("the collector takes no traces", endpoint=self._config.endpoint)
-        self._is_failing = not is_sent
+        else:
+            self.exported += len(batch)
+        if why and not self._is_failing:
+            self._log.warning("the collector takes no traces", endpoint=self._config.endpoint, why=why)
+        elif self._is_failing and not why:
+            self._log.info("the collector takes traces again", endpoint=self._config.endpoint)
+        self._is_failing = bool(why)

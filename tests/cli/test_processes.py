@@ -5,23 +5,27 @@ import io
 import os
 
 import msgspec
+import pytest
 
 from penstock.cli.wiring.gateway_process import read_launch
 from penstock.cli.wiring.processes import GatewayProcesses, ProcessStats
 from penstock.clock import SystemClock
 from penstock.config.flow import SharedConfig
-from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig, TenantConfig
+from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig, TenantConfig, TracesConfig
+from penstock.errors import OperatorError
 from penstock.protocol.peers import ChildLaunch, ChildReport, Snapshot
 from penstock.telemetry.log import Log
 
+NO_TRACES = TracesConfig()
 TEXT = b"# HELP a_total A.\n# TYPE a_total counter\na_total %d.0\n# HELP g G.\n# TYPE g gauge\ng %d.0\n"
 
 
-def processes(**shared: object) -> GatewayProcesses:
+def processes(traces: TracesConfig = NO_TRACES, **shared: object) -> GatewayProcesses:
     config = Config(
         server=ServerConfig(port=0, processes=3),
         auth=AuthConfig(disabled=True),
         shared=SharedConfig(**shared),
+        traces=traces,
     )
     clock = SystemClock()
     return GatewayProcesses(
@@ -54,6 +58,27 @@ def test_reports_may_follow_the_launch_at_once() -> None:
     finally:
         os.close(read)
         os.close(write)
+
+
+def test_where_no_process_can_serve_the_start_ends_at_once_and_says_why(tmp_path, monkeypatch, capfd) -> None:
+    """Here because a package is missing, which only the processes need."""
+    (tmp_path / "opentelemetry").mkdir()
+    (tmp_path / "opentelemetry" / "__init__.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def check() -> None:
+        made = processes(traces=TracesConfig(endpoint="http://collector:4318/v1/traces"))
+        await made.start([])
+        try:
+            with pytest.raises(OperatorError, match="cannot serve with this configuration"):
+                await made.open([])
+        finally:
+            await made.kill()
+
+    asyncio.run(check())
+    said = capfd.readouterr().err
+    assert "penstock: traces.endpoint needs OpenTelemetry's SDK: pip install 'penstock[traces]'" in said
+    assert "Traceback" not in said
 
 
 def test_redis_stays_redis() -> None:

@@ -11,6 +11,7 @@ from penstock.config.tree import (
     ModelConfig,
     ServerConfig,
     SharedConfig,
+    TracesConfig,
 )
 from penstock.errors import ConfigError
 
@@ -52,6 +53,10 @@ def test_the_defaults_are_fine() -> None:
                 r"server\.cors_origins\[0\]: expected '\*' or SCHEME://HOST\[:PORT\] in lower case, without "
                 r"a path"
             ),
+        ),
+        (
+            Config(traces=TracesConfig(endpoint="localhost:4317")),
+            r"traces\.endpoint: expected http\(s\)://HOST\[:PORT\]/v1/traces",
         ),
         (
             Config(server=ServerConfig(cors_origins=("https://a.example", "*"))),

@@ -14,10 +14,14 @@ import openai
 import pytest
 import tokenizers
 import uvloop
+from engine_stand_ins import OpenAIStandIn, until
 from fake_backend import FakeBackend, Script, endless_words
 from fleets import fleet_of
 from redis_process import RedisProcess
+from test_external_conformance import tools
 
+from penstock.backends.http.external import ExternalWorker, make_backend
+from penstock.backends.http.limits import HttpBackendLimits
 from penstock.clock import Clock, SystemClock
 from penstock.config.flow import LimitsConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
@@ -205,6 +209,23 @@ class RunningGateway:
         self._directory.cleanup()
 
 
+class BeforeProvider(RunningGateway):
+    """A gateway whose only worker is a provider, in the same event loop."""
+
+    async def make_backends(self):
+        self.provider = OpenAIStandIn()
+        await self.provider.start()
+        worker = ExternalWorker(engine="openai", url=self.provider.url, model="served")
+        backend = make_backend(worker, self.tokenizer, tools(HttpBackendLimits(probe_s=0.05)))
+        backend.open()
+        await until(lambda: backend.status.ready)
+        return {"tiny": backend}
+
+    async def close_backends(self) -> None:
+        await self.backend.close()
+        await self.provider.kill()
+
+
 def make_config(**server: object) -> Config:
     return Config(
         server=ServerConfig(port=0, **{"drain_timeout_s": 0.5, "trust_local": True, **server}),
@@ -286,7 +307,7 @@ def kit() -> types.SimpleNamespace:
     return types.SimpleNamespace(
         KEY=KEY, Raw=Raw, chat=chat, get=get, post=post, make_config=make_config, replace=replace,
         openai_client=openai_client, TEMPLATE=TEMPLATE, RunningGateway=RunningGateway,
-        NO_PROMISES=NO_PROMISES,
+        NO_PROMISES=NO_PROMISES, BeforeProvider=BeforeProvider,
     )  # fmt: skip
 
 

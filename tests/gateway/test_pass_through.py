@@ -5,11 +5,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from engine_stand_ins import OpenAIStandIn, text_of, until
-from test_external_conformance import tools
-
-from penstock.backends.http.external import ExternalWorker, make_backend
-from penstock.backends.http.limits import HttpBackendLimits
+from engine_stand_ins import text_of
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALLS = [{"name": "look", "arguments": '{"at": "the sky"}'}, {"name": "look", "arguments": "{}"}]
@@ -20,21 +16,7 @@ ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 def provided(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
     """A gateway whose only worker is a provider, the provider, and a client."""
 
-    class Provided(kit.RunningGateway):
-        async def make_backends(self):
-            self.provider = OpenAIStandIn()
-            await self.provider.start()
-            worker = ExternalWorker(engine="openai", url=self.provider.url, model="served")
-            backend = make_backend(worker, self.tokenizer, tools(HttpBackendLimits(probe_s=0.05)))
-            backend.open()
-            await until(lambda: backend.status.ready)
-            return {"tiny": backend}
-
-        async def close_backends(self) -> None:
-            await self.backend.close()
-            await self.provider.kill()
-
-    running = Provided(kit.make_config())
+    running = kit.BeforeProvider(kit.make_config())
     with kit.openai_client(running) as client:
         yield types.SimpleNamespace(running=running, provider=running.provider, client=client)
     running.stop()

@@ -16,12 +16,8 @@ import msgspec
 import openai
 import otlp_receiver
 import pytest
-from engine_stand_ins import OpenAIStandIn, until
 from fake_backend import FakeBackend
-from test_external_conformance import tools
 
-from penstock.backends.http.external import ExternalWorker, make_backend
-from penstock.backends.http.limits import HttpBackendLimits
 from penstock.config.tree import TracesConfig
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -162,21 +158,7 @@ def test_a_retry_is_an_attempt_beside_the_first(kit, collector) -> None:
 
 @contextlib.contextmanager
 def before_a_provider(kit, config) -> Iterator[types.SimpleNamespace]:
-    class Provided(kit.RunningGateway):
-        async def make_backends(self):
-            self.provider = OpenAIStandIn()
-            await self.provider.start()
-            worker = ExternalWorker(engine="openai", url=self.provider.url, model="served")
-            backend = make_backend(worker, self.tokenizer, tools(HttpBackendLimits(probe_s=0.05)))
-            backend.open()
-            await until(lambda: backend.status.ready)
-            return {"tiny": backend}
-
-        async def close_backends(self) -> None:
-            await self.backend.close()
-            await self.provider.kill()
-
-    running = Provided(config)
+    running = kit.BeforeProvider(config)
     try:
         yield running
     finally:
@@ -211,7 +193,7 @@ def test_without_a_collector_the_callers_trace_goes_on_as_it_came(kit) -> None:
         assert "traceparent" not in ask_provider(kit, running, {"traceparent": "nonsense"})
 
 
-def test_a_collector_that_fails_costs_no_answer(start, kit, collector) -> None:
+def test_a_collector_that_fails_costs_no_answer_and_is_said_once(start, kit, collector, capfd) -> None:
     collector.answer(400)
     try:
         running = start(traced(kit, collector, share=1))
@@ -219,5 +201,12 @@ def test_a_collector_that_fails_costs_no_answer(start, kit, collector) -> None:
             for _ in range(3):
                 client.completions.create(model="tiny", prompt="x", max_tokens=1)
         running.wait_until(lambda: "the collector takes no traces" in running.log_text.getvalue())
+        collector.answer(200)
+        with kit.openai_client(running) as client:
+            client.completions.create(model="tiny", prompt="x", max_tokens=1)
+        running.wait_until(lambda: "the collector takes traces again" in running.log_text.getvalue())
     finally:
         collector.answer(200)
+    (line,) = (each for each in running.log_text.getvalue().splitlines() if "takes no traces" in each)
+    assert "400" in line, "it says why"
+    assert not capfd.readouterr().err, "the library's own lines are not written"

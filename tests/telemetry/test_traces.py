@@ -11,7 +11,7 @@ from penstock.clock import ManualClock
 from penstock.config.tree import LogConfig, TracesConfig
 from penstock.telemetry import traces
 from penstock.telemetry.log import Log
-from penstock.telemetry.traces import EndedTrace, Trace, TraceContext, TraceKeeper, read_context
+from penstock.telemetry.traces import EndedTrace, RequestTrace, TraceContext, TraceKeeper, read_context
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -46,7 +46,7 @@ def test_traceparent_is_read_as_w3c_has_it(parent: str, is_sampled: bool | None)
 def test_any_bytes_are_a_context_or_none(parent: bytes, state: bytes | None) -> None:
     found = read_context(parent, state)
     if found is not None:
-        for name, value in Trace(found).headers(SPAN):
+        for name, value in RequestTrace(found).headers(SPAN):
             assert f"{name}: {value}".isprintable()
             assert value.isascii()
 
@@ -59,14 +59,14 @@ def test_a_long_or_broken_tracestate_is_dropped_and_the_trace_continues() -> Non
         assert (found.trace_id, found.state) == (TRACE, "")
     found = read_context(parent, b"vendor=7,other=x")
     assert found is not None
-    assert Trace(found).headers(SPAN) == (
+    assert RequestTrace(found).headers(SPAN) == (
         ("traceparent", f"00-{TRACE}-{SPAN}-01"),
         ("tracestate", "vendor=7,other=x"),
     )
 
 
 def test_workers_get_the_span_of_their_attempt() -> None:
-    trace = Trace(None, 1.0)
+    trace = RequestTrace(None, 1.0)
     ((name, first),) = trace.start_attempt(5, 1, "a", "first")
     ((_, second),) = trace.start_attempt(9, 2, "b", "retry")
     assert name == "traceparent"
@@ -76,7 +76,7 @@ def test_workers_get_the_span_of_their_attempt() -> None:
 
 
 def test_of_two_attempts_at_once_the_one_without_output_is_superseded() -> None:
-    trace = Trace(None, 1.0)
+    trace = RequestTrace(None, 1.0)
     trace.start_attempt(5, 1, "a", "first")
     trace.start_attempt(9, 2, "b", "hedge")
     trace.keep_attempt(12, 2)
@@ -90,13 +90,13 @@ def test_of_two_attempts_at_once_the_one_without_output_is_superseded() -> None:
 
 def test_a_trace_that_is_not_ours_goes_on_as_it_came() -> None:
     context = TraceContext(trace_id=TRACE, span_id=SPAN, is_sampled=False)
-    trace = Trace(context, is_ours=False)
+    trace = RequestTrace(context, is_ours=False)
     assert trace.start_attempt(5, 1, "a", "first") == (("traceparent", f"00-{TRACE}-{SPAN}-00"),)
     assert trace.attempts == []
 
 
 def test_a_trace_has_a_bound() -> None:
-    trace = Trace(None, 1.0)
+    trace = RequestTrace(None, 1.0)
     for number in range(1, 2 * traces.ATTEMPTS_MAX):
         ((_, parent),) = trace.start_attempt(number, number, "a", "retry")
     assert len(trace.attempts) == traces.ATTEMPTS_MAX
@@ -110,10 +110,10 @@ class Collector:
         self.taken: list[EndedTrace] = []
         self.is_there, self.calls, self.is_closed = True, 0, False
 
-    def export(self, batch) -> bool:
+    def export(self, batch) -> str:
         self.calls += 1
         self.taken += batch if self.is_there else []
-        return self.is_there
+        return "" if self.is_there else "refused"
 
     def close(self) -> None:
         self.is_closed = True
@@ -122,7 +122,7 @@ class Collector:
 def make(**terms: float) -> tuple[TraceKeeper, Collector, io.StringIO]:
     clock, collector, text = ManualClock(), Collector(), io.StringIO()
     config = TracesConfig(endpoint="http://collector", **terms)
-    return TraceKeeper(config, collector, clock, Log(LogConfig(), clock, stream=text)), collector, text
+    return TraceKeeper(config, collector, Log(LogConfig(), clock, stream=text)), collector, text
 
 
 def test_failed_and_slow_ones_are_kept_and_a_share_of_the_rest() -> None:

@@ -33,7 +33,7 @@ from penstock.fleet.sources.found import attached
 from penstock.gateway.app import Gateway
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.protocol.address import link_key_of
-from penstock.protocol.peers import ChildLaunch, ChildReport, StopOrder, WorkerAt
+from penstock.protocol.peers import EXIT_CANNOT_SERVE, ChildLaunch, ChildReport, StopOrder, WorkerAt
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import WorkerId
@@ -46,8 +46,12 @@ EXIT_ORPHANED = 1
 def main() -> int:
     """Serve until told to stop; the exit code."""
     launch, behind = read_launch(STDIN)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(launch, behind))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(launch, behind))
+    except ConfigError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return EXIT_CANNOT_SERVE
 
 
 async def _serve(launch: ChildLaunch, behind: bytes) -> int:

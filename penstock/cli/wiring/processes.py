@@ -29,6 +29,7 @@ from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
 from penstock.gateway.identity.tenancy import Tenancy
 from penstock.gateway.shared.local_store import LeaseServer
 from penstock.protocol.peers import (
+    EXIT_CANNOT_SERVE,
     Ask,
     ChildLaunch,
     ChildReport,
@@ -135,7 +136,7 @@ class GatewayProcesses:
         self._server: asyncio.Server | None = None
         self._running: dict[int, Process] = {}
         self._supervisors: list[asyncio.Task[None]] = []
-        self._stopping = self._is_patient = False
+        self._stopping = self._is_patient = self._is_open = self._is_refused = False
 
     @property
     def num_streams(self) -> int:
@@ -172,11 +173,14 @@ class GatewayProcesses:
         self._supervisors = [asyncio.create_task(self._supervise(index)) for index in range(count)]
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while len(self._stats) < count:
+                while len(self._stats) < count and not self._is_refused:
                     self._told.clear()
                     await self._told.wait()
         except TimeoutError:
             raise OperatorError(f"the gateway processes did not start within {START_TIMEOUT_S:g} s") from None
+        if self._is_refused:
+            raise OperatorError("the gateway processes cannot serve with this configuration")
+        self._is_open = True
 
     async def reload(self, config: Config) -> bool:
         """Judge a new configuration as every process will, and hand what is taken to all of them and to those
@@ -253,6 +257,10 @@ class GatewayProcesses:
                     await process.wait()
                 del self._running[index]
             if self._stopping:
+                return
+            if code == EXIT_CANNOT_SERVE and not self._is_open:
+                self._is_refused = True
+                self._told.set()
                 return
             delay_s = budget.take() or BACKOFF_MAX_S
             self._log.error("a gateway process ended", index=index, code=code, restart_in_s=delay_s)

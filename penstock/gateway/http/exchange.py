@@ -35,7 +35,7 @@ from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody
 from penstock.protocol.stream import HEARTBEAT
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import RequestMeasurement
-from penstock.telemetry.traces import Trace
+from penstock.telemetry.traces import RequestTrace
 from penstock.types import FinishReason, Usage
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -295,7 +295,7 @@ class Exchange:
         self.head = head
         self.method, self.path, self.version = head.method, head.path, head.version
         self.client, self.body, self.id = client, b"", ""
-        self.trace: Trace | None = None  # If it is traced, or its caller traces it.
+        self.trace: RequestTrace | None = None  # If it is traced, or its caller traces it.
         self.tally: Tally | None = None
         """Set by handlers that generate. Its headers go with whatever the response is."""
         self.started_ns = 0
