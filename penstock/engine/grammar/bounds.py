@@ -117,7 +117,7 @@ def _values(schema: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
     annotations as text, if it is one of bounds; else empty.
     """
     found: list[tuple[dict[str, Any], str, str]] = []
-    for node in _nodes(schema):
+    for node in schemas_in(schema):
         if isinstance(value := node.get("properties"), dict):
             named = cast(dict[str, Any], value)
             found += [(named, name, _bounded(inner)) for name, inner in named.items()]
@@ -126,7 +126,7 @@ def _values(schema: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
     return found
 
 
-def _nodes(schema: object) -> Iterator[dict[str, Any]]:
+def schemas_in(schema: object) -> Iterator[dict[str, Any]]:
     """Every schema that is an object, the outer ones first."""
     todo = [schema]
     while todo:
@@ -202,7 +202,7 @@ class _Crossings:
 
     def check(self) -> None:
         """Refuse where too much holds together."""
-        for node in _nodes(self._schema):
+        for node in schemas_in(self._schema):
             if not _COMBINING.isdisjoint(node):
                 self._count(node)
 

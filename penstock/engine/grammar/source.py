@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.engine.grammar.bounds import check_schema, keywords, shared
+from penstock.engine.grammar.dates import with_real_dates
 from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import GRAMMAR_BYTES_MAX
 
@@ -125,7 +126,7 @@ def _json(schema: object) -> tuple[str, object]:
     check_schema(schema)
     try:
         return LLMatcher.grammar_from_json_schema(
-            json.dumps(shared(schema)), overrides=cast(Any, _JSON_OPTIONS)
+            json.dumps(shared(with_real_dates(schema))), overrides=cast(Any, _JSON_OPTIONS)
         ), schema
     except ValueError as error:
         _refuse(f"the schema is not supported: {error}", "json")
@@ -143,7 +144,7 @@ def _call(value: object) -> tuple[str, object]:
         _refuse("expected a schema", "call")
     schema = cast(dict[str, Any], value)
     check_schema(schema)
-    body = json.dumps(shared(schema) | {"x-guidance": _JSON_OPTIONS})
+    body = json.dumps(shared(with_real_dates(schema)) | {"x-guidance": _JSON_OPTIONS})
     lark = f"start: SPACE? body\nSPACE: /[ \\t\\r\\n]{{1,4}}/\nbody: %json {body}"
     return LLMatcher.grammar_from_lark(lark), schema
 
@@ -167,9 +168,10 @@ def _choice(value: object) -> tuple[str, object]:
 def _grammar(value: object) -> tuple[str, object]:
     if not isinstance(value, str) or not value.strip():
         _refuse("expected a string that is not empty", "grammar")
-    for found in re.finditer(r"%json\b\s*", value):  # What is refused in a schema is refused in here.
+    pieces, end = list[str](), 0
+    for found in re.finditer(r"%json\b\s*", value):  # What holds of a schema holds of one in here.
         try:
-            schema, _ = json.JSONDecoder().raw_decode(value, found.end())
+            schema, behind = json.JSONDecoder().raw_decode(value, found.end())
         except (ValueError, RecursionError) as error:
             _refuse(f"the schema behind %json is not JSON: {error}", "grammar")
         if isinstance(schema, dict):
@@ -177,8 +179,10 @@ def _grammar(value: object) -> tuple[str, object]:
             if "x-guidance" in inner:
                 _refuse("'x-guidance' is not supported", "grammar")
             check_schema(inner)
+            pieces += value[end : found.end()], json.dumps(with_real_dates(inner))
+            end = behind
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(value)), None
+        return LLMatcher.grammar_from_lark(any_to_lark("".join([*pieces, value[end:]]))), None
     except Exception as error:  # noqa: BLE001 The converter raises what it likes.
         _refuse(f"the grammar cannot be read: {error}", "grammar")
 

@@ -1,0 +1,86 @@
+"""`date`, `date-time` and `time` match those dates and times alone that Python's own parser takes."""
+
+import datetime
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("llguidance")
+
+from penstock.engine.grammar.compiler import GrammarTokens, compile_grammar
+from penstock.protocol.grammar import Grammar
+
+MODEL = Path(__file__).parents[3] / "models" / "penstock-demo-mini"
+
+
+@cache
+def tokens() -> GrammarTokens:
+    found = GrammarTokens.load(MODEL, 4096)
+    assert found is not None
+    return found
+
+
+def maker(form: dict[str, object]) -> Callable[[object], bool]:
+    """Whether a value matches."""
+    first = compile_grammar(Grammar(form=json.dumps(form).encode()), tokens()).first
+
+    def matches(value: object) -> bool:
+        ids = list(tokens().tokenizer.encode(json.dumps(value)))
+        matcher = first.deep_copy()
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return matches
+
+
+def parses(parse: Callable[[str], object], text: str) -> bool:
+    try:
+        parse(text)
+    except ValueError:
+        return False
+    return True
+
+
+is_date = maker({"json": {"type": "string", "format": "date"}})
+is_moment = maker({"json": {"type": "string", "format": "date-time"}})
+years = st.integers(0, 9999) | st.sampled_from([0, 1, 4, 100, 400, 1900, 2000, 2023, 2024])
+days = st.integers(1, 31) | st.sampled_from([28, 29, 30, 31])
+
+
+@given(year=years, month=st.integers(1, 12) | st.just(2), day=days)
+def test_a_date_is_one_that_exists(year: int, month: int, day: int) -> None:
+    text = f"{year:04}-{month:02}-{day:02}"
+    assert is_date(text) is parses(datetime.date.fromisoformat, text)
+    assert is_moment(f"{text}T12:00:00Z") is parses(datetime.date.fromisoformat, text)
+
+
+@given(hour=st.integers(0, 25), minute=st.integers(0, 61), second=st.integers(0, 61))
+def test_a_moment_has_no_leap_second(hour: int, minute: int, second: int) -> None:
+    text = f"2024-02-29T{hour:02}:{minute:02}:{second:02}+02:00"
+    assert is_moment(text) is parses(datetime.datetime.fromisoformat, text)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": {"type": "string", "format": "date", "pattern": "^20"}},
+        {"json": {"type": "string", "format": "date", "pattern": "^20", "allOf": [{"maxLength": 10}]}},
+        {"json": {"anyOf": [{"type": ["string", "null"], "format": "date", "minLength": 1}]}},
+        {"json": {"$ref": "#/$defs/day", "$defs": {"day": {"type": "string", "format": "date"}}}},
+        {"grammar": 'start: %json {"type": "string", "format": "date"}'},
+    ],
+    ids=["pattern", "allOf", "anyOf", "$ref", "lark"],
+)
+def test_wherever_the_format_stands(form: dict[str, object]) -> None:
+    matches = maker(form)
+    assert matches("2024-02-29")
+    assert not matches("2023-02-29")
+
+
+def test_a_value_named_format_is_no_format() -> None:
+    matches = maker({"json": {"enum": [{"format": "date", "x": "2023-02-29"}]}})
+    assert matches({"format": "date", "x": "2023-02-29"})
