@@ -1,5 +1,5 @@
-"""Dates that exist, as RFC 3339 (5.7) wants them of `date` and `date-time`: llguidance's own automata know the
-lengths of months, but not leap years, and have a year 0 and leap seconds, which validators refuse.
+"""Dates that exist, as RFC 3339 (5.7) wants them of `date` and `date-time`: llguidance's own automata know
+the lengths of months, but not leap years, and have a year 0 and leap seconds, which validators refuse.
 """
 
 import json
