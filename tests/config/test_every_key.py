@@ -1,13 +1,17 @@
 """Every key of the configuration, as it is declared: described, read by the product, in docs/
-configuration.md, and decoded, refused and printed as its type says.
+configuration.md, decoded, refused and printed as its type says, and used by a test.
 
-A new key needs no line here and none in the docs: `make format` writes the page from the declaration.
+A new key needs no line here and none in the docs: `make format` writes the page from the declaration. A test
+uses a key if it gives it as an argument, reads it as an attribute, or writes it in YAML or JSON, and names its
+section or its section's class as well: a word that happens to be spelled like the key is not enough.
 """
 
 import importlib.util
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +26,9 @@ from penstock.config.tree import Config
 from penstock.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+_USED = re.compile(r"\b([a-z_][a-z0-9_]*)(?==[^=]|\"?: |\")|\.([a-z_][a-z0-9_]*)\b")
+"""In Python `key=`, `.key` and `"key"`; in YAML and JSON `key: ` and `"key": `."""
+_WORD = re.compile(r"[A-Za-z0-9_]+")
 KEYS_MAX, LATER_MAX = 150, 30
 """Of the house as it was counted in docs/design/015, and of two features since, 15 each."""
 
@@ -130,6 +137,52 @@ def test_a_value_of_no_type_of_the_key_is_refused_by_its_path(path: str) -> None
 def test_the_product_reads_every_key() -> None:
     read = attributes_read()
     assert [path for path in VALUES if path.rpartition(".")[2] not in read] == []
+
+
+@dataclass(slots=True, frozen=True)
+class Source:
+    """A test."""
+
+    words: frozenset[str]
+    keys: frozenset[str]
+    """What it gives or reads as a key."""
+
+    @classmethod
+    def of(cls, text: str) -> "Source":
+        text = text.replace("\\n", "\n")
+        keys = frozenset(key for found in _USED.findall(text) for key in found)
+        return cls(frozenset(_WORD.findall(text)), keys)
+
+    def uses(self, name: str, sections: set[str]) -> bool:
+        """Whether it uses the key, and names the section that has it or the section's class."""
+        return name in self.keys and (not sections or not sections.isdisjoint(self.words))
+
+
+@cache
+def texts_of_tests() -> list[Source]:
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    return [Source.of(path.read_text()) for path in paths]
+
+
+@pytest.mark.parametrize("path", VALUES)
+def test_a_test_uses_the_key(path: str) -> None:
+    heading, _, name = path.rpartition(".")
+    section = heading.rpartition(".")[2].removesuffix("[]")
+    sections = {section, VALUES[path].owner} if section else set[str]()
+    if section:
+        opened = KEYS[heading.removesuffix("[]")].section
+        assert opened is not None
+        sections.add(opened.cls.__name__)
+    assert any(test.uses(name, sections) for test in texts_of_tests()), f"no test uses {path}"
+
+
+def test_a_word_that_is_spelled_like_a_key_is_not_enough() -> None:
+    sections = {"engine", "EngineConfig"}
+    assert not Source.of("engine = 1  # the port\nport = engine").uses("port", sections)
+    assert not Source.of("f(port=1)").uses("port", sections)
+    assert Source.of("EngineConfig(port=1)").uses("port", sections)
+    assert Source.of("'engine: {port: 1}'").uses("port", sections)
+    assert Source.of("config.engine.port").uses("port", sections)
 
 
 def test_every_key_is_described_where_it_is_declared() -> None:
