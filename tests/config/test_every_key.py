@@ -2,8 +2,8 @@
 configuration.md, decoded, refused and printed as its type says, and used by a test.
 
 A new key needs no line here and none in the docs: `make format` writes the page from the declaration. A test
-uses a key if it gives it as an argument, reads it as an attribute, or writes it in YAML or JSON, and names its
-section or its section's class as well: a word that happens to be spelled like the key is not enough.
+uses a key if it gives it as an argument, reads it as an attribute, or writes it in YAML or JSON, and names
+its section or its section's class as well: a word that happens to be spelled like the key is not enough.
 """
 
 import importlib.util

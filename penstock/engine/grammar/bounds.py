@@ -19,6 +19,8 @@ COST_MAX = 1024
 used."""
 _BOUNDED_COST = 3
 """Of each different value that has an automaton of its own, by a keyword of `_BOUNDS`."""
+_PATTERN_COST = 5
+"""The same of a `pattern`, whose automaton may be large."""
 _KEY_COST = 4
 """Of each key of an object in `enum` or `const`."""
 _VALUES_PER_UNIT = 4
@@ -61,7 +63,8 @@ def check_schema(schema: dict[str, Any]) -> None:
     if (cost := _cost(schema)) > COST_MAX:
         _refuse(
             f"it is too large: {cost} units, and {COST_MAX} is the bound (a property is 1, a value with a "
-            f"pattern, a format or numeric bounds {_BOUNDED_COST}, {_VALUES_PER_UNIT} values of an enum 1)"
+            f"pattern {_PATTERN_COST} more, a format or numeric bounds {_BOUNDED_COST}, {_VALUES_PER_UNIT} "
+            "values of an enum 1)"
         )
     try:
         _Crossings(schema).check()
@@ -165,7 +168,7 @@ def _cost(schema: dict[str, Any]) -> int:
         node = cast(dict[str, Any], each)
         if not _BOUNDS.isdisjoint(node) and (key := _bounded(node) or str(id(node))) not in bounded:
             bounded.add(key)
-            cost += _BOUNDED_COST
+            cost += _PATTERN_COST if "pattern" in node else _BOUNDED_COST
         for keyword, value in node.items():
             if keyword == "$ref" and isinstance(value, str):
                 if value not in refs:
