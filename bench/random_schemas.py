@@ -1,11 +1,11 @@
 """Random schemas at temperature 1.5: does every finished answer validate, how many schemas are refused, and
 how many of the others have an answer within 1,024 tokens?
 
-    python bench/random_schemas.py [--schemas 10000] [--seed 1] [--json FILE [--resume]]
+    python bench/random_schemas.py [--schemas 10000] [--seed 1] [--json FILE]
 
 The demo model's engine in this process, 32 answers at once. `jsonschema` judges, with formats checked (all
 but `time`, for which it takes no time zone). Fails if an answer that ended with "stop" does not validate, or
-ended in an error. `--resume` goes on behind the schemas that FILE has, and adds to its counts.
+ended in an error.
 """
 
 import argparse
@@ -184,18 +184,11 @@ def keyword_of(refusal: str) -> str:
 class Tally:
     """What became of the schemas so far."""
 
-    def __init__(self, seed: int, known: dict[str, Any] | None) -> None:
-        """`known`: the report to go on behind."""
-        self.seed, self.num_before = seed, 0
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
         self.counts, self.refusals = Counter[str](), Counter[str]()
         self.wrong: list[str] = []
-        self.seconds_before, self.slowest_s = 0.0, 0.0
-        if known is not None:
-            assert known["seed"] == seed, "the file is of another seed"
-            self.num_before, self.seconds_before = known["schemas"], known["seconds"]
-            self.slowest_s = known["slowest_answer_s"]
-            self.counts.update(known["counts"])
-            self.refusals.update(known["refused_by_keyword"])
+        self.slowest_s = 0.0
         self._judge = jsonschema.FormatChecker(set(jsonschema.FormatChecker.checkers) - {"time"})
 
     def refused(self, error: InvalidRequest) -> None:
@@ -218,13 +211,12 @@ class Tally:
         elif finish.reason is FinishReason.ERROR:
             self.wrong.append(f"{what[:300]}: {finish.error}")
 
-    def report(self, num_new: int, seconds: float) -> dict[str, Any]:
+    def report(self, schemas: int, seconds: float) -> dict[str, Any]:
         """All of it."""
         self.counts["invalid"] += len(self.wrong)
-        schemas = self.num_before + num_new
         accepted = schemas - self.counts["refused"]
         return {
-            "schemas": schemas, "seed": self.seed, "seconds": round(self.seconds_before + seconds, 1),
+            "schemas": schemas, "seed": self.seed, "seconds": round(seconds, 1),
             "refused_share": round(self.counts["refused"] / schemas, 4),
             "finished_share_of_accepted": round(self.counts["stop"] / max(accepted, 1), 4),
             "invalid": self.counts["invalid"], "hangs": self.counts["hangs"],
@@ -237,13 +229,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schemas", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--resume", action="store_true")
     add_json_option(parser)
     args = parser.parse_args()
-    known = json.loads(args.json.read_text()) if args.resume and args.json.exists() else None
-    tally, random, answers = Tally(args.seed, known), stream(args.seed, "schemas"), Answers()
-    drawn = [schema(random) for _ in range(tally.num_before + args.schemas)]
-    waiting = deque(list(enumerate(drawn))[tally.num_before :])
+    tally, random, answers = Tally(args.seed), stream(args.seed, "schemas"), Answers()
+    waiting = deque(enumerate([schema(random) for _ in range(args.schemas)]))
     running: dict[int, tuple[dict[str, Any], list[int], float]] = {}
     began = time.monotonic()
     while waiting or running:
