@@ -14,6 +14,7 @@ from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Tally
 from penstock.gateway.http.terms import RelayTerms
 from penstock.gateway.relay.relay import StreamReply, TextSink
 from penstock.gateway.relay.reply import Context
+from penstock.policy.tenant import ANONYMOUS
 from penstock.protocol.stream import ChatChunks, StreamHead
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
@@ -206,6 +207,7 @@ def make_stream(*, pauses, flushes, num_choices, bound):
         counted_model="m",
         endpoint=Endpoint.CHAT,
         started_ns=0,
+        tenant=ANONYMOUS,
     )
     context = Context(
         exchange=exchange, tally=tally, clock=Clock(), listener=Listener(), head=head, ids=IdSource(seed=1)

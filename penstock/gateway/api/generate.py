@@ -209,7 +209,11 @@ class Generate:
         first_error: ContextTooLong | None = None
         while exchange.is_open:
             exchange.tally = Tally.begin(
-                served, counted_model=model.name, endpoint=endpoint, started_ns=exchange.started_ns
+                served,
+                counted_model=model.name,
+                endpoint=endpoint,
+                started_ns=exchange.started_ns,
+                tenant=tenant,
             )
             try:
                 job, begin = await prepare(model, adapter)
@@ -294,6 +298,7 @@ class Generate:
                 counted_model=model.name,
                 endpoint=Endpoint(old.endpoint),
                 started_ns=exchange.started_ns,
+                tenant=old.tenant,
             )
             reply, sinks = begin(job)
             return reply, self._streams(job, hints, sinks)

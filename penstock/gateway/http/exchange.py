@@ -27,10 +27,10 @@ from urllib.parse import quote
 import msgspec
 
 from penstock.clock import NS_PER_MS
-from penstock.errors import ClientError, Overloaded, WorkerUnavailable
 from penstock.gateway.http.terms import RelayTerms
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.requests.request import Request
+from penstock.policy.tenant import Tenant
 from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody
 from penstock.protocol.stream import HEARTBEAT
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
@@ -121,6 +121,7 @@ class Tally(Served):
     """In whose metrics it is: of an adapter, the model that it is for."""
     endpoint: Endpoint
     started_ns: int
+    tenant: Tenant
     first_ns: int | None = None  # When the first output of any choice came.
     ended_ns: int | None = None
     outcome: OutcomeLabel | None = None
@@ -128,11 +129,13 @@ class Tally(Served):
     request: Request | None = None  # Since flow control accepted it.
 
     @classmethod
-    def begin(cls, served: Served, *, counted_model: str, endpoint: Endpoint, started_ns: int) -> "Tally":
+    def begin(
+        cls, served: Served, *, counted_model: str, endpoint: Endpoint, started_ns: int, tenant: Tenant
+    ) -> "Tally":
         """Of a request whose model was found."""
         return cls(
             model=served.model, requested=served.requested, downgrade=served.downgrade, route=served.route,
-            counted_model=counted_model, endpoint=endpoint, started_ns=started_ns,
+            counted_model=counted_model, endpoint=endpoint, started_ns=started_ns, tenant=tenant,
         )  # fmt: skip
 
     def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
@@ -176,19 +179,12 @@ class Tally(Served):
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             generated_tokens=usage.completion_tokens,
+            tier=self.tenant.tier,
+            band=self.tenant.band,
         )
 
     def _used(self) -> Usage:
         return self.request.used() if self.request is not None else Usage()
-
-
-def outcome_of(error: Exception) -> OutcomeLabel:
-    """How a request that failed with this error is counted."""
-    if isinstance(error, ClientError):
-        return OutcomeLabel.REJECTED
-    if isinstance(error, Overloaded | WorkerUnavailable):
-        return OutcomeLabel.SHED
-    return OutcomeLabel.ERROR
 
 
 JSON = b"application/json"
@@ -197,10 +193,12 @@ EVENTS = b"text/event-stream; charset=utf-8"
 
 
 class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's first line and headers. `path` has no query; header names are in lower case."""
+    """A request's first line and headers; header names are in lower case."""
 
     method: str
     path: str
+    """Without the query, which is what follows its "?"."""
+    query: str = ""
     headers: Mapping[bytes, bytes]
     version: str = "1.1"
 

@@ -21,7 +21,8 @@ from msgspec.structs import replace
 from penstock.backends.base import Backend, Delta, Finish, GenerateRequest, Generation, Sink
 from penstock.clock import Clock
 from penstock.errors import Draining, Overloaded, PenstockError, WorkerError
-from penstock.gateway.http.exchange import Exchange, Tally, outcome_of
+from penstock.gateway.http.errors import outcome_of
+from penstock.gateway.http.exchange import Exchange, Tally
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.lifecycle.driver import may_try_again
 from penstock.policy.requests.request import Request
