@@ -101,6 +101,11 @@ class NoBudgets:
         del now_ns, tenant, micros
         return _NO_MONEY
 
+    def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
+        """There is no store to ask."""
+        del now_ns, tenant, micros
+        return False
+
 
 class Free:
     """A price list on which everything is free."""
@@ -209,3 +214,87 @@ class Policies:
     """Answer tokens between two looks at the budget."""
     migrations_max: int = 3
     """Workers that one stream may lose and still go on."""
+<<<<<<< Updated upstream
+=======
+
+
+class Accounts:
+    """Opens, grows and settles them."""
+
+    __slots__ = ("_policies",)
+
+    def __init__(self, policies: Policies) -> None:
+        self._policies = policies
+
+    def lacks(self, now_ns: int, facts: RequestFacts) -> bool:
+        """Whether the store of shared limits is asked first for what `open` would hold."""
+        policies, tenant, prompt = self._policies, facts.tenant, facts.prompt_tokens
+        expected = self._expected(facts)
+        lacks = policies.limits.lacks(now_ns, tenant, prompt, expected, key=facts.key_prefix, user=facts.user)
+        if not (tenant.budget_day_micros or tenant.budget_month_micros):
+            return lacks
+        return policies.budgets.lacks(now_ns, tenant, self._first_price(facts)) or lacks
+
+    def _expected(self, facts: RequestFacts) -> int:
+        """Tokens of all choices together."""
+        lengths = self._policies.lengths
+        return facts.choices * lengths.expect(facts.tenant.id, facts.route, facts.max_tokens)
+
+    def open(self, now_ns: int, facts: RequestFacts) -> Holds | Refused:
+        """Hold what a request is expected to need, or nothing."""
+        policies, tenant, expected = self._policies, facts.tenant, self._expected(facts)
+        held = policies.limits.reserve(
+            now_ns,
+            tenant,
+            facts.prompt_tokens,
+            expected,
+            key=facts.key_prefix,
+            user=facts.user,
+            request_id=facts.id,
+        )
+        if (error := _error_of(held)) is not None:
+            return Refused(facts.id, "limits", error)
+        tokens = cast("TokenHold", held)
+        reserved = policies.budgets.reserve(now_ns, tenant, self._first_price(facts))
+        if (error := _error_of(reserved)) is not None:
+            tokens.undo(now_ns)
+            return Refused(facts.id, "budget", error)
+        money = cast("MoneyHold", reserved)
+        return Holds(tokens=tokens, money=money, expected=expected, budgeted=self._first_slice(facts))
+
+    def _first_slice(self, facts: RequestFacts) -> int:
+        """Answer tokens of the first slice."""
+        return min(self._policies.slice_tokens, facts.max_tokens * facts.choices)
+
+    def _first_price(self, facts: RequestFacts) -> int:
+        """Of the prompt and the first slice of the answer."""
+        return self._price(facts.route, facts.prompt_tokens, facts.cached_tokens, self._first_slice(facts))
+
+    def next_slice(self, now_ns: int, request: Request, total: int) -> bool:
+        """Hold money for the slice that begins after `total` answer tokens; False: there is none left."""
+        assert total >= 0, total
+        facts = request.facts
+        longest = facts.max_tokens * facts.choices
+        request.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
+        cached = max(request.counted_cached_tokens, 0)
+        price = self._price(facts.route, facts.prompt_tokens, cached, request.budgeted)
+        return request.money.renew(now_ns, price)
+
+    def settle(self, now_ns: int, request: Request, used: Usage) -> int:
+        """It used so much; returns its price in millionths."""
+        tokens = used.prompt_tokens + used.completion_tokens
+        assert tokens >= 0, used
+        request.tokens.settle(now_ns, tokens)
+        price = self._policies.prices.cost_micros(request.facts.route, used) if tokens else 0
+        request.money.settle(now_ns, price)
+        return price
+
+    def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
+        usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
+        return self._policies.prices.cost_micros(route, usage)
+
+
+def _error_of(answer: object) -> PenstockError | None:
+    """The error of a refusal; None of anything else."""
+    return cast("Refusal", answer).error() if hasattr(answer, "error") else None
+>>>>>>> Stashed changes
