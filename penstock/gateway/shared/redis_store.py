@@ -170,9 +170,8 @@ class RedisStore:
             flat = await self._ask_limits(limits) if limits or not budgets else [0, 0]
             of_limits = iter([_grant(flat, i) for i in range(1, len(flat) - 1, 3)])
             num_gateways = flat[0]
-            if budgets:
-                flat = await self._ask_budgets(budgets)
-                num_gateways = flat[0]
+            flat = await self._ask_budgets(budgets) if budgets else [num_gateways, 0]
+            num_gateways = flat[0]
             of_budgets = iter([_grant(flat, i, spent=flat[i + 3]) for i in range(1, len(flat) - 1, 4)])
         except self._error as error:
             raise StoreError(str(error)) from error
