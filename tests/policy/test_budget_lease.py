@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.policy.limits.budget import (
     DAY_NS,
+    BudgetRefusal,
     BudgetReservation,
     BudgetTerms,
     Spent,
@@ -35,7 +37,7 @@ def tenant(day: int, month: int = 0) -> Tenant:
 class Gateway:
     """One gateway's budgets, and the questions that it has asked and not had answered."""
 
-    def __init__(self, name: str, **shared: object) -> None:
+    def __init__(self, name: str, **shared: Any) -> None:
         self.name = name
         self.leases = Leases(SharedTerms(gateways=COUNT, **shared), process=f"p-{name}")
         self.money = TenantBudgets(BudgetTerms(), wall_offset_ns=JUNE_30, leases=self.leases)
@@ -131,7 +133,11 @@ def test_a_store_that_is_away(policy: str) -> None:
     one.talk(11 * NS_PER_S, table)
     two = Gateway("b")
     assert not two.ask(12 * NS_PER_S, acme, 1001 - allowed, table), "it is charged when the store is back"
-    assert two.ask(13 * NS_PER_S, acme, 1000 - allowed, table)
+    while one.live:
+        one.end(12 * NS_PER_S, 0, 1)
+    one.leases.look_for_idle(30 * NS_PER_S)
+    one.talk(30 * NS_PER_S, table)
+    assert two.ask(30 * NS_PER_S, acme, 1000 - allowed, table)
 
 
 def test_a_store_that_is_late_costs_one_slice_of_each_gateway() -> None:
@@ -145,6 +151,33 @@ def test_a_store_that_is_late_costs_one_slice_of_each_gateway() -> None:
     now_ns = 21 * NS_PER_S
     let_in = [each.ask(now_ns, acme, 300, None) for each in world.gateways for _ in range(4)]
     assert let_in.count(True) == COUNT - 1, "the one that has heard last knows that nothing is left"
+
+
+def test_a_late_store_grants_one_slice_until_it_answers_and_a_refusal_says_to_ask_again_soon() -> None:
+    world, acme = World(), tenant(1000)
+    one, two, _ = world.gateways
+    for each in (one, two):
+        each.ask(0, acme, 1, world.table)
+        each.end(0, 0, 0)
+        each.leases.look_for_idle(20 * NS_PER_S)
+        each.talk(20 * NS_PER_S, world.table)
+    now_ns = 21 * NS_PER_S
+    assert two.ask(now_ns, acme, 1000, world.table)
+    assert one.ask(now_ns, acme, 300, None), "on credit"
+    world.table.lease(now_ns, "a", one.leases.asks(now_ns))  # The answer is still on its way.
+    refused = one.money.reserve(now_ns, acme, 300)
+    assert isinstance(refused, BudgetRefusal)
+    assert refused.message == (
+        "Your daily budget of 0.00 may have enough left, but the store that knows does not answer now. "
+        "Try again in 2 s."
+    )
+    assert refused.error().retry_after_s == 1
+    one.leases.failed(now_ns)
+    one.talk(now_ns + NS_PER_S, world.table)
+    refused = one.money.reserve(now_ns + NS_PER_S, acme, 300)
+    assert isinstance(refused, BudgetRefusal)
+    assert refused.retry_after_ns == DAY_NS - (now_ns + NS_PER_S)
+    assert "is used up: 0.001300 are spent or in use, and this request needs 0.000300" in refused.message
 
 
 def test_a_store_that_lost_its_memory_learns_all_of_it() -> None:

@@ -4,7 +4,7 @@ once.
     reserve ──> Reservation ──renew──> ... ──renew──> settle      the request was accepted
        │              │          └─ False: stop the answer here
        │              └──────────────────────────────> undo       refused elsewhere: as if it never was
-       └──> BudgetRefusal (which budget, and when it begins anew)
+       └──> BudgetRefusal (which budget, and when to ask again)
 
 A reservation holds the price of the prompt and of the first slice of the answer; before every further slice
 it is renewed to hold that one too. What is reserved and what was spent never come to more than the budget, so
@@ -69,6 +69,8 @@ PeriodName = Literal["day", "month"]
 EVENTS_MAX = 1024
 """Warnings that nobody has taken yet; the oldest go first."""
 _COLLECT_MIN = 256
+_STORE_RETRY_NS = NS_PER_S
+"""When to ask again for what may be left, while the store that knows is late or away."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -105,17 +107,22 @@ class BudgetRefusal:
     """Spent, and reserved by what runs."""
     requested_micros: int
     retry_after_ns: int
-    """Until the day or month is over."""
+    """Until the day or month is over, or until a store may answer that is late or away."""
 
     @property
     def message(self) -> str:
         """What the person who must act on it reads."""
         name = "daily" if self.kind == "budget_day" else "monthly"
+        wait_s = self.retry_after_ns // NS_PER_S + 1
+        budget = f"Your {name} budget of {self.limit_micros / MICROS:.2f}"
+        if self.used_micros + self.requested_micros <= self.limit_micros:
+            return (
+                f"{budget} may have enough left, but the store that knows does not answer now. "
+                f"Try again in {wait_s} s."
+            )
         return (
-            f"Your {name} budget of {self.limit_micros / MICROS:.2f} is used up: "
-            f"{self.used_micros / MICROS:.6f} are spent or in use, and this request needs "
-            f"{self.requested_micros / MICROS:.6f}. It begins anew in {self.retry_after_ns // NS_PER_S + 1} "
-            f"s."
+            f"{budget} is used up: {self.used_micros / MICROS:.6f} are spent or in use, and this request "
+            f"needs {self.requested_micros / MICROS:.6f}. The next one begins in {wait_s} s."
         )
 
     def error(self) -> BudgetExhausted:
@@ -425,12 +432,15 @@ class TenantBudgets:
     def _refusal(self, now_ns: int, account: _Account, period: _Period, micros: int) -> BudgetRefusal:
         assert period in account.periods, "the budget is its tenant's"
         next_day = account.day.number + 1 if period is account.day else first_day(account.month.number + 1)
+        lease, retry_after_ns = period.lease, next_day * DAY_NS - (now_ns + self._wall_offset_ns)
+        if lease is not None and lease.may_be_left(micros):
+            retry_after_ns = min(retry_after_ns, _STORE_RETRY_NS)
         return BudgetRefusal(
             kind="budget_day" if period is account.day else "budget_month",
             limit_micros=period.limit,
-            used_micros=period.total + account.reserved if period.lease is None else period.lease.used,
+            used_micros=period.total + account.reserved if lease is None else lease.used,
             requested_micros=micros,
-            retry_after_ns=next_day * DAY_NS - (now_ns + self._wall_offset_ns),
+            retry_after_ns=retry_after_ns,
         )
 
     def _of(self, now_ns: int, tenant: TenantId) -> _Account:

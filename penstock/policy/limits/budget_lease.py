@@ -68,6 +68,7 @@ class BudgetLease:
         "_said_spent",
         "_spender",
         "_spendings",
+        "_unanswered",
         "_window_ns",
         "_window_spent",
         "active_ns",
@@ -95,6 +96,8 @@ class BudgetLease:
         self.empty_until_ns = now_ns
         """The store has just said that too little is left."""
         self._needed = self._least = 0
+        self._unanswered = 0
+        """What was on credit when the pending question was asked, which counts as held since."""
         self._window_spent = spendings.spent
         # What the store said last; before it said anything, that all that was spent was spent here.
         self._epoch, self._known, self._known_spent = 0, spendings.limit - spendings.here, 0
@@ -108,21 +111,25 @@ class BudgetLease:
     @property
     def used(self) -> int:
         """Spent, reserved or held by all gateways, less what is free in this one."""
-        return self._limit - self._known - (self.held - self._spender.reserved)
+        return self._limit - self._known + self._short(0)
 
     # --- spending -----------------------------------------------------------------------------
 
     def has(self, now_ns: int, micros: int) -> bool:
         """Whether so much more may be reserved."""
         self.active_ns, leases = now_ns, self._leases
-        short = self._spender.reserved + micros - self.held
-        if short <= 0:
+        short = self._short(micros)
+        if self._spender.reserved + micros <= self.held:
             return True
         if leases.down_ns is not None:
             shares = {"closed": 0, "open": self._known, "local-share": self._known // leases.num_gateways}
             return short <= shares[leases.config.on_store_down]
         leases.want(self)
         return now_ns >= self.empty_until_ns and short <= min(micros, self._known)
+
+    def may_be_left(self, micros: int) -> bool:
+        """Whether so much more is left by the store's last word, which a late store may not confirm."""
+        return self._short(micros) <= self._known
 
     def lacks(self, now_ns: int, micros: int) -> bool:
         """Whether the store is asked first, since what is held does not cover so much more. Never waits."""
@@ -184,10 +191,12 @@ class BudgetLease:
             return None
         reserved, spent, ahead = self._spender.reserved, self._spendings.spent, self._ahead(now_ns)
         held = max(self.held, reserved)  # What was on credit is told.
-        wanted = reserved + needed + ahead
-        if held > wanted + ahead // 2:
-            held = wanted
-        want = max(0, wanted - held)
+        if held > reserved + ahead + ahead // 2:
+            # Also while a request waits: at a budget's end each gateway may hold too little for it.
+            held = reserved + ahead
+        self._unanswered = max(0, held - self.held)
+        want = max(0, reserved + needed + ahead - held)
+        least = max(0, least - (held - reserved))
         if not (want or self.recall or held != self.held or spent > self._said_spent):
             return None
         past = tuple(self._spendings.past.items()) if self.recall else ()
@@ -211,6 +220,7 @@ class BudgetLease:
         ask, self.pending = self.pending, None
         assert ask is not None, "an answer without a question"
         self.held += grant.granted
+        self._unanswered = 0
         self._known, self._known_spent, self._said_spent = grant.level, grant.spent, ask.spent
         pause_ns = self._leases.lease_ns // _WAITS_PER_LEASE
         self.not_before_ns = now_ns + pause_ns
@@ -221,6 +231,10 @@ class BudgetLease:
         self._epoch = grant.epoch
         if self._spender.live or self.is_unsaid:
             self._leases.want(self)
+
+    def _short(self, micros: int) -> int:
+        """What so much more would be beyond what the store knows to be held."""
+        return self._spender.reserved + micros - self.held + self._unanswered
 
     def _ahead(self, now_ns: int) -> int:
         """What is held beyond what is reserved."""
