@@ -159,7 +159,7 @@ class _Period:
     @property
     def total(self) -> int:
         """Spent everywhere."""
-        return self.here if self.lease is None else self.lease.total
+        return self.spent + self.past_micros if self.lease is None else self.lease.total
 
     def enter(self, number: int) -> None:
         """Begin from nothing if it is another day or month."""
@@ -203,9 +203,10 @@ class _Account:
         """Reserve so much more."""
         self.reserved += micros
         self.slice_micros = micros
-        for period in self.periods:
-            if period.lease is not None:
-                period.lease.reserved()
+        if (lease := self.day.lease) is not None:
+            lease.reserved()
+        if (lease := self.month.lease) is not None:
+            lease.reserved()
 
 
 class BudgetReservation:
@@ -362,7 +363,12 @@ class TenantBudgets:
         """The budget that `micros` more do not fit; the month before the day, since it holds longer."""
         self._enter(now_ns, account)
         for period in (account.month, account.day):
-            if period.limit > 0 and not _fits(now_ns, account, period, micros):
+            lease = period.lease
+            if lease is not None:
+                fits = lease.has(now_ns, micros)
+            else:
+                fits = period.spent + period.past_micros + account.reserved + micros <= period.limit
+            if period.limit > 0 and not fits:
                 self._warn(account, period, 1.0)
                 if self._config.hard:
                     return period
@@ -383,9 +389,8 @@ class TenantBudgets:
     # --- inside ----------------------------------------------------------------------------------
 
     def _warn_of_reached(self, account: _Account, period: _Period) -> None:
-        if period.limit:
-            reached = [share for share in WARN_AT if period.total >= share * period.limit]
-            self._warn(account, period, max(reached, default=0.0))
+        if period.limit and (total := period.total) >= WARN_AT[0] * period.limit:
+            self._warn(account, period, max(share for share in WARN_AT if total >= share * period.limit))
 
     def _warn(self, account: _Account, period: _Period, share: float) -> None:
         if share <= period.warned or share not in WARN_AT:
@@ -468,11 +473,5 @@ class TenantBudgets:
             idle.sort(key=lambda a: (bool(a.day.limit or a.month.limit), a.month.spent, a.tenant))
             for account in idle[:excess]:
                 del self._accounts[account.tenant]
-        bound = max(self._config.tenants_max, len(self._accounts) + 1)
+        bound = max(self._config.tenants_max, len(self._accounts) * 9 // 8)
         self._collect_at = min(bound, max(_COLLECT_MIN, 2 * len(self._accounts)))
-
-
-def _fits(now_ns: int, account: _Account, period: _Period, micros: int) -> bool:
-    if period.lease is not None:
-        return period.lease.has(now_ns, micros)
-    return period.total + account.reserved + micros <= period.limit
