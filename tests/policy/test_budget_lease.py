@@ -249,6 +249,12 @@ def test_a_gateway_that_ends_hands_back_what_it_holds() -> None:
     assert two.ask(0, acme, 950, world.table)
 
 
+def test_a_request_that_costs_more_than_the_budget_waits_for_nothing() -> None:
+    world = World()
+    assert not world.gateways[0].money.lacks(0, tenant(100), 101)
+    assert not world.gateways[0].ask(0, tenant(100), 101, world.table)
+
+
 def test_soft_budgets_wait_for_nothing() -> None:
     one = Gateway("a")
     one.money.change(BudgetTerms(hard=False))

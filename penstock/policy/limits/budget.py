@@ -163,6 +163,7 @@ class _Period:
 
     def enter(self, number: int) -> None:
         """Begin from nothing if it is another day or month."""
+        assert number >= self.number, "time does not go back"
         if number != self.number:
             self.number, self.warned = number, 0.0
             self.spent = self.past_micros = 0
@@ -201,6 +202,7 @@ class _Account:
 
     def hold(self, micros: int) -> None:
         """Reserve so much more."""
+        assert micros >= 0, micros
         self.reserved += micros
         self.slice_micros = micros
         if (lease := self.day.lease) is not None:

@@ -85,6 +85,7 @@ class BudgetLease:
     def __init__(
         self, leases: Leases, now_ns: int, key: str, kept_s: int, spender: Spender, spendings: Spendings
     ) -> None:
+        assert spendings.limit > 0, "only a budget is on lease"
         self._leases, self.key, self._kept_s = leases, key, kept_s
         self._spender, self._spendings, self._limit = spender, spendings, spendings.limit
         self.held = 0
@@ -117,6 +118,7 @@ class BudgetLease:
 
     def has(self, now_ns: int, micros: int) -> bool:
         """Whether so much more may be reserved."""
+        assert micros >= 0, micros
         self.active_ns, leases = now_ns, self._leases
         short = self._short(micros)
         if self._spender.reserved + micros <= self.held:
@@ -136,7 +138,7 @@ class BudgetLease:
         self.active_ns, leases = now_ns, self._leases
         if self._spender.reserved + micros <= self.held or leases.down_ns is not None or leases.is_late:
             return False
-        if now_ns < self.empty_until_ns:
+        if now_ns < self.empty_until_ns or micros > self._limit:
             return False
         self._needed = min(self._limit, self._needed + micros)
         self._least = min(self._least or micros, micros)
@@ -150,11 +152,13 @@ class BudgetLease:
 
     def settled(self, micros: int) -> None:
         """A request has ended and has cost so much, which is counted already."""
+        assert 0 <= micros <= self._spendings.spent, "it is counted already"
         self.held -= micros
         self._leases.want(self)
 
     def change(self, limit: int) -> None:
         """The budget is another one. The store learns it from the next question."""
+        assert limit > 0, "a lease ends with its budget"
         self._known += limit - self._limit
         self._limit = limit
         self._leases.want(self)
@@ -197,6 +201,8 @@ class BudgetLease:
         self._unanswered = max(0, held - self.held)
         want = max(0, reserved + needed + ahead - held)
         least = max(0, least - (held - reserved))
+        assert held >= reserved, "what runs is held"
+        assert not least or want >= least, "what a waiting request needs is asked for"
         if not (want or self.recall or held != self.held or spent > self._said_spent):
             return None
         past = tuple(self._spendings.past.items()) if self.recall else ()
@@ -219,6 +225,7 @@ class BudgetLease:
         """See `Leased.granted`."""
         ask, self.pending = self.pending, None
         assert ask is not None, "an answer without a question"
+        assert 0 <= grant.granted <= ask.want, "no more than was asked for"
         self.held += grant.granted
         self._unanswered = 0
         self._known, self._known_spent, self._said_spent = grant.level, grant.spent, ask.spent
@@ -246,4 +253,5 @@ class BudgetLease:
         if now_ns - self._window_ns >= leases.lease_ns:
             self._window_ns, self._window_spent = now_ns, self._spendings.spent
         share = max(0, self._known) // (_AHEAD_SHARE * leases.num_gateways)
+        assert spent >= 0, "what was spent stays spent"
         return min(share, _AHEAD * max(spender.live * spender.slice_micros, spent))

@@ -32,7 +32,8 @@ class _Budget:
             self.total += more
 
     def forget(self, alive: Container[str]) -> None:
-        """Nobody holds what a gateway held that is gone."""
+        """What a gateway held that is gone is free again."""
+        assert self.held.keys() == self.answers.keys(), "what is held was answered"
         for gone in [gateway for gateway in self.held if gateway not in alive]:
             del self.held[gone], self.answers[gone]
 
@@ -64,6 +65,7 @@ class BudgetTable:
             granted = max(0, min(ask.want, left)) if left >= ask.least else 0
             budget.held[gateway] += granted
             budget.answers[gateway] = (ask.seq, granted)
+            assert not granted or _left(ask.limit, budget) >= 0, "a grant is never on credit"
         return LeaseGrant(
             granted=granted,
             level=_left(ask.limit, budget),
