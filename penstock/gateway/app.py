@@ -235,12 +235,12 @@ class Gateway:
             self._metrics.client_disconnects.inc()
         elif exchange.ending is Ending.OVERRUN:
             self._metrics.slow_client_aborts.inc()
-        tally, record = exchange.tally, None
-        if tally is not None:
-            if exchange.ending is Ending.DISCONNECTED and tally.outcome is None:
-                tally.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
-            record = tally.record(now_ns)
-            self._metrics.model(tally.counted_model).request_ended(record)
+        served, record = exchange.served, None
+        if served is not None:
+            if exchange.ending is Ending.DISCONNECTED and exchange.outcome is None:
+                exchange.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
+            record = exchange.measured(served.endpoint, now_ns)
+            self._metrics.model(served.counted_model).request_ended(record)
         if exchange.trace is not None:
             self._traces.end(exchange, record)
         self._log.access(
@@ -252,7 +252,7 @@ class Gateway:
                 is_poll=is_poll(exchange.method, exchange.path, exchange.status),
                 request_id=exchange.id or None,
                 trace_id=exchange.trace and exchange.trace.trace_id,
-                model=tally and tally.counted_model,
+                model=served and served.counted_model,
                 outcome=record and record.outcome.value,
                 ttft_ns=record and record.ttft_ns,
                 prompt_tokens=record and record.prompt_tokens,
@@ -285,8 +285,8 @@ class Gateway:
             exchange.forget_request()
 
     def _failed(self, exchange: Exchange, error: Exception) -> None:
-        if exchange.tally is not None and exchange.tally.outcome is None:
-            exchange.tally.outcome = outcome_of(error)
+        if exchange.outcome is None:
+            exchange.outcome = outcome_of(error)
         if exchange.streaming:
             exchange.cut()
         else:

@@ -88,6 +88,10 @@ class Budgets(Protocol):
         """Hold the price of the prompt and the first slice of the answer."""
         ...
 
+    def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
+        """Whether a store is asked first for a request of this price. Never waits."""
+        ...
+
 
 class Prices(Protocol):
     """What tokens cost: `price.PriceList`."""

@@ -101,6 +101,11 @@ class NoBudgets:
         del now_ns, tenant, micros
         return _NO_MONEY
 
+    def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
+        """There is no store to ask."""
+        del now_ns, tenant, micros
+        return False
+
 
 class Free:
     """A price list on which everything is free."""
