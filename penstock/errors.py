@@ -127,7 +127,9 @@ class LimitReached(Overloaded):
 
 
 class BudgetExhausted(LimitReached):
-    """The tenant's budget is used up; `retry_after_s` is when the day or month is over."""
+    """The tenant's budget is used up until the day or month is over, or a store that is away cannot say that
+    it is not; `retry_after_s` is when to ask again.
+    """
 
 
 class Evicted(Overloaded):

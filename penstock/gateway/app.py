@@ -29,8 +29,8 @@ from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
 from penstock.gateway.dispatch.assemble import StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts
-from penstock.gateway.http.errors import error_response, outcome_of
-from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response
+from penstock.gateway.http.errors import error_response
+from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import HttpServer, tick_s
 from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
@@ -240,13 +240,13 @@ class Gateway:
             self._metrics.client_disconnects.inc()
         elif exchange.ending is Ending.OVERRUN:
             self._metrics.slow_client_aborts.inc()
-        tally, record = exchange.tally, None
-        if tally is not None:
-            if exchange.ending is Ending.DISCONNECTED and tally.outcome is None:
-                tally.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
-            record = tally.record(now_ns)
-            self._metrics.model(tally.counted_model).request_ended(record)
-            self._recorder.ended(tally.counted_model, record)
+        served, record = exchange.served, None
+        if served is not None:
+            if exchange.ending is Ending.DISCONNECTED and exchange.outcome is None:
+                exchange.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
+            record = exchange.measured(served, now_ns)
+            self._metrics.model(served.counted_model).request_ended(record)
+            self._recorder.ended(served.counted_model, record)
         if exchange.trace is not None:
             self._traces.end(exchange, record)
         self._log.access(
@@ -258,7 +258,7 @@ class Gateway:
                 is_poll=is_poll(exchange.method, exchange.path, exchange.status),
                 request_id=exchange.id or None,
                 trace_id=exchange.trace and exchange.trace.trace_id,
-                model=tally and tally.counted_model,
+                model=served and served.counted_model,
                 outcome=record and record.outcome.value,
                 ttft_ns=record and record.ttft_ns,
                 prompt_tokens=record and record.prompt_tokens,
@@ -291,8 +291,8 @@ class Gateway:
             exchange.forget_request()
 
     def _failed(self, exchange: Exchange, error: Exception) -> None:
-        if exchange.tally is not None and exchange.tally.outcome is None:
-            exchange.tally.outcome = outcome_of(error)
+        if exchange.outcome is None:
+            exchange.outcome = outcome_of(error)
         if exchange.streaming:
             exchange.cut()
         else:

@@ -34,7 +34,6 @@ from penstock.errors import (
     Forbidden,
     IdentityUnavailable,
     InvalidRequest,
-    LimitReached,
     MethodNotAllowed,
     NotFound,
     Overloaded,
@@ -47,7 +46,6 @@ from penstock.errors import (
 )
 from penstock.gateway.http.exchange import Response
 from penstock.protocol.openai import ErrorAnswer, ErrorBody
-from penstock.telemetry.catalog import OutcomeLabel
 
 RETRY_AFTER_S = 1.0
 """What a client is told when nobody knows better."""
@@ -133,14 +131,3 @@ def error_response(error: Exception) -> Response:
     elif isinstance(error, WorkerUnavailable):
         headers.append((b"retry-after", b"%d" % math.ceil(RETRY_AFTER_S)))
     return Response(status=status_of(error), body=error_body(error), headers=tuple(headers))
-
-
-def outcome_of(error: Exception) -> OutcomeLabel:
-    """How a request that failed with this error is counted."""
-    if isinstance(error, ClientError):
-        return OutcomeLabel.REJECTED
-    if isinstance(error, LimitReached):
-        return OutcomeLabel.LIMITED
-    if isinstance(error, Overloaded | WorkerUnavailable):
-        return OutcomeLabel.SHED
-    return OutcomeLabel.ERROR
