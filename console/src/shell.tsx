@@ -7,10 +7,12 @@ import { Fleet } from "./fleet";
 import { duration } from "./format";
 import { href, place } from "./route";
 import { type Role, hello, link, linkProblem, role, server, signIn, signOut } from "./store";
+import { Traffic } from "./traffic";
 import { Icon, Skeleton } from "./ui";
 
 const PAGES: { id: string; name: string; page: () => JSX.Element; for: Role[] }[] = [
   { id: "fleet", name: "Fleet", page: Fleet, for: ["admin", "viewer", "tenant"] },
+  { id: "traffic", name: "Traffic", page: Traffic, for: ["admin"] },
 ];
 
 const LINKS = { connecting: "Connecting", live: "Live", lost: "Reconnecting", denied: "Signed out" };
@@ -99,7 +101,7 @@ function SignInDialog(): JSX.Element {
       </button>
       <dialog ref={dialog} aria-labelledby="sign-in-title">
         <h2 id="sign-in-title">Sign in as an admin</h2>
-        <p>Requests, tenants, alerts, and draining a worker take an admin key.</p>
+        <p>Traffic, requests, and draining a worker take an admin key.</p>
         <KeyForm />
         <form method="dialog">
           <button type="submit" class="quiet">

@@ -9,7 +9,7 @@ from collections import deque
 import msgspec
 
 from penstock.clock import NS_PER_MS, Clock
-from penstock.gateway.http.exchange import Ending, Exchange
+from penstock.gateway.http.exchange import Ending, Exchange, Served
 from penstock.policy.requests.request import Request
 from penstock.telemetry.metrics import RequestMeasurement
 
@@ -70,11 +70,9 @@ class RecentRequests:
         self._kept: deque[EndedRequest] = deque(maxlen=KEPT_MAX)
         self.num_ended = 0
 
-    def add(self, exchange: Exchange, measured: RequestMeasurement) -> None:
+    def add(self, exchange: Exchange, served: Served, measured: RequestMeasurement) -> None:
         """A request is over."""
-        tally = exchange.tally
-        assert tally is not None, "it was measured"
-        request, now_ns = tally.request, self._clock.now_ns()
+        request, now_ns = exchange.request, self._clock.now_ns()
         self.num_ended += 1
         left = exchange.ending is Ending.DISCONNECTED
         found = EndedRequest(
@@ -82,9 +80,12 @@ class RecentRequests:
             id=exchange.id,
             came_ms=(self._clock.wall_ns() - (now_ns - exchange.started_ns)) // NS_PER_MS,
             came_ns=exchange.started_ns,
-            endpoint=tally.endpoint.value,
-            model=tally.model[:NAME_CHARS_MAX],
-            requested=tally.requested[:NAME_CHARS_MAX] if tally.requested != tally.model else "",
+            endpoint=served.endpoint.value,
+            tenant=served.tenant.id,
+            tier=served.tenant.tier,
+            band=served.tenant.band,
+            model=served.model[:NAME_CHARS_MAX],
+            requested=served.requested[:NAME_CHARS_MAX] if served.requested != served.model else "",
             status=exchange.status or 499,
             outcome="abort" if left else measured.outcome.value,
             prompt_tokens=measured.prompt_tokens,
@@ -121,9 +122,7 @@ class RecentRequests:
 def _describe(found: EndedRequest, request: Request) -> None:
     """What flow control knows of it."""
     facts = request.facts
-    found.tenant = facts.tenant.id
     found.request_id, found.key_prefix = facts.id, facts.key_prefix
-    found.tier, found.band = facts.tenant.tier, facts.tenant.band
     found.worker, found.error = request.worker, request.error
     found.attempts, found.migrations = request.attempts, request.migrations
     found.admitted_ms = _ms(request.arrived_ns - found.came_ns)
