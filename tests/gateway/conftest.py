@@ -20,7 +20,8 @@ from fleets import fleet_of
 from redis_process import RedisProcess
 from test_external_conformance import tools
 
-from penstock.backends.http.external import ExternalWorker, make_backend
+from penstock.backends.http.backend import ExternalWorker
+from penstock.backends.http.external import make_backend
 from penstock.backends.http.limits import HttpBackendLimits
 from penstock.clock import Clock, SystemClock
 from penstock.config.flow import LimitsConfig

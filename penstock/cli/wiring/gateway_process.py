@@ -18,7 +18,7 @@ import uvloop
 from penstock import __version__, gc_tuning, rng
 from penstock.backends.base import Note
 from penstock.backends.engine.backend import EngineBackend
-from penstock.backends.http.external import BackendDependencies
+from penstock.backends.http.backend import BackendDependencies
 from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, wait_for_attached
 from penstock.cli.wiring.progress import FleetLog
 from penstock.clock import SystemClock
