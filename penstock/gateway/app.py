@@ -1,6 +1,6 @@
 """The gateway: everything wired together behind one listening address.
 
-    gateway = Gateway(config, models, registry, metrics=metrics, clock=clock, ids=ids, log=log)
+    gateway = Gateway(config, models, registry, GatewayTools(metrics=metrics, clock=clock, ids=ids, log=log))
     host, port = await gateway.start()
     ...
     await gateway.stop()
@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock import __version__
-from penstock.clock import NS_PER_S, Clock, sleep
+from penstock.clock import NS_PER_S, sleep
 from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
@@ -28,7 +28,7 @@ from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
-from penstock.gateway.dispatch.assemble import StretchedPromises, make_policies
+from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.http.errors import error_response
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
@@ -43,11 +43,10 @@ from penstock.gateway.tracing import RequestTraces
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS
 from penstock.policy.admission.admit import Promises
-from penstock.rng import IdSource, fresh_key
+from penstock.rng import fresh_key
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.history import Recorder
-from penstock.telemetry.log import AccessLine, Log
-from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.log import AccessLine
 from penstock.telemetry.watch import Watch
 from penstock.types import ModelName
 
@@ -62,12 +61,9 @@ class Gateway:
         config: Config,
         models: Mapping[ModelName, ServedModel],
         registry: Registry,
+        tools: GatewayTools,
         members: Members | None = None,
         *,
-        metrics: Metrics,
-        clock: Clock,
-        ids: IdSource,
-        log: Log,
         peers: GatewayPeers | None = None,
         hash_key: bytes = b"",
         limits: WireLimits = WIRE_LIMITS,
@@ -79,6 +75,7 @@ class Gateway:
         be read, or does not go with the tiers.
         """
         assert names_callers(config.auth), "whoever wires the gateway makes a key"
+        metrics, clock, ids, log = tools.metrics, tools.clock, tools.ids, tools.log
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         self.tenancy = Tenancy(config, clock=clock, log=log)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
@@ -90,10 +87,8 @@ class Gateway:
             config,
             models,
             registry,
+            tools,
             gateway=name,
-            metrics=metrics,
-            clock=clock,
-            log=log,
             locality=locality,
             leases=peers.leases if peers is not None else "",
         )
