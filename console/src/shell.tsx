@@ -5,6 +5,8 @@ import { useEffect, useRef } from "preact/hooks";
 import { key } from "./api";
 import { Fleet } from "./fleet";
 import { duration } from "./format";
+import { Playground } from "./playground";
+import { Requests } from "./requests";
 import { href, place } from "./route";
 import { type Role, hello, link, linkProblem, role, server, signIn, signOut } from "./store";
 import { Traffic } from "./traffic";
@@ -13,6 +15,8 @@ import { Icon, Skeleton } from "./ui";
 const PAGES: { id: string; name: string; page: () => JSX.Element; for: Role[] }[] = [
   { id: "fleet", name: "Fleet", page: Fleet, for: ["admin", "viewer", "tenant"] },
   { id: "traffic", name: "Traffic", page: Traffic, for: ["admin"] },
+  { id: "requests", name: "Requests", page: Requests, for: ["admin", "tenant"] },
+  { id: "playground", name: "Playground", page: Playground, for: ["admin", "viewer", "tenant"] },
 ];
 
 const LINKS = { connecting: "Connecting", live: "Live", lost: "Reconnecting", denied: "Signed out" };
@@ -123,7 +127,7 @@ function Denied(): JSX.Element {
         <p>
           {had
             ? linkProblem.value
-            : "An admin key shows the whole server, a tenant's key that tenant's own part. From the server's own machine the fleet can be seen without one."}
+            : "An admin key shows the whole server; a tenant's key shows that tenant's own part."}
         </p>
         <KeyForm autoFocus />
         <p class="soft small">
