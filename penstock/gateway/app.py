@@ -22,6 +22,7 @@ from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.gateway.api.admin import Admin
+from penstock.gateway.api.console import Console
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
@@ -70,10 +71,8 @@ class Gateway:
         """`config.auth` must say who may call, or that everybody may.
 
         With `members` workers can be drained by hand; `peers` are of several processes that share an address.
-        Workers that share `hash_key` name their KV blocks with it.
-
-        Raises:
-            ConfigError: the keys file cannot be read, or does not go with the tiers.
+        Workers that share `hash_key` name their KV blocks with it. Raises ConfigError: the keys file cannot
+        be read, or does not go with the tiers.
         """
         assert names_callers(config.auth), "whoever wires the gateway makes a key"
         metrics, clock, ids, log = tools.metrics, tools.clock, tools.ids, tools.log
@@ -116,9 +115,10 @@ class Gateway:
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         self._recorder, watch = Recorder(Promises(config.admission)), peers or Watch(config, clock, log)
         self._watch = watch if isinstance(watch, Watch) else None
-        admin = Admin(self._services, metrics, registry, members, watch)
+        admin = Admin(self._services, self._inspect, registry, members, watch)
+        self._console = Console(self._services, self._inspect, admin)
         self._responses = Responses(self._services, generate := Generate(self._services))
-        self._routes = Routes(generate, self._responses, self._inspect, admin)
+        self._routes = Routes(generate, self._responses, self._inspect, admin, self._console)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
 
@@ -161,6 +161,7 @@ class Gateway:
         """
         services, drain_s = self._services, self._config.server.drain_timeout_s
         services.leaving = True
+        self._console.close()
         self._server.close_after_answers()
         if not listens:
             self._server.close_listeners()
@@ -242,6 +243,7 @@ class Gateway:
             record = exchange.measured(served, now_ns)
             self._metrics.model(served.counted_model).request_ended(record)
             self._recorder.ended(served.counted_model, record)
+            self._services.recent.add(exchange, served, record)
         if exchange.trace is not None:
             self._traces.end(exchange, record)
         self._log.access(
