@@ -15,6 +15,7 @@ from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.api.inspect import answer, model_numbers
+from penstock.gateway.api.job import ANSWER_IDS
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.identity.tenants import Caller
@@ -73,25 +74,31 @@ class Admin:
     async def explain(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/explain/{request_id}`: which workers were considered for a request, what each scored
         and why one was picked, in whichever process; one entry per decision (holds and retries have more
-        than one), oldest first. Of a request for "auto" also how its model was chosen.
+        than one), oldest first. Of a request for "auto" also how its model was chosen, and of one without an
+        answer why it has none. The id is the answer's or `x-request-id`.
 
         Raises:
             NotFound: it is not known, or not any more.
         """
         name = unquote(exchange.path.removeprefix("/admin/explain/"))
         explained, kept = self._services.explained, self._services.kept
-        decisions, choice = explained.of(RequestId(name)), explained.choice_of(RequestId(name))
+        names, failure = _names(name), None
+        decisions = [decision for each in names for decision in explained.of(each)]
+        choice = next(filter(None, map(explained.choice_of, names)), None)
         if not decisions and kept is not None:
-            entries = await kept.find(RequestId(name))
+            entries = await kept.find(*names)
             decisions = without_waits([entry.decision for entry in entries if entry.decision is not None])
             choice = next((entry.choice for entry in entries if entry.choice is not None), choice)
-        if not decisions and choice is None:
+            failure = next((entry.failure for entry in entries if entry.failure is not None), None)
+        if not decisions and choice is None and failure is None:
             raise NotFound(
                 f"No decision about request {name[:128]!r} is known (any more).", code="unknown_request"
             )
         body: dict[str, Any] = {"request_id": name, "decisions": [explain(each) for each in decisions]}
         if choice is not None:
             body["model_choice"] = explain_choice(choice)
+        if failure is not None:
+            body["failure"] = failure
         answer(exchange, body)
 
     async def order(self, exchange: Exchange, caller: Caller) -> None:
@@ -151,6 +158,14 @@ class Admin:
             for worker_id, each in self._members.held.items()
             if self._registry.get(worker_id) is None
         ]
+
+
+def _names(name: str) -> list[RequestId]:
+    """What a request may be called in what was decided: as its answer is, or by its own id."""
+    own = name.partition("req-")[2] or next(
+        (name.removeprefix(each) for each in ANSWER_IDS if name.startswith(each)), ""
+    )
+    return [RequestId(prefix + own) for prefix in (*ANSWER_IDS, "req-")] if own else [RequestId(name)]
 
 
 def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
