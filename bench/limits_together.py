@@ -5,7 +5,8 @@
 Each gateway is a `penstock serve` of its own, in front of one scripted worker. All gateways are flooded at
 once, with the whole limit unused, by clients that ask until they have been refused some times in a row. The
 allowance is the limit (a full bucket) and what refilled from the first request to the last answer; what was
-granted beyond it is given as a share of the limit, beside the bound: 1 % of the limit, or one request.
+granted beyond it is given as a share of the limit, beside the bound: 1 % of the limit, or one request; of a
+budget, one request of each gateway.
 
 With several `--tree`, source trees of this project are measured one after the other in the same run. Clients,
 gateways and Redis run on the same cores: a gateway or a Redis that has to wait for a core for 50 ms is a late
@@ -39,6 +40,8 @@ HERE = Path(__file__).resolve().parents[1]
 CLIENTS, IN_A_ROW, PAUSE_S = 2, 8, 0.02
 """Of each gateway; refusals after which a client ends; what it waits after each."""
 BOUND_SHARE = 0.01
+COMMAND = (sys.executable, "-P", "-m", "penstock", "serve")
+"""-P: the package is that of the tree, not of the directory that this is called from."""
 SETTLE_S = 3.0
 """Until the last gateway is known to the others."""
 
@@ -51,11 +54,10 @@ class Limit:
     tenant: str
     amount: int
     each: int = 1
-    refills: bool = True
+    is_budget: bool = False
 
-    @property
-    def bound(self) -> float:
-        return max(BOUND_SHARE * self.amount, self.each)
+    def bound(self, num_gateways: int) -> float:
+        return num_gateways if self.is_budget else max(BOUND_SHARE * self.amount, self.each)
 
 
 LIMITS = (
@@ -64,7 +66,7 @@ LIMITS = (
     Limit("60,000 tokens a minute, 100 each", "tokens_per_minute: 60000", 60_000, each=100),
     Limit("60,000 tokens a minute, 2,000 each", "tokens_per_minute: 60000", 60_000, each=2000),
     Limit("60 requests a minute of one user", "per_user: {requests_per_minute: 60}", 60),
-    Limit("a budget of 60 requests", "budget_per_day: 0.60", 60, refills=False),
+    Limit("a budget of 60 requests", "budget_per_day: 0.60", 60, is_budget=True),
 )
 
 
@@ -114,9 +116,8 @@ class Fleet:
             )
             argv = ("-c", str(home / "penstock.yaml"))
             state = str(home / "state")
-            self._servers.append(
-                Server(home, *argv, PYTHONPATH=str(tree.resolve()), PENSTOCK_STATE_DIR=state)
-            )
+            here = {"PYTHONPATH": str(tree.resolve()), "PENSTOCK_STATE_DIR": state}
+            self._servers.append(Server(home, *argv, command=COMMAND, **here))
         for server in self._servers:
             server.wait_ready()
 
@@ -127,8 +128,8 @@ class Fleet:
         body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 1, "user": "one"}).encode()
         begun = time.monotonic()
         granted = asyncio.run(self._ask_all(key, body)) * limit.each
-        refilled = limit.amount / 60 * (time.monotonic() - begun) if limit.refills else 0
-        return Outcome(limit.name, granted, limit.amount + refilled, limit.bound)
+        refilled = limit.amount / 60 * (time.monotonic() - begun) if not limit.is_budget else 0
+        return Outcome(limit.name, granted, limit.amount + refilled, limit.bound(len(self._servers)))
 
     async def _ask_all(self, key: str, body: bytes) -> int:
         clients = [
@@ -179,7 +180,9 @@ def table(outcomes: Sequence[Outcome]) -> None:
         worst = max(each.over for each in found)
         share = f"{100 * worst / limit.amount:.1f} %"
         holds = "yes" if all(each.holds for each in found) else "NO"
-        print(f"{limit.name:38}{granted:>24}{share:>12}{100 * limit.bound / limit.amount:>7.1f} %  {holds}")
+        print(
+            f"{limit.name:38}{granted:>24}{share:>12}{100 * found[0].bound / limit.amount:>7.1f} %  {holds}"
+        )
 
 
 def main() -> None:
