@@ -194,6 +194,12 @@ class Health(Protocol):
         """An attempt begins there."""
         ...
 
+    def doubt_ns(self, route: str, worker_id: WorkerId) -> int:
+        """How long an attempt that begins there now may take, if the worker is in doubt and has no peers to
+        judge it by; 0: it is in no doubt.
+        """
+        ...
+
     def began(self, now_ns: int, route: str, worker_id: WorkerId, ttft_ns: int) -> None:
         """Its first output came, so long after it was started there."""
         ...

@@ -172,6 +172,11 @@ class AllHealthy:
     def started(self, now_ns: int, route: str, worker_id: WorkerId) -> None:
         """Nothing is learned."""
 
+    def doubt_ns(self, route: str, worker_id: WorkerId) -> int:
+        """There is no doubt."""
+        del route, worker_id
+        return 0
+
     def began(self, now_ns: int, route: str, worker_id: WorkerId, ttft_ns: int) -> None:
         """Nothing is learned."""
 
