@@ -5,7 +5,7 @@ They want an admin key; a tenant's ordinary key is refused.
 
 from collections.abc import Collection
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
@@ -14,20 +14,23 @@ from penstock.clock import NS_PER_S
 from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry, Worker
-from penstock.gateway.api.inspect import answer, model_numbers
+from penstock.gateway.api.feed import ServerLine
+from penstock.gateway.api.inspect import Inspect, answer
 from penstock.gateway.api.job import ANSWER_IDS
 from penstock.gateway.api.services import Services
-from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.placement.pick import explain, explain_choice, without_waits
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
-from penstock.protocol.peers import ModelNumbers
-from penstock.telemetry.metrics import Metrics
+from penstock.protocol.peers import LookAt, ModelNumbers, Sum
+from penstock.telemetry.history import DAY_S, RECENT_S
+from penstock.telemetry.watch import Watch
 from penstock.types import RequestId, WorkerId
 
 WORKERS = "/admin/workers/"
+REQUESTS = "/admin/requests/"
 _orders = msgspec.json.Decoder(DrainOrder)
 
 
@@ -37,39 +40,90 @@ class Admin:
     def __init__(
         self,
         services: Services,
-        metrics: Metrics,
+        inspect: Inspect,
         registry: Registry,
         members: Members | None,
-        peers: GatewayPeers | None = None,
+        watch: Watch | GatewayPeers,
     ) -> None:
         """Without `members` nobody can be drained from here.
 
-        With `peers` orders reach, and numbers count, all of them.
+        With other processes beside this one orders reach, and numbers count, all of them.
         """
-        self._services, self._metrics = services, metrics
-        self._registry, self._members, self._peers = registry, members, peers
+        self._services, self._inspect = services, inspect
+        self._registry, self._members, self._watch = registry, members, watch
+        self._peers = watch if isinstance(watch, GatewayPeers) else None
 
     async def workers(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/workers`: every worker as this gateway process sees it, every model as all of them
         do.
         """
+        answer(exchange, self.report(await self._inspect.numbers()))
+
+    async def look(self) -> tuple[ServerLine, FleetReport]:
+        """What the console's feed tells of."""
+        services, numbers = self._services, await self._inspect.numbers()
+        server = ServerLine(
+            version=__version__,
+            uptime_s=int(self._inspect.uptime_s),
+            connections=numbers.connections,
+            streams=numbers.streams,
+            processes=numbers.processes,
+            draining=services.leaving,
+            auth=self._inspect.auth,
+        )
+        return server, self.report(numbers)
+
+    def report(self, total: Sum) -> FleetReport:
+        """The fleet, with the numbers of all gateway processes."""
         now_ns, wall_ns = self._services.clock.now_ns(), self._services.clock.wall_ns()
-        numbers, gone = model_numbers(self._services, self._metrics), None
-        if self._peers is not None:
-            total = await self._peers.sum()
-            numbers, gone = total.models, frozenset(total.gone)
+        numbers, gone = total.models, None if self._peers is None else frozenset(total.gone)
         left_alone = dict[WorkerId, str]()
         for model in self._services.models:
             left_alone |= self._services.dispatcher.left_alone(model.name)
         workers = [
             _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, "")) for worker in self._registry
         ]
-        report = FleetReport(
+        return FleetReport(
             version=__version__,
             workers=workers + self._drained(gone),
             models=[_model(model, numbers.get(model.name)) for model in self._services.models],
         )
-        answer(exchange, report)
+
+    async def requests(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/requests`: the last requests that ended in this gateway process, newest first."""
+        answer(exchange, {"requests": self._services.recent.latest()})
+
+    async def request(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/requests/{id}`: one of them, by its `x-request-id` or the id of its answer, and what
+        was decided about it, as `/admin/explain` says it.
+
+        Raises:
+            NotFound: it is not known, or not any more.
+        """
+        name = unquote(exchange.path.removeprefix(REQUESTS))
+        ended = self._services.recent.find(name)
+        body = await self._decided(name)
+        if ended is None and len(body) == 1 and not body["decisions"]:
+            raise NotFound(
+                f"No request {name[:128]!r} is known to this gateway process (any more).",
+                code="unknown_request",
+            )
+        answer(exchange, {"request": ended, **body})
+
+    async def history(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/history?seconds=900`: requests, errors, tokens, TTFT and TPOT of the last 15 minutes,
+        or of up to a day, in columns by model and band, of all gateway processes
+        (`telemetry.history.Window`).
+
+        Raises:
+            InvalidRequest: `seconds` is no whole number of them.
+        """
+        await self._show(exchange, LookAt("history", _seconds(exchange.head.query)))
+
+    async def _show(self, exchange: Exchange, at: LookAt) -> None:
+        watch = self._watch
+        body = watch.look(at) if isinstance(watch, Watch) else await watch.look(at)
+        exchange.respond(Response(body=body))
 
     async def explain(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/explain/{request_id}`: which workers were considered for a request, what each scored
@@ -81,6 +135,17 @@ class Admin:
             NotFound: it is not known, or not any more.
         """
         name = unquote(exchange.path.removeprefix("/admin/explain/"))
+        body = await self._decided(name)
+        if not body["decisions"] and len(body) == 1:
+            raise NotFound(
+                f"No decision about request {name[:128]!r} is known (any more).", code="unknown_request"
+            )
+        answer(exchange, {"request_id": name, **body})
+
+    async def _decided(self, name: str) -> dict[str, Any]:
+        """Every decision about a request, how its model was chosen if it was, and how it ended if it has no
+        answer.
+        """
         explained, kept = self._services.explained, self._services.kept
         names, failure = _names(name), None
         decisions = [decision for each in names for decision in explained.of(each)]
@@ -90,16 +155,12 @@ class Admin:
             decisions = without_waits([entry.decision for entry in entries if entry.decision is not None])
             choice = next((entry.choice for entry in entries if entry.choice is not None), choice)
             failure = next((entry.failure for entry in entries if entry.failure is not None), None)
-        if not decisions and choice is None and failure is None:
-            raise NotFound(
-                f"No decision about request {name[:128]!r} is known (any more).", code="unknown_request"
-            )
-        body: dict[str, Any] = {"request_id": name, "decisions": [explain(each) for each in decisions]}
+        body: dict[str, Any] = {"decisions": [explain(each) for each in decisions]}
         if choice is not None:
             body["model_choice"] = explain_choice(choice)
         if failure is not None:
             body["failure"] = failure
-        answer(exchange, body)
+        return body
 
     async def order(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /admin/workers/{id}/drain`: take a worker out of service; `/undrain` takes it back. The id
@@ -166,6 +227,19 @@ def _names(name: str) -> list[RequestId]:
         (name.removeprefix(each) for each in ANSWER_IDS if name.startswith(each)), ""
     )
     return [RequestId(prefix + own) for prefix in (*ANSWER_IDS, "req-")] if own else [RequestId(name)]
+
+
+def _seconds(query: str) -> int:
+    """How far back, as the query says.
+
+    Raises:
+        InvalidRequest: it says something else.
+    """
+    text = dict(parse_qsl(query[:1024])).get("seconds", str(RECENT_S))
+    if not (text.isascii() and text.isdigit() and len(text) < 8 and 0 < int(text) <= DAY_S):
+        message = f"Invalid value for 'seconds': expected a whole number from 1 to {DAY_S}."
+        raise InvalidRequest(message, param="seconds", code="invalid_value")
+    return int(text)
 
 
 def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:

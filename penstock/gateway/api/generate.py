@@ -203,7 +203,11 @@ class Generate:
         model, adapter, choice = services.models.resolve(request, tenant, needs)
         name = adapter or model.name
         served = Served(
-            model=name, requested=request.model or name, counted_model=model.name, endpoint=endpoint
+            model=name,
+            requested=request.model or name,
+            counted_model=model.name,
+            endpoint=endpoint,
+            tenant=tenant,
         )
         if choice is not None:
             served = msgspec.structs.replace(served, downgrade="complexity", route=choice.explain())

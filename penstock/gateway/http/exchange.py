@@ -26,10 +26,11 @@ from urllib.parse import quote
 import msgspec
 
 from penstock.clock import NS_PER_MS
-from penstock.errors import ClientError, Overloaded, WorkerUnavailable
+from penstock.errors import ClientError, LimitReached, Overloaded, WorkerUnavailable
 from penstock.gateway.http.terms import RelayTerms
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.requests.request import Request
+from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody
 from penstock.protocol.stream import HEARTBEAT
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
@@ -59,6 +60,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     counted_model: str
     """In whose metrics it is: of an adapter, the model that it is for."""
     endpoint: Endpoint
+    tenant: Tenant = ANONYMOUS
     downgrade: DowngradeReason | None = None
     """Why another model answers than was asked for."""
     route: str = ""
@@ -74,6 +76,8 @@ def outcome_of(error: Exception) -> OutcomeLabel:
     """How a request that failed with this error is counted."""
     if isinstance(error, ClientError):
         return OutcomeLabel.REJECTED
+    if isinstance(error, LimitReached):
+        return OutcomeLabel.LIMITED
     if isinstance(error, Overloaded | WorkerUnavailable):
         return OutcomeLabel.SHED
     return OutcomeLabel.ERROR
@@ -85,10 +89,12 @@ EVENTS = b"text/event-stream; charset=utf-8"
 
 
 class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's first line and headers. `path` has no query; header names are in lower case."""
+    """A request's first line and headers; header names are in lower case."""
 
     method: str
     path: str
+    """Without the query, which is what follows its "?"."""
+    query: str = ""
     headers: Mapping[bytes, bytes]
     version: str = "1.1"
 
@@ -258,7 +264,7 @@ class Exchange:
             completion_tokens_details=CompletionDetails.of(self.reasoning_tokens),
         )
 
-    def measured(self, endpoint: Endpoint, now_ns: int) -> RequestMeasurement:
+    def measured(self, served: Served, now_ns: int) -> RequestMeasurement:
         """The request as it is counted; `now_ns` is its end."""
         request, usage = self.request, self.used()
         first, longest = (request.used_by(0), request.longest_answer) if request is not None else (None, 0)
@@ -269,7 +275,7 @@ class Exchange:
             if longest > 1:
                 tpot_ns = (ended_ns - self.first_ns) // (longest - 1)
         return RequestMeasurement(
-            endpoint=endpoint,
+            endpoint=served.endpoint,
             outcome=self.outcome or OutcomeLabel.ERROR,
             duration_ns=now_ns - self.started_ns,
             queue_ns=None if first is None else first.queue_ns,
@@ -278,6 +284,8 @@ class Exchange:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             generated_tokens=usage.completion_tokens,
+            tier=served.tenant.tier,
+            band=served.tenant.band,
         )
 
     @property
