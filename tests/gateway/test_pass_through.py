@@ -61,9 +61,7 @@ def test_an_answer_that_a_provider_withholds_says_so(provided: types.SimpleNames
     provided.provider.ends_with = "content_filter"
     client, ask = provided.client, {"model": ASK["model"], "input": "hi", "max_output_tokens": 6}
     assert client.chat.completions.create(**ASK).choices[0].finish_reason == "content_filter"
-    reasons = [
-        chunk.choices[0].finish_reason for chunk in client.chat.completions.create(**ASK, stream=True)
-    ]
+    reasons = [chunk.choices[0].finish_reason for chunk in client.chat.completions.create(**ASK, stream=True)]
     assert reasons[-1] == "content_filter"
     last = list(client.responses.create(**ask, stream=True))[-1]
     assert last.type == "response.incomplete"
