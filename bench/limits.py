@@ -1,4 +1,5 @@
-"""What rate limits cost a request in CPU time: reserve, renew, headers, settle; alone and with leases.
+"""What rate limits and budgets cost a request in CPU time: reserve, renew, headers, settle; alone and with
+leases.
 
     python bench/limits.py [--requests 20000] [--rounds 7] [--out FILE]
 
@@ -17,7 +18,9 @@ from provenance import write_result
 
 from penstock.clock import NS_PER_MS, NS_PER_US
 from penstock.config.flow import LimitsConfig, SharedConfig
+from penstock.config.ledger import BudgetsConfig
 from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.limits.budget import BudgetRefusal, TenantBudgets
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.lease_table import LeaseTable
 from penstock.policy.limits.rate_limit import Limiter, LimitReservation
@@ -25,7 +28,14 @@ from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
 TENANTS = [
-    Tenant(id=TenantId(f"t{i}"), requests_per_minute=10**7, tokens_per_minute=10**9, concurrent_max=1000)
+    Tenant(
+        id=TenantId(f"t{i}"),
+        requests_per_minute=10**7,
+        tokens_per_minute=10**9,
+        concurrent_max=1000,
+        budget_day_micros=10**12,
+        budget_month_micros=10**13,
+    )
     for i in range(100)
 ]
 EMPTY = Tenant(id=TenantId("empty"), requests_per_minute=1, tokens_per_minute=10**9)
@@ -92,6 +102,36 @@ def life(kind: str, *, headers: bool, renewals: int = 0) -> Work:
     return work
 
 
+def budgets(kind: str) -> Work:
+    """Reserve the price of a request, with another slice of its answer, and settle."""
+
+    def work(num_requests: int) -> int:
+        config = SharedConfig()
+        leases, table = Leases(config, process="p") if kind == "leased" else None, LeaseTable(config)
+        money = TenantBudgets(BudgetsConfig(), wall_offset_ns=0, leases=leases)
+        now_ns = kept_ns = num_refused = 0
+        start = time.process_time_ns()
+        for i in range(num_requests):
+            now_ns += STEP_NS
+            tenant = TENANTS[i % 100]
+            waits = money.lacks(now_ns, tenant, 2000)
+            if leases is not None and (waits or now_ns - kept_ns > 10 * NS_PER_MS):
+                leases.look_for_idle(now_ns)
+                leases.granted(now_ns, table.lease(now_ns, "g", leases.asks(now_ns)))
+                kept_ns = now_ns
+            reservation = money.reserve(now_ns, tenant, 2000)
+            if isinstance(reservation, BudgetRefusal):
+                num_refused += 1
+                continue
+            reservation.renew(now_ns, 3000)
+            reservation.settle(now_ns, 2500)
+        taken_ns = time.process_time_ns() - start
+        assert not num_refused, f"{num_refused} requests were refused"
+        return taken_ns
+
+    return work
+
+
 def refusals(num_requests: int) -> int:
     limiter = Limiter(LimitsConfig())
     limiter.reserve(0, EMPTY, 1, 1)
@@ -122,7 +162,9 @@ def main() -> None:
         "reserve + settle": life("alone", headers=False),
         "reserve + headers + settle": life("alone", headers=True),
         "the same, 4 renewals": life("alone", headers=True, renewals=4),
-        "the same with leases, store included": life("leased", headers=True),
+        "reserve + headers + settle, leases and store": life("leased", headers=True),
+        "a budget: reserve + slice + settle": budgets("alone"),
+        "the same, leases and store included": budgets("leased"),
         "a refusal": refusals,
         "expect + observe a length": lengths,
     }
@@ -131,10 +173,10 @@ def main() -> None:
         for name, work in works.items():
             times[name].append(work(args.requests) / args.requests / NS_PER_US)
     base = statistics.median(times["bare loop"])
-    print(f"{'per request':38}{'us (median)':>12}{'best':>8}{'x bare':>9}")
+    print(f"{'per request':46}{'us (median)':>12}{'best':>8}{'x bare':>9}")
     for name, values in times.items():
         median = statistics.median(values)
-        print(f"{name:38}{median:12.2f}{min(values):8.2f}{median / base:9.1f}")
+        print(f"{name:46}{median:12.2f}{min(values):8.2f}{median / base:9.1f}")
     if args.out:
         write_result(args.out, {"requests": args.requests, "us_per_request": times})
 

@@ -10,8 +10,7 @@ import torch
 
 from penstock.clock import SystemClock
 from penstock.engine.native import NativeLibrary
-from penstock.engine.native.sampler import NativeSampler
-from penstock.engine.sampler import Sampler, SampleRows, TokenSampler
+from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler
 
 VOCAB_SIZE = 151_936
 ROWS = 4

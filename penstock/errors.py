@@ -13,7 +13,8 @@
     │   ├── TooLarge               the body or the header is over its bound         (413)
     │   └── CrashingRequest          workers have died of its like                    (422)
     ├── Overloaded             nobody is at fault; safe to retry later              (429/503)
-    │   ├── BudgetExhausted        the tenant's money for this day or month is spent (429)
+    │   ├── LimitReached           the tenant's own limit, for some seconds or more (429)
+    │   │   └── BudgetExhausted        its money for this day or month is spent       (429)
     │   ├── Evicted                accepted, then dropped before it was finished    (503)
     │   ├── Draining               this server is going away                        (503)
     │   ├── WorkerBusy             a worker has no room, and may have said when     (429)
@@ -121,8 +122,14 @@ class Overloaded(PenstockError):
         self.retry_after_s = retry_after_s
 
 
-class BudgetExhausted(Overloaded):
-    """The tenant's budget is used up; `retry_after_s` is when the day or month is over."""
+class LimitReached(Overloaded):
+    """A limit of the tenant itself: others may have room."""
+
+
+class BudgetExhausted(LimitReached):
+    """The tenant's budget is used up until the day or month is over, or a store that is away cannot say that
+    it is not; `retry_after_s` is when to ask again.
+    """
 
 
 class Evicted(Overloaded):

@@ -50,3 +50,8 @@ class IdSource:
         """The next id: `{prefix}-{process}{counter}`."""
         self._next += 1
         return f"{prefix}-{self._process}{self._next:08x}"
+
+    @staticmethod
+    def process_of(taken: str) -> str:
+        """The process part of an id."""
+        return taken.partition("-")[2][:16]

@@ -35,8 +35,7 @@ from penstock.engine.memory import (
     scoring_step,
 )
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
-from penstock.engine.native.sampler import NativeSampler
-from penstock.engine.sampler import Sampler, SampleRows, TokenSampler, results
+from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results
 from penstock.engine.scoring import score_chunks
 from penstock.engine.wiring import StepModel, choose_computing, wire_model
 from penstock.models.registry import read_spec

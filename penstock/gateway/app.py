@@ -37,15 +37,17 @@ from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable, ServedModel
-from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.peers import FairCounters, GatewayPeers
 from penstock.gateway.tracing import RequestTraces
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS
+from penstock.policy.admission.admit import Promises
 from penstock.rng import IdSource, fresh_key
 from penstock.telemetry.catalog import OutcomeLabel
+from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import AccessLine, Log
 from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.watch import Watch
 from penstock.types import ModelName
 
 
@@ -90,7 +92,6 @@ class Gateway:
             models,
             registry,
             gateway=name,
-            slots=StreamSlots(config.limits.concurrent_max),
             metrics=metrics,
             clock=clock,
             log=log,
@@ -115,11 +116,12 @@ class Gateway:
             kept=self._policies.kept,
             locality=locality,
             log=log,
-            falls_back=any(route.fallback for route in config.routing.models),
         )
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
-        admin = Admin(self._services, metrics, registry, members, peers)
+        self._recorder, watch = Recorder(Promises(config.admission)), peers or Watch(config, clock, log)
+        self._watch = watch if isinstance(watch, Watch) else None
+        admin = Admin(self._services, metrics, registry, members, watch)
         self._responses = Responses(self._services, generate := Generate(self._services))
         self._routes = Routes(generate, self._responses, self._inspect, admin)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
@@ -139,6 +141,8 @@ class Gateway:
             ConfigError: the address cannot be listened on.
         """
         await self._policies.start()
+        if self._watch is not None:
+            await self._watch.start(self._recorder.take)
         self._traces.start()
         self._kv.start()
         address = await self._server.start(listeners)
@@ -146,9 +150,8 @@ class Gateway:
         self.tenancy.start()
         if self._peers is not None:
             models = [model.name for model in self._services.models]
-            await self._peers.start(
-                self._inspect.snapshot, FairCounters(models, self._dispatcher.control.lane)
-            )
+            counters = FairCounters(models, self._dispatcher.control.lane)
+            await self._peers.start(self._inspect.snapshot, counters, self._recorder)
         return address
 
     async def stop(self, *, lameduck_s: float = 0.0, listens: bool = True) -> None:
@@ -183,6 +186,8 @@ class Gateway:
         if self._peers is not None:
             self._peers.close()
         await self._server.stop()
+        if self._watch is not None:
+            await self._watch.stop()
         await self._traces.stop()
         await self._policies.stop()
         await self._kv.close()
@@ -235,12 +240,13 @@ class Gateway:
             self._metrics.client_disconnects.inc()
         elif exchange.ending is Ending.OVERRUN:
             self._metrics.slow_client_aborts.inc()
-        tally, record = exchange.tally, None
-        if tally is not None:
-            if exchange.ending is Ending.DISCONNECTED and tally.outcome is None:
-                tally.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
-            record = tally.record(now_ns)
-            self._metrics.model(tally.counted_model).request_ended(record)
+        served, record = exchange.served, None
+        if served is not None:
+            if exchange.ending is Ending.DISCONNECTED and exchange.outcome is None:
+                exchange.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
+            record = exchange.measured(served, now_ns)
+            self._metrics.model(served.counted_model).request_ended(record)
+            self._recorder.ended(served.counted_model, record)
         if exchange.trace is not None:
             self._traces.end(exchange, record)
         self._log.access(
@@ -252,7 +258,7 @@ class Gateway:
                 is_poll=is_poll(exchange.method, exchange.path, exchange.status),
                 request_id=exchange.id or None,
                 trace_id=exchange.trace and exchange.trace.trace_id,
-                model=tally and tally.counted_model,
+                model=served and served.counted_model,
                 outcome=record and record.outcome.value,
                 ttft_ns=record and record.ttft_ns,
                 prompt_tokens=record and record.prompt_tokens,
@@ -285,8 +291,8 @@ class Gateway:
             exchange.forget_request()
 
     def _failed(self, exchange: Exchange, error: Exception) -> None:
-        if exchange.tally is not None and exchange.tally.outcome is None:
-            exchange.tally.outcome = outcome_of(error)
+        if exchange.outcome is None:
+            exchange.outcome = outcome_of(error)
         if exchange.streaming:
             exchange.cut()
         else:

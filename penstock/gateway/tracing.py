@@ -68,7 +68,7 @@ class RequestTraces:
 
     def end(self, exchange: Exchange, record: RequestMeasurement | None) -> None:
         """It is over; `record` is of a request whose model was found."""
-        trace, keeper, tally = exchange.trace, self._keeper, exchange.tally
+        trace, keeper, request = exchange.trace, self._keeper, exchange.request
         if trace is None or keeper is None:
             return
         error = _error(exchange, record)
@@ -76,11 +76,10 @@ class RequestTraces:
             return
         now_ns = self._clock.now_ns()
         offset_ns = self._clock.wall_ns() - now_ns
-        request = tally and tally.request
         attributes = _attributes(exchange, record)
         name = f"{exchange.method} {exchange.path}"
-        if tally is not None:
-            name = f"{attributes['gen_ai.operation.name']} {tally.model}"
+        if exchange.served is not None:
+            name = f"{attributes['gen_ai.operation.name']} {exchange.served.model}"
         keeper.add(
             EndedTrace(
                 trace=trace,
@@ -110,7 +109,7 @@ def _error(exchange: Exchange, record: RequestMeasurement | None) -> str:
     """Why it failed: an error's name, a status, or an outcome; empty if it did not, or its client left."""
     if exchange.ending is Ending.DISCONNECTED:
         return ""
-    request = exchange.tally and exchange.tally.request
+    request = exchange.request
     if request is not None and request.error:
         return request.error
     if exchange.status >= 400:
@@ -129,20 +128,20 @@ def _attributes(
         "http.response.status_code": exchange.status or 499,
         "penstock.request_id": exchange.id,
     }
-    tally = exchange.tally
-    if tally is None or record is None:
+    served, request = exchange.served, exchange.request
+    if served is None or record is None:
         return found
     found |= {
-        "gen_ai.operation.name": _OPERATIONS.get(tally.endpoint, "chat"),
+        "gen_ai.operation.name": _OPERATIONS.get(served.endpoint, "chat"),
         "gen_ai.provider.name": "penstock",
-        "gen_ai.request.model": tally.requested,
-        "gen_ai.response.model": tally.model,
+        "gen_ai.request.model": served.requested,
+        "gen_ai.response.model": served.model,
         "gen_ai.response.finish_reasons": (record.outcome.value,),
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.output_tokens": record.generated_tokens,
         "penstock.cached_tokens": record.cached_tokens,
     }
-    if tally.request is not None:
-        found["penstock.tenant"] = tally.request.facts.tenant.id
-        found["penstock.band"] = tally.request.facts.tenant.band
+    if request is not None:
+        found["penstock.tenant"] = request.facts.tenant.id
+        found["penstock.band"] = request.facts.tenant.band
     return found

@@ -88,6 +88,10 @@ class Budgets(Protocol):
         """Hold the price of the prompt and the first slice of the answer."""
         ...
 
+    def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
+        """Whether a store is asked first for a request of this price. Never waits."""
+        ...
+
 
 class Prices(Protocol):
     """What tokens cost: `price.PriceList`."""
@@ -188,6 +192,12 @@ class Health(Protocol):
 
     def started(self, now_ns: int, route: str, worker_id: WorkerId) -> None:
         """An attempt begins there."""
+        ...
+
+    def doubt_ns(self, route: str, worker_id: WorkerId) -> int:
+        """How long an attempt that begins there now may take, if the worker is in doubt and has no peers to
+        judge it by; 0: it is in no doubt.
+        """
         ...
 
     def began(self, now_ns: int, route: str, worker_id: WorkerId, ttft_ns: int) -> None:

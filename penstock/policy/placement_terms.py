@@ -73,4 +73,4 @@ class PlacementTerms(PlacementConfig, frozen=True, kw_only=True):
     decisions_kept: int = 1024
     """Requests whose decisions can be asked for with `GET /admin/explain/{request_id}`: the last so many."""
     log_every: int = 1000
-    """One decision in so many is written to the log; 0: none."""
+    """One decision in so many is written to the log."""

@@ -8,11 +8,15 @@
       |                 <-- Done   |
       |  ServedTokens -->          |   five times a second, if anything was
       |         <-- ServedTokens   |   of another child
+      |  EndedRequests -->         |   every second, if any ended
+      |  LookAt -->                |   a view of what the parent remembers (telemetry/watch.py) ...
+      |                 <-- View   |   ... as JSON
 
 Framed like `worker.py`'s messages.
 """
 
 import struct
+from typing import Literal
 
 import msgspec
 
@@ -65,6 +69,28 @@ class ServedTokens(msgspec.Struct, frozen=True, tag="served"):
     units: tuple[tuple[str, int, TenantId, int], ...]
     """Model, band by its place in the configuration, tenant, and what its counter grew by
     (schedule/fair_share.py)."""
+
+
+class EndedRequests(msgspec.Struct, frozen=True, tag="ended"):
+    """What ended in one process since it last said so."""
+
+    body: bytes
+    """As `telemetry.counts.Book` encodes it."""
+
+
+class LookAt(msgspec.Struct, frozen=True, tag="look_at"):
+    """Somebody asked this process for something that the parent remembers."""
+
+    view: Literal["history"]
+    seconds: int = 0
+    """How far back."""
+
+
+class View(msgspec.Struct, frozen=True, tag="view"):
+    """What was looked at."""
+
+    body: bytes
+    """JSON."""
 
 
 class Sum(msgspec.Struct, frozen=True, kw_only=True, tag="sum"):
@@ -149,8 +175,8 @@ class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Stop; None: go on."""
 
 
-ToParent = Snapshot | Ask | Order | ServedTokens
-ToChild = Sum | Done | ServedTokens
+ToParent = Snapshot | Ask | Order | ServedTokens | EndedRequests | LookAt
+ToChild = Sum | Done | ServedTokens | View
 
 _to_parent = msgspec.msgpack.Decoder(ToParent)
 _to_child = msgspec.msgpack.Decoder(ToChild)

@@ -30,6 +30,7 @@ class OutcomeLabel(enum.StrEnum):
     ABORT = "abort"  # The client left.
     ERROR = "error"  # A worker or the server failed.
     REJECTED = "rejected"  # The request itself was wrong (4xx).
+    LIMITED = "limited"  # The tenant was over a limit or budget of its own; nothing was generated.
     SHED = "shed"  # Too much work, or draining; nothing was generated.
 
 

@@ -174,20 +174,6 @@ class Ledger:
         if self._journal is not None:
             self._journal.flush()
 
-    def identity(self, proposed: str) -> str:
-        """What this ledger is called among those of all machines, for all time: `proposed`, a random name, if
-        it has none yet or is off.
-
-        Raises:
-            LedgerError: the name cannot be read or kept.
-        """
-        if not self._config.enabled:
-            return proposed
-        try:
-            return ledger_segment.identity(self.directory, proposed)
-        except OSError as error:
-            raise LedgerError(f"ledger.directory: {self.directory}: {error.strerror}") from error
-
     async def spent(self) -> list[Spent]:
         """What every tenant has spent this day and month, all gateways of this directory together: for
         `Budgets.restore`.

@@ -248,6 +248,10 @@ class Query:
     """Group and the value that it must have."""
 
 
+_PROCESS = "substr(request_id, instr(replace(request_id, '_', '-'), '-') + 1, 16)"
+"""The process part of an id (`rng.IdSource`)."""
+
+
 class LedgerReader:
     """One look at the ledger: what it says does not change while it is open."""
 
@@ -296,7 +300,7 @@ class LedgerReader:
         return rows
 
     def spent(self, wall_ns: int) -> list[Spent]:
-        """What every tenant has spent in the day and month of `wall_ns`.
+        """What every tenant has spent in the day and month of `wall_ns`, by gateway process.
 
         Raises:
             LedgerError: the database cannot be read.
@@ -304,12 +308,13 @@ class LedgerReader:
         day = day_of(wall_ns)
         month_ns = first_day(month_of(day)) * DAY_NS
         text = (
-            "SELECT tenant, sum(CASE WHEN ended_ns >= ? THEN cost_micros ELSE 0 END), sum(cost_micros) "
-            "FROM records WHERE ended_ns >= ? GROUP BY tenant ORDER BY tenant"
+            f"SELECT tenant, {_PROCESS} AS process, "
+            "sum(CASE WHEN ended_ns >= ? THEN cost_micros ELSE 0 END), sum(cost_micros) "
+            "FROM records WHERE ended_ns >= ? GROUP BY tenant, process ORDER BY tenant, process"
         )
         return [
-            Spent(tenant=TenantId(tenant), day=day, day_micros=of_day, month_micros=of_month)
-            for tenant, of_day, of_month in self._run(text, (day * DAY_NS, month_ns))
+            Spent(tenant=TenantId(tenant), process=process, day=day, day_micros=of_day, month_micros=of_month)
+            for tenant, process, of_day, of_month in self._run(text, (day * DAY_NS, month_ns))
         ]
 
     # --- inside ----------------------------------------------------------------------------------

@@ -238,24 +238,6 @@ def journal_root(directory: Path) -> Path:
     return directory / "journal"
 
 
-def identity(directory: Path, proposed: str) -> str:
-    """The ledger's name for all time, the same for all its processes: `proposed`, a random one, if it has
-    none yet.
-
-    Raises:
-        OSError: it cannot be read or made.
-    """
-    path, new = directory / "id", directory / f".id-{proposed}"
-    if not path.exists():
-        new.write_text(proposed, encoding="ascii")
-        try:
-            with contextlib.suppress(FileExistsError):
-                os.link(new, path)  # Unlike a rename, the first to come wins.
-        finally:
-            new.unlink()
-    return path.read_text(encoding="ascii").strip()
-
-
 @dataclass(slots=True, frozen=True)
 class Claim:
     """A journal directory that is ours until `release`, or until this process dies."""

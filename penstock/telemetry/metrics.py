@@ -75,6 +75,9 @@ class RequestMeasurement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    tier: str = ""
+    band: str = ""
+    """Its tenant's."""
 
 
 class Metrics:

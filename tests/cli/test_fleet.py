@@ -100,6 +100,11 @@ def test_the_worked_example(tmp_path: Path) -> None:
         server.close()
 
 
+def history(server: Server) -> dict[str, list[int]]:
+    with urllib.request.urlopen(f"{server.url.removesuffix('/v1')}/admin/history?seconds=3600") as answer:
+        return json.load(answer)["total_summary"]
+
+
 def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     config = "models: [{path: penstock-demo-mini, name: tiny, replicas: 2, engine: {threads: 1}}]"
@@ -135,6 +140,8 @@ def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
             server.until(lambda: states(server) == {"tiny-0": "ready", "tiny-1": "ready"}, "it stays away")
         begun = [fleet(server)["models"][0]["ttft_count"] for _ in range(4)]
         assert begun == [40] * 4, "answers of all processes are counted, whichever is asked"
+        for _ in range(4):
+            server.until(lambda: history(server)["requests"] == [40], "the history has not all of them")
         server.process.send_signal(signal.SIGINT)
         assert server.wait_ended() == 0
     finally:

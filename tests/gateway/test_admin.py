@@ -187,3 +187,20 @@ def test_a_tenant_may_not_drain(running, kit):
     assert send(running, f"{WORKERS}/tiny-0/drain", key=kit.KEY, method="POST")[0] == 403
     assert send(running, f"{WORKERS}/tiny-0/drain", method="GET")[0] == 405
     assert workers_of(running)["tiny-0"]["state"] == "ready"
+
+
+def test_the_history_has_what_was_answered_and_what_was_refused(running, kit):
+    status, empty = send(running, "/admin/history")
+    assert (status, empty["step_s"], len(empty["times"]), empty["series"]) == (200, 5, 180, [])
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    assert send(running, "/v1/chat/completions", chat, key=kit.KEY)[0] == 200
+    assert send(running, "/v1/chat/completions", chat | {"max_tokens": 10**6}, key=kit.KEY)[0] == 400
+    assert send(running, "/admin/history?seconds=3600")[1]["total_summary"]["requests"] == [2]
+    (summary,) = send(running, "/admin/history?seconds=900")[1]["summary"]
+    assert (summary["model"], summary["band"]) == ("tiny", "default")
+    assert summary["outcomes"] == {"length": [1], "rejected": [1]}
+    assert summary["generated_tokens"] == [4]
+    assert summary["ttft_due"] == summary["tpot_due"] == [1]
+    for wrong in ("0", "-5", "1.5", "86401", "9" * 30, "x"):
+        assert send(running, f"/admin/history?seconds={wrong}")[0] == 400
+    assert send(running, "/admin/history", key=kit.KEY)[0] == 403

@@ -152,23 +152,6 @@ def test_a_budget_stops_a_running_stream_at_a_slice(kit, start, tenant) -> None:
     assert min(off_s, DAY_S - off_s) <= 60
 
 
-def test_what_one_process_spent_the_other_does_not_have(kit, start, tenant, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.gateway.shared.spending.REFRESH_S", 0.02)
-    prices = PricesConfig(models=(ModelPrice(model="*", output=1000.0),))
-    config, key = tenant(budget_per_day=0.3)
-    config = kit.replace(config, server={"processes": 2})
-    config = msgspec.structs.replace(config, prices=prices, ledger=LedgerConfig(directory=str(tmp_path)))
-    one, other = start(config), start(config)
-    with kit.openai_client(one, key) as client:
-        for _ in range(3):
-            client.chat.completions.create(**kit.chat(max_tokens=100))
-    budgets = other.gateway._policies.budgets
-    other.wait_until(lambda: budgets.spent(other.clock.now_ns(), "acme")[0] >= 290_000)
-    with kit.openai_client(other, key) as client, pytest.raises(openai.APIStatusError) as refused:
-        client.chat.completions.create(**kit.chat(max_tokens=100))
-    assert "daily budget" in str(refused.value)
-
-
 def test_every_accepted_request_has_one_record_with_how_it_ended(kit, start, tenant, tmp_path) -> None:
     prices = PricesConfig(models=(ModelPrice(model="tiny", input=1.0, output=2.0),))
     config, key = tenant(requests_per_minute=3)

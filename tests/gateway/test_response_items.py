@@ -24,7 +24,7 @@ def test_a_stream_is_freed_without_the_collector() -> None:
 
     exchange = SimpleNamespace(on_disconnect=None, on_caught_up=None, on_full=None, terms=None)
     context = SimpleNamespace(
-        exchange=exchange, tally=None, clock=None, listener=None, head=SimpleNamespace(id="resp_1"), ids=None
+        exchange=exchange, clock=None, listener=None, head=SimpleNamespace(id="resp_1"), ids=None
     )
     gc.disable()
     try:
@@ -96,12 +96,13 @@ class Drafted:
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_call_that_a_provider_made_is_whole_where_its_response_is(streams: bool) -> None:
-    exchange = SimpleNamespace(is_open=True, streaming=True, write=lambda data: None)
+    exchange = SimpleNamespace(
+        is_open=True, streaming=True, write=lambda data: None, request=None, outcome=None, first_ns=1,
+        reasoning_tokens=0, usage=UsageBody,
+    )  # fmt: skip
     listener = SimpleNamespace(on_first_output=lambda reply: None, on_ended=lambda reply: None)
-    tally = SimpleNamespace(first_ns=1, reasoning_tokens=0, usage=UsageBody, ended=lambda *_: None)
     context = SimpleNamespace(
         exchange=exchange,
-        tally=tally,
         clock=ManualClock(),
         listener=listener,
         head=SimpleNamespace(id="resp_1"),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,11 +11,12 @@ from penstock.config.routing import AdmissionConfig, AutoModel, ModelRoute, Rout
 from penstock.errors import Forbidden, InvalidRequest, NotFound
 from penstock.gateway.api.job import Hints, read_hints
 from penstock.gateway.dispatch.dispatcher import migrated as how_migrated
-from penstock.gateway.http.exchange import Served
+from penstock.gateway.http.exchange import Exchange, RequestHead, Response, Served
 from penstock.gateway.models.auto_model import AutoModels, features_of
 from penstock.policy.queueing.terms import BandTerms
 from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.protocol.openai import ChatRequest, CompletionRequest, FunctionSpec, Message, ToolSpec
+from penstock.telemetry.catalog import Endpoint
 from penstock.types import TenantId
 
 CONFIG, LIMITS = AdmissionConfig(), LimitsConfig()
@@ -84,22 +86,36 @@ def test_a_session_name_that_is_none(value: bytes) -> None:
 # --- what the client is told ----------------------------------------------------------------------
 
 
+def exchange_of(**served):
+    """An exchange that a model answers, and what it wrote."""
+    sent = []
+    wire = SimpleNamespace(write=sent.append, paused=False, response_done=lambda **_: None)
+    head, terms = RequestHead(method="POST", path="/", headers={}), SimpleNamespace(flusher=None)
+    exchange = Exchange(head, wire, client="", terms=terms, on_finished=lambda _: None)
+    exchange.serve(Served(counted_model=served["model"], endpoint=Endpoint.CHAT, **served))
+    return exchange, sent
+
+
+def told(sent):
+    """The headers of ours in a response."""
+    lines = [line.split(b": ", 1) for line in sent[0].split(b"\r\n")]
+    return {name: value for name, *(value,) in lines[1:-2] if name.startswith(b"x-penstock-")}
+
+
 def test_only_the_model_where_nothing_was_changed() -> None:
-    served = Served(model="large", requested="large")
-    assert served.headers() == ((b"x-penstock-model", b"large"),)
-    assert json.loads(served.facts()) == {"model": "large"}
+    exchange, sent = exchange_of(model="large", requested="large")
+    exchange.respond(Response(body=b""))
+    assert told(sent) == {b"x-penstock-model": b"large"}
+    assert json.loads(exchange.served_facts()) == {"model": "large"}
 
 
 def test_all_that_is_known() -> None:
-    served = Served(
-        model="klein/ä",
-        requested="large",
-        downgrade="slo",
-        route="complexity=0.31 (code .20)",
-        queue_ns=12_400_000,
-        migrated="exact",
+    exchange, sent = exchange_of(
+        model="klein/ä", requested="large", downgrade="slo", route="complexity=0.31 (code .20)"
     )
-    assert dict(served.headers()) == {
+    exchange.queue_ns, exchange.migrated = 12_400_000, "exact"
+    exchange.begin_stream()
+    assert told(sent) == {
         b"x-penstock-model": b"klein/%C3%A4",
         b"x-penstock-requested-model": b"large",
         b"x-penstock-downgrade": b"slo",
@@ -107,7 +123,7 @@ def test_all_that_is_known() -> None:
         b"x-penstock-queue-ms": b"12",
         b"x-penstock-migrated": b"exact",
     }
-    assert json.loads(served.facts()) == {
+    assert json.loads(exchange.served_facts()) == {
         "model": "klein/ä",
         "requested_model": "large",
         "downgrade": "slo",
@@ -128,10 +144,10 @@ def test_all_that_is_known() -> None:
     ],
 )
 def test_a_continuation_is_exact_between_workers_of_ours_only(starts: tuple[str, ...], migrated: str) -> None:
-    served = Served(model="m", requested="m")
-    for served.migration, migration in itertools.pairwise(starts):
-        served.migrated = how_migrated(served, migration)
-    assert served.migrated == migrated
+    exchange, _ = exchange_of(model="m", requested="m")
+    for exchange.migration, migration in itertools.pairwise(starts):
+        exchange.migrated = how_migrated(exchange, migration)
+    assert exchange.migrated == migrated
 
 
 # --- auto -----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from pathlib import Path
 import limit_gateways
 import msgspec
 import pytest
+import redis as client
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis_process import RedisProcess
@@ -29,7 +30,8 @@ from penstock.gateway.shared.keeper import LeaseKeeper, StoreError
 from penstock.gateway.shared.limits import open_store
 from penstock.gateway.shared.local_store import LeaseServer, LocalStore
 from penstock.gateway.shared.redis_store import RedisStore
-from penstock.policy.limits.lease import LeaseAsk, Leases
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.lease_messages import BudgetAsk, LeaseAsk
 from penstock.policy.limits.lease_table import LeaseTable
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal
 from penstock.policy.limits.store_terms import SharedTerms
@@ -217,6 +219,62 @@ def test_the_script_answers_as_the_table_does(redis: RedisProcess, batches) -> N
                 await store.close()
 
     asyncio.run(check())
+
+
+budget_asks = st.builds(
+    BudgetAsk,
+    key=st.sampled_from(["day:1:a", "day:1:b"]),
+    limit=st.sampled_from([1000, 1000, 400]),
+    seq=st.integers(1, 6),
+    process=st.sampled_from(["p", "q"]),
+    spent=st.integers(0, 300),
+    held=st.integers(0, 300),
+    want=st.integers(0, 500),
+    least=st.sampled_from([0, 100, 400]),
+    kept_s=st.just(100),
+    past=st.lists(st.tuples(st.sampled_from(["q", "r"]), st.integers(0, 200)), max_size=2).map(tuple),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    batches=st.lists(
+        st.tuples(st.sampled_from("xyz"), st.lists(budget_asks | asks, min_size=1, max_size=3)), max_size=10
+    ),
+)
+def test_the_budget_script_answers_as_the_table_does(redis: RedisProcess, batches) -> None:
+    async def check() -> None:
+        config = SharedTerms(url=redis.url, prefix=f"run {next(_runs)}", timeout_s=10)
+        stores, table = {name: RedisStore(config, name) for name in "xyz"}, LeaseTable(config, epoch=1)
+        try:
+            for name, batch in batches:
+                theirs, ours = await stores[name].lease(batch), table.lease(0, name, batch)
+                assert theirs.num_gateways == ours.num_gateways
+                for ask, there, here in zip(batch, theirs.grants, ours.grants, strict=True):
+                    if isinstance(ask, BudgetAsk):
+                        assert (there.granted, there.level) == (here.granted, here.level)
+                        assert there.spent == here.spent
+        finally:
+            for store in stores.values():
+                await store.close()
+
+    asyncio.run(check())
+
+
+def test_a_budget_in_redis_is_exact_and_not_kept_for_ever(redis: RedisProcess) -> None:
+    most = 2**53 - 1
+
+    async def check() -> None:
+        store = RedisStore(SharedTerms(url=redis.url, prefix="exact", timeout_s=10), "g")
+        ask = BudgetAsk(key="k", limit=most, seq=1, process="p", spent=most - 3, held=1, want=9, kept_s=100)
+        grant = (await store.lease([ask])).grants[0]
+        assert (grant.granted, grant.level, grant.spent) == (2, 0, most - 3)
+        await store.close()
+
+    asyncio.run(check())
+    with client.Redis.from_url(redis.url) as asked:
+        assert 0 < asked.pttl("exact:spent:k") <= 100_000
+        assert 0 < asked.pttl("exact:held:k") <= 100_000
 
 
 def test_redis_refills_by_its_own_clock(redis: RedisProcess) -> None:

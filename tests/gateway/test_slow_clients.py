@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from penstock.backends.base import Delta, Finish
 from penstock.errors import EngineFault
-from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Tally
+from penstock.gateway.http.exchange import Ending, Exchange, RequestHead
 from penstock.gateway.http.terms import RelayTerms
 from penstock.gateway.relay.relay import StreamReply, TextSink
 from penstock.gateway.relay.reply import Context
 from penstock.protocol.stream import ChatChunks, StreamHead
 from penstock.rng import IdSource
-from penstock.telemetry.catalog import Endpoint
 from penstock.types import FinishReason, Usage
 
 CHAT = "/v1/chat/completions"
@@ -200,16 +199,7 @@ def make_stream(*, pauses, flushes, num_choices, bound):
         on_finished=lambda exchange: None,
     )
     head = StreamHead(id="a", created=0, model="m", fingerprint="f", include_usage=False)
-    tally = Tally(
-        model="m",
-        requested="m",
-        counted_model="m",
-        endpoint=Endpoint.CHAT,
-        started_ns=0,
-    )
-    context = Context(
-        exchange=exchange, tally=tally, clock=Clock(), listener=Listener(), head=head, ids=IdSource(seed=1)
-    )
+    context = Context(exchange=exchange, clock=Clock(), listener=Listener(), head=head, ids=IdSource(seed=1))
     reply = StreamReply(context, ChatChunks.KIND)
     sinks = [TextSink(reply, ChatChunks(head, i), i, b"") for i in range(num_choices)]
     reply.start(Engine(), [(None, sink) for sink in sinks])

@@ -508,6 +508,21 @@ def test_a_batch_that_waits_from_before_a_gap_makes_room_for_those_after_it() ->
     assert [held(cache_view, prompt(1000 * i, 1)) for i in range(9)] == [0] * 5 + [1] * 4
 
 
+def test_a_batch_that_is_missing_within_a_check_is_asked_for() -> None:
+    cache_view, talker = make(), KVTalker()
+    for i in range(4):
+        talker.cache(prompt(1000 * i, 1))
+        talker.publish()
+    cache_view.live(0, talker.batches[0])
+    cache_view.ask()  # As a check: nothing is known to be missing.
+    for sequence in (0, 1, 3):
+        assert cache_view.wanted is None
+        cache_view.again(sequence, talker.batches[sequence])
+    assert (cache_view.wanted, cache_view.num_gaps, cache_view.state) == (2, 1, StreamState.GAP)
+    replay(cache_view, talker)
+    assert [held(cache_view, prompt(1000 * i, 1)) for i in range(4)] == [1] * 4
+
+
 def test_an_orphan_in_the_very_first_batch_has_nothing_before_it_to_ask_for() -> None:
     cache_view = make()
     orphan = {

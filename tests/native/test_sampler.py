@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from penstock.engine.adjustments import Masks
-from penstock.engine.native.sampler import NativeSampler
-from penstock.engine.sampler import Sampler, SampleRows
+from penstock.engine.sampler import NativeSampler, Sampler, SampleRows
 
 CASES = [
     {},

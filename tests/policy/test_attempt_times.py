@@ -1,5 +1,7 @@
 """Attempts that give nothing in time: by the client's bound, and by what is usual at a worker."""
 
+from dataclasses import replace
+
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.fleet import HealthConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
@@ -22,7 +24,7 @@ S, MS = NS_PER_S, NS_PER_MS
 W, V = WorkerId("w"), WorkerId("v")
 
 
-def made(*, fallback: str = "small", external: bool = True) -> FlowControl:
+def made(*, fallback: str = "small", external: bool = True, health: FleetHealth | None = None) -> FlowControl:
     config = QueueTerms(worker_credit=0)
     routing = RoutingConfig(models=(ModelRoute(model="large", fallback=fallback),))
     gate = Gate(
@@ -31,7 +33,8 @@ def made(*, fallback: str = "small", external: bool = True) -> FlowControl:
         config,
         {"large": ModelFacts(), "small": ModelFacts()}.get,
     )
-    control = FlowControl(config, Policies(admission=gate))
+    policies = Policies(admission=gate)
+    control = FlowControl(config, replace(policies, health=health) if health else policies)
     control.set_worker(0, "large", W, WorkerView(is_external=external))
     control.set_worker(0, "small", V, WorkerView(max_running=8))
     return control
@@ -108,11 +111,52 @@ def test_a_worker_that_is_slow_for_good_is_taken_for_it_in_time() -> None:
     for _ in range(100):
         firsts.took("m", W, 20, 100 * MS)
     assert firsts.bound_ns("m", W, 20) == FIRST_MIN_NS
-    assert firsts.bound_ns("m", W, 2000) == 0, "of long prompts nothing is known"
     while (bound_ns := firsts.bound_ns("m", W, 20)) < 10 * S:
         firsts.gave_up("m", W, 20, bound_ns)
         num += 1
     assert 10 < num < 200
+
+
+def test_a_class_of_prompts_that_was_hardly_seen_borrows_from_those_beside_it() -> None:
+    firsts = FirstTokens()
+    for tokens in (20, 40):
+        for _ in range(SAMPLES_MIN // 2):
+            firsts.took("m", W, tokens, 800 * MS)
+    assert firsts.bound_ns("m", W, 20) == 3200 * MS, "neither has enough alone"
+    assert firsts.bound_ns("m", W, 40) == 3200 * MS, "four times as long is room enough for twice the length"
+    assert firsts.bound_ns("m", W, 80) == 6400 * MS
+    assert firsts.bound_ns("m", V, 20) == 0, "of another worker nothing is known"
+
+
+def test_first_tokens_that_were_waited_for_too_long_do_not_become_usual_at_once() -> None:
+    firsts = FirstTokens()
+    for _ in range(SAMPLES_MIN):
+        firsts.took("m", W, 20, 800 * MS)
+    for _ in range(3):
+        firsts.took("m", W, 20, 60 * S)  # There was nowhere else to go.
+    assert firsts.bound_ns("m", W, 20) < 8 * S
+
+
+def test_a_worker_in_doubt_has_less_time() -> None:
+    health = FleetHealth(HealthConfig(), lambda: 0.0)
+    control = made(health=health)
+    now = answered(control, SAMPLES_MIN, 700 * MS)
+    assert health.doubt_ns("large", W) == 0
+    health.ended(now, "large", W, WorkerUnavailable("500"))
+    assert health.doubt_ns("large", W) == 2100 * MS + 1
+    arrive(control, now, "probe")
+    assert control.dispatch(now + 2100 * MS) == []
+    (given_up,) = control.dispatch(now + 2101 * MS)
+    assert isinstance(given_up, GiveUp)
+    health.worker("large", WorkerId("peer"), ready=True, is_external=True)
+    assert health.doubt_ns("large", W) == 0, "with peers it is judged by these"
+
+
+def test_a_worker_of_which_nothing_is_known_is_in_no_doubt() -> None:
+    health = FleetHealth(HealthConfig(), lambda: 0.0)
+    health.worker("large", W, ready=True, is_external=True)
+    health.ended(0, "large", W, WorkerUnavailable("500"))
+    assert health.doubt_ns("large", W) == 0, "what is usual there is not known"
 
 
 def test_a_request_that_moved_to_another_model_is_evicted_once_at_its_deadline() -> None:

@@ -70,12 +70,34 @@ def test_an_attempt_that_was_given_up_failed_if_it_was_slow_for_this_worker() ->
     for _ in range(20):
         made.gave_up(S, 250 * MS)
     assert not made.blocks(S), "nothing is known of these: they were within three times the usual"
-    for _ in range(5):
+    for _ in range(4):
         made.gave_up(S, 2 * S)
+    assert made.is_slow(301 * MS), "those that run meanwhile are judged by the same bound"
+    made.gave_up(S, 2 * S)
     assert made.blocks(S)
-    for _ in range(40):
-        made.gave_up(2 * S, 2 * S)
-    assert not made.is_slow(2 * S), "in time it is what is usual there"
+    now = S
+    while made.is_slow(2 * S):  # In time it is what is usual there.
+        now = made.due_ns or now
+        assert not made.blocks(now), "a probe may begin"
+        made.started(now)
+        made.gave_up(now + 2 * S, 2 * S)
+    assert now < 3600 * S
+
+
+def test_an_attempt_that_began_before_the_probe_is_no_verdict_on_it() -> None:
+    made = breaker()
+    for i in range(16):
+        made.began(i, 100 * MS, peers_fine=fine)
+    for _ in range(5):
+        made.failed(S)
+    now = made.due_ns or 0
+    assert not made.blocks(now)
+    made.started(now)
+    made.gave_up(now + S, 30 * S)
+    made.began(now + S, 30 * S, peers_fine=fine)
+    assert made.state is BreakerState.PROBING, "both were started when it was known to be slow"
+    made.began(now + S, 100 * MS, peers_fine=fine)
+    assert made.state is BreakerState.TRUSTING
 
 
 def test_what_is_older_than_the_window_does_not_count() -> None:
@@ -93,13 +115,14 @@ def test_it_is_probed_once_then_a_few_times_then_used() -> None:
     assert not made.blocks(now)
     made.started(now)
     assert made.blocks(now), "one probe at a time"
-    made.began(now + 1, 50 * MS, peers_fine=fine)
+    now += 50 * MS
+    made.began(now, 50 * MS, peers_fine=fine)
     for _ in range(5):
-        assert not made.blocks(now + 1)
-        made.started(now + 1)
-    assert made.blocks(now + 1), "five, and no sixth"
+        assert not made.blocks(now)
+        made.started(now)
+    assert made.blocks(now), "five, and no sixth"
     for _ in range(5):
-        made.began(now + 2, 50 * MS, peers_fine=fine)
+        made.began(now + 50 * MS, 50 * MS, peers_fine=fine)
     assert made.state is BreakerState.CLOSED
 
 
@@ -122,6 +145,7 @@ def test_who_flaps_stays_out_longer_and_who_was_well_for_long_does_not() -> None
         assert not made.blocks(now)
         for _ in range(6):
             made.started(now)
+            now += 50 * MS
             made.began(now, 50 * MS, peers_fine=fine)
         assert made.state is BreakerState.CLOSED
         return now

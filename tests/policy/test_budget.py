@@ -106,36 +106,14 @@ def test_warnings_come_once_for_each_share_and_period() -> None:
     assert [event.share for event in money.take_events()] == [0.5]
 
 
-def spent(day: int, day_micros: int, month_micros: int, name: str = "acme") -> Spent:
-    return Spent(tenant=TenantId(name), day=day, day_micros=day_micros, month_micros=month_micros)
-
-
-def test_what_other_machines_spend_counts_but_is_not_told_as_ours() -> None:
-    money, acme, today = budgets(), tenant(day=100, month=1_000), day_of(JUNE_30)
-    news: list[None] = []
-    money.on_new = lambda: news.append(None)
-    reserved(money.reserve(0, acme, 10)).settle(0, 10)
-    reserved(money.reserve(0, acme, 10)).undo(0)
-    assert len(news) == 1
-    money.heed(0, [spent(today, 80, 300), spent(today, 5, 5, "nobody")])
-    assert money.spent(0, acme.id) == (90, 310)
-    assert [(e.period, e.share, e.spent_micros) for e in money.take_events()] == [("day", 0.8, 90)]
-    assert money.nears_end(0, acme)
-    refusal = refused(money.reserve(0, acme, 11))
-    assert (refusal.kind, refusal.used_micros) == ("budget_day", 90)
-    assert money.spent_here(0) == [spent(today, 10, 10)]
-    money.heed(0, [spent(today, 80, 300)])
-    assert money.spent(0, acme.id) == (90, 310), "a total that is told twice counts once"
-
-
-def test_news_of_a_day_that_is_over_is_none() -> None:
-    money, acme, today = budgets(), tenant(day=100, month=1_000), day_of(JUNE_30)
-    reserved(money.reserve(0, acme, 10)).undo(0)
-    money.heed(0, [spent(today, 80, 300)])
-    money.heed(DAY_NS, [spent(today, 95, 400)])  # July.
-    assert money.spent(DAY_NS, acme.id) == (0, 0)
-    money.heed(2 * DAY_NS, [spent(today + 1, 70, 70)])
-    assert money.spent(2 * DAY_NS, acme.id) == (0, 70)
+def spent(day: int, day_micros: int, month_micros: int, process: str = "p") -> Spent:
+    return Spent(
+        tenant=TenantId("acme"),
+        process=process,
+        day=day,
+        day_micros=day_micros,
+        month_micros=month_micros,
+    )
 
 
 def test_soft_budgets_only_warn() -> None:
@@ -156,13 +134,13 @@ def test_no_budget_is_no_limit_but_it_is_counted() -> None:
 def test_what_the_ledger_knows_is_taken_over() -> None:
     money, acme = budgets(), tenant(day=100, month=1000)
     day = day_of(JUNE_30)
-    money.restore(0, [Spent(tenant=acme.id, day=day, day_micros=90, month_micros=500)])
+    money.restore(0, [spent(day, 90, 500)])
     refused(money.reserve(0, acme, 11))
     reserved(money.reserve(0, acme, 10)).settle(0, 10)
-    money.restore(0, [Spent(tenant=acme.id, day=day, day_micros=95, month_micros=505)])
-    assert money.spent(0, acme.id) == (100, 510)
-    money.restore(0, [Spent(tenant=acme.id, day=day - 1, day_micros=999, month_micros=600)])
-    assert money.spent(0, acme.id) == (100, 600)
+    money.restore(0, [spent(day, 90, 500), spent(day - 1, 999, 600, "q")])
+    assert money.spent(0, acme.id) == (100, 1110)
+    money.restore(0, [spent(day, 80, 400)])
+    assert money.spent(0, acme.id) == (100, 1110), "old news"
 
 
 def test_a_reservation_ends_once() -> None:

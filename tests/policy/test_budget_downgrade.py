@@ -42,7 +42,8 @@ class Rig:
         budgets, prices = TenantBudgets(BudgetsConfig(**config), wall_offset_ns=0), PriceList(PRICES)
         month = spent_micros if month_micros is None else month_micros
         budgets.restore(
-            0, [Spent(tenant=TenantId("acme"), day=0, day_micros=spent_micros, month_micros=month)]
+            0,
+            [Spent(tenant=TenantId("acme"), process="p", day=0, day_micros=spent_micros, month_micros=month)],
         )
         facts = {name: ModelFacts(max_model_len=4096) for name in ("large", "odd", "small")}
         queue = QueueTerms(worker_credit=0, tenant_share=1.0)

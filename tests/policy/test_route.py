@@ -428,6 +428,16 @@ def test_the_log_is_bounded_by_requests_and_within_each() -> None:
     assert world.log.of(RequestId("r0")) == ()
 
 
+def test_the_log_tells_of_each_decision_and_writes_one_in_so_many() -> None:
+    world, decided, written = World().workers(A, B), [], []
+    log = DecisionLog(kept_max=2, log_every=3, decided=decided.append, write=written.append)
+    for i in range(7):
+        world.place(work(f"r{i}"))
+        log.add(world.log.of(RequestId(f"r{i}"))[-1])
+    assert [each.request_id for each in decided] == [f"r{i}" for i in range(7)]
+    assert [each.request_id for each in written] == ["r2", "r5"]
+
+
 def test_a_long_wait_is_one_decision() -> None:
     world = World().workers(A)
     world.start(work())

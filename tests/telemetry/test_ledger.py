@@ -3,7 +3,6 @@ import contextlib
 import os
 import sqlite3
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -200,7 +199,7 @@ def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
     now_ns = CLOCK.wall_ns()
     long_ago = now_ns - 63 * DAY_NS
 
-    async def run() -> tuple[Spent, ...]:
+    async def run() -> tuple[list[Spent], list[Spent]]:
         first = Ledger(config(tmp_path), CLOCK, LOG, limits=SMALL)
         await first.start()
         for name, at_ns in (("a", now_ns), ("b", long_ago)):
@@ -224,29 +223,34 @@ def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
         await second.start()
         after = await second.spent()
         await second.stop()
-        return (*before, *after)
+        return before, after
 
     before, after = asyncio.run(run())
     assert before == after
-    assert (before.tenant, before.day_micros, before.month_micros) == ("acme", 610, 610)
+    assert sum(each.day_micros for each in before) == sum(each.month_micros for each in before) == 610
+    assert {each.tenant for each in before} == {"acme"}
     money = TenantBudgets(BudgetsConfig(), wall_offset_ns=now_ns)
-    money.restore(0, [after])
+    money.restore(0, after)
     refusal = money.reserve(0, Tenant(id=TenantId("acme"), budget_month_micros=1000), 391)
     assert isinstance(refusal, BudgetRefusal)
 
 
-def test_a_ledger_keeps_its_name_and_no_other_has_it(tmp_path: Path) -> None:
-    proposals = [f"proposed-{i}" for i in range(8)]
+def test_what_was_spent_is_told_by_process(tmp_path: Path) -> None:
+    now_ns = CLOCK.wall_ns()
+    one, two = "0123456789abcdef", "fedcba9876543210"
 
-    def name_of(proposed: str) -> str:
-        return Ledger(config(tmp_path), CLOCK, LOG, limits=SMALL).identity(proposed)
+    async def run() -> list[Spent]:
+        ledger = Ledger(config(tmp_path), CLOCK, LOG, limits=SMALL)
+        await ledger.start()
+        names = (f"cmpl-{one}00000001-0", f"resp_{one}00000002-0", f"chatcmpl-{two}00000001-0")
+        for micros, name in enumerate(names, 1):
+            ledger.open(opened(name, ended_ns=now_ns))
+            ledger.close(closed(name, ended_ns=now_ns, cost_micros=micros))
+        await ledger.stop()
+        return await ledger.spent()
 
-    with ThreadPoolExecutor(8) as threads:
-        names = set(threads.map(name_of, proposals))
-    assert len(names) == 1
-    assert names < set(proposals)
-    assert {name_of("late")} == names
-    assert [path.name for path in tmp_path.iterdir()] == ["id"]
-    assert Ledger(LedgerConfig(enabled=False), CLOCK, LOG).identity("mine") == "mine"
-    with pytest.raises(LedgerError, match=r"ledger\.directory"):
-        Ledger(config(tmp_path / "nowhere"), CLOCK, LOG, limits=SMALL).identity("lost")
+    found = asyncio.run(run())
+    assert [(each.process, each.day_micros, each.month_micros) for each in found] == [
+        (one, 3, 3),
+        (two, 3, 3),
+    ]

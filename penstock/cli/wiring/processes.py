@@ -34,19 +34,24 @@ from penstock.protocol.peers import (
     ChildLaunch,
     ChildReport,
     Done,
+    EndedRequests,
+    LookAt,
     ModelNumbers,
     Order,
     ServedTokens,
     Snapshot,
     StopOrder,
     Sum,
+    View,
     WorkerAt,
     decode_to_parent,
     frame,
 )
 from penstock.protocol.worker import FrameDecoder, ProtocolError
+from penstock.telemetry.counts import decode_rows
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import lasting, merged
+from penstock.telemetry.watch import Watch
 
 COMMAND = (sys.executable, "-m", "penstock.cli.wiring.gateway_process")
 RESTARTS_MAX = 10
@@ -125,6 +130,7 @@ class GatewayProcesses:
         self._leases = None
         if not config.shared.url:
             self._leases = LeaseServer(config.shared, Path(f"{self._directory.name}/leases.sock"), clock)
+        self._watch = Watch(config, clock, log)
         self._listeners: list[socket.socket] = []
         self._workers: tuple[WorkerAt, ...] = ()
         self._held: dict[str, float] = {}
@@ -160,6 +166,7 @@ class GatewayProcesses:
         self._tenancy.start(follows_provider=False)  # Tokens are read where requests come.
         if self._leases is not None:
             await self._leases.start()
+        await self._watch.start()
 
     async def open(self, workers: Sequence[WorkerAt], *, is_patient: bool = False) -> None:
         """Start every process in front of these workers; returns when all of them listen. Patient ones wait
@@ -240,6 +247,7 @@ class GatewayProcesses:
         if self._server is not None:
             self._server.close()
         self._tenancy.stop()
+        await self._watch.stop()
         if self._leases is not None:
             await self._leases.close()
         self._directory.cleanup()
@@ -305,6 +313,10 @@ class GatewayProcesses:
                         writer.write(frame(Done()))
                     elif isinstance(message, ServedTokens):
                         self._pass_on(message, writer)
+                    elif isinstance(message, EndedRequests):
+                        self._watch.history.add(decode_rows(message.body))
+                    elif isinstance(message, LookAt):
+                        writer.write(frame(View(self._watch.look(message))))
                     else:
                         self._stats.record(writer, message)
                         self._told.set()

@@ -5,7 +5,7 @@ They want an admin key; a tenant's ordinary key is refused.
 
 from collections.abc import Collection
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
@@ -16,14 +16,16 @@ from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.api.inspect import answer, model_numbers
 from penstock.gateway.api.services import Services
-from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.placement.pick import explain, explain_choice, without_waits
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
-from penstock.protocol.peers import ModelNumbers
+from penstock.protocol.peers import LookAt, ModelNumbers
+from penstock.telemetry.history import DAY_S, RECENT_S
 from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.watch import Watch
 from penstock.types import RequestId, WorkerId
 
 WORKERS = "/admin/workers/"
@@ -39,14 +41,15 @@ class Admin:
         metrics: Metrics,
         registry: Registry,
         members: Members | None,
-        peers: GatewayPeers | None = None,
+        watch: Watch | GatewayPeers,
     ) -> None:
         """Without `members` nobody can be drained from here.
 
-        With `peers` orders reach, and numbers count, all of them.
+        With other processes beside this one orders reach, and numbers count, all of them.
         """
         self._services, self._metrics = services, metrics
-        self._registry, self._members, self._peers = registry, members, peers
+        self._registry, self._members, self._watch = registry, members, watch
+        self._peers = watch if isinstance(watch, GatewayPeers) else None
 
     async def workers(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/workers`: every worker as this gateway process sees it, every model as all of them
@@ -69,6 +72,21 @@ class Admin:
             models=[_model(model, numbers.get(model.name)) for model in self._services.models],
         )
         answer(exchange, report)
+
+    async def history(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/history?seconds=900`: requests, errors, tokens, TTFT and TPOT of the last 15 minutes,
+        or of up to a day, in columns by model and band, of all gateway processes
+        (`telemetry.history.Window`).
+
+        Raises:
+            InvalidRequest: `seconds` is no whole number of them.
+        """
+        await self._show(exchange, LookAt("history", _seconds(exchange.head.query)))
+
+    async def _show(self, exchange: Exchange, at: LookAt) -> None:
+        watch = self._watch
+        body = watch.look(at) if isinstance(watch, Watch) else await watch.look(at)
+        exchange.respond(Response(body=body))
 
     async def explain(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/explain/{request_id}`: which workers were considered for a request, what each scored
@@ -151,6 +169,19 @@ class Admin:
             for worker_id, each in self._members.held.items()
             if self._registry.get(worker_id) is None
         ]
+
+
+def _seconds(query: str) -> int:
+    """How far back, as the query says.
+
+    Raises:
+        InvalidRequest: it says something else.
+    """
+    text = dict(parse_qsl(query[:1024])).get("seconds", str(RECENT_S))
+    if not (text.isascii() and text.isdigit() and len(text) < 8 and 0 < int(text) <= DAY_S):
+        message = f"Invalid value for 'seconds': expected a whole number from 1 to {DAY_S}."
+        raise InvalidRequest(message, param="seconds", code="invalid_value")
+    return int(text)
 
 
 def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:

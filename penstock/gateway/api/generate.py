@@ -8,7 +8,6 @@ gateway/relay/: reply.py, relay.py, collect.py).
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from penstock.clock import NS_PER_S
 from penstock.errors import ContextTooLong
 from penstock.gateway.api.job import Hints, Job, body_bytes, facts_of, read_hints, requests_of, uses_tools
 from penstock.gateway.api.services import Services
-from penstock.gateway.http.exchange import Exchange, Served, Tally
+from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (
     begins_reasoning,
@@ -193,25 +192,26 @@ class Generate:
         hints = read_hints(exchange.head.headers, _session_word(request))
         model, adapter, choice = services.models.resolve(request, tenant, needs)
         name = adapter or model.name
-        served = Served(model=name, requested=request.model or name)
+        served = Served(
+            model=name,
+            requested=request.model or name,
+            counted_model=model.name,
+            endpoint=endpoint,
+            tenant=tenant,
+        )
         if choice is not None:
-            served.downgrade, served.route = "complexity", choice.explain()
+            served = msgspec.structs.replace(served, downgrade="complexity", route=choice.explain())
             services.tell_choice(exchange.id, tenant, choice)
         if model.workers.info is None:
             fallback = next(self._ready_fallbacks(model, tenant, hints, request, adapter, needs), None)
             if fallback is not None:
                 services.metrics.diverted(model.name, "unavailable")
-                model, served = (
-                    fallback,
-                    replace(served, model=adapter or fallback.name, downgrade="unavailable"),
-                )
+                model, served = fallback, _instead(served, fallback, adapter, "unavailable")
             await services.cold.wait(model, exchange, body_bytes(exchange, body), tenant.id)
         too_long: Iterator[ServedModel] | None = None
         first_error: ContextTooLong | None = None
         while exchange.is_open:
-            exchange.tally = Tally.begin(
-                served, counted_model=model.name, endpoint=endpoint, started_ns=exchange.started_ns
-            )
+            exchange.serve(served)
             try:
                 job, begin = await prepare(model, adapter)
             except ContextTooLong as error:
@@ -220,9 +220,9 @@ class Generate:
                 if (longer := next(too_long, None)) is None:
                     raise first_error from None
                 services.metrics.diverted(model.name, "context")
-                model, served = longer, replace(served, model=adapter or longer.name, downgrade="context")
+                model, served = longer, _instead(served, longer, adapter, "context")
                 continue
-            facts = facts_of(job, served, hints, endpoint, self._keys(job))
+            facts = facts_of(job, served, hints, self._keys(job))
             await services.ask_store(facts)
             services.check_draining()  # It may have begun while the prompt was tokenized.
             if choice is not None:
@@ -234,7 +234,7 @@ class Generate:
             if diverted is None:
                 return
             model = services.models.get(diverted.route)  # One that has the adapter, if one is asked for.
-            served = replace(served, model=adapter or model.name, downgrade=diverted.why)
+            served = _instead(served, model, adapter, diverted.why)
 
     def _ready_fallbacks(
         self,
@@ -285,17 +285,12 @@ class Generate:
         job, begin = await prepare(model, old.adapter)
         job = msgspec.structs.replace(job, answer_id=str(old.id))
         exchange = job.exchange
-        now_served = replace(served, model=old.adapter or model.name, downgrade=why)
-        facts = facts_of(job, now_served, hints, Endpoint(old.endpoint), self._keys(job))
+        now_served = _instead(served, model, old.adapter, why)
+        facts = facts_of(job, now_served, hints, self._keys(job))
         facts = msgspec.structs.replace(facts, num_bytes=old.num_bytes)
 
         def start() -> tuple[Reply, Sequence[tuple[GenerateRequest, Sink]]]:
-            exchange.tally = Tally.begin(
-                now_served,
-                counted_model=model.name,
-                endpoint=Endpoint(old.endpoint),
-                started_ns=exchange.started_ns,
-            )
+            exchange.serve(now_served)
             reply, sinks = begin(job)
             return reply, self._streams(job, hints, sinks)
 
@@ -315,10 +310,9 @@ class Generate:
 
     def _context(self, job: Job) -> Context:
         """What the reply is given."""
-        services, tally, options = self._services, job.exchange.tally, job.request.stream_options
-        assert tally is not None
-        if isinstance(job.request, ChatRequest) and job.model.reasoning is not None:
-            tally.reasoning_tokens = 0
+        services, options = self._services, job.request.stream_options
+        reasons = isinstance(job.request, ChatRequest) and job.model.reasoning is not None
+        job.exchange.reasoning_tokens = 0 if reasons else -1
         head = StreamHead(
             id=job.answer_id,
             created=services.clock.wall_ns() // NS_PER_S,
@@ -328,12 +322,18 @@ class Generate:
         )
         return Context(
             exchange=job.exchange,
-            tally=tally,
             clock=services.clock,
             listener=services.dispatcher,
             head=head,
             ids=services.ids,
         )
+
+
+def _instead(served: Served, model: ServedModel, adapter: str, why: DowngradeReason) -> Served:
+    """Another model answers than was to."""
+    return msgspec.structs.replace(
+        served, model=adapter or model.name, counted_model=model.name, downgrade=why
+    )
 
 
 def _names(needs: Sequence[Need]) -> frozenset[str]:

@@ -29,7 +29,6 @@ from penstock.policy.tenant import Degrade, Tenant
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.openai import ChatRequest, GenerationRequest
 from penstock.rng import fresh_seed
-from penstock.telemetry.catalog import Endpoint
 from penstock.telemetry.ledger import USER_CHARS_MAX
 from penstock.types import RequestId
 
@@ -173,9 +172,7 @@ def body_bytes(exchange: Exchange, body: bytes) -> int:
     return len(exchange.body) + (0 if body is exchange.body else len(body))
 
 
-def facts_of(
-    job: Job, served: Served, hints: Hints, endpoint: Endpoint, keys: PromptKeys | None
-) -> RequestFacts:
+def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) -> RequestFacts:
     """The request as flow control sees it."""
     lengths, user = [len(prompt) for prompt in job.prompts], job.request.user
     return RequestFacts(
@@ -196,7 +193,7 @@ def facts_of(
         degrade=hints.degrade,
         needs_tools=uses_tools(job.request),
         needs=job.needs,
-        endpoint=endpoint.value,
+        endpoint=served.endpoint.value,
         key_prefix=job.caller.key_prefix,
         user=user[:USER_CHARS_MAX] if isinstance(user, str) else "",
         keys=keys,

@@ -13,7 +13,7 @@ from penstock.gateway.http.exchange import JSON, Exchange, RequestHead
 from penstock.gateway.identity.tenancy import Access
 from penstock.gateway.identity.tenants import Caller
 
-_POLLED = frozenset({"/health", "/ready", "/metrics", "/status.json", "/admin/workers"})
+_POLLED = frozenset({"/health", "/ready", "/metrics", "/status.json", "/admin/workers", "/admin/history"})
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 
@@ -90,6 +90,7 @@ class Routes:
             "/tokenize": Route(Access.KEY, {"POST": inspect.tokenize}),
             "/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),
             "/admin/workers": Route(Access.ADMIN, {"GET": admin.workers}),
+            "/admin/history": Route(Access.ADMIN, {"GET": admin.history}),
         }
         self._below = {
             PATH: Route(

@@ -48,12 +48,15 @@ class Services:
     locality: KVLocality
     """Where prompts are cached; makes their keys."""
     log: Log
-    falls_back: bool = False
-    """Whether any model has another one to fall back to."""
     leaving: bool = False
     """The server was told to stop: `/ready` says no."""
     draining: bool = False
     """It takes no new requests."""
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether any model has another one to fall back to."""
+        return any(route.fallback for route in self.config.routing.models)
 
     def check_draining(self) -> None:
         """Refuse new work once the server is going away.

@@ -121,8 +121,8 @@ class GatewayPolicies:
     """The same of the last hour and of all processes; None without a ledger, whose directory it uses."""
 
     async def start(self) -> None:
-        """Recover the ledger, take over what it knows of spending, and say hello to whoever shares the
-        limits.
+        """Recover the ledger, take over what it knows of spending, and say hello to the store that limits
+        and budgets share.
 
         Raises:
             LedgerError: the ledger's directory or database cannot be used.
@@ -159,7 +159,6 @@ def make_policies(
     registry: Registry,
     *,
     gateway: str,
-    slots: StreamSlots,
     metrics: Metrics,
     clock: Clock,
     log: Log,
@@ -190,6 +189,7 @@ def make_policies(
         facts=partial(_facts, models),
         placement=placements.of,
         limiter=limits.limiter,
+        leases=limits.leases,
         wall_offset_ns=clock.wall_ns() - clock.now_ns(),
         random=stream(fresh_seed(), "breakers").random,
         on_hedge=metrics.hedged,
@@ -198,7 +198,7 @@ def make_policies(
         policies,
         registry,
         ledger=ledger,
-        slots=slots,
+        slots=StreamSlots(config.limits.concurrent_max),
         metrics=metrics,
         clock=clock,
         log=log,
@@ -209,7 +209,7 @@ def make_policies(
         limits=limits,
         lacks=lambda facts: policies.control.lacks(clock.now_ns(), facts),
         budgets=policies.budgets,
-        spending=Spending(config, policies.budgets, ledger, clock=clock, log=log),
+        spending=Spending(policies.budgets, limits.leases, ledger, clock=clock, log=log),
         prices=policies.prices,
         ledger=ledger,
         gate=policies.gate,

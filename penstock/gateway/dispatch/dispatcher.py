@@ -18,7 +18,7 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.errors import PenstockError
 from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.dispatch.worker_feed import WorkerFeed
-from penstock.gateway.http.exchange import Served
+from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.relay.reply import FallBackTo, Reply, StreamSlots
 from penstock.policy.answers import Diverted, FallBack, Refused, Start
 from penstock.policy.flow import RequestFacts
@@ -293,7 +293,7 @@ class Dispatcher:
             trace.keep_attempt(now_ns, attempt)
         self._driver.take_lead(now_ns, request, attempt)
         if (worker := self._registry.get(request.worker)) is not None:
-            reply.tally.migration = _migration(worker, reply.streams)
+            reply.exchange.migration = _migration(worker, reply.streams)
         self._dispatch_soon()
 
     def on_hedge_lost(self, reply: Reply, attempt: int, error: PenstockError | None) -> None:
@@ -317,14 +317,14 @@ class Dispatcher:
 
     def on_ended(self, reply: Reply) -> None:
         """See `ReplyListener`. A request that goes to another model has a reply that was never accepted."""
-        request, tally = reply.request, reply.tally
+        request, label = reply.request, reply.exchange.outcome
         if request is None:
             return
         if (trace := reply.exchange.trace) is not None:
             trace.end_attempt(self._clock.now_ns(), request.attempt, reply.error)
-        cancelled = tally.outcome is Answer.ABORT
+        cancelled = label is Answer.ABORT
         outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if reply.error else Outcome.FINISHED
-        reason = tally.outcome.value if tally.outcome else ""
+        reason = label.value if label else ""
         self._driver.ended(self._clock.now_ns(), request, outcome, finish_reason=reason, error=reply.error)
         self._dispatch_soon()
 
@@ -344,14 +344,15 @@ class Dispatcher:
                 return
             # A request that continues reports at once, so that flow control knows that it has begun there.
             reply.next_slice = reply.num_produced + (1 if request.has_begun else self._slice_tokens)
-            reply.tally.queue_ns = request.queue_ns
+            exchange = reply.exchange
+            exchange.queue_ns = request.queue_ns
             streams = reply.remaining()
             if start.priority or start.attempt > 1 or start.takes_row or headers:
                 streams = [(_attempt(stream, start, headers), sink) for stream, sink in streams]
             migration = _migration(worker, streams)
             if request.has_begun:
-                reply.tally.migrated = migrated(reply.tally, migration)
-            reply.tally.migration = migration
+                exchange.migrated = migrated(exchange, migration)
+            exchange.migration = migration
             race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
             reply.start(worker.backend, streams, race=race)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
@@ -405,7 +406,7 @@ class Dispatcher:
         """From here on the reply is that request's."""
         request = self.control.request(request_id)
         assert request is not None, f"{request_id} was just accepted"
-        reply.tally.request, reply.streams = request, streams
+        reply.exchange.request, reply.streams = request, streams
 
     async def _fall_back(self, request: Request, making: Awaitable[None]) -> None:
         try:
@@ -460,7 +461,7 @@ def _request_of(reply: Reply) -> Request:
     return reply.request
 
 
-def migrated(before: Served, migration: str) -> str:
+def migrated(before: Exchange, migration: str) -> str:
     """How an answer continues at a worker with this `migration`: exactly between workers of ours only."""
     is_exact = not (before.migration or migration or before.migrated == "approximate")
     return "exact" if is_exact else "approximate"

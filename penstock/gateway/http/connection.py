@@ -360,10 +360,9 @@ class Connection(asyncio.Protocol):
 
     def _head(self) -> RequestHead:
         method = self._parser.get_method().decode("ascii", "replace")
-        path = self._url.partition(b"?")[0].decode("latin-1")
-        return RequestHead(
-            method=method, path=path, headers=self._headers, version=self._parser.get_http_version()
-        )
+        path, _, query = self._url.decode("latin-1").partition("?")
+        version = self._parser.get_http_version()
+        return RequestHead(method=method, path=path, query=query, headers=self._headers, version=version)
 
     def _open_exchange(self, head: RequestHead | None = None) -> Exchange:
         head = head or self._head()

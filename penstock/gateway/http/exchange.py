@@ -19,24 +19,24 @@ chunk.
 
 import enum
 import http
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 from urllib.parse import quote
 
 import msgspec
 
 from penstock.clock import NS_PER_MS
-from penstock.errors import ClientError, Overloaded, WorkerUnavailable
+from penstock.errors import ClientError, LimitReached, Overloaded, WorkerUnavailable
 from penstock.gateway.http.terms import RelayTerms
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.requests.request import Request
+from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody
 from penstock.protocol.stream import HEARTBEAT
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import RequestMeasurement
 from penstock.telemetry.traces import RequestTrace
-from penstock.types import FinishReason, Usage
+from penstock.types import Usage
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -52,49 +52,19 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     migrated: str = ""
 
 
-@dataclass(slots=True, kw_only=True)
-class Served:
-    """Who answers a request.
-
-    Filled in as it becomes known; read when the response begins, and when a stream ends.
-    """
+class Served(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Who answers a request, and why."""
 
     model: str
     requested: str
-    downgrade: DowngradeReason | None = None  # Why another model answers than was asked for.
-    route: str = ""  # How it was chosen, if it was: `Choice.explain()`.
-    queue_ns: int | None = None  # From its arrival to its (last) start on a worker; None before.
-    migration: str = ""  # "approximate" or "none", where its worker cannot promise the same tokens.
-    migrated: str = ""  # "exact" or "approximate": how another worker continued it after its own was lost.
-
-    def headers(self) -> Headers:
-        """The response's headers, as far as the facts are known."""
-        found = (
-            (b"x-penstock-model", _value(self.model)),
-            (b"x-penstock-requested-model", b"" if self.requested == self.model else _value(self.requested)),
-            (b"x-penstock-downgrade", (self.downgrade or "").encode()),
-            (b"x-penstock-route", self.route.encode()),
-            (b"x-penstock-queue-ms", b"" if self.queue_ns is None else b"%d" % self._queue_ms()),
-            (b"x-penstock-migration", self.migration.encode()),
-            (b"x-penstock-migrated", self.migrated.encode()),
-        )
-        return tuple(header for header in found if header[1])
-
-    def facts(self) -> bytes:
-        """The same as JSON, for clients that do not see headers."""
-        return msgspec.json.encode(
-            _Facts(
-                model=self.model,
-                requested_model=self.requested if self.requested != self.model else "",
-                downgrade=self.downgrade or "",
-                route=self.route,
-                queue_ms=self._queue_ms() if self.queue_ns is not None else None,
-                migrated=self.migrated,
-            )
-        )
-
-    def _queue_ms(self) -> int:
-        return round((self.queue_ns or 0) / NS_PER_MS)
+    counted_model: str
+    """In whose metrics it is: of an adapter, the model that it is for."""
+    endpoint: Endpoint
+    tenant: Tenant = ANONYMOUS
+    downgrade: DowngradeReason | None = None
+    """Why another model answers than was asked for."""
+    route: str = ""
+    """How it was chosen, if it was: `Choice.explain()`."""
 
 
 def _value(name: str) -> bytes:
@@ -102,91 +72,12 @@ def _value(name: str) -> bytes:
     return (name if name.isascii() else quote(name, safe="/:@!$&'()*+,;=~")).encode()
 
 
-_OUTCOMES: Mapping[FinishReason, OutcomeLabel] = {
-    FinishReason.STOP: OutcomeLabel.STOP,
-    FinishReason.LENGTH: OutcomeLabel.LENGTH,
-    FinishReason.TOOL_CALLS: OutcomeLabel.TOOL_CALLS,
-    FinishReason.CONTENT_FILTER: OutcomeLabel.CONTENT_FILTER,
-    FinishReason.BUDGET: OutcomeLabel.BUDGET,
-}
-
-
-@dataclass(slots=True, kw_only=True)
-class Tally(Served):
-    """The same and how the request goes: the source of its metrics and its line in the access log.
-
-    Times are the gateway's clock in nanoseconds.
-    """
-
-    counted_model: str
-    """In whose metrics it is: of an adapter, the model that it is for."""
-    endpoint: Endpoint
-    started_ns: int
-    first_ns: int | None = None  # When the first output of any choice came.
-    ended_ns: int | None = None
-    outcome: OutcomeLabel | None = None
-    reasoning_tokens: int = -1  # -1: the model does not reason.
-    request: Request | None = None  # Since flow control accepted it.
-
-    @classmethod
-    def begin(cls, served: Served, *, counted_model: str, endpoint: Endpoint, started_ns: int) -> "Tally":
-        """Of a request whose model was found."""
-        return cls(
-            model=served.model, requested=served.requested, downgrade=served.downgrade, route=served.route,
-            counted_model=counted_model, endpoint=endpoint, started_ns=started_ns,
-        )  # fmt: skip
-
-    def ended(self, index: int, reason: FinishReason, usage: Usage) -> None:
-        """A choice is over. The first one's ending stands for the request, if nothing worse happens."""
-        if self.request is not None:
-            self.request.stream_ended(index, usage)
-        if index == 0 and self.outcome is None:
-            self.outcome = _OUTCOMES.get(reason)
-
-    def usage(self) -> UsageBody:
-        """The sum: every prompt once, every choice's answer."""
-        total = self._used()
-        return UsageBody(
-            prompt_tokens=total.prompt_tokens,
-            completion_tokens=total.completion_tokens,
-            total_tokens=total.prompt_tokens + total.completion_tokens,
-            prompt_tokens_details=CachedTokens(total.cached_tokens),
-            completion_tokens_details=CompletionDetails.of(self.reasoning_tokens),
-        )
-
-    def ttft_ns(self) -> int | None:
-        """Arrival to first output, if there was one."""
-        return None if self.first_ns is None else self.first_ns - self.started_ns
-
-    def record(self, now_ns: int) -> RequestMeasurement:
-        """The request as it is counted; `now_ns` is its end."""
-        request = self.request
-        usage = self._used()
-        first, longest = (request.used_by(0), request.longest_answer) if request is not None else (None, 0)
-        ended_ns = now_ns if self.ended_ns is None else self.ended_ns
-        tpot_ns = None
-        if self.first_ns is not None and longest > 1:
-            tpot_ns = (ended_ns - self.first_ns) // (longest - 1)
-        return RequestMeasurement(
-            endpoint=self.endpoint,
-            outcome=self.outcome or OutcomeLabel.ERROR,
-            duration_ns=now_ns - self.started_ns,
-            queue_ns=None if first is None else first.queue_ns,
-            ttft_ns=self.ttft_ns(),
-            tpot_ns=tpot_ns,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            generated_tokens=usage.completion_tokens,
-        )
-
-    def _used(self) -> Usage:
-        return self.request.used() if self.request is not None else Usage()
-
-
 def outcome_of(error: Exception) -> OutcomeLabel:
     """How a request that failed with this error is counted."""
     if isinstance(error, ClientError):
         return OutcomeLabel.REJECTED
+    if isinstance(error, LimitReached):
+        return OutcomeLabel.LIMITED
     if isinstance(error, Overloaded | WorkerUnavailable):
         return OutcomeLabel.SHED
     return OutcomeLabel.ERROR
@@ -198,10 +89,12 @@ EVENTS = b"text/event-stream; charset=utf-8"
 
 
 class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's first line and headers. `path` has no query; header names are in lower case."""
+    """A request's first line and headers; header names are in lower case."""
 
     method: str
     path: str
+    """Without the query, which is what follows its "?"."""
+    query: str = ""
     headers: Mapping[bytes, bytes]
     version: str = "1.1"
 
@@ -262,7 +155,9 @@ class Exchange:
         "body",
         "client",
         "cors",
+        "ended_ns",
         "ending",
+        "first_ns",
         "head",
         "headers",
         "holds",
@@ -270,14 +165,20 @@ class Exchange:
         "idle_ticks",
         "is_open",
         "method",
+        "migrated",
+        "migration",
         "on_caught_up",
         "on_disconnect",
         "on_full",
+        "outcome",
         "path",
+        "queue_ns",
+        "reasoning_tokens",
+        "request",
+        "served",
         "started_ns",
         "status",
         "streaming",
-        "tally",
         "terms",
         "trace",
         "version",
@@ -297,9 +198,24 @@ class Exchange:
         self.method, self.path, self.version = head.method, head.path, head.version
         self.client, self.body, self.id = client, b"", ""
         self.trace: RequestTrace | None = None  # If it is traced, or its caller traces it.
-        self.tally: Tally | None = None
-        """Set by handlers that generate. Its headers go with whatever the response is."""
+        self.served: Served | None = None
+        """Set by handlers that generate. What it says goes with whatever the response is."""
+        self.request: Request | None = None
+        """Since flow control accepted it."""
+        self.outcome: OutcomeLabel | None = None
         self.started_ns = 0
+        self.first_ns: int | None = None
+        """When the first output of any choice came."""
+        self.ended_ns: int | None = None
+        """When its last stream ended."""
+        self.queue_ns: int | None = None
+        """From its arrival to its (last) start on a worker; None before."""
+        self.migration = ""
+        """"approximate" or "none", where its worker cannot promise the same tokens."""
+        self.migrated = ""
+        """"exact" or "approximate": how another worker continued it after its own was lost."""
+        self.reasoning_tokens = -1
+        """-1: the model does not reason."""
         self.status, self.streaming = 0, False
         self.idle_ticks = 0
         """Heartbeat ticks since the last write."""
@@ -324,6 +240,50 @@ class Exchange:
         self._on_finished = on_finished
         self._keep_alive = True
         self._chunked = False
+
+    def serve(self, served: Served) -> None:
+        """From here on this model is to answer. Nothing of it was started."""
+        self.served, self.queue_ns = served, None
+        self.migration = self.migrated = ""
+
+    def used(self) -> Usage:
+        """What its streams used until now."""
+        return self.request.used() if self.request is not None else Usage()
+
+    def usage(self) -> UsageBody:
+        """The same for the client: every prompt once, every choice's answer."""
+        total = self.used()
+        return UsageBody(
+            prompt_tokens=total.prompt_tokens,
+            completion_tokens=total.completion_tokens,
+            total_tokens=total.prompt_tokens + total.completion_tokens,
+            prompt_tokens_details=CachedTokens(total.cached_tokens),
+            completion_tokens_details=CompletionDetails.of(self.reasoning_tokens),
+        )
+
+    def measured(self, served: Served, now_ns: int) -> RequestMeasurement:
+        """The request as it is counted; `now_ns` is its end."""
+        request, usage = self.request, self.used()
+        first, longest = (request.used_by(0), request.longest_answer) if request is not None else (None, 0)
+        ended_ns = now_ns if self.ended_ns is None else self.ended_ns
+        ttft_ns = tpot_ns = None
+        if self.first_ns is not None:
+            ttft_ns = self.first_ns - self.started_ns
+            if longest > 1:
+                tpot_ns = (ended_ns - self.first_ns) // (longest - 1)
+        return RequestMeasurement(
+            endpoint=served.endpoint,
+            outcome=self.outcome or OutcomeLabel.ERROR,
+            duration_ns=now_ns - self.started_ns,
+            queue_ns=None if first is None else first.queue_ns,
+            ttft_ns=ttft_ns,
+            tpot_ns=tpot_ns,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            generated_tokens=usage.completion_tokens,
+            tier=served.tenant.tier,
+            band=served.tenant.band,
+        )
 
     @property
     def keep_alive(self) -> bool:
@@ -477,6 +437,37 @@ class Exchange:
         """
         self.on_disconnect = self.on_caught_up = self.on_full = None
 
+    def served_facts(self) -> bytes:
+        """Who answers, and how it goes, as JSON: for clients that do not see headers."""
+        served = self.served
+        assert served is not None, "a model answers"
+        return msgspec.json.encode(
+            _Facts(
+                model=served.model,
+                requested_model=served.requested if served.requested != served.model else "",
+                downgrade=served.downgrade or "",
+                route=served.route,
+                queue_ms=None if self.queue_ns is None else round(self.queue_ns / NS_PER_MS),
+                migrated=self.migrated,
+            )
+        )
+
+    def _served_headers(self, served: Served) -> Iterator[tuple[bytes, bytes]]:
+        """The same as headers, as far as it is known."""
+        yield b"model", _value(served.model)
+        if served.requested != served.model:
+            yield b"requested-model", _value(served.requested)
+        if served.downgrade:
+            yield b"downgrade", served.downgrade.encode()
+        if served.route:
+            yield b"route", served.route.encode()
+        if self.queue_ns is not None:
+            yield b"queue-ms", b"%d" % round(self.queue_ns / NS_PER_MS)
+        if self.migration:
+            yield b"migration", self.migration.encode()
+        if self.migrated:
+            yield b"migrated", self.migrated.encode()
+
     def _head(self, status: int, content_type: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
         lines = [b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"Unknown"))]
         if status != 204:
@@ -486,8 +477,8 @@ class Exchange:
         lines.extend(b"%b: %b" % header for header in self.cors)
         lines.extend(b"%b: %b" % header for header in self.headers)
         lines.extend(b"%b: %b" % header for header in headers)
-        if self.tally is not None:
-            lines.extend(b"%b: %b" % header for header in self.tally.headers())
+        if self.served is not None:
+            lines.extend(b"x-penstock-%b: %b" % each for each in self._served_headers(self.served))
         if not self._keep_alive:
             lines.append(b"connection: close")
         elif self.version != "1.1":

@@ -185,7 +185,7 @@ class WholeChat(WholeReply):
             model=self.head.model,
             system_fingerprint=self.head.fingerprint,
             choices=[self._choice(i, sink) for i, sink in enumerate(self.sinks)],
-            usage=self.tally.usage(),
+            usage=self.exchange.usage(),
             prompt_logprobs=_shown_prompt(self.sinks[0], self._num_prompt_top),
             prompt_token_ids=self._prompt_ids[0] if self._prompt_ids else None,
         )
@@ -248,7 +248,7 @@ class WholeCompletion(WholeReply):
             model=self.head.model,
             system_fingerprint=self.head.fingerprint,
             choices=[self._choice(i, sink) for i, sink in enumerate(self.sinks)],
-            usage=self.tally.usage(),
+            usage=self.exchange.usage(),
         )
 
     def _choice(self, index: int, sink: CollectSink) -> CompletionChoice:

@@ -184,7 +184,7 @@ class StreamReply(Reply):
         """The end of a stream that went well."""
         usage = b""
         if self.head.include_usage:
-            usage = self.head.usage_event(self._kind, self.tally.usage(), self.tally.facts())
+            usage = self.head.usage_event(self._kind, self.exchange.usage(), self.exchange.served_facts())
         self.exchange.end(usage + DONE)
 
     def send_error(self, error: Exception) -> None:

@@ -12,7 +12,7 @@ goes straight to the sink.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from penstock.backends.base import Backend, Delta, Finish, GenerateRequest, Generation, Sink
 from penstock.clock import Clock
 from penstock.errors import Draining, Overloaded, PenstockError, WorkerError
-from penstock.gateway.http.exchange import Exchange, Tally, outcome_of
+from penstock.gateway.http.exchange import Exchange, outcome_of
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.lifecycle.driver import may_try_again
 from penstock.policy.requests.request import Request
@@ -32,6 +32,13 @@ from penstock.types import FinishReason, Usage
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_OUTCOMES: Mapping[FinishReason, OutcomeLabel] = {
+    FinishReason.STOP: OutcomeLabel.STOP,
+    FinishReason.LENGTH: OutcomeLabel.LENGTH,
+    FinishReason.TOOL_CALLS: OutcomeLabel.TOOL_CALLS,
+    FinishReason.CONTENT_FILTER: OutcomeLabel.CONTENT_FILTER,
+    FinishReason.BUDGET: OutcomeLabel.BUDGET,
+}
 
 
 class Racer:
@@ -165,7 +172,6 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """What a reply is given."""
 
     exchange: Exchange
-    tally: Tally
     clock: Clock
     listener: ReplyListener
     head: StreamHead
@@ -213,12 +219,11 @@ class Reply:
     __slots__ = (
         "_broken", "_generations", "_is_over", "_live", "_race", "_resume", "_settled", "_stopped",
         "_waiting", "clock", "error", "exchange", "fall_back", "head", "ids", "listener", "next_slice",
-        "num_produced", "streams", "tally",
+        "num_produced", "streams",
     )  # fmt: skip
 
     def __init__(self, context: Context) -> None:
-        self.exchange, self.tally = context.exchange, context.tally
-        self.clock, self.listener = context.clock, context.listener
+        self.exchange, self.clock, self.listener = context.exchange, context.clock, context.listener
         self.head, self.ids = context.head, context.ids
         self.error: Exception | None = None
         """What ended it, if it failed."""
@@ -248,7 +253,7 @@ class Reply:
     @property
     def request(self) -> Request | None:
         """What it answers, since flow control accepted it."""
-        return self.tally.request
+        return self.exchange.request
 
     @property
     def is_over(self) -> bool:
@@ -265,7 +270,7 @@ class Reply:
         """What to start now of all its streams: those that are not over, behind what the client has seen of
         each.
         """
-        if self.tally.first_ns is None:
+        if self.exchange.first_ns is None:
             return self.streams
         resume = self._resume
         return [
@@ -330,8 +335,8 @@ class Reply:
 
     def first_output(self) -> None:
         """A choice has its first output."""
-        if self.tally.first_ns is None:
-            self.tally.first_ns = self.clock.now_ns()
+        if self.exchange.first_ns is None:
+            self.exchange.first_ns = self.clock.now_ns()
             self.listener.on_first_output(self)
 
     def count(self, num_tokens: int) -> None:
@@ -343,7 +348,8 @@ class Reply:
     def thought(self, num_tokens: int) -> None:
         """So many more tokens are reasoning (called by sinks)."""
         if num_tokens:
-            self.tally.reasoning_tokens = max(0, self.tally.reasoning_tokens) + num_tokens
+            exchange = self.exchange
+            exchange.reasoning_tokens = max(0, exchange.reasoning_tokens) + num_tokens
 
     def ended(self, finish: Finish) -> Finish:
         """A stream's end as the client sees it: what the listener stopped did not fail (called by sinks first
@@ -356,7 +362,10 @@ class Reply:
     def choice_finished(self, index: int, finish: Finish) -> None:
         """A stream is over (called by its sink)."""
         self._live -= 1
-        self.tally.ended(index, finish.reason, finish.usage)
+        if self.request is not None:
+            self.request.stream_ended(index, finish.usage)
+        if index == 0 and self.exchange.outcome is None:  # It stands for all, if nothing worse happens.
+            self.exchange.outcome = _OUTCOMES.get(finish.reason)
         self._resume.pop(index, None)
         if finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
             if finish.resume is not None:
@@ -427,7 +436,7 @@ class Reply:
         """The worker failed: another attempt, if the error allows it. All choices move together."""
         if self._is_over:
             return
-        if not may_try_again(error, has_begun=self.tally.first_ns is not None, can_resume=can_resume):
+        if not may_try_again(error, has_begun=self.exchange.first_ns is not None, can_resume=can_resume):
             self.fail(error)
         elif self._broken is None:
             self._broken = error
@@ -443,7 +452,7 @@ class Reply:
             self.fail(error)
             return
         self._settled = True
-        self.tally.ended_ns = self.clock.now_ns()
+        self.exchange.ended_ns = self.clock.now_ns()
         is_complete, self._is_over = not self._is_over, True
         self.listener.on_ended(self)  # First: what the client was told has been written down.
         if is_complete:
@@ -484,7 +493,7 @@ class Reply:
 
     def _over(self, outcome: OutcomeLabel) -> None:
         self._is_over = True
-        self.tally.outcome = outcome
+        self.exchange.outcome = outcome
 
     def _abort_all(self) -> None:
         for generation in list(self._generations):

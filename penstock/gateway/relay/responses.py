@@ -306,7 +306,7 @@ class WholeResponse(Reply):
 
     def complete(self) -> None:
         """The answer is there: store it and send it."""
-        items, usage = self._items.items, self.tally.usage()
+        items, usage = self._items.items, self.exchange.usage()
         body = answered(self._draft.body, items, self._reason, usage, self._now_s())
         exchange = self.exchange
         self._draft.keep(body, lambda kept: exchange.respond(Response(body=_encode(kept))))
@@ -370,7 +370,7 @@ class ResponseStream(StreamReply):
     def complete(self) -> None:
         """The end of a stream that went well: store the response, then the last event."""
         items = self._items.items
-        body = answered(self._draft.body, items, self._reason, self.tally.usage(), self._now_s())
+        body = answered(self._draft.body, items, self._reason, self.exchange.usage(), self._now_s())
         self._draft.keep(body, self._end)
 
     def _end(self, body: ResponseBody) -> None:

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.flow import SharedConfig
-from penstock.policy.limits.lease import LeaseAsk, LeaseReply, Leases
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.lease_messages import Ask, LeaseReply
 from penstock.policy.limits.store_terms import shared_terms
 from penstock.telemetry.log import Log
 
@@ -29,7 +30,7 @@ class StoreError(Exception):
 class LeaseStore(Protocol):
     """Where true buckets are kept. An implementation translates; it decides nothing."""
 
-    async def lease(self, asks: Sequence[LeaseAsk]) -> LeaseReply:
+    async def lease(self, asks: Sequence[Ask]) -> LeaseReply:
         """Ask one batch; an empty one says only that this gateway is there.
 
         Raises:
@@ -71,7 +72,7 @@ class LeaseKeeper:
         self._task = asyncio.create_task(self._run(), name="lease keeper")
 
     async def close(self) -> None:
-        """Stop. What is on lease is not handed back: it comes back to the bucket as refill."""
+        """Stop. What is on lease of a budget is handed back; of a rate limit it comes back as refill."""
         # A cancellation that falls into a call of the store's client may be lost there: the loop must see it,
         # too.
         self._closing = True
@@ -79,6 +80,9 @@ class LeaseKeeper:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        self._leases.leave()
+        while self._leases.down_ns is None and self._leases.next_ns() is not None:
+            await self._ask()
         await self._store.close()
 
     async def answer(self) -> None:

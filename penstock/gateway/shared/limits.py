@@ -1,5 +1,5 @@
-"""The rate limits of one gateway process, shared or not: what wires policy/limits/rate_limit.py to a
-store.
+"""The rate limits of one gateway process, shared or not, and the leases of its budgets: what wires
+policy/limits/ to a store.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.gateway.shared.keeper import LeaseKeeper, LeaseStore
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.rate_limit import Limiter
+from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 
 ASK_TIMEOUT_S = 0.05
@@ -29,8 +30,8 @@ class SharedLimits:
         log: Log,
         parent: str = "",
     ) -> None:
-        """`gateway` names this process for all time: a name that another one had would get its answers.
-        `parent` is the socket of the parent's store, for one of several processes.
+        """`gateway`, an id of `IdSource`, names this process for all time: a name that another one had would
+        get its answers. `parent` is the socket of the parent's store, for one of several processes.
 
         Raises:
             ConfigError: the store cannot be used as configured, or its client is not installed.
@@ -40,7 +41,7 @@ class SharedLimits:
             self.leases, self._keeper = None, None
             self.limiter = Limiter(limits)
             return
-        self.leases = Leases(shared)
+        self.leases = Leases(shared, process=IdSource.process_of(gateway))
         self._keeper = LeaseKeeper(shared, self.leases, store, clock, log)
         self.limiter = Limiter(limits, self.leases.make_bucket)
 

@@ -15,7 +15,7 @@ import msgspec
 from penstock.clock import Clock
 from penstock.config.flow import SharedConfig
 from penstock.gateway.shared.keeper import StoreError
-from penstock.policy.limits.lease import LeaseAsk, LeaseReply
+from penstock.policy.limits.lease_messages import Ask, LeaseReply
 from penstock.policy.limits.lease_table import LeaseTable
 
 GATEWAYS_MAX = 1024
@@ -24,7 +24,7 @@ FRAME_BYTES_MAX = 1024 * 1024
 """One message to or from the parent's store."""
 _LENGTH_BYTES = 4
 _ENCODER = msgspec.msgpack.Encoder()
-_ASKS = msgspec.msgpack.Decoder(list[LeaseAsk])
+_ASKS = msgspec.msgpack.Decoder(list[Ask])
 _REPLY = msgspec.msgpack.Decoder(LeaseReply)
 _NAME = msgspec.msgpack.Decoder(str)
 
@@ -36,7 +36,7 @@ class LocalStore:
         self._path, self._gateway = path, gateway
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def lease(self, asks: Sequence[LeaseAsk]) -> LeaseReply:
+    async def lease(self, asks: Sequence[Ask]) -> LeaseReply:
         """See `LeaseStore.lease`."""
         try:
             reader, writer = self._streams or await self._connect()

@@ -7,8 +7,21 @@ from collections.abc import Callable, Sequence
 from penstock.clock import sleep
 from penstock.errors import Overloaded
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.protocol.peers import Ask, Order, ServedTokens, Snapshot, Sum, ToChild, decode_to_child, frame
+from penstock.protocol.peers import (
+    Ask,
+    EndedRequests,
+    LookAt,
+    Order,
+    ServedTokens,
+    Snapshot,
+    Sum,
+    ToChild,
+    View,
+    decode_to_child,
+    frame,
+)
 from penstock.protocol.worker import FrameDecoder
+from penstock.telemetry.history import Recorder
 
 TELL_S = 1.0
 SHARE_S = 0.2
@@ -57,13 +70,16 @@ class GatewayPeers:
         self._asked: deque[asyncio.Future[ToChild]] = deque()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, snapshot: Callable[[], Snapshot], counters: FairCounters) -> None:
-        """Connect, tell `snapshot()` now and every second, and keep `counters` those of all processes.
+    async def start(
+        self, snapshot: Callable[[], Snapshot], counters: FairCounters, recorder: Recorder
+    ) -> None:
+        """Connect, tell `snapshot()` and what `recorder` has now and every second, and keep `counters` those
+        of all processes.
 
         Raises:
             OSError: the parent does not listen.
         """
-        self._snapshot, self._counters = snapshot, counters
+        self._snapshot, self._counters, self._recorder = snapshot, counters, recorder
         reader, self._writer = await asyncio.open_unix_connection(self._path)
         tasks = (self._tell(), self._share(), self._read(reader))
         self._tasks = [asyncio.create_task(each) for each in tasks]
@@ -85,6 +101,20 @@ class GatewayPeers:
             models=own.models,
             gone=own.gone,
         )
+
+    async def look(self, at: LookAt) -> bytes:
+        """A view of what the parent remembers, as JSON.
+
+        Raises:
+            Overloaded: the parent does not answer.
+        """
+        try:
+            answer = await self._answer(self._ended() + frame(at))
+        except TimeoutError:
+            message = "The server's parent process did not answer in time; try again."
+            raise Overloaded(message, retry_after_s=ANSWER_TIMEOUT_S) from None
+        assert isinstance(answer, View), answer
+        return answer.body
 
     async def order(self, worker: str, timeout_s: float | None) -> None:
         """Let every process take this worker out of service; with None let it come back.
@@ -115,14 +145,18 @@ class GatewayPeers:
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            self._writer.write(frame(self._snapshot()))
+            self._writer.write(self._ended() + frame(self._snapshot()))
             self._writer.close()
 
     async def _tell(self) -> None:
         while True:
-            self._writer.write(frame(self._snapshot()))
+            self._writer.write(self._ended() + frame(self._snapshot()))
             await self._writer.drain()
             await sleep(TELL_S)
+
+    def _ended(self) -> bytes:
+        book = self._recorder.take()
+        return frame(EndedRequests(book.encode())) if book else b""
 
     async def _share(self) -> None:
         while True:

@@ -7,15 +7,11 @@ replicas; not Redis Cluster, since a batch has keys of many tenants. Keys, all u
     PREFIX:limit:KEY          hash: level, at, epoch, given, burst; expires when it would be full again
     PREFIX:said:GATEWAY:KEY   number and grant of the last answer; so a question that is asked again is not
                               granted twice
+    PREFIX:spent:KEY          hash: process -> millionths of a budget's period; `total`, `epoch`
+    PREFIX:held:KEY           hash: gateway -> what it holds of it, number and grant of the last answer
 
-What tenants spend on each machine, in Redis: a hash for each tenant's day and month, with one field for
-each ledger.
-
-    PREFIX:spent:day:NUMBER:TENANT      hash: ledger -> millionths; NUMBER counts days since 1970-01-01
-    PREFIX:spent:month:NUMBER:TENANT    NUMBER is 12 * year + month - 1
-
-A field holds a total, never an increment: it may be told as often as one likes, by every process of the
-machine, after a crash, and to a Redis that has lost its memory.
+Of a budget every number is a total, never an increment: it may be told as often as one likes, after a crash,
+and to a Redis that has lost its memory.
 """
 
 from collections.abc import Sequence
@@ -24,8 +20,7 @@ from typing import Any, cast
 from penstock.config.flow import SharedConfig
 from penstock.errors import ConfigError
 from penstock.gateway.shared.keeper import StoreError
-from penstock.policy.limits.budget import Spent, month_of
-from penstock.policy.limits.lease import LeaseAsk, LeaseGrant, LeaseReply
+from penstock.policy.limits.lease_messages import Ask, BudgetAsk, LeaseAsk, LeaseGrant, LeaseReply
 from penstock.policy.limits.store_terms import shared_terms
 
 SCRIPT = """
@@ -87,6 +82,70 @@ return reply
 token."""
 
 
+BUDGET_SCRIPT = """
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+local whole = function(number) return string.format('%.0f', number) end
+local me, ttl_us = ARGV[1], tonumber(ARGV[2])
+redis.call('ZADD', KEYS[1], whole(now), me)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', '(' .. whole(now - ttl_us))
+redis.call('PEXPIRE', KEYS[1], math.ceil(ttl_us / 1000))
+local reply = {redis.call('ZCARD', KEYS[1])}
+
+local function count(spent, process, micros)
+  local more = micros - tonumber(redis.call('HGET', spent, 'p:' .. process) or 0)
+  if more > 0 then
+    redis.call('HSET', spent, 'p:' .. process, whole(micros))
+    redis.call('HINCRBY', spent, 'total', whole(more))
+  end
+end
+
+local at = 3
+local function next_number() at = at + 1 return tonumber(ARGV[at - 1]) end
+for i = 2, #KEYS, 2 do
+  local spent, held = KEYS[i], KEYS[i + 1]
+  local limit, seq, mine, want = next_number(), next_number(), next_number(), next_number()
+  local least, kept_s, processes = next_number(), next_number(), next_number()
+  redis.call('HSETNX', spent, 'epoch', whole(now))
+  local others, last, granted = 0, nil, 0
+  local fields = redis.call('HGETALL', held)
+  for j = 1, #fields, 2 do
+    local holds, asked, got = string.match(fields[j + 1], '(%S+) (%S+) (%S+)')
+    if fields[j] == me then
+      last = {tonumber(holds), tonumber(asked), tonumber(got)}
+    elseif redis.call('ZSCORE', KEYS[1], fields[j]) then
+      others = others + tonumber(holds)
+    else
+      redis.call('HDEL', held, fields[j])
+    end
+  end
+  local is_new = not last or seq > last[2]
+  for _ = 1, processes do
+    local process = ARGV[at]
+    at = at + 1
+    local micros = next_number()
+    if is_new then count(spent, process, micros) end
+  end
+  local total = tonumber(redis.call('HGET', spent, 'total') or 0)
+  if is_new then
+    local left = limit - total - others - mine
+    if left >= least then granted = math.max(0, math.min(want, left)) end
+    last = {mine + granted, seq, granted}
+    redis.call('HSET', held, me, whole(last[1]) .. ' ' .. whole(seq) .. ' ' .. whole(granted))
+  end
+  redis.call('EXPIRE', spent, kept_s)
+  redis.call('EXPIRE', held, kept_s)
+  reply[#reply + 1] = last[3]
+  reply[#reply + 1] = limit - total - others - last[1]
+  reply[#reply + 1] = tonumber(redis.call('HGET', spent, 'epoch'))
+  reply[#reply + 1] = total
+end
+reply[#reply + 1] = now
+return reply
+"""
+"""policy/limits/budget_table.py in Lua. Amounts are exact below 2^53."""
+
+
 class RedisStore:
     """A `LeaseStore` in Redis."""
 
@@ -99,34 +158,54 @@ class RedisStore:
         self._gateway, self._prefix = gateway, config.prefix
         self._ttl_us = int(shared_terms(config).gateway_ttl_s * 1_000_000)
         self._client, self._error = connect(config)
-        self._script: Any = self._client.register_script(SCRIPT)
+        self._limits: Any = self._client.register_script(SCRIPT)
+        self._budgets: Any = self._client.register_script(BUDGET_SCRIPT)
 
-    async def lease(self, asks: Sequence[LeaseAsk]) -> LeaseReply:
+    async def lease(self, asks: Sequence[Ask]) -> LeaseReply:
         """See `LeaseStore.lease`."""
+        limits = [ask for ask in asks if isinstance(ask, LeaseAsk)]
+        budgets = [ask for ask in asks if isinstance(ask, BudgetAsk)]
+        try:
+            # A batch without a question only says hello.
+            flat = await self._ask_limits(limits) if limits or not budgets else [0, 0]
+            of_limits = iter([_grant(flat, i) for i in range(1, len(flat) - 1, 3)])
+            num_gateways = flat[0]
+            flat = await self._ask_budgets(budgets) if budgets else [num_gateways, 0]
+            num_gateways = flat[0]
+            of_budgets = iter([_grant(flat, i, spent=flat[i + 3]) for i in range(1, len(flat) - 1, 4)])
+        except self._error as error:
+            raise StoreError(str(error)) from error
+        grants = tuple(next(of_limits if isinstance(ask, LeaseAsk) else of_budgets) for ask in asks)
+        return LeaseReply(num_gateways=num_gateways, grants=grants)
+
+    async def _ask_limits(self, asks: Sequence[LeaseAsk]) -> list[int]:
         keys = [f"{self._prefix}:gateways"]
         args: list[str | int] = [self._gateway, self._ttl_us]
         for ask in asks:
             keys += (f"{self._prefix}:limit:{ask.key}", f"{self._prefix}:said:{self._gateway}:{ask.key}")
             args += (ask.rate, ask.burst, ask.seq, ask.owed, ask.returned, ask.want)
             args += (ask.epoch, ask.known_level, ask.known_us)
-        try:
-            flat: list[int] = await self._script(keys=keys, args=args)
-        except self._error as error:
-            raise StoreError(str(error)) from error
-        return _reply(flat)
+        return await self._limits(keys=keys, args=args)
+
+    async def _ask_budgets(self, asks: Sequence[BudgetAsk]) -> list[int]:
+        keys = [f"{self._prefix}:gateways"]
+        args: list[str | int] = [self._gateway, self._ttl_us]
+        for ask in asks:
+            processes = ((ask.process, ask.spent), *ask.past)
+            keys += (f"{self._prefix}:spent:{ask.key}", f"{self._prefix}:held:{ask.key}")
+            args += (ask.limit, ask.seq, ask.held, ask.want, ask.least, ask.kept_s, len(processes))
+            for process, spent in processes:
+                args += (process, spent)
+        return await self._budgets(keys=keys, args=args)
 
     async def close(self) -> None:
         """See `LeaseStore.close`."""
         await self._client.aclose()
 
 
-def _reply(flat: list[int]) -> LeaseReply:
-    """The script's answer: gateways, then three numbers for each question, then the time."""
-    grants = tuple(
-        LeaseGrant(granted=flat[i], level=flat[i + 1], epoch=flat[i + 2], at_us=flat[-1])
-        for i in range(1, len(flat) - 1, 3)
-    )
-    return LeaseReply(num_gateways=flat[0], grants=grants)
+def _grant(flat: list[int], i: int, *, spent: int = 0) -> LeaseGrant:
+    """The one at `i` of a script's answer: gateways, then some numbers for each question, then the time."""
+    return LeaseGrant(granted=flat[i], level=flat[i + 1], epoch=flat[i + 2], at_us=flat[-1], spent=spent)
 
 
 # The connection to Redis that the stores of this package use, each its own.
@@ -165,66 +244,3 @@ def connect(
     except ValueError as error:
         raise ConfigError(f"shared.url: {error}") from error
     return cast(Any, Redis).from_pool(pool), RedisError
-
-
-DAY_KEPT_MS = 3 * 86_400_000
-MONTH_KEPT_MS = 63 * 86_400_000
-
-SPENDING_SCRIPT = """
-local reply = {}
-for i, key in ipairs(KEYS) do
-  local micros, kept_ms = tonumber(ARGV[2 * i]), ARGV[2 * i + 1]
-  local elsewhere, known = 0, 0
-  local fields = redis.call('HGETALL', key)
-  for j = 1, #fields, 2 do
-    if fields[j] == ARGV[1] then known = tonumber(fields[j + 1]) else elsewhere = elsewhere + \
-tonumber(fields[j + 1]) end
-  end
-  if micros > known then
-    redis.call('HSET', key, ARGV[1], string.format('%.0f', micros))
-    redis.call('PEXPIRE', key, kept_ms)
-  end
-  reply[i] = elsewhere
-end
-return reply
-"""
-
-
-class RedisSpending:
-    """Exchanges totals; `ledger` names this machine's ledger for all time."""
-
-    def __init__(self, config: SharedConfig, ledger: str) -> None:
-        """Connects when it is first asked.
-
-        Raises:
-            ConfigError: the client is not installed, or it does not understand `shared.url`.
-        """
-        self._ledger, self._prefix = ledger, config.prefix
-        self._client, self._error = connect(config)
-        self._script: Any = self._client.register_script(SPENDING_SCRIPT)
-
-    async def exchange(self, here: Sequence[Spent]) -> list[Spent]:
-        """Tell what was spent here; what the same tenants have spent on other machines in the same days and
-        months.
-
-        Raises:
-            StoreError: it failed. The same may be told again.
-        """
-        keys: list[str] = []
-        args: list[str | int] = [self._ledger]
-        for spent in here:
-            keys.append(f"{self._prefix}:spent:day:{spent.day}:{spent.tenant}")
-            keys.append(f"{self._prefix}:spent:month:{month_of(spent.day)}:{spent.tenant}")
-            args += (spent.day_micros, DAY_KEPT_MS, spent.month_micros, MONTH_KEPT_MS)
-        try:
-            flat: list[int] = await self._script(keys=keys, args=args)
-        except self._error as error:
-            raise StoreError(str(error)) from error
-        return [
-            Spent(tenant=spent.tenant, day=spent.day, day_micros=flat[2 * i], month_micros=flat[2 * i + 1])
-            for i, spent in enumerate(here)
-        ]
-
-    async def close(self) -> None:
-        """Close the connection."""
-        await self._client.aclose()

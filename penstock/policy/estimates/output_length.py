@@ -13,6 +13,7 @@ for an average one: the window of all tenants' answers of that model; without th
 
 from array import array
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 from penstock.config.branch import extended
 from penstock.config.flow import LimitsConfig
@@ -54,10 +55,19 @@ class QuantileWindow:
 
         The window is not empty.
         """
-        count = len(self._sorted)
-        assert count, "an empty window has no quantile"
-        rank = -int(-share * count // 1)
-        return self._sorted[min(count, max(1, rank)) - 1]
+        return nearest_rank(self._sorted, share)
+
+    def amounts(self) -> Sequence[int]:
+        """All of them, smallest first."""
+        return self._sorted
+
+
+def nearest_rank(amounts: Sequence[int], share: float) -> int:
+    """The smallest of some sorted amounts (one at least) that at least `share` of them do not exceed."""
+    count = len(amounts)
+    assert count, "no amounts have no quantile"
+    rank = -int(-share * count // 1)
+    return amounts[min(count, max(1, rank)) - 1]
 
 
 _SAMPLES_MIN = 8

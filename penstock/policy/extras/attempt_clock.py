@@ -5,7 +5,8 @@ does not wait any longer.
                            of what is left of it is what an attempt at an external worker gets, if another
                            worker or model could answer
     what is usual there    how long such attempts took there of late, times a factor: external workers
-                           only, if another worker or model could answer
+                           only, if another worker or model could answer. Less while the last attempt there
+                           failed, or its breaker is not closed: when it is slow, enough is known
 
 An attempt is never given up for nothing: while no other place would take the request, it goes on. One is
 given up at a time, so that the next one is asked about what is left of those places. After its first output
@@ -21,7 +22,8 @@ from heapq import heappop, heappush
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.errors import AttemptTimeout, Evicted, PenstockError
 from penstock.policy.answers import GiveUp
-from penstock.policy.estimates.output_length import AMOUNT_MAX, QuantileWindow
+from penstock.policy.contracts import Health
+from penstock.policy.estimates.output_length import AMOUNT_MAX, QuantileWindow, nearest_rank
 from penstock.policy.flow import State
 from penstock.policy.queueing.capacity import uncached_tokens
 from penstock.policy.requests.extra import Extra
@@ -32,10 +34,14 @@ FACTOR, QUANTILE = 4, 0.95
 """A first token is given up after so many times what 19 of 20 such prompts took there."""
 FIRST_MIN_NS = 2 * NS_PER_S
 """And never sooner than this."""
+DOUBT_FACTOR = 2
+"""So many times where the worker is in doubt."""
 SAMPLES_MIN = 20
 """With fewer of them nothing is known."""
 WINDOW = 256
 _KEYS_MAX = 4096
+_CLASSES = 32
+"""Of prompts, by the bits of their number of tokens."""
 _NS_PER_US = 1000
 
 
@@ -47,16 +53,38 @@ class FirstTokens:
     def __init__(self) -> None:
         self._windows: dict[tuple[str, WorkerId, int], QuantileWindow] = {}
 
-    def bound_ns(self, route: str, worker: WorkerId, prompt_tokens: int) -> int:
-        """How long such an attempt may take there; 0: nothing is known."""
-        window = self._windows.get((route, worker, prompt_tokens.bit_length()))
-        if window is None or len(window) < SAMPLES_MIN:
-            return 0
-        return max(FIRST_MIN_NS, FACTOR * window.quantile(QUANTILE) * _NS_PER_US)
+    def bound_ns(self, route: str, worker: WorkerId, prompt_tokens: int, doubt_ns: int = 0) -> int:
+        """How long such an attempt may take there; 0: nothing is known. `doubt_ns`: what is slow there, where
+        the worker is in doubt.
+        """
+        usual_ns = self._usual_us(route, worker, prompt_tokens) * _NS_PER_US
+        bound_ns = max(FIRST_MIN_NS, FACTOR * usual_ns) if usual_ns else 0
+        return min(bound_ns or doubt_ns, max(doubt_ns, DOUBT_FACTOR * usual_ns)) if doubt_ns else bound_ns
+
+    def _usual_us(self, route: str, worker: WorkerId, prompt_tokens: int) -> int:
+        """What 19 of 20 such attempts take; 0: not known. A class with few samples borrows those of the
+        classes nearest to it: the factor covers a prompt of twice the length, and a longer one takes at most
+        as many times as long as it is longer.
+        """
+        size, windows = prompt_tokens.bit_length(), self._windows
+        own = windows.get((route, worker, size))
+        if own is not None and len(own) >= SAMPLES_MIN:
+            return max(1, own.quantile(QUANTILE))
+        found: list[int] = []
+        for distance in range(_CLASSES):
+            for other in {size - distance, size + distance}:
+                if (window := windows.get((route, worker, other))) is not None:
+                    found += [amount << max(0, size - other - 1) for amount in window.amounts()]
+            if len(found) >= SAMPLES_MIN:
+                return max(1, nearest_rank(sorted(found), QUANTILE))
+        return 0
 
     def took(self, route: str, worker: WorkerId, prompt_tokens: int, ttft_ns: int) -> None:
         """An attempt took so long to its first token."""
         assert ttft_ns >= 0, ttft_ns
+        if (bound_ns := self.bound_ns(route, worker, prompt_tokens)) and ttft_ns > bound_ns:
+            self.gave_up(route, worker, prompt_tokens, ttft_ns)  # Nowhere else took it: as slow all the same.
+            return
         key = (route, worker, prompt_tokens.bit_length())
         window = self._windows.get(key)
         if window is None:
@@ -83,15 +111,18 @@ _AGAIN_NS = NS_PER_S
 class AttemptClock(Extra):
     """All attempts of one flow control."""
 
-    __slots__ = ("_can_leave", "_deadlines", "_due", "_firsts", "_requests")
+    __slots__ = ("_can_leave", "_deadlines", "_due", "_firsts", "_health", "_requests")
 
     def __init__(
-        self, requests: Mapping[RequestId, Request], can_leave: Callable[[int, Request], bool]
+        self,
+        requests: Mapping[RequestId, Request],
+        health: Health,
+        can_leave: Callable[[int, Request], bool],
     ) -> None:
         """`requests` are all accepted ones, by reference; `can_leave` says whether one that runs could be
         answered by another worker or model now.
         """
-        self._requests, self._can_leave = requests, can_leave
+        self._requests, self._health, self._can_leave = requests, health, can_leave
         self._firsts = FirstTokens()
         self._due: list[tuple[int, RequestId, int]] = []
         """When which attempt is looked at."""
@@ -166,7 +197,8 @@ class AttemptClock(Extra):
         """Bound an attempt that begins, or runs alone from now on."""
         if request.has_begun or not _is_external(request, worker):
             return
-        bound_ns = self._firsts.bound_ns(request.lane.route, worker, _tokens(request))
+        doubt_ns = self._health.doubt_ns(request.lane.route, worker)
+        bound_ns = self._firsts.bound_ns(request.lane.route, worker, _tokens(request), doubt_ns)
         if deadline_ns := _deadline_ns(request):
             half_ns = max(1, (deadline_ns - now_ns) // 2)
             bound_ns = min(bound_ns or half_ns, half_ns)

@@ -78,7 +78,7 @@ class FlowControl:
         self._drain_ns: int | None = None
         self.hedging: Hedging | None = None
         """For the driver, which says which of two attempts won; None if requests are never hedged."""
-        extras: list[Extra] = [AttemptClock(self._requests, self._fallbacks.can_leave)]
+        extras: list[Extra] = [AttemptClock(self._requests, self._policies.health, self._fallbacks.can_leave)]
         self._quarantine: CrashQuarantine | None = None
         if self._policies.poison is not None:
             self._quarantine = CrashQuarantine(self._policies.poison)
@@ -335,9 +335,9 @@ class FlowControl:
         for room in lane.rooms.take_fresh() if lane is not None else ():
             assert lane is not None, "its rooms were just looked at"
             here = [self._booked_as(name) for name in room.begun]
-            error = Evicted("gave way to requests of a higher band: KV memory ran out")
-            for victim in victims(self._config, lane, room, here):
-                self._evict(now_ns, self._requests[RequestId(victim)], "memory", error, actions)
+            for request in victims(self._config, lane, room, here):
+                error = Evicted("gave way to requests of a higher band: KV memory ran out")
+                self._evict(now_ns, request, "memory", error, actions)
         return actions
 
     def next_ns(self, now_ns: int) -> int | None:

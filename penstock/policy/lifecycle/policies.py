@@ -101,6 +101,11 @@ class NoBudgets:
         del now_ns, tenant, micros
         return _NO_MONEY
 
+    def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
+        """There is no store to ask."""
+        del now_ns, tenant, micros
+        return False
+
 
 class Free:
     """A price list on which everything is free."""
@@ -166,6 +171,11 @@ class AllHealthy:
 
     def started(self, now_ns: int, route: str, worker_id: WorkerId) -> None:
         """Nothing is learned."""
+
+    def doubt_ns(self, route: str, worker_id: WorkerId) -> int:
+        """There is no doubt."""
+        del route, worker_id
+        return 0
 
     def began(self, now_ns: int, route: str, worker_id: WorkerId, ttft_ns: int) -> None:
         """Nothing is learned."""

@@ -14,6 +14,7 @@ from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.limits.budget import TenantBudgets
+from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.levels import LimitLevels
 from penstock.policy.limits.price import PriceList
 from penstock.policy.limits.rate_limit import Limiter
@@ -47,6 +48,7 @@ def build_policies(
     facts: Callable[[str], ModelFacts | None],
     placement: Callable[[str], Placement],
     limiter: Limiter,
+    leases: Leases | None = None,
     wall_offset_ns: int,
     random: Callable[[], float],
     on_hedge: Tell,
@@ -54,12 +56,12 @@ def build_policies(
     """The policies of `config`.
 
     `facts` tells of a model, None if it is not served; `placement` makes the placement of a model; `limiter`
-    has the tenants' rate limits, its own or shared ones; `wall_offset_ns` is the wall clock's time less the
-    monotonic one's; `random` spreads the breakers' probes, in [0, 1); `on_hedge` is called with what came of
-    each hedge.
+    has the tenants' rate limits, its own or shared ones; `leases` are for budgets that gateways share;
+    `wall_offset_ns` is the wall clock's time less the monotonic one's; `random` spreads the breakers' probes,
+    in [0, 1); `on_hedge` is called with what came of each hedge.
     """
     prices = PriceList(config.prices)
-    budgets = TenantBudgets(config.budgets, wall_offset_ns=wall_offset_ns)
+    budgets = TenantBudgets(config.budgets, wall_offset_ns=wall_offset_ns, leases=leases)
     gate = Gate(config.admission, config.routing, config.queue, facts, BudgetDowngrade(budgets, prices))
     health = FleetHealth(config.health, random)
     hedges = Hedges(config.health, on_hedge) if config.health.hedge_share else None

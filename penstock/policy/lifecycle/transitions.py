@@ -57,14 +57,12 @@ class Accounts:
 
     def lacks(self, now_ns: int, facts: RequestFacts) -> bool:
         """Whether the store of shared limits is asked first for what `open` would hold."""
-        return self._policies.limits.lacks(
-            now_ns,
-            facts.tenant,
-            facts.prompt_tokens,
-            self._expected(facts),
-            key=facts.key_prefix,
-            user=facts.user,
-        )
+        policies, tenant, prompt = self._policies, facts.tenant, facts.prompt_tokens
+        expected = self._expected(facts)
+        lacks = policies.limits.lacks(now_ns, tenant, prompt, expected, key=facts.key_prefix, user=facts.user)
+        if not (tenant.budget_day_micros or tenant.budget_month_micros):
+            return lacks
+        return policies.budgets.lacks(now_ns, tenant, self._first_price(facts)) or lacks
 
     def _expected(self, facts: RequestFacts) -> int:
         """Tokens of all choices together."""
@@ -73,8 +71,7 @@ class Accounts:
 
     def open(self, now_ns: int, facts: RequestFacts) -> Holds | Refused:
         """Hold what a request is expected to need, or nothing."""
-        policies, tenant = self._policies, facts.tenant
-        longest, expected = facts.max_tokens * facts.choices, self._expected(facts)
+        policies, tenant, expected = self._policies, facts.tenant, self._expected(facts)
         held = policies.limits.reserve(
             now_ns,
             tenant,
@@ -87,14 +84,20 @@ class Accounts:
         if (error := _error_of(held)) is not None:
             return Refused(facts.id, "limits", error)
         tokens = cast("TokenHold", held)
-        budgeted = min(policies.slice_tokens, longest)
-        price = self._price(facts.route, facts.prompt_tokens, facts.cached_tokens, budgeted)
-        reserved = policies.budgets.reserve(now_ns, tenant, price)
+        reserved = policies.budgets.reserve(now_ns, tenant, self._first_price(facts))
         if (error := _error_of(reserved)) is not None:
             tokens.undo(now_ns)
             return Refused(facts.id, "budget", error)
         money = cast("MoneyHold", reserved)
-        return Holds(tokens=tokens, money=money, expected=expected, budgeted=budgeted)
+        return Holds(tokens=tokens, money=money, expected=expected, budgeted=self._first_slice(facts))
+
+    def _first_slice(self, facts: RequestFacts) -> int:
+        """Answer tokens of the first slice."""
+        return min(self._policies.slice_tokens, facts.max_tokens * facts.choices)
+
+    def _first_price(self, facts: RequestFacts) -> int:
+        """Of the prompt and the first slice of the answer."""
+        return self._price(facts.route, facts.prompt_tokens, facts.cached_tokens, self._first_slice(facts))
 
     def next_slice(self, now_ns: int, request: Request, total: int) -> bool:
         """Hold money for the slice that begins after `total` answer tokens; False: there is none left."""

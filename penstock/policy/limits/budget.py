@@ -4,7 +4,7 @@ once.
     reserve ──> Reservation ──renew──> ... ──renew──> settle      the request was accepted
        │              │          └─ False: stop the answer here
        │              └──────────────────────────────> undo       refused elsewhere: as if it never was
-       └──> BudgetRefusal (which budget, and when it begins anew)
+       └──> BudgetRefusal (which budget, and when to ask again)
 
 A reservation holds the price of the prompt and of the first slice of the answer; before every further slice
 it is renewed to hold that one too. What is reserved and what was spent never come to more than the budget, so
@@ -12,8 +12,8 @@ a tenant spends more than its budget only by what its running answers generate b
 their stop: at most one slice for each that runs. Money counts for the day and month in which its request
 ends, as in the ledger, so the sum of what was settled is the sum of the ledger's records, to the millionth.
 
-Spending elsewhere counts as soon as somebody tells of it: `restore` by the ledger of this machine, `heed` by
-a store that gateways of several machines share. Neither is asked by a request.
+`restore` takes over what the ledger of this machine knows of other processes. Where gateways share a store,
+each spends from a lease of the budget (budget_lease.py), so that all of them together hold it.
 
 Pure: times are the gateway's monotonic clock; `wall_offset_ns` makes dates of them. Days and months of the
 UTC calendar are plain integers: a day is its number since 1970-01-01, a month is 12 * year + (month - 1).
@@ -22,7 +22,7 @@ days_from_civil), which are exact for the proleptic Gregorian calendar.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,11 +30,14 @@ from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.ledger import BudgetsConfig
 from penstock.errors import BudgetExhausted
+from penstock.policy.limits.budget_lease import BudgetLease
+from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.price import MICROS
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId
 
-DAY_NS = 86_400 * NS_PER_S
+_DAY_S = 86_400
+DAY_NS = _DAY_S * NS_PER_S
 
 
 def day_of(wall_ns: int) -> int:
@@ -66,13 +69,17 @@ PeriodName = Literal["day", "month"]
 EVENTS_MAX = 1024
 """Warnings that nobody has taken yet; the oldest go first."""
 _COLLECT_MIN = 256
+_STORE_RETRY_NS = NS_PER_S
+"""When to ask again for what may be left, while the store that knows is late or away."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Spent:
-    """What a tenant has spent in one day and its month."""
+    """What a tenant has spent in one day and its month by requests of one process."""
 
     tenant: TenantId
+    process: str
+    """As the ids of its requests name it."""
     day: int
     """Since 1970-01-01."""
     day_micros: int
@@ -100,17 +107,22 @@ class BudgetRefusal:
     """Spent, and reserved by what runs."""
     requested_micros: int
     retry_after_ns: int
-    """Until the day or month is over."""
+    """Until the day or month is over, or until a store may answer that is late or away."""
 
     @property
     def message(self) -> str:
         """What the person who must act on it reads."""
         name = "daily" if self.kind == "budget_day" else "monthly"
+        wait_s = self.retry_after_ns // NS_PER_S + 1
+        budget = f"Your {name} budget of {self.limit_micros / MICROS:.2f}"
+        if self.used_micros + self.requested_micros <= self.limit_micros:
+            return (
+                f"{budget} may have enough left, but the store that knows does not answer now. "
+                f"Try again in {wait_s} s."
+            )
         return (
-            f"Your {name} budget of {self.limit_micros / MICROS:.2f} is used up: "
-            f"{self.used_micros / MICROS:.6f} are spent or in use, and this request needs "
-            f"{self.requested_micros / MICROS:.6f}. It begins anew in {self.retry_after_ns // NS_PER_S + 1} "
-            f"s."
+            f"{budget} is used up: {self.used_micros / MICROS:.6f} are spent or in use, and this request "
+            f"needs {self.requested_micros / MICROS:.6f}. The next one begins in {wait_s} s."
         )
 
     def error(self) -> BudgetExhausted:
@@ -121,44 +133,82 @@ class BudgetRefusal:
 class _Period:
     """One tenant's day or month."""
 
-    __slots__ = ("elsewhere", "limit", "name", "number", "spent", "warned")
+    __slots__ = ("kept_s", "lease", "limit", "name", "number", "past", "past_micros", "spent", "warned")
 
-    def __init__(self, name: PeriodName) -> None:
+    def __init__(self, name: PeriodName, kept_s: int) -> None:
         self.name: PeriodName = name
+        self.kept_s = kept_s
+        """How long a store keeps what it knows of it."""
         self.number = -1
         self.limit = 0
         self.spent = 0
-        """On this machine."""
-        self.elsewhere = 0
-        """On others."""
+        """By this process."""
+        self.past: dict[str, int] = {}
+        """By others of this machine, by the ledger."""
+        self.past_micros = 0
         self.warned = 0.0
         """The highest share that was told."""
+        self.lease: BudgetLease | None = None
+        """None where nothing is shared, or nothing is limited."""
+
+    @property
+    def here(self) -> int:
+        """Spent on this machine, as far as this process knows."""
+        return self.spent + self.past_micros
 
     @property
     def total(self) -> int:
         """Spent everywhere."""
-        return self.spent + self.elsewhere
+        return self.spent + self.past_micros if self.lease is None else self.lease.total
 
     def enter(self, number: int) -> None:
-        """Begin anew if it is another day or month."""
+        """Begin from nothing if it is another day or month."""
+        assert number >= self.number, "time does not go back"
         if number != self.number:
             self.number, self.warned = number, 0.0
-            self.spent = self.elsewhere = 0
+            self.spent = self.past_micros = 0
+            self.past = {}
+            self.end_lease()
+
+    def end_lease(self) -> None:
+        """Nothing is held of it any more."""
+        if self.lease is not None:
+            self.lease.is_over = True
+            self.lease = None
+
+    def learn(self, process: str, micros: int) -> None:
+        """The ledger says that another process has spent so much."""
+        more = micros - self.past.get(process, 0)
+        if more > 0:
+            self.past[process] = micros
+            self.past_micros += more
+            if self.lease is not None:
+                self.lease.learn()
 
 
 class _Account:
     """What one tenant spends."""
 
-    __slots__ = ("day", "live", "month", "reserved", "tenant")
+    __slots__ = ("day", "live", "month", "reserved", "slice_micros", "tenant")
 
     def __init__(self, tenant: TenantId) -> None:
         self.tenant = tenant
-        self.day, self.month = _Period("day"), _Period("month")
-        self.live = self.reserved = 0
+        self.day, self.month = _Period("day", 3 * _DAY_S), _Period("month", 63 * _DAY_S)
+        self.live = self.reserved = self.slice_micros = 0
 
     @property
     def periods(self) -> tuple[_Period, _Period]:
         return self.day, self.month
+
+    def hold(self, micros: int) -> None:
+        """Reserve so much more."""
+        assert micros >= 0, micros
+        self.reserved += micros
+        self.slice_micros = micros
+        if (lease := self.day.lease) is not None:
+            lease.reserved()
+        if (lease := self.month.lease) is not None:
+            lease.reserved()
 
 
 class BudgetReservation:
@@ -181,10 +231,10 @@ class BudgetReservation:
         extra = total_micros - self.reserved
         if extra <= 0:
             return True
-        if self._budgets.lacks(now_ns, self._account, extra) is not None:
+        if self._budgets.over(now_ns, self._account, extra) is not None:
             return False
         self.reserved += extra
-        self._account.reserved += extra
+        self._account.hold(extra)
         assert self.reserved == total_micros <= self._account.reserved, (
             "a request holds a part of what its tenant does"
         )
@@ -198,8 +248,8 @@ class BudgetReservation:
 
     def undo(self, now_ns: int) -> None:
         """Something else refused the request before it was accepted."""
-        del now_ns
         self._end()
+        self._budgets.spend(now_ns, self._account, 0)
 
     def _end(self) -> None:
         assert not self.ended, "a reservation ends once"
@@ -224,19 +274,20 @@ class TenantBudgets:
     """The budgets of all tenants: the same shape as the limiter's."""
 
     __slots__ = (
-        "_accounts", "_collect_at", "_config", "_events", "_wall_offset_ns", "on_new", "settled_micros"
+        "_accounts", "_collect_at", "_config", "_events", "_leases", "_wall_offset_ns", "settled_micros"
     )  # fmt: skip
 
-    def __init__(self, config: BudgetsConfig, *, wall_offset_ns: int) -> None:
-        """`wall_offset_ns` is the wall clock minus the monotonic one."""
+    def __init__(self, config: BudgetsConfig, *, wall_offset_ns: int, leases: Leases | None = None) -> None:
+        """`wall_offset_ns` is the wall clock minus the monotonic one; `leases` are those of the store that
+        several gateways share.
+        """
         self._config, self._wall_offset_ns = extended(config, BudgetTerms), wall_offset_ns
+        self._leases = leases
         self._accounts: dict[TenantId, _Account] = {}
         self._collect_at = _COLLECT_MIN
         self._events: deque[BudgetEvent] = deque(maxlen=EVENTS_MAX)
         self.settled_micros = 0
         """What was settled since the start, all tenants and periods together."""
-        self.on_new: Callable[[], None] | None = None
-        """Called when a tenant with a budget is seen of which `heed` knows nothing yet."""
 
     def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> BudgetReservation | BudgetRefusal:
         """Hold `micros` for a request: its prompt and the first slice of its answer.
@@ -245,16 +296,24 @@ class TenantBudgets:
         """
         assert micros >= 0, micros
         account = self._of(now_ns, tenant.id)
-        had_limit = account.day.limit or account.month.limit
-        account.day.limit, account.month.limit = tenant.budget_day_micros, tenant.budget_month_micros
-        if not had_limit and self.on_new is not None and (account.day.limit or account.month.limit):
-            self.on_new()
-        if (period := self.lacks(now_ns, account, micros)) is not None:
+        self._limit(now_ns, account, tenant)
+        if (period := self.over(now_ns, account, micros)) is not None:
             return self._refusal(now_ns, account, period, micros)
         account.live += 1
-        account.reserved += micros
+        account.hold(micros)
         assert account.reserved >= micros, "what runs holds nothing below zero"
         return BudgetReservation(self, account, micros)
+
+    def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
+        """Whether a store is asked first for what a request of this price is not covered by here."""
+        if self._leases is None or not (tenant.budget_day_micros or tenant.budget_month_micros):
+            return False
+        account, lacks = self._of(now_ns, tenant.id), False
+        self._limit(now_ns, account, tenant)
+        for period in account.periods:
+            if period.lease is not None:
+                lacks |= period.lease.lacks(now_ns, micros)
+        return lacks and self._config.hard
 
     def nears_end(self, now_ns: int, tenant: Tenant) -> bool:
         """Whether it has spent, or reserved, `downgrade_at` of a budget."""
@@ -274,57 +333,21 @@ class TenantBudgets:
         self._enter(now_ns, account)
         return account.day.total, account.month.total
 
-    def spent_here(self, now_ns: int) -> list[Spent]:
-        """What was spent on this machine, as far as this process knows, of every tenant that has spent or has
-        a budget.
-        """
-        found: list[Spent] = []
-        for account in self._accounts.values():
-            self._enter(now_ns, account)
-            day, month = account.day, account.month
-            if month.spent or day.limit or month.limit:
-                found.append(
-                    Spent(
-                        tenant=account.tenant,
-                        day=day.number,
-                        day_micros=day.spent,
-                        month_micros=month.spent,
-                    )
-                )
-        return found
-
-    def heed(self, now_ns: int, elsewhere: Iterable[Spent]) -> None:
-        """Take over what tenants have spent on other machines; of a day or month that is over it says
-        nothing.
-        """
-        for entry in elsewhere:
-            account = self._accounts.get(entry.tenant)
-            if account is None:
-                continue
-            self._enter(now_ns, account)
-            if entry.day == account.day.number:
-                account.day.elsewhere = entry.day_micros
-            if month_of(entry.day) == account.month.number:
-                account.month.elsewhere = entry.month_micros
-            for period in account.periods:
-                self._warn_of_reached(account, period)
-
     def change(self, config: BudgetsConfig) -> None:
         """Take new settings; what was spent stays spent."""
         self._config = extended(config, BudgetTerms)
 
     def restore(self, now_ns: int, spent: Iterable[Spent]) -> None:
-        """Take over what the ledger knows: at the start, and now and then what other gateways have spent.
-
-        Where this process knows of more, its own amount stays: the ledger's database is a moment behind.
-        """
+        """Take over what the ledger knows of other processes than this one."""
         day = day_of(now_ns + self._wall_offset_ns)
         for entry in spent:
             account = self._of(now_ns, entry.tenant)
+            if self._leases is not None and entry.process == self._leases.process:
+                continue
             if entry.day == day:
-                account.day.spent = max(account.day.spent, entry.day_micros)
+                account.day.learn(entry.process, entry.day_micros)
             if month_of(entry.day) == account.month.number:
-                account.month.spent = max(account.month.spent, entry.month_micros)
+                account.month.learn(entry.process, entry.month_micros)
 
     def take_events(self) -> list[BudgetEvent]:
         """The warnings since the last call, oldest first."""
@@ -338,32 +361,38 @@ class TenantBudgets:
 
     # --- for reservations ------------------------------------------------------------------------
 
-    def lacks(self, now_ns: int, account: _Account, micros: int) -> _Period | None:
+    def over(self, now_ns: int, account: _Account, micros: int) -> _Period | None:
         """The budget that `micros` more do not fit; the month before the day, since it holds longer."""
         self._enter(now_ns, account)
         for period in (account.month, account.day):
-            if 0 < period.limit < period.total + account.reserved + micros:
+            lease = period.lease
+            if lease is not None:
+                fits = lease.has(now_ns, micros)
+            else:
+                fits = period.spent + period.past_micros + account.reserved + micros <= period.limit
+            if period.limit > 0 and not fits:
                 self._warn(account, period, 1.0)
                 if self._config.hard:
                     return period
         return None
 
     def spend(self, now_ns: int, account: _Account, micros: int) -> None:
-        """Count what a request has cost."""
+        """Count what a request has cost that has ended."""
         self._enter(now_ns, account)
         assert micros >= 0, "what was spent stays spent"
         self.settled_micros += micros
         for period in account.periods:
             period.spent += micros
+            if period.lease is not None:
+                period.lease.settled(micros)
             if micros:
                 self._warn_of_reached(account, period)
 
     # --- inside ----------------------------------------------------------------------------------
 
     def _warn_of_reached(self, account: _Account, period: _Period) -> None:
-        if period.limit:
-            reached = [share for share in WARN_AT if period.total >= share * period.limit]
-            self._warn(account, period, max(reached, default=0.0))
+        if period.limit and (total := period.total) >= WARN_AT[0] * period.limit:
+            self._warn(account, period, max(share for share in WARN_AT if total >= share * period.limit))
 
     def _warn(self, account: _Account, period: _Period, share: float) -> None:
         if share <= period.warned or share not in WARN_AT:
@@ -385,16 +414,40 @@ class TenantBudgets:
         if day != account.day.number:
             account.day.enter(day)
             account.month.enter(month_of(day))
+            self._lease(now_ns, account)
+
+    def _limit(self, now_ns: int, account: _Account, tenant: Tenant) -> None:
+        day, month = tenant.budget_day_micros, tenant.budget_month_micros
+        if account.day.limit == day and account.month.limit == month:
+            return
+        account.day.limit, account.month.limit = day, month
+        self._lease(now_ns, account)
+
+    def _lease(self, now_ns: int, account: _Account) -> None:
+        """Have a lease of each period that has a limit, and of no other one."""
+        if self._leases is None:
+            return
+        for period in account.periods:
+            if not period.limit:
+                period.end_lease()
+            elif period.lease is not None:
+                period.lease.change(period.limit)
+            else:
+                key = f"{period.name}:{period.number}:{account.tenant}"
+                period.lease = BudgetLease(self._leases, now_ns, key, period.kept_s, account, period)
 
     def _refusal(self, now_ns: int, account: _Account, period: _Period, micros: int) -> BudgetRefusal:
         assert period in account.periods, "the budget is its tenant's"
         next_day = account.day.number + 1 if period is account.day else first_day(account.month.number + 1)
+        lease, retry_after_ns = period.lease, next_day * DAY_NS - (now_ns + self._wall_offset_ns)
+        if lease is not None and lease.may_be_left(micros):
+            retry_after_ns = min(retry_after_ns, _STORE_RETRY_NS)
         return BudgetRefusal(
             kind="budget_day" if period is account.day else "budget_month",
             limit_micros=period.limit,
-            used_micros=period.total + account.reserved,
+            used_micros=period.total + account.reserved if lease is None else lease.used,
             requested_micros=micros,
-            retry_after_ns=next_day * DAY_NS - (now_ns + self._wall_offset_ns),
+            retry_after_ns=retry_after_ns,
         )
 
     def _of(self, now_ns: int, tenant: TenantId) -> _Account:
@@ -413,12 +466,14 @@ class TenantBudgets:
         """
         month = month_of(day_of(now_ns + self._wall_offset_ns))
         for key in [k for k, a in self._accounts.items() if not a.live and a.month.number != month]:
-            del self._accounts[key]
+            for period in self._accounts.pop(key).periods:
+                period.end_lease()
         excess = len(self._accounts) - self._config.tenants_max * 7 // 8
         if excess > 0:
-            idle = [account for account in self._accounts.values() if not account.live]
+            # A process that forgot what it has spent would say less than it did.
+            idle = [a for a in self._accounts.values() if not (a.live or a.day.lease or a.month.lease)]
             idle.sort(key=lambda a: (bool(a.day.limit or a.month.limit), a.month.spent, a.tenant))
             for account in idle[:excess]:
                 del self._accounts[account.tenant]
-        bound = max(self._config.tenants_max, len(self._accounts) + 1)
+        bound = max(self._config.tenants_max, len(self._accounts) * 9 // 8)
         self._collect_at = min(bound, max(_COLLECT_MIN, 2 * len(self._accounts)))

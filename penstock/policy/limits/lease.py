@@ -22,11 +22,10 @@ Pure: the store, and the task that carries questions to it, are in gateway/share
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from penstock.clock import NS_PER_S
 from penstock.config.flow import SharedConfig
 from penstock.policy.limits.bucket import UNIT, Line, ceil_div
+from penstock.policy.limits.lease_messages import Ask, LeaseAsk, Leased, LeaseGrant, LeaseReply
 from penstock.policy.limits.store_terms import ASKS_MAX, shared_terms
 from penstock.types import TenantId
 
@@ -36,47 +35,6 @@ _SWEEP_MAX = 256
 """Buckets that one call of `asks` looks at for idleness."""
 _CREDIT_SHARE = 4
 """All gateways together have at most 1/4 of a full bucket on lease, unless a second's worth each is more."""
-
-
-class LeaseAsk(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One question to the store, about one limit of one tenant. Amounts are whole tokens or requests."""
-
-    key: str
-    rate: int
-    """Per minute."""
-    burst: int
-    seq: int
-    """Numbers the gateway's questions, upwards: only a number that is new for the key is carried out."""
-    owed: int = 0
-    """Spent beyond what was granted: charged, into debt if need be."""
-    returned: int = 0
-    """Granted and not spent."""
-    want: int = 0
-    """To be granted, or as much of it as is there."""
-    epoch: int = 0
-    """Which life of the bucket the next two are about: a store that lost its memory takes it from here. 0 is
-    none."""
-    known_level: int = 0
-    known_us: int = 0
-
-
-class LeaseGrant(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The store's answer to one `LeaseAsk`."""
-
-    granted: int
-    level: int
-    """What is left in the bucket, rounded down; negative is debt."""
-    epoch: int
-    at_us: int
-    """The store's time."""
-
-
-class LeaseReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The store's answer to one batch: grants in the order of the questions."""
-
-    num_gateways: int
-    """Gateways that asked something lately, this one included."""
-    grants: tuple[LeaseGrant, ...]
 
 
 class Leases:
@@ -96,16 +54,24 @@ class Leases:
         "num_failures",
         "num_gateways",
         "on_need",
+        "on_recall",
         "on_want",
+        "process",
     )
 
-    def __init__(self, config: SharedConfig, on_want: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, config: SharedConfig, on_want: Callable[[], None] | None = None, *, process: str = ""
+    ) -> None:
+        """`process` names this process, as the ids of its requests do."""
+        self.process = process
         self.config = config = shared_terms(config)
         self.lease_ns = int(config.lease_s * NS_PER_S)
         self.on_want = on_want
         """Called when there is something to ask and there was nothing before."""
         self.on_need: Callable[[], None] | None = None
         """Called when a request waits for the next answer."""
+        self.on_recall: Callable[[], None] | None = None
+        """Called when the store may have lost its memory."""
         self.is_late = False
         """A request has waited for the store in vain: until it answers again, no other one waits."""
         self.num_gateways = config.gateways
@@ -119,16 +85,16 @@ class Leases:
         """Since when the store does not answer; None: it does, or was never asked."""
         self.num_failures = 0
         """Batches that the store did not answer."""
-        self._wanting: dict[LeasedBucket, None] = {}
-        self._in_flight: list[LeasedBucket] = []
+        self._wanting: dict[Leased, None] = {}
+        self._in_flight: list[Leased] = []
         self._seq = 0
-        self._sweep: deque[LeasedBucket] = deque()
+        self._sweep: deque[Leased] = deque()
 
     def make_bucket(self, now_ns: int, tenant: TenantId, unit: str, rate: int, burst: int) -> "LeasedBucket":
         """A `MakeBucket` for the `Limiter`."""
         return LeasedBucket(self, now_ns, f"{unit}:{tenant}", rate, burst)
 
-    def asks(self, now_ns: int) -> list[LeaseAsk]:
+    def asks(self, now_ns: int) -> list[Ask]:
         """What to ask now: at most `ASKS_MAX` questions. `granted` or `failed` comes before the next call.
 
         After a failure these are the same questions again: the store may have carried them out.
@@ -161,9 +127,20 @@ class Leases:
         for bucket, grant in zip(buckets, reply.grants, strict=True):
             bucket.granted(now_ns, grant)
         if was_down:  # It may have lost its memory: tell it what was known of every bucket that is not full.
-            for bucket in self._sweep:
-                bucket.recall = True
-                self.want(bucket)
+            self.recall()
+
+    def recall(self) -> None:
+        """Tell the store all that it may have forgotten."""
+        for bucket in list(self._sweep):
+            bucket.recall = True
+            self.want(bucket)
+        if self.on_recall is not None:
+            self.on_recall()
+
+    def leave(self) -> None:
+        """Hand back at the next question what does not come back as refill."""
+        for bucket in list(self._sweep):
+            bucket.leave()
 
     def failed(self, now_ns: int) -> None:
         """The store did not answer the last `asks` in time, or said something wrong."""
@@ -171,7 +148,7 @@ class Leases:
         if self.down_ns is None:
             self.down_ns = now_ns
 
-    def want(self, bucket: "LeasedBucket") -> None:
+    def want(self, bucket: Leased) -> None:
         """Ask for this bucket soon."""
         if bucket in self._wanting:
             return
@@ -183,7 +160,7 @@ class Leases:
         if was_empty and self.on_want is not None:
             self.on_want()
 
-    def need(self, bucket: "LeasedBucket") -> None:
+    def need(self, bucket: Leased) -> None:
         """Ask for this bucket at once: a request waits for it."""
         self.want(bucket)
         if self.on_need is not None:
@@ -216,13 +193,13 @@ class Leases:
             bucket = self._sweep.popleft()
             if bucket.active_ns > idle_ns or bucket.pending is not None:
                 self._sweep.append(bucket)
-            elif bucket.balance or bucket.offline:
+            elif bucket.is_unsaid:
                 self._sweep.append(bucket)
                 self._wanting[bucket] = None
-            elif bucket.standing(now_ns)[1]:
-                self._sweep.append(bucket)
-            else:
+            elif bucket.is_done(now_ns):
                 bucket.listed = False  # Nothing to look after until it is used again.
+            else:
+                self._sweep.append(bucket)
 
 
 class LeasedBucket:
@@ -379,6 +356,18 @@ class LeasedBucket:
         self._leases.want(self)
 
     # --- leasing ------------------------------------------------------------------------------
+
+    @property
+    def is_unsaid(self) -> bool:
+        """See `Leased.is_unsaid`."""
+        return bool(self.balance or self.offline)
+
+    def is_done(self, now_ns: int) -> bool:
+        """See `Leased.is_done`: full, as a new one is."""
+        return not self.standing(now_ns)[1]
+
+    def leave(self) -> None:
+        """See `Leased.leave`: a bucket refills."""
 
     def ask(self, now_ns: int) -> LeaseAsk | None:
         """The next question, which stays the question until it is answered; None if there is nothing to

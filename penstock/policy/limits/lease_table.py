@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from penstock.clock import NS_PER_S, NS_PER_US
 from penstock.config.flow import SharedConfig
 from penstock.policy.limits.bucket import UNIT, Bucket
-from penstock.policy.limits.lease import LeaseAsk, LeaseGrant, LeaseReply
+from penstock.policy.limits.budget_table import BudgetTable
+from penstock.policy.limits.lease_messages import Ask, LeaseAsk, LeaseGrant, LeaseReply
 from penstock.policy.limits.store_terms import shared_terms
 
 _COLLECT_MIN = 1024
@@ -31,23 +32,25 @@ class _Shared:
 
 
 class LeaseTable:
-    """All shared buckets. Forgets those that are full again and gateways that are gone."""
+    """All shared buckets and budgets. Forgets those that are full again and gateways that are gone."""
 
-    __slots__ = ("_collect_at", "_epoch", "_gateways", "_shared", "_ttl_ns")
+    __slots__ = ("_budgets", "_collect_at", "_epoch", "_gateways", "_shared", "_ttl_ns")
 
     def __init__(self, config: SharedConfig, *, epoch: int = 1) -> None:
         assert epoch > 0, epoch
         self._ttl_ns = int(shared_terms(config).gateway_ttl_s * NS_PER_S)
         self._shared: dict[str, _Shared] = {}
+        self._budgets = BudgetTable()
         self._gateways: dict[str, int] = {}
         self._epoch, self._collect_at = epoch, _COLLECT_MIN
 
-    def lease(self, now_ns: int, gateway: str, asks: Sequence[LeaseAsk]) -> LeaseReply:
+    def lease(self, now_ns: int, gateway: str, asks: Sequence[Ask]) -> LeaseReply:
         """Answer one batch of a gateway's questions."""
         self._gateways[gateway] = now_ns
-        grants = tuple(self._grant(now_ns, gateway, ask) for ask in asks)
+        num_gateways = self._num_gateways(now_ns)
+        grants = tuple(self._answer(now_ns, gateway, ask) for ask in asks)
         assert len(grants) == len(asks), "a grant for each question"
-        return LeaseReply(num_gateways=self._num_gateways(now_ns), grants=grants)
+        return LeaseReply(num_gateways=num_gateways, grants=grants)
 
     def left(self, now_ns: int, gateway: str) -> None:
         """This gateway hung up. Unless it is back within two seconds it is counted no more.
@@ -64,6 +67,12 @@ class LeaseTable:
 
     def __len__(self) -> int:
         return len(self._shared)
+
+    def _answer(self, now_ns: int, gateway: str, ask: Ask) -> LeaseGrant:
+        if isinstance(ask, LeaseAsk):
+            return self._grant(now_ns, gateway, ask)
+        self._epoch += 1
+        return self._budgets.grant(now_ns, gateway, ask, self._gateways, self._epoch)
 
     def _grant(self, now_ns: int, gateway: str, ask: LeaseAsk) -> LeaseGrant:
         shared = self._of(now_ns, ask)

@@ -28,7 +28,7 @@ from zlib import crc32
 from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.flow import LimitsConfig
-from penstock.errors import ClientError, InvalidRequest, Overloaded
+from penstock.errors import ClientError, InvalidRequest, LimitReached
 from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.limits.bucket import Bucket, TokenSource, ceil_div
 from penstock.policy.tenant import Tenant
@@ -129,11 +129,13 @@ class LimitRefusal:
             f"{self.requested}. Please try again in {self.retry_after_ns / NS_PER_S:.3f}s."
         )
 
-    def error(self) -> ClientError | Overloaded:
-        """The refusal as an error: `InvalidRequest` if it can never pass, else `Overloaded` with its time."""
+    def error(self) -> ClientError | LimitReached:
+        """The refusal as an error: `InvalidRequest` if it can never pass, else `LimitReached` with its
+        time.
+        """
         if self.kind == "too_large":
             return InvalidRequest(self.message, code="request_too_large_for_limit")
-        return Overloaded(self.message, retry_after_s=self.retry_after_ns / NS_PER_S)
+        return LimitReached(self.message, retry_after_s=self.retry_after_ns / NS_PER_S)
 
 
 class _Use:

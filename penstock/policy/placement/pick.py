@@ -271,7 +271,7 @@ class DecisionLog:
         self,
         *,
         kept_max: int,
-        log_every: int = 0,
+        log_every: int = 1,
         decided: Callable[[Decision], None] | None = None,
         write: Callable[[Decision], None] | None = None,
     ) -> None:
@@ -279,10 +279,11 @@ class DecisionLog:
 
         `decided` hears of each one, `write` of one in `log_every`.
         """
+        assert log_every > 0, log_every
         self._kept: OrderedDict[RequestId, list[Decision]] = OrderedDict()
         self._chosen: OrderedDict[RequestId, ComplexityChoice] = OrderedDict()
         self._kept_max, self._decided = kept_max, decided
-        self._log_every = self._until_log = log_every if write is not None else 0
+        self._log_every = self._until_log = log_every
         self._write = write
         self._on_decision: Callable[[Decision], None] | None = None
         self._on_choice: Callable[[RequestId, ComplexityChoice], None] | None = None
@@ -301,9 +302,9 @@ class DecisionLog:
             self._decided(decision)
         if self._on_decision is not None:
             self._on_decision(decision)
-        if self._log_every:
+        if self._write is not None:
             self._until_log -= 1
-            if self._until_log <= 0 and self._write is not None:
+            if not self._until_log:
                 self._until_log = self._log_every
                 self._write(decision)
         if not self._kept_max:

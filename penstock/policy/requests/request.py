@@ -15,7 +15,6 @@ from penstock.policy.contracts import MoneyHold, Pass, TokenHold
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.queueing.band import Work, cost
 from penstock.policy.queueing.capacity import WorkerCapacity
-from penstock.policy.queueing.kv_pressure import RunningStream, blocks_to_free, choose_victims
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome, UsageRecord
@@ -405,26 +404,36 @@ def blocks_held(request: Request) -> int:
 
 def victims(
     config: QueueTerms, lane: ModelQueue, room: WorkerCapacity, requests: Sequence[Request]
-) -> Sequence[str]:
-    """Whom to end at a worker whose KV memory is nearly full, for the sake of a higher band there or in the
-    queue.
+) -> Sequence[Request]:
+    """Which of the requests there end at a worker whose KV memory is nearly full, for the sake of a higher
+    band there or in the queue.
+
+    The lowest band gives way first, and in it the longest answer still to come: that one would take the most
+    memory from now on, and has the least to show for what it took. A protected band never gives way. So many
+    end that the use falls to `shed_kv_to`: the gap between the two bounds keeps a worker at the upper one
+    from ending one stream after another.
     """
-    view = room.view
-    need = blocks_to_free(
-        view.kv_blocks_used, view.kv_blocks_total, above=config.shed_kv_above, to=config.shed_kv_to
-    )
-    need -= sum(blocks_held(request) for request in requests if request.state is State.STOPPING)
+    used, total = room.view.kv_blocks_used, room.view.kv_blocks_total
+    if used <= total * config.shed_kv_above:
+        return ()
+    stopping = [request for request in requests if request.state is State.STOPPING]
+    need = used - int(total * config.shed_kv_to) - sum(map(blocks_held, stopping))
     waiting = (band.level for band in lane.queue.bands if band.waiting)
     best = min([*waiting, *(request.level for request in requests)], default=0)
-    streams = [
-        RunningStream(
-            id=request.id,
-            band_order=request.level,
-            is_protected=lane.queue.band_of(request).config.protected,
-            remaining_tokens=max(0, request.expected - request.completion_tokens),
-            blocks=blocks_held(request),
-        )
+    may_end = [
+        request
         for request in requests
-        if request.level > best and request.state is not State.STOPPING
+        if request.level > best
+        and request.state is not State.STOPPING
+        and not lane.queue.band_of(request).config.protected
+        and blocks_held(request)
     ]
-    return choose_victims(streams, need, victims_max=config.shed_max)
+    # By id at last, so that the choice does not depend on their order.
+    may_end.sort(key=lambda each: (-each.level, -max(0, each.expected - each.completion_tokens), each.id))
+    chosen = list[Request]()
+    for request in may_end[: config.shed_max]:
+        if need <= 0:
+            break
+        chosen.append(request)
+        need -= blocks_held(request)
+    return chosen

@@ -199,6 +199,19 @@ class FleetHealth:
         if found is not None and found.unwell and (breaker := found.unwell.get(worker_id)) is not None:
             breaker.started(now_ns)
 
+    def doubt_ns(self, route: str, worker_id: WorkerId) -> int:
+        """How long an attempt that begins there now may take, if it is an external worker without peers whose
+        last attempt failed, or whose breaker is not closed: then it is slow, which is all there is to learn.
+        0: it is in no doubt.
+        """
+        found = self._routes.get(route)
+        breaker = found.breakers.get(worker_id) if found is not None else None
+        if found is None or breaker is None or worker_id not in found.external or len(found.ready) > 1:
+            return 0
+        if not breaker.is_doubted:
+            return 0
+        return max(SLOW_ALONE_NS, breaker.slow_ns) + 1
+
     def began(self, now_ns: int, route: str, worker_id: WorkerId, ttft_ns: int) -> None:
         """Its first output came, so long after it was started there."""
         breaker = self._breaker(route, worker_id)

@@ -298,31 +298,40 @@ class Breaker:
         usual_ns = self._usual_ns
         assert ttft_ns >= 0, ttft_ns
         self.recent_ns += (ttft_ns - self.recent_ns) // _RECENT if self.recent_ns else ttft_ns
-        bound_ns, slow = self._slow_ns, self.is_slow(ttft_ns)
+        bound_ns, slow = self.slow_ns, self.is_slow(ttft_ns)
         # A slow one counts as just slow, so that a worker for which it becomes usual is taken for it, in
         # time.
         seen_ns = min(ttft_ns, bound_ns) if slow else ttft_ns
         self._usual_ns = usual_ns + (seen_ns - usual_ns) // _MEMORY if usual_ns else ttft_ns
-        self._count(now_ns, failed=False, slow=slow, peers_fine=peers_fine)
+        self._count(now_ns, failed=False, slow=slow, peers_fine=peers_fine, started_ns=now_ns - ttft_ns)
 
-    def failed(self, now_ns: int) -> None:
+    def failed(self, now_ns: int, *, started_ns: int | None = None) -> None:
         """An attempt failed, before or after its first output, for the worker's reasons."""
-        self._count(now_ns, failed=True, slow=False, peers_fine=_never)
+        self._count(now_ns, failed=True, slow=False, peers_fine=_never, started_ns=started_ns)
 
     def gave_up(self, now_ns: int, waited_ns: int) -> None:
         """An attempt was ended because its first output did not come: it failed if that is much longer than
         is usual here, else nothing is known.
         """
         assert waited_ns >= 0, waited_ns
-        if self.is_slow(waited_ns):
-            self._usual_ns += (self._slow_ns - self._usual_ns) // _MEMORY  # In time it is what is usual.
-            self.failed(now_ns)
-        else:
+        if not self.is_slow(waited_ns):
             self.forget()
+            return
+        was = self.state
+        self.failed(now_ns, started_ns=now_ns - waited_ns)
+        if (
+            self.state is not was
+        ):  # In time it is what is usual. Not before it trips: others run by that bound.
+            self._usual_ns += (self.slow_ns - self._usual_ns) // _MEMORY
 
     def is_slow(self, ttft_ns: int) -> bool:
         """Whether a first token that takes so long is much slower than is usual for this worker."""
-        return self._usual_ns > 0 and ttft_ns > self._slow_ns
+        return self._usual_ns > 0 and ttft_ns > self.slow_ns
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether its last attempt failed, or it is not closed, and it is known what is usual for it."""
+        return self._usual_ns > 0 and (self._in_a_row > 0 or self.state is not BreakerState.CLOSED)
 
     def reject(self, now_ns: int, why: str) -> None:
         """All attempts will fail: no need to count."""
@@ -342,7 +351,8 @@ class Breaker:
         return 2 * (failures + slows) < attempts * self._config.rate if attempts else True
 
     @property
-    def _slow_ns(self) -> int:
+    def slow_ns(self) -> int:
+        """A first token that takes longer is slow, once it is known what is usual."""
         config = self._config
         return max(round(self._usual_ns * config.slow_factor), config.slow_min_ms * NS_PER_MS)
 
@@ -354,7 +364,15 @@ class Breaker:
     def _allowed(self) -> int:
         return 1 if self.state is BreakerState.PROBING else self._config.probes
 
-    def _count(self, now_ns: int, *, failed: bool, slow: bool, peers_fine: Callable[[], bool]) -> None:
+    def _count(
+        self,
+        now_ns: int,
+        *,
+        failed: bool,
+        slow: bool,
+        peers_fine: Callable[[], bool],
+        started_ns: int | None = None,
+    ) -> None:
         self._window.add(now_ns, failed=failed, slow=slow)
         self._in_a_row = self._in_a_row + 1 if failed else 0
         if self.state is BreakerState.CLOSED:
@@ -371,6 +389,8 @@ class Breaker:
                     self.why = "its first tokens take much longer than usual"
                     self._move(now_ns, BreakerEvent.TRIP)
         elif self.state is not BreakerState.OPEN:
+            if started_ns is not None and started_ns < self.since_ns:
+                return  # It is no probe: it began when the worker was known to be unwell.
             self.forget()
             if failed or (slow and peers_fine()):
                 self._move(now_ns, BreakerEvent.TRIP)

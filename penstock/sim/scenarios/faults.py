@@ -149,6 +149,8 @@ def _check_slow_route(played: Played, beside: Played | None) -> Sequence[Finding
     during = [r for r in played.records if BEGINS + 5 <= r.at_ns / NS_PER_S < ENDS]
     alone = [r for r in beside.records if BEGINS + 5 <= r.at_ns / NS_PER_S < ENDS]
     good = sum(played.good(record) for record in during) / max(1, len(during))
+    # The last probe that fails may begin just before the end: its breaker then waits for up to 12 s.
+    back = [record for record in played.records if record.at_ns > (ENDS + 15) * NS_PER_S]
     return (
         answered(played),
         at_most("failed requests", played.figures.outcomes.get(Outcome.FAILED.value, 0), 0),
@@ -156,10 +158,8 @@ def _check_slow_route(played: Played, beside: Played | None) -> Sequence[Finding
         at_most("the same without a fallback", sum(map(beside.good, alone)) / max(1, len(alone)), 0.3),
         at_least("good share of requests that came 10 s after it was well", late_share(played), 0.95),
         at_least(
-            "of those, share that its own model answered again",
-            sum(r.model == "model" for r in played.records if r.at_ns > RECOVERED * NS_PER_S)
-            / max(1, sum(r.at_ns > RECOVERED * NS_PER_S for r in played.records)),
-            0.8,
+            "share that its own model answered, from 15 s after it was well",
+            sum(record.model == "model" for record in back) / max(1, len(back)), 0.95,
         ),
     )  # fmt: skip
 

@@ -6,7 +6,8 @@ The other driver of the same two objects is gateway/shared/keeper.py.
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import SharedConfig
-from penstock.policy.limits.lease import LeaseReply, Leases
+from penstock.policy.limits.lease import Leases
+from penstock.policy.limits.lease_messages import LeaseReply
 from penstock.policy.limits.lease_table import LeaseTable
 from penstock.sim.world.events import Rank, Timeline
 

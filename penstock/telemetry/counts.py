@@ -1,0 +1,190 @@
+"""What is counted of ended requests, in a form that adds up: over time, over processes, over models.
+
+Latencies are histograms with the same buckets everywhere, so percentiles of a sum are as exact as those of a
+part: a bucket is at most 1/8 of its lower bound wide, and a percentile is off by half of that at most. Only
+buckets with something in them are kept.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from penstock.telemetry.catalog import OutcomeLabel
+
+US = 1_000
+"""Nanoseconds; buckets count whole microseconds."""
+_SUB_BITS = 3
+_SUB = 1 << _SUB_BITS
+_US_MAX = (1 << 32) - 1
+"""More than an hour counts as this."""
+
+
+class Latency(msgspec.Struct, array_like=True):
+    """A histogram of durations."""
+
+    sum_us: int = 0
+    buckets: dict[int, int] = {}
+    """How many, by `bucket_of`."""
+
+    @property
+    def count(self) -> int:
+        """How many durations there are."""
+        return sum(self.buckets.values())
+
+    def observe(self, ns: int) -> None:
+        """Count one duration."""
+        us = min(max(0, ns // US), _US_MAX)
+        bucket = bucket_of(us)
+        self.sum_us += us
+        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+
+    def add(self, other: "Latency") -> None:
+        """Count all of another one's."""
+        self.sum_us += other.sum_us
+        for bucket, count in other.buckets.items():
+            self.buckets[bucket] = self.buckets.get(bucket, 0) + count
+
+    def mean_ms(self) -> float | None:
+        """None: there is none."""
+        count = self.count
+        return round(self.sum_us / count / 1000, 3) if count else None
+
+    def quantile_ms(self, share: float) -> float | None:
+        """The middle of the bucket in which this share of the durations is reached; None: there is none."""
+        left = share * self.count
+        for bucket in sorted(self.buckets):
+            left -= self.buckets[bucket]
+            if left <= 0:
+                lower, upper = bounds_us(bucket), bounds_us(bucket + 1)
+                return round((lower + upper - 1) / 2 / 1000, 3)
+        return None
+
+
+def bucket_of(us: int) -> int:
+    """The bucket of a duration: one for each of the first 16 microseconds, then eight for each doubling."""
+    shift = max(0, us.bit_length() - _SUB_BITS - 1)
+    return shift * _SUB + (us >> shift)
+
+
+def bounds_us(bucket: int) -> int:
+    """The least duration of a bucket."""
+    shift = max(0, bucket // _SUB - 1)
+    return (bucket - shift * _SUB) << shift
+
+
+class Counts(msgspec.Struct, array_like=True):
+    """What ended in some span of time, of one model and band."""
+
+    outcomes: dict[str, int] = {}
+    """Requests by `OutcomeLabel`."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    queue: Latency = msgspec.field(default_factory=Latency)
+    prefill: Latency = msgspec.field(default_factory=Latency)
+    """From the start on a worker to the first token. TTFT is queue and prefill."""
+    ttft: Latency = msgspec.field(default_factory=Latency)
+    tpot: Latency = msgspec.field(default_factory=Latency)
+    ttft_due: int = 0
+    """Answers to which a time to the first token is promised, and how many of them took longer."""
+    ttft_late: int = 0
+    tpot_due: int = 0
+    tpot_late: int = 0
+
+    @property
+    def requests(self) -> int:
+        """How many ended."""
+        return sum(self.outcomes.values())
+
+    def add(self, other: "Counts") -> None:
+        """Count all of another one's."""
+        for outcome, count in other.outcomes.items():
+            self.outcomes[outcome] = self.outcomes.get(outcome, 0) + count
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.queue.add(other.queue)
+        self.prefill.add(other.prefill)
+        self.ttft.add(other.ttft)
+        self.tpot.add(other.tpot)
+
+
+_SUMS = (
+    "prompt_tokens", "cached_tokens", "generated_tokens", "ttft_due", "ttft_late", "tpot_due", "tpot_late",
+)  # fmt: skip
+
+
+class Series(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Whose numbers they are."""
+
+    model: str
+    band: str
+
+
+OTHER = Series("other", "other")
+"""All series beyond the bound together."""
+
+
+class Book:
+    """Counts by series, at most `series_max` of them and `OTHER`."""
+
+    __slots__ = ("_rows", "_series_max")
+
+    def __init__(self, series_max: int, rows: Iterable[tuple[Series, Counts]] = ()) -> None:
+        self._series_max = series_max
+        self._rows: dict[Series, Counts] = {}
+        for series, counts in rows:
+            self.of(series).add(counts)
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def __iter__(self) -> Iterator[tuple[Series, Counts]]:
+        return iter(self._rows.items())
+
+    def of(self, series: Series) -> Counts:
+        """Where a series is counted."""
+        found = self._rows.get(series)
+        if found is None:
+            if len(self._rows) >= self._series_max:
+                series = OTHER
+            found = self._rows.setdefault(series, Counts())
+        return found
+
+    def add(self, rows: Iterable[tuple[Series, Counts]]) -> None:
+        """Count all of another one's."""
+        for series, counts in rows:
+            self.of(series).add(counts)
+
+    def take(self) -> "Book":
+        """What is here, which is empty afterwards."""
+        taken = Book(self._series_max)
+        taken._rows, self._rows = self._rows, {}
+        return taken
+
+    def encode(self) -> bytes:
+        """As `decode_rows` reads it."""
+        return _encode(list(self._rows.items()))
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_rows = msgspec.msgpack.Decoder(list[tuple[Series, Counts]])
+
+
+def decode_rows(body: bytes) -> list[tuple[Series, Counts]]:
+    """What `Book.encode` wrote.
+
+    Raises:
+        msgspec.MsgspecError: something else did.
+    """
+    return _rows.decode(body)
+
+
+ANSWERED = frozenset({OutcomeLabel.STOP, OutcomeLabel.LENGTH, OutcomeLabel.TOOL_CALLS, OutcomeLabel.BUDGET})
+FAILED = frozenset({OutcomeLabel.ERROR, OutcomeLabel.SHED})
+"""What counts against availability: a request that was wrong and a client that left do not."""
+
+
+def available_of(outcomes: Mapping[str, int]) -> tuple[int, int]:
+    """Requests that were to be answered, and how many were not."""
+    failed = sum(outcomes.get(each, 0) for each in FAILED)
+    return failed + sum(outcomes.get(each, 0) for each in ANSWERED), failed
