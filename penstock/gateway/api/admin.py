@@ -14,7 +14,8 @@ from penstock.clock import NS_PER_S
 from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry, Worker
-from penstock.gateway.api.inspect import answer, model_numbers
+from penstock.gateway.api.feed import ServerLine
+from penstock.gateway.api.inspect import Inspect, answer
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
@@ -22,13 +23,13 @@ from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.placement.pick import explain, explain_choice, without_waits
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
-from penstock.protocol.peers import LookAt, ModelNumbers
+from penstock.protocol.peers import LookAt, ModelNumbers, Sum
 from penstock.telemetry.history import DAY_S, RECENT_S
-from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.watch import Watch
 from penstock.types import RequestId, WorkerId
 
 WORKERS = "/admin/workers/"
+REQUESTS = "/admin/requests/"
 _orders = msgspec.json.Decoder(DrainOrder)
 
 
@@ -38,7 +39,7 @@ class Admin:
     def __init__(
         self,
         services: Services,
-        metrics: Metrics,
+        inspect: Inspect,
         registry: Registry,
         members: Members | None,
         watch: Watch | GatewayPeers,
@@ -47,7 +48,7 @@ class Admin:
 
         With other processes beside this one orders reach, and numbers count, all of them.
         """
-        self._services, self._metrics = services, metrics
+        self._services, self._inspect = services, inspect
         self._registry, self._members, self._watch = registry, members, watch
         self._peers = watch if isinstance(watch, GatewayPeers) else None
 
@@ -55,23 +56,59 @@ class Admin:
         """`GET /admin/workers`: every worker as this gateway process sees it, every model as all of them
         do.
         """
+        answer(exchange, self.report(await self._inspect.numbers()))
+
+    async def look(self) -> tuple[ServerLine, FleetReport]:
+        """What the console's feed tells of."""
+        services, numbers = self._services, await self._inspect.numbers()
+        server = ServerLine(
+            version=__version__,
+            uptime_s=int(self._inspect.uptime_s),
+            connections=numbers.connections,
+            streams=numbers.streams,
+            processes=numbers.processes,
+            draining=services.leaving,
+            auth=self._inspect.auth,
+        )
+        return server, self.report(numbers)
+
+    def report(self, total: Sum) -> FleetReport:
+        """The fleet, with the numbers of all gateway processes."""
         now_ns, wall_ns = self._services.clock.now_ns(), self._services.clock.wall_ns()
-        numbers, gone = model_numbers(self._services, self._metrics), None
-        if self._peers is not None:
-            total = await self._peers.sum()
-            numbers, gone = total.models, frozenset(total.gone)
+        numbers, gone = total.models, None if self._peers is None else frozenset(total.gone)
         left_alone = dict[WorkerId, str]()
         for model in self._services.models:
             left_alone |= self._services.dispatcher.left_alone(model.name)
         workers = [
             _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, "")) for worker in self._registry
         ]
-        report = FleetReport(
+        return FleetReport(
             version=__version__,
             workers=workers + self._drained(gone),
             models=[_model(model, numbers.get(model.name)) for model in self._services.models],
         )
-        answer(exchange, report)
+
+    async def requests(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/requests`: the last requests that ended in this gateway process, newest first."""
+        answer(exchange, {"requests": self._services.recent.latest()})
+
+    async def request(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/requests/{id}`: one of them, by its `x-request-id` or the id of its answer, and what
+        was decided about it, as `/admin/explain` says it.
+
+        Raises:
+            NotFound: it is not known, or not any more.
+        """
+        name = unquote(exchange.path.removeprefix(REQUESTS))
+        ended = self._services.recent.find(name)
+        named = ended.request_id if ended is not None else "" if name.startswith("req-") else name
+        body = await self._decided(RequestId(named))
+        if ended is None and not body["decisions"]:
+            raise NotFound(
+                f"No request {name[:128]!r} is known to this gateway process (any more).",
+                code="unknown_request",
+            )
+        answer(exchange, {"request": ended, **body})
 
     async def history(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/history?seconds=900`: requests, errors, tokens, TTFT and TPOT of the last 15 minutes,
@@ -97,20 +134,25 @@ class Admin:
             NotFound: it is not known, or not any more.
         """
         name = unquote(exchange.path.removeprefix("/admin/explain/"))
-        explained, kept = self._services.explained, self._services.kept
-        decisions, choice = explained.of(RequestId(name)), explained.choice_of(RequestId(name))
-        if not decisions and kept is not None:
-            entries = await kept.find(RequestId(name))
-            decisions = without_waits([entry.decision for entry in entries if entry.decision is not None])
-            choice = next((entry.choice for entry in entries if entry.choice is not None), choice)
-        if not decisions and choice is None:
+        body = await self._decided(RequestId(name))
+        if not body["decisions"] and "model_choice" not in body:
             raise NotFound(
                 f"No decision about request {name[:128]!r} is known (any more).", code="unknown_request"
             )
-        body: dict[str, Any] = {"request_id": name, "decisions": [explain(each) for each in decisions]}
+        answer(exchange, {"request_id": name, **body})
+
+    async def _decided(self, name: RequestId) -> dict[str, Any]:
+        """Every decision about a request, and how its model was chosen, if it was."""
+        explained, kept = self._services.explained, self._services.kept
+        decisions, choice = explained.of(name), explained.choice_of(name)
+        if not decisions and kept is not None and name:
+            entries = await kept.find(name)
+            decisions = without_waits([entry.decision for entry in entries if entry.decision is not None])
+            choice = next((entry.choice for entry in entries if entry.choice is not None), choice)
+        body: dict[str, Any] = {"decisions": [explain(each) for each in decisions]}
         if choice is not None:
             body["model_choice"] = explain_choice(choice)
-        answer(exchange, body)
+        return body
 
     async def order(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /admin/workers/{id}/drain`: take a worker out of service; `/undrain` takes it back. The id
