@@ -6,6 +6,7 @@ gateway/relay/: reply.py, relay.py, collect.py).
 """
 
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -40,7 +41,7 @@ from penstock.gateway.models.prepare import (
     truncated,
 )
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.models.shape import forwards, own_needs, shaped, template_extra
+from penstock.gateway.models.shape import forwards, holds_calls, shaped, template_extra
 from penstock.gateway.relay.chat import ChatSink, PassedSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
@@ -361,8 +362,6 @@ def _checked(model: ServedModel, request: GenerationRequest, needs: Sequence[Nee
     """
     if model.workers.lacks_common:
         needs = [*needs, *common_needs(request)]
-    if needs:
-        needs = own_needs(model, needs)
     wanted = _names(needs)
     if wanted and (lacking := model.workers.lacking(wanted)):
         raise unsupported(needs, lacking, model.name)
@@ -392,7 +391,9 @@ def answer_parser(job: Job) -> AnswerParser:
     if job.constraint.forced_tool is not None:
         tools = ForcedCalls(job.constraint.forced_tool)
     elif uses_tools(request):
-        tools = model.tool_format.parser(schemas_of(request))
+        schemas, syntax = schemas_of(request), model.tool_format
+        held = re.compile(syntax.call_mark(schemas)) if holds_calls(request) else None
+        tools = syntax.parser(schemas, held)
         if request.parallel_tool_calls is False:
             tools = FirstCallOnly(tools)
     if (marks := model.reasoning) is None:

@@ -36,6 +36,7 @@ _OUTCOMES: Mapping[FinishReason, OutcomeLabel] = {
     FinishReason.STOP: OutcomeLabel.STOP,
     FinishReason.LENGTH: OutcomeLabel.LENGTH,
     FinishReason.TOOL_CALLS: OutcomeLabel.TOOL_CALLS,
+    FinishReason.CONTENT_FILTER: OutcomeLabel.CONTENT_FILTER,
     FinishReason.BUDGET: OutcomeLabel.BUDGET,
 }
 
