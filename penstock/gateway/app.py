@@ -30,7 +30,7 @@ from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts
-from penstock.gateway.http.errors import error_response
+from penstock.gateway.http.errors import error_response, failure_of
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import HttpServer, tick_s
 from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
@@ -48,7 +48,7 @@ from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import AccessLine
 from penstock.telemetry.watch import Watch
-from penstock.types import ModelName
+from penstock.types import ModelName, RequestId
 
 
 class Gateway:
@@ -246,6 +246,9 @@ class Gateway:
             self._services.recent.add(exchange, served, record)
         if exchange.trace is not None:
             self._traces.end(exchange, record)
+        kept = self._policies.kept
+        if exchange.error is not None and kept is not None and exchange.path.startswith("/v1/"):
+            kept.failed(RequestId(exchange.id), failure_of(exchange.error))
         self._log.access(
             AccessLine(
                 method=exchange.method,
@@ -288,6 +291,7 @@ class Gateway:
             exchange.forget_request()
 
     def _failed(self, exchange: Exchange, error: Exception) -> None:
+        exchange.error = error
         if exchange.outcome is None:
             exchange.outcome = outcome_of(error)
         if exchange.streaming:
