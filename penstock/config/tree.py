@@ -51,6 +51,10 @@ Latency = Annotated[float, Meta(ge=0)]
 """Milliseconds."""
 
 
+Scheduling = Literal["fair", "priority", "fcfs"]
+"""Orders of the engine's queue (schedule/order.py)."""
+
+
 class EngineConfig(Branch, frozen=True, kw_only=True):
     """How one engine worker computes."""
 
@@ -81,7 +85,7 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """Token budget of one step: decode rows first, the rest goes to chunks of prompts."""
     max_running: Positive = 64
     """Requests in one batch at most."""
-    scheduling: Literal["fair", "priority", "fcfs"] = "fair"
+    scheduling: Scheduling = "fair"
     """Who starts next. "fair": by class, where waiting makes up for class, and in a class the tenant that was
     served least; the default, because with one tenant it is "priority" and with several none can crowd out
     the others. "priority": by class, and waiting makes up for class. "fcfs": strictly by class, then arrival:

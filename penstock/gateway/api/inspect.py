@@ -33,8 +33,14 @@ from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.policy.tenant import Tenant, check_model, may_use_model
-from penstock.protocol.openai import DetokenizeAnswer, ModelList, TokenizeAnswer, TokenizeRequest
-from penstock.protocol.openai_validate import parse_detokenize, parse_tokenize
+from penstock.protocol.openai import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    ModelList,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from penstock.protocol.openai_validate import decoded, parse_tokenize
 from penstock.protocol.peers import ModelNumbers, Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -52,6 +58,7 @@ class HealthStatus(enum.StrEnum):
     DOWN = "down"
 
 
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 _ORDER = tuple(HealthStatus)  # From good to bad.
 
 
@@ -235,7 +242,7 @@ class Inspect:
 
     async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/detokenize`: tokens' text, as in vLLM."""
-        request = parse_detokenize(exchange.body)
+        request = decoded(_DETOKENIZE, exchange.body)
         model = self._model(request.model, caller)
         await self._services.cold.wait(model, exchange, len(exchange.body), caller.tenant.id)
         check_token_ids(request.tokens, model.info().vocab_size, "tokens")
