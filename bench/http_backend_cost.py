@@ -27,7 +27,7 @@ from penstock.backends.http.dialects.tgi import TgiDialect
 from penstock.backends.http.dialects.triton import TritonDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.limits import HttpLimits
-from penstock.backends.http.stream import HttpStream
+from penstock.backends.http.stream import HttpStream, StreamContext
 from penstock.clock import SystemClock
 from penstock.text.detokenizer import PieceTokens
 from penstock.text.tokenizer import Tokenizer
@@ -162,18 +162,13 @@ def answer(
 ) -> None:
     sink, asked = CountingSink(), request(engine, number)
     stream = HttpStream(
+        StreamContext(tokenizer, pieces, client.clock, NoOwner(), HttpLimits()),
         asked,
         sink,
         dialect.reader(asked),
-        tokenizer=tokenizer,
-        pieces=pieces,
-        clock=client.clock,
-        owner=NoOwner(),
         model=dialect.expects_model,
         trusts_prompt=False,
         may_move=asked.may_move,
-        event_bytes_max=1 << 20,
-        error_bytes_max=1 << 16,
     )
     connection = _Connection(client)
     connection.connection_made(NoTransport())

@@ -32,6 +32,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.registry import Registry
 from penstock.gateway.app import Gateway
+from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.models.served import ServedModel
 from penstock.protocol.worker import ModelInfo
 from penstock.rng import IdSource
@@ -178,10 +179,7 @@ async def serve_gateway_with(ledger: LedgerConfig, load: Load, pipe: Connection)
         config,
         {name: model},
         registry,
-        metrics=Metrics([name], version="bench"),
-        clock=clock,
-        ids=IdSource(),
-        log=log,
+        GatewayTools(metrics=Metrics([name], version="bench"), clock=clock, ids=IdSource(), log=log),
     )
     pipe.send((await gateway.start())[1])
     await pusher.done.wait()

@@ -17,6 +17,7 @@ from penstock.backends.http.dialects.triton import TritonDialect
 from penstock.backends.http.dialects.trtllm import TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.gateway.api.admin import Admin
+from penstock.gateway.api.console import Console
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
@@ -65,8 +66,8 @@ NOTES = {
     "chat stop": "checked by this server for every kind of worker; a provider gets it too",
     "user": "names the session and stands in the usage records",
     "messages": "unknown fields within are dropped (a provider gets them); see above",
-    "tools": "`strict: true` needs our engine, with a `tool_format` that has marks around JSON (see Tools), "
-    "or a provider; types other than `function` need a provider",
+    "tools": "`strict: true` needs our engine (see Tools) or a provider; types other than "
+    "`function` need a provider",
     "parallel_tool_calls": "`false`: calls behind the first are not shown, and the answer ends where that "
     "can be seen",
     "chat_template_kwargs": "variables of the chat template",
@@ -150,7 +151,7 @@ def tables() -> dict[str, str]:
 def endpoints() -> Iterator[list[str]]:
     """Every endpoint, whom it is for and what its handler says that it does."""
     # The handlers are only looked at, so the classes do as well as what is made of them.
-    routes = Routes(*(cast(Any, each) for each in (Generate, Responses, Inspect, Admin)))
+    routes = Routes(*(cast(Any, each) for each in (Generate, Responses, Inspect, Admin, Console)))
     for path, route in routes.all().items():
         for verb, handler in route.handlers.items():
             said, does = _said(handler)

@@ -43,6 +43,7 @@ from penstock.config.tenancy import TierConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ModelConfig, ServerConfig
 from penstock.fleet.registry import Registry
 from penstock.gateway.app import Gateway
+from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.identity.api_keys import ApiKey, digest_of, edit_keys
 from penstock.protocol.address import UnixAddress
 from penstock.telemetry.log import Log
@@ -128,10 +129,7 @@ async def _main(paths: list[str], config: Config, *, counted: bool) -> None:
         config,
         {part.served.name: part.served},
         registry,
-        metrics=metrics,
-        clock=clock,
-        ids=rng.IdSource(),
-        log=log,
+        GatewayTools(metrics=metrics, clock=clock, ids=rng.IdSource(), log=log),
     )
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

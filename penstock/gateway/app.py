@@ -1,6 +1,6 @@
 """The gateway: everything wired together behind one listening address.
 
-    gateway = Gateway(config, models, registry, metrics=metrics, clock=clock, ids=ids, log=log)
+    gateway = Gateway(config, models, registry, GatewayTools(metrics=metrics, clock=clock, ids=ids, log=log))
     host, port = await gateway.start()
     ...
     await gateway.stop()
@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock import __version__
-from penstock.clock import NS_PER_S, Clock, sleep
+from penstock.clock import NS_PER_S, sleep
 from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
@@ -22,14 +22,15 @@ from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.gateway.api.admin import Admin
+from penstock.gateway.api.console import Console
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
-from penstock.gateway.dispatch.assemble import StretchedPromises, make_policies
+from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts
-from penstock.gateway.http.errors import error_response
+from penstock.gateway.http.errors import error_response, failure_of
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import HttpServer, tick_s
 from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
@@ -42,13 +43,12 @@ from penstock.gateway.tracing import RequestTraces
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS
 from penstock.policy.admission.admit import Promises
-from penstock.rng import IdSource, fresh_key
+from penstock.rng import fresh_key
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.history import Recorder
-from penstock.telemetry.log import AccessLine, Log
-from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.log import AccessLine
 from penstock.telemetry.watch import Watch
-from penstock.types import ModelName
+from penstock.types import ModelName, RequestId
 
 
 class Gateway:
@@ -61,12 +61,9 @@ class Gateway:
         config: Config,
         models: Mapping[ModelName, ServedModel],
         registry: Registry,
+        tools: GatewayTools,
         members: Members | None = None,
         *,
-        metrics: Metrics,
-        clock: Clock,
-        ids: IdSource,
-        log: Log,
         peers: GatewayPeers | None = None,
         hash_key: bytes = b"",
         limits: WireLimits = WIRE_LIMITS,
@@ -74,12 +71,11 @@ class Gateway:
         """`config.auth` must say who may call, or that everybody may.
 
         With `members` workers can be drained by hand; `peers` are of several processes that share an address.
-        Workers that share `hash_key` name their KV blocks with it.
-
-        Raises:
-            ConfigError: the keys file cannot be read, or does not go with the tiers.
+        Workers that share `hash_key` name their KV blocks with it. Raises ConfigError: the keys file cannot
+        be read, or does not go with the tiers.
         """
         assert names_callers(config.auth), "whoever wires the gateway makes a key"
+        metrics, clock, ids, log = tools.metrics, tools.clock, tools.ids, tools.log
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         self.tenancy = Tenancy(config, clock=clock, log=log)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
@@ -91,10 +87,8 @@ class Gateway:
             config,
             models,
             registry,
+            tools,
             gateway=name,
-            metrics=metrics,
-            clock=clock,
-            log=log,
             locality=locality,
             leases=peers.leases if peers is not None else "",
         )
@@ -122,9 +116,10 @@ class Gateway:
         self._recorder = Recorder(Promises(config.admission), metrics)
         watch = peers or Watch(config, clock, log, self._inspect.rendered)
         self._watch = watch if isinstance(watch, Watch) else None
-        admin = Admin(self._services, metrics, registry, members, watch)
+        admin = Admin(self._services, self._inspect, registry, members, watch)
+        self._console = Console(self._services, self._inspect, admin)
         self._responses = Responses(self._services, generate := Generate(self._services))
-        self._routes = Routes(generate, self._responses, self._inspect, admin)
+        self._routes = Routes(generate, self._responses, self._inspect, admin, self._console)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
 
@@ -167,6 +162,7 @@ class Gateway:
         """
         services, drain_s = self._services, self._config.server.drain_timeout_s
         services.leaving = True
+        self._console.close()
         self._server.close_after_answers()
         if not listens:
             self._server.close_listeners()
@@ -248,8 +244,12 @@ class Gateway:
             record = exchange.measured(served, now_ns)
             self._metrics.model(served.counted_model).request_ended(record)
             self._recorder.ended(served.counted_model, record)
+            self._services.recent.add(exchange, served, record)
         if exchange.trace is not None:
             self._traces.end(exchange, record)
+        kept = self._policies.kept
+        if exchange.error is not None and kept is not None and exchange.path.startswith("/v1/"):
+            kept.failed(RequestId(exchange.id), failure_of(exchange.error))
         self._log.access(
             AccessLine(
                 method=exchange.method,
@@ -292,6 +292,7 @@ class Gateway:
             exchange.forget_request()
 
     def _failed(self, exchange: Exchange, error: Exception) -> None:
+        exchange.error = error
         if exchange.outcome is None:
             exchange.outcome = outcome_of(error)
         if exchange.streaming:

@@ -20,11 +20,12 @@ class Endpoint(enum.StrEnum):
 
 
 class OutcomeLabel(enum.StrEnum):
-    """How a request ended, as operators count it. The first four are answers."""
+    """How a request ended, as operators count it. The first five are answers."""
 
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"
+    CONTENT_FILTER = "content_filter"  # A provider withheld the rest.
     BUDGET = "budget"  # The tenant's budget ended it early.
     ABORT = "abort"  # The client left.
     ERROR = "error"  # A worker or the server failed.

@@ -22,8 +22,9 @@ from engine_stand_ins import (
 )
 from test_external_conformance import tools
 
+from penstock.backends.http.backend import ExternalWorker
 from penstock.backends.http.engine_metrics import LOAD_NAMES
-from penstock.backends.http.external import ExternalWorker, make_backend
+from penstock.backends.http.external import make_backend
 from penstock.backends.http.handler import Anomaly
 from penstock.config.checks import check
 from penstock.config.fleet import WorkerConfig

@@ -23,7 +23,7 @@ def test_a_new_key_is_shown_and_used() -> None:
     text = shown(FACTS)
     assert "ready after 2.3 s" in text
     assert "key        sk-new" in text
-    assert "dashboard  http://127.0.0.1:8000/\n" in text
+    assert "console    http://127.0.0.1:8000/console\n" in text
     assert curl_line(FACTS) in text.splitlines()  # Not wrapped, however narrow the terminal.
 
 

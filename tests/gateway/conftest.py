@@ -20,13 +20,15 @@ from fleets import fleet_of
 from redis_process import RedisProcess
 from test_external_conformance import tools
 
-from penstock.backends.http.external import ExternalWorker, make_backend
+from penstock.backends.http.backend import ExternalWorker
+from penstock.backends.http.external import make_backend
 from penstock.backends.http.limits import HttpBackendLimits
 from penstock.clock import Clock, SystemClock
 from penstock.config.flow import LimitsConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.fleet.members import Members
 from penstock.gateway.app import Gateway
+from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.http.terms import WireLimits
 from penstock.gateway.models.served import PublicPrefixes, ServedModel
 from penstock.policy.queueing.terms import queue_terms
@@ -141,11 +143,8 @@ class RunningGateway:
             self.config,
             {model.name: model for model in models},
             self.registry,
+            GatewayTools(metrics=self.metrics, clock=self.clock, ids=IdSource(seed=1), log=log),
             self.members,
-            metrics=self.metrics,
-            clock=self.clock,
-            ids=IdSource(seed=1),
-            log=log,
             limits=self._limits,
         )
         self.host, self.port = await self.gateway.start()

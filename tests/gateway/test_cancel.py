@@ -13,6 +13,7 @@ from step_gate import StepGate
 from penstock.clock import SystemClock
 from penstock.config.tree import Config, ServerConfig
 from penstock.gateway.app import Gateway
+from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.models.served import PublicPrefixes, ServedModel
 from penstock.protocol.worker import Ping, Pong
 from penstock.rng import IdSource
@@ -41,15 +42,13 @@ def make_gateway(kit, backend, log):
         created_s=0,
         public_prefixes=PublicPrefixes.of((), tokenizer, template),
     )
-    return Gateway(
-        config,
-        {model.name: model},
-        registry,
+    tools = GatewayTools(
         metrics=Metrics(["tiny"], version="test"),
         clock=clock,
         ids=IdSource(seed=1),
         log=Log(config.log, clock, stream=log),
     )
+    return Gateway(config, {model.name: model}, registry, tools)
 
 
 async def ask(kit, port, number):

@@ -122,24 +122,3 @@ def test_requests_are_counted_and_logged(start, kit):
     (line,) = [line for line in running.log_text.getvalue().splitlines() if "POST" in line]
     assert "POST /v1/chat/completions 200" in line
     assert "model=tiny outcome=length prompt_tokens=23 cached_tokens=0 generated_tokens=3" in line
-
-
-def test_the_landing_page_stands_alone(gateway):
-    status, headers, body = fetch(gateway, "/")
-    assert status == 200
-    assert headers["content-type"] == "text/html; charset=utf-8"
-    assert "default-src 'none'" in headers["content-security-policy"]
-    page = body.decode()
-    assert "status.json" in page
-    assert "src=" not in page
-    assert 'href="http' not in page
-    assert "prefers-color-scheme: dark" in page
-
-
-def test_the_landing_page_asks_for_a_key_and_keeps_it_in_the_tab(gateway):
-    page = fetch(gateway, "/")[2].decode()
-    assert '<input type="password" id="key"' in page
-    assert "The numbers of this server need a key" in page
-    assert "sessionStorage" in page
-    assert "localStorage" not in page
-    assert "innerHTML" not in page  # What workers say is text, never markup.

@@ -20,6 +20,7 @@ from penstock.clock import SystemClock
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
 from penstock.gateway.app import Gateway
+from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.models.served import ServedModel
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
@@ -88,10 +89,9 @@ def test_a_worker_lost_in_mid_stream_is_noticed_by_nobody(how: signal.Signals, t
                 auth=AuthConfig(keys=(KEY,)),
                 ledger=LedgerConfig(directory=str(tmp_path / "ledger")),
             )
-            gateway = Gateway(
-                config, {model.name: model}, registry, metrics=Metrics(["scripted"], version="test"),
-                clock=clock, ids=IdSource(seed=1), log=log,
-            )  # fmt: skip
+            metrics = Metrics(["scripted"], version="test")
+            tools = GatewayTools(metrics=metrics, clock=clock, ids=IdSource(seed=1), log=log)
+            gateway = Gateway(config, {model.name: model}, registry, tools)
             host, port = await gateway.start()
             async with openai.AsyncOpenAI(
                 base_url=f"http://{host}:{port}/v1", api_key=KEY, max_retries=0

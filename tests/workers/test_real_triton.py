@@ -13,8 +13,8 @@ from test_external_conformance import TestTriton as TritonConformance
 from test_external_conformance import tools
 
 from penstock.backends.base import Backend
-from penstock.backends.http.backend import HttpBackend
-from penstock.backends.http.external import ExternalWorker, make_backend
+from penstock.backends.http.backend import ExternalWorker, HttpBackend
+from penstock.backends.http.external import make_backend
 from penstock.errors import WorkerUnavailable
 
 pytestmark = [pytest.mark.workers, pytest.mark.timeout(600)]

@@ -13,8 +13,8 @@ from test_external_conformance import tools
 
 from penstock.backends.base import Backend, GenerateRequest
 from penstock.backends.engine.backend import EngineBackend
-from penstock.backends.http.backend import HttpBackend
-from penstock.backends.http.external import ExternalWorker, make_backend
+from penstock.backends.http.backend import ExternalWorker, HttpBackend
+from penstock.backends.http.external import make_backend
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong

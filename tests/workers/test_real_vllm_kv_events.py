@@ -12,8 +12,8 @@ from engine_stand_ins import until
 from test_external_conformance import tools
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.http.backend import HttpBackend
-from penstock.backends.http.external import ExternalWorker, make_backend
+from penstock.backends.http.backend import ExternalWorker, HttpBackend
+from penstock.backends.http.external import make_backend
 from penstock.clock import SystemClock
 from penstock.config.tree import LogConfig
 from penstock.fleet.kv_watch import KVEventSubscriber

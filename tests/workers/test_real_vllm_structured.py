@@ -13,7 +13,8 @@ from engine_stand_ins import until
 from test_external_conformance import tools
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.http.external import ExternalWorker, make_backend
+from penstock.backends.http.backend import ExternalWorker
+from penstock.backends.http.external import make_backend
 from penstock.config.flow import LimitsConfig
 from penstock.protocol.needs import constraint_of, rare_needs
 from penstock.protocol.openai_validate import parse_chat

@@ -10,6 +10,7 @@ Which API it speaks is a `Dialect`'s business. A worker that serves another mode
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 from msgspec.structs import replace
@@ -25,13 +26,14 @@ from penstock.backends.base import (
     end_streams,
     nothing,
 )
+from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.client import HttpClient, NoConnection
 from penstock.backends.http.dialects.base import Dialect, ServerFacts
 from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
 from penstock.backends.http.fetch import ProbeFailed, fetch
 from penstock.backends.http.handler import Anomaly
 from penstock.backends.http.limits import HttpBackendLimits
-from penstock.backends.http.stream import HttpStream
+from penstock.backends.http.stream import HttpStream, StreamContext
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import ClientError, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.protocol.worker import ModelInfo, Stats
@@ -53,45 +55,65 @@ class WrongWorker(ProbeFailed):
     """It answers, and is not what the configuration says."""
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ExternalWorker:
+    """A worker's entry in the configuration, with the key that it names."""
+
+    engine: str
+    url: str
+    model: str
+    """Its name over there."""
+    api_key: str = ""
+    metrics_url: str = ""
+    """Where its metrics are; empty: where this engine has them."""
+    max_model_len: int = 0
+    max_running: int = 0
+    has_priorities: bool = False
+    lacks: frozenset[str] = frozenset()
+    """Capabilities that its engine could have and it has not."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class BackendDependencies:
+    """What every backend of one process is given."""
+
+    config: HttpBackendLimits
+    clock: Clock
+    meters: Callable[[str], BackendMeters]
+    """Counters of an engine."""
+    draw: Callable[[], float]
+    """Numbers from 0 to 1."""
+    heartbeat: HeartbeatTerms = HeartbeatTerms()  # noqa: RUF009 - it is frozen.
+    """For engine workers that we did not start."""
+
+
 class HttpBackend:
     """One worker at an address. `open` it; it is probed until it is drained or closed."""
 
     def __init__(
         self,
+        worker: ExternalWorker,
+        tools: BackendDependencies,
         dialect: Dialect,
         client: HttpClient,
         tokenizer: Tokenizer,
-        clock: Clock,
-        config: HttpBackendLimits,
         *,
-        engine: str,
-        model: str,
-        meters: BackendMeters,
-        draw: Callable[[], float],
         metrics: tuple[HttpClient, str] | None = None,
-        max_model_len: int = 0,
-        max_running: int = 0,
-        probe_min_s: float = 0.0,
-        lacks: frozenset[str] = frozenset(),
     ) -> None:
-        """`model` is its name over there.
-
-        `draw` gives numbers from 0 to 1, for probes that should not come together. `metrics` is where its
-        metrics are. `max_model_len` 0: as it says itself. `lacks`: capabilities that its engine has and it
-        has not.
-        """
+        """`metrics` is where its metrics are."""
         self.on_change: Callable[[], None] = nothing
         """See `Backend.on_change`."""
-        self._dialect, self._client, self._tokenizer, self._clock = dialect, client, tokenizer, clock
-        self._config, self._engine, self._model = config, engine, model
-        self._meters, self._draw, self._metrics = meters, draw, metrics
-        self._max_model_len, self._max_running = max_model_len, max_running
-        self._probe_s = max(config.probe_s, probe_min_s)
-        capabilities = frozenset[str](dialect.capabilities) - lacks
+        self._worker, self._config, self._clock, self._draw = worker, tools.config, tools.clock, tools.draw
+        self._dialect, self._client, self._tokenizer, self._metrics = dialect, client, tokenizer, metrics
+        self._meters = tools.meters(worker.engine)
+        capabilities = frozenset[str](dialect.capabilities) - worker.lacks
         self._status = BackendStatus(
             stage="not asked yet", static_capabilities=capabilities, resumes=dialect.resumes
         )
-        self._pieces = PieceTokens(tokenizer)
+        self._stream_context = StreamContext(
+            tokenizer=tokenizer, pieces=PieceTokens(tokenizer), clock=tools.clock, owner=self,
+            limits=tools.config.http,
+        )  # fmt: skip
         self._streams: dict[RequestId, HttpStream] = {}
         self._draining = False
         self._idle = asyncio.Event()
@@ -138,24 +160,18 @@ class HttpBackend:
         if request.adapter and request.adapter not in self._status.adapters.served:
             raise WorkerUnavailable(f"the worker does not serve the adapter '{request.adapter[:64]}'")
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
-        http = self._config.http
         closing = self._closing_mark(request)
         if closing:
             behind = self._tokenizer.encode(f"{closing}\n\n")
             request = replace(request, prompt_token_ids=request.prompt_token_ids + behind)
         stream = HttpStream(
+            self._stream_context,
             request,
             sink,
             self._dialect.reader(request),
-            tokenizer=self._tokenizer,
-            pieces=self._pieces,
-            clock=self._clock,
-            owner=self,
             model=request.adapter or self._dialect.expects_model,
             trusts_prompt=self._dialect.sends_chats and request.is_chat,
             may_move=moves,
-            event_bytes_max=http.event_bytes_max,
-            error_bytes_max=http.error_bytes_max,
             said_before=closing,
         )
         try:
@@ -243,7 +259,7 @@ class HttpBackend:
                 self._down(Phase.LOST, f"no answer to a probe within {self._config.probe_timeout_s:g} s")
             except Exception as error:  # noqa: BLE001 - a worker whose words meet a bug here must not stay unwatched.
                 self._down(Phase.LOST, f"a bug met its answer to a probe: {error!r}")
-            await self._pause(self._probe_s * (0.9 + 0.2 * self._draw()))
+            await self._pause(self._config.probe_s * (0.9 + 0.2 * self._draw()))
 
     async def _pause(self, seconds: float) -> None:
         """Until the next probe is due, or wanted now; never less than a moment."""
@@ -289,29 +305,29 @@ class HttpBackend:
             raise ProbeFailed(f"{path} answers {answer[0]}")
 
     def _learn(self, facts: ServerFacts) -> None:
-        length = self._max_model_len or facts.max_model_len
+        length = self._worker.max_model_len or facts.max_model_len
         if not length:
             raise WrongWorker("it does not say how long its context is: set max_model_len of the worker")
         self._adapters = facts.adapters if self._dialect.has_adapters else frozenset()
         self._tell_adapters()
         known = self._status.info
         info = ModelInfo(
-            model=self._model,
-            architecture=self._engine,
+            model=self._worker.model,
+            architecture=self._worker.engine,
             dtype="",
             num_parameters=0,
             vocab_size=self._tokenizer.vocab_size,
             max_model_len=length,
             num_blocks=known.num_blocks if known is not None else 0,
             block_tokens=BLOCK_TOKENS,
-            max_running=self._max_running,
+            max_running=self._worker.max_running,
         )
         if info != known:
             self._status.info = info
 
     async def _read_load(self) -> None:
         """What its metrics say. Without them it is as loaded as this gateway has loaded it."""
-        now_ns, names = self._clock.now_ns(), LOAD_NAMES.get(self._engine)
+        now_ns, names = self._clock.now_ns(), LOAD_NAMES.get(self._worker.engine)
         if self._status.stats is not None and now_ns - self._load_ns > self._config.stale_s * NS_PER_S:
             self._status.stats = None
             self.on_change()
@@ -323,7 +339,7 @@ class HttpBackend:
             if status != 200:
                 raise ProbeFailed(f"{path} answers {status}")
             timed = names.adapters[0] if names.adapters is not None else ""
-            load = load_of(parse_metrics(body, names.all(), timed=timed), names, model=self._model)
+            load = load_of(parse_metrics(body, names.all(), timed=timed), names, model=self._worker.model)
         except (ProbeFailed, ValueError) as error:
             self._meters.scrape_failed()
             self._complain("metrics", f"its metrics cannot be read: {error}")
@@ -345,7 +361,7 @@ class HttpBackend:
     def _stats(self, load: EngineLoad) -> Stats | None:
         """The load as the rest of the gateway knows it; None if what counts most is not told."""
         running = load.running
-        if running is None and LOAD_NAMES[self._engine].running is None:
+        if running is None and LOAD_NAMES[self._worker.engine].running is None:
             running = len(self._streams)
         if running is None or load.waiting is None:
             return None

@@ -4,10 +4,9 @@ A new engine is a dialect (dialects/base.py), its names for its load (engine_met
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from penstock.backends.heartbeat import HeartbeatTerms
-from penstock.backends.http.backend import HttpBackend
+from penstock.backends.http.backend import BackendDependencies, ExternalWorker, HttpBackend
 from penstock.backends.http.client import HttpAddress, HttpClient
 from penstock.backends.http.dialects.base import Dialect
 from penstock.backends.http.dialects.openai import OpenAIDialect
@@ -16,10 +15,7 @@ from penstock.backends.http.dialects.tgi import TgiDialect
 from penstock.backends.http.dialects.triton import TritonDialect
 from penstock.backends.http.dialects.trtllm import TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
-from penstock.backends.http.limits import HttpBackendLimits
-from penstock.clock import Clock
 from penstock.errors import ConfigError
-from penstock.telemetry.metrics import BackendMeters
 from penstock.text.tokenizer import Tokenizer
 
 PROVIDER_PROBE_S = 30.0
@@ -38,69 +34,25 @@ _MUST_SAY_CONTEXT = frozenset({"trtllm", "triton"})
 """Engines that do not tell how long their context is."""
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class ExternalWorker:
-    """A worker's entry in the configuration, with the key that it names."""
-
-    engine: str
-    url: str
-    model: str
-    """Its name over there."""
-    api_key: str = ""
-    metrics_url: str = ""
-    """Where its metrics are; empty: where this engine has them."""
-    max_model_len: int = 0
-    max_running: int = 0
-    has_priorities: bool = False
-    lacks: frozenset[str] = frozenset()
-    """Capabilities that its engine could have and it has not."""
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class BackendDependencies:
-    """What every backend of one process is given."""
-
-    config: HttpBackendLimits
-    clock: Clock
-    meters: Callable[[str], BackendMeters]
-    """Counters of an engine."""
-    draw: Callable[[], float]
-    """Numbers from 0 to 1."""
-    heartbeat: HeartbeatTerms = HeartbeatTerms()  # noqa: RUF009 - it is frozen.
-    """For engine workers that we did not start."""
-
-
 def make_backend(worker: ExternalWorker, tokenizer: Tokenizer, tools: BackendDependencies) -> HttpBackend:
     """A backend for a worker; `open` it on the event loop. `tokenizer` is that of the model here.
 
     Raises:
         ConfigError: the address, the key or the engine cannot be used.
     """
-    config, clock = tools.config, tools.clock
     if worker.engine in _MUST_SAY_CONTEXT and not worker.max_model_len:
         raise ConfigError(
             f"{worker.url}: engine {worker.engine} does not tell its context: set max_model_len"
         )
     headers = {"authorization": f"Bearer {worker.api_key}"} if worker.api_key else {}
     address = _address(worker)
-    client = HttpClient(address, config.http, clock, headers=headers)
-    is_provider = worker.engine == "openai"
-    return HttpBackend(
-        _dialect(worker, tokenizer),
-        client,
-        tokenizer,
-        clock,
-        config,
-        engine=worker.engine,
-        model=worker.model,
-        meters=tools.meters(worker.engine),
-        draw=tools.draw,
-        metrics=_metrics(worker, address, client, tools),
-        max_model_len=worker.max_model_len or (PROVIDER_CONTEXT if is_provider else 0),
-        max_running=worker.max_running,
-        probe_min_s=PROVIDER_PROBE_S if is_provider else 0.0,
-        lacks=worker.lacks,
-    )
+    client = HttpClient(address, tools.config.http, tools.clock, headers=headers)
+    if worker.engine == "openai":
+        worker = replace(worker, max_model_len=worker.max_model_len or PROVIDER_CONTEXT)
+        slow = replace(tools.config, probe_s=max(tools.config.probe_s, PROVIDER_PROBE_S))
+        tools = replace(tools, config=slow)
+    metrics = _metrics(worker, address, client, tools)
+    return HttpBackend(worker, tools, _dialect(worker, tokenizer), client, tokenizer, metrics=metrics)
 
 
 def _address(worker: ExternalWorker) -> HttpAddress:
@@ -114,9 +66,7 @@ def _address(worker: ExternalWorker) -> HttpAddress:
 def _dialect(worker: ExternalWorker, tokenizer: Tokenizer) -> Dialect:
     model, has_priorities = worker.model, worker.has_priorities
     makers: Mapping[str, Callable[[], Dialect]] = {
-        "openai": lambda: OpenAIDialect(
-            model, tokenizer, max_model_len=worker.max_model_len or PROVIDER_CONTEXT
-        ),
+        "openai": lambda: OpenAIDialect(model, tokenizer, max_model_len=worker.max_model_len),
         "vllm": lambda: VllmDialect(model, has_priorities=has_priorities),
         "sglang": lambda: SglangDialect(model, tokenizer, has_priorities=has_priorities),
         "trtllm": lambda: TrtllmDialect(model, has_priorities=has_priorities),

@@ -16,7 +16,7 @@ characters; stop strings, stop tokens and the answer's length are watched here f
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -39,6 +39,7 @@ from penstock.backends.http.dialects.base import (
     said_in,
 )
 from penstock.backends.http.handler import Anomaly, FailureKind, HttpFailure
+from penstock.backends.http.limits import HttpLimits
 from penstock.clock import Clock
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.stream import EventReader, EventTooLong
@@ -71,6 +72,16 @@ class StreamOwner(Protocol):
         ...
 
 
+class StreamContext(NamedTuple):
+    """What all streams of one worker have in common."""
+
+    tokenizer: Tokenizer
+    pieces: PieceTokens
+    clock: Clock
+    owner: StreamOwner
+    limits: HttpLimits
+
+
 class HttpStream:
     """The `Generation` of one request, and the handler of its exchange."""
 
@@ -83,19 +94,14 @@ class HttpStream:
 
     def __init__(
         self,
+        context: StreamContext,
         request: GenerateRequest,
         sink: Sink,
         reader: AnswerReader,
         *,
-        tokenizer: Tokenizer,
-        pieces: PieceTokens,
-        clock: Clock,
-        owner: StreamOwner,
         model: str,
         trusts_prompt: bool,
         may_move: bool,
-        event_bytes_max: int,
-        error_bytes_max: int,
         said_before: str = "",
     ) -> None:
         """`model` is the name that the answer must bear; empty: any. `said_before`: text that the prompt ends
@@ -104,12 +110,11 @@ class HttpStream:
         `trusts_prompt`: only the worker knows how many tokens the prompt has. `may_move`: if it is broken
         off, another worker may continue it, if all of its tokens came as ids.
         """
-        self._request, self._sink, self._reader, self._owner = request, sink, reader, owner
-        self._tokenizer, self._clock, self._model = tokenizer, clock, model
-        self._pieces, self._trusts_prompt = pieces, trusts_prompt
+        self._tokenizer, self._pieces, self._clock, self._owner, limits = context
+        self._request, self._sink, self._reader, self._model = request, sink, reader, model
+        self._trusts_prompt, self._said_before = trusts_prompt, said_before
         self._may_move = may_move and not said_before  # Elsewhere its prompt would not end so.
-        self._error_bytes, self._said_before = error_bytes_max, said_before
-        self._events = EventReader(event_bytes_max)
+        self._error_bytes, self._events = limits.error_bytes_max, EventReader(limits.event_bytes_max)
         self._stop = StopChecker(request.stop, include_stop=request.include_stop) if request.stop else None
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -118,7 +123,7 @@ class HttpStream:
         self._headers: Mapping[bytes, bytes] = {}
         self._body: bytearray | None = None
         """Of an answer that is no stream."""
-        self._started_ns, self._first_ns = clock.now_ns(), 0
+        self._started_ns, self._first_ns = self._clock.now_ns(), 0
         self._count = self._num_logprobs = 0
         self._has_ids = self._has_output = self._done = False
         self._finish: FinishReason | None = None

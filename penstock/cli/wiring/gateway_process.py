@@ -18,7 +18,7 @@ import uvloop
 from penstock import __version__, gc_tuning, rng
 from penstock.backends.base import Note
 from penstock.backends.engine.backend import EngineBackend
-from penstock.backends.http.external import BackendDependencies
+from penstock.backends.http.backend import BackendDependencies
 from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, wait_for_attached
 from penstock.cli.wiring.progress import FleetLog
 from penstock.clock import SystemClock
@@ -31,6 +31,7 @@ from penstock.fleet.registry import Registry
 from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.found import attached
 from penstock.gateway.app import Gateway
+from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.protocol.address import link_key_of
 from penstock.protocol.peers import EXIT_CANNOT_SERVE, ChildLaunch, ChildReport, StopOrder, WorkerAt
@@ -68,11 +69,8 @@ async def _serve(launch: ChildLaunch, behind: bytes) -> int:
         config,
         {part.served.name: part.served for part in parts},
         registry,
+        GatewayTools(metrics=metrics, clock=clock, ids=rng.IdSource(), log=log),
         members,
-        metrics=metrics,
-        clock=clock,
-        ids=rng.IdSource(),
-        log=log,
         peers=GatewayPeers(launch.parent, launch.leases),
         hash_key=launch.hash_key,
     )

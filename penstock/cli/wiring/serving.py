@@ -74,7 +74,7 @@ def show(console: Console, facts: BannerFacts) -> None:
         line(f"  open to    other machines (listens on {facts.open_to})")
     line(f"  models     {', '.join(facts.models)}")
     line(f"  key        {_key_note(facts)}")
-    line(f"  dashboard  {facts.url.removesuffix('/v1')}/")
+    line(f"  console    {facts.url.removesuffix('/v1')}/console")
     line()
     line(curl_line(facts))
     line()

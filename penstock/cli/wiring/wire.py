@@ -40,6 +40,7 @@ from penstock.fleet.registry import Registry, Worker
 from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.found import attached, launched
 from penstock.gateway.app import Gateway
+from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.http.server import bound_sockets
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.peers import LaunchNote, Order, WorkerAt
@@ -115,11 +116,8 @@ class Stack:
             config,
             models,
             self._registry,
+            GatewayTools(metrics=metrics, clock=clock, ids=rng.IdSource(), log=log),
             self._members,
-            metrics=metrics,
-            clock=clock,
-            ids=rng.IdSource(),
-            log=log,
             hash_key=hash_key,
         )
 

@@ -16,11 +16,13 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.engine.grammar.bounds import check_schema, keywords, shared
+from penstock.engine.grammar.calls import calls_grammar
 from penstock.engine.grammar.dates import with_real_dates
+from penstock.engine.grammar.values import Marks
 from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import GRAMMAR_BYTES_MAX
 
-KINDS = ("json", "json_object", "regex", "choice", "grammar", "call")
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "calls")
 CHOICES_MAX = 4096
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 300_000,
@@ -41,8 +43,10 @@ _JSON_OPTIONS: dict[str, Any] = {
 }
 
 
-def grammar_text(form: bytes) -> tuple[str, object]:
+def grammar_text(form: bytes, marks: Marks = json.dumps) -> tuple[str, object]:
     """A grammar of llguidance, and the JSON schema that it is made from, if it is.
+
+    `marks` finds the tokens of marks within calls.
 
     Raises:
         InvalidRequest: it is not understood, or over a bound. `param` names the keyword of `form`.
@@ -60,6 +64,8 @@ def grammar_text(form: bytes) -> tuple[str, object]:
         if name not in KINDS and value not in (None, False):
             _refuse(f"'{str(name)[:64]}' is not supported", str(name)[:64])
     kind = given[0]
+    if kind == "calls":
+        return calls_grammar(asked[kind], _JSON_OPTIONS, marks), None
     return _MAKERS[kind](asked[kind])
 
 
@@ -138,17 +144,6 @@ def _json_object(value: object) -> tuple[str, object]:
     return _json({"type": "object"})
 
 
-def _call(value: object) -> tuple[str, object]:
-    """The JSON of a call, with the white space that models write behind its mark."""
-    if not isinstance(value, dict):
-        _refuse("expected a schema", "call")
-    schema = cast(dict[str, Any], value)
-    check_schema(schema)
-    body = json.dumps(shared(with_real_dates(schema)) | {"x-guidance": _JSON_OPTIONS})
-    lark = f"start: SPACE? body\nSPACE: /[ \\t\\r\\n]{{1,4}}/\nbody: %json {body}"
-    return LLMatcher.grammar_from_lark(lark), schema
-
-
 def _regex(value: object) -> tuple[str, object]:
     if not isinstance(value, str):
         _refuse("expected a string", "regex")
@@ -193,7 +188,6 @@ _MAKERS: Mapping[str, Callable[[object], tuple[str, object]]] = {
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,
-    "call": _call,
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from penstock.backends.heartbeat import HeartbeatTerms
-from penstock.backends.http.external import BackendDependencies
+from penstock.backends.http.backend import BackendDependencies
 from penstock.clock import Clock
 from penstock.config.engine_settings import EngineSettings, share_of
 from penstock.config.fleet import DiscoverConfig, WorkerConfig, WorkerTraits

@@ -14,7 +14,9 @@ from penstock.clock import NS_PER_S
 from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry, Worker
-from penstock.gateway.api.inspect import answer, model_numbers
+from penstock.gateway.api.feed import ServerLine
+from penstock.gateway.api.inspect import Inspect, answer
+from penstock.gateway.api.job import ANSWER_IDS
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
@@ -22,13 +24,13 @@ from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.placement.pick import explain, explain_choice, without_waits
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
-from penstock.protocol.peers import LookAt, ModelNumbers
+from penstock.protocol.peers import LookAt, ModelNumbers, Sum
 from penstock.telemetry.history import DAY_S, RECENT_S
-from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.watch import Watch
 from penstock.types import RequestId, WorkerId
 
 WORKERS = "/admin/workers/"
+REQUESTS = "/admin/requests/"
 _orders = msgspec.json.Decoder(DrainOrder)
 
 
@@ -38,7 +40,7 @@ class Admin:
     def __init__(
         self,
         services: Services,
-        metrics: Metrics,
+        inspect: Inspect,
         registry: Registry,
         members: Members | None,
         watch: Watch | GatewayPeers,
@@ -47,7 +49,7 @@ class Admin:
 
         With other processes beside this one orders reach, and numbers count, all of them.
         """
-        self._services, self._metrics = services, metrics
+        self._services, self._inspect = services, inspect
         self._registry, self._members, self._watch = registry, members, watch
         self._peers = watch if isinstance(watch, GatewayPeers) else None
 
@@ -55,23 +57,58 @@ class Admin:
         """`GET /admin/workers`: every worker as this gateway process sees it, every model as all of them
         do.
         """
+        answer(exchange, self.report(await self._inspect.numbers()))
+
+    async def look(self) -> tuple[ServerLine, FleetReport]:
+        """What the console's feed tells of."""
+        services, numbers = self._services, await self._inspect.numbers()
+        server = ServerLine(
+            version=__version__,
+            uptime_s=int(self._inspect.uptime_s),
+            connections=numbers.connections,
+            streams=numbers.streams,
+            processes=numbers.processes,
+            draining=services.leaving,
+            auth=self._inspect.auth,
+        )
+        return server, self.report(numbers)
+
+    def report(self, total: Sum) -> FleetReport:
+        """The fleet, with the numbers of all gateway processes."""
         now_ns, wall_ns = self._services.clock.now_ns(), self._services.clock.wall_ns()
-        numbers, gone = model_numbers(self._services, self._metrics), None
-        if self._peers is not None:
-            total = await self._peers.sum()
-            numbers, gone = total.models, frozenset(total.gone)
+        numbers, gone = total.models, None if self._peers is None else frozenset(total.gone)
         left_alone = dict[WorkerId, str]()
         for model in self._services.models:
             left_alone |= self._services.dispatcher.left_alone(model.name)
         workers = [
             _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, "")) for worker in self._registry
         ]
-        report = FleetReport(
+        return FleetReport(
             version=__version__,
             workers=workers + self._drained(gone),
             models=[_model(model, numbers.get(model.name)) for model in self._services.models],
         )
-        answer(exchange, report)
+
+    async def requests(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/requests`: the last requests that ended in this gateway process, newest first."""
+        answer(exchange, {"requests": self._services.recent.latest()})
+
+    async def request(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/requests/{id}`: one of them, by its `x-request-id` or the id of its answer, and what
+        was decided about it, as `/admin/explain` says it.
+
+        Raises:
+            NotFound: it is not known, or not any more.
+        """
+        name = unquote(exchange.path.removeprefix(REQUESTS))
+        ended = self._services.recent.find(name)
+        body = await self._decided(name)
+        if ended is None and len(body) == 1 and not body["decisions"]:
+            raise NotFound(
+                f"No request {name[:128]!r} is known to this gateway process (any more).",
+                code="unknown_request",
+            )
+        answer(exchange, {"request": ended, **body})
 
     async def history(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/history?seconds=900`: requests, errors, tokens, TTFT and TPOT of the last 15 minutes,
@@ -97,26 +134,39 @@ class Admin:
     async def explain(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/explain/{request_id}`: which workers were considered for a request, what each scored
         and why one was picked, in whichever process; one entry per decision (holds and retries have more
-        than one), oldest first. Of a request for "auto" also how its model was chosen.
+        than one), oldest first. Of a request for "auto" also how its model was chosen, and of one without an
+        answer why it has none. The id is the answer's or `x-request-id`.
 
         Raises:
             NotFound: it is not known, or not any more.
         """
         name = unquote(exchange.path.removeprefix("/admin/explain/"))
-        explained, kept = self._services.explained, self._services.kept
-        decisions, choice = explained.of(RequestId(name)), explained.choice_of(RequestId(name))
-        if not decisions and kept is not None:
-            entries = await kept.find(RequestId(name))
-            decisions = without_waits([entry.decision for entry in entries if entry.decision is not None])
-            choice = next((entry.choice for entry in entries if entry.choice is not None), choice)
-        if not decisions and choice is None:
+        body = await self._decided(name)
+        if not body["decisions"] and len(body) == 1:
             raise NotFound(
                 f"No decision about request {name[:128]!r} is known (any more).", code="unknown_request"
             )
-        body: dict[str, Any] = {"request_id": name, "decisions": [explain(each) for each in decisions]}
+        answer(exchange, {"request_id": name, **body})
+
+    async def _decided(self, name: str) -> dict[str, Any]:
+        """Every decision about a request, how its model was chosen if it was, and how it ended if it has no
+        answer.
+        """
+        explained, kept = self._services.explained, self._services.kept
+        names, failure = _names(name), None
+        decisions = [decision for each in names for decision in explained.of(each)]
+        choice = next(filter(None, map(explained.choice_of, names)), None)
+        if not decisions and kept is not None:
+            entries = await kept.find(*names)
+            decisions = without_waits([entry.decision for entry in entries if entry.decision is not None])
+            choice = next((entry.choice for entry in entries if entry.choice is not None), choice)
+            failure = next((entry.failure for entry in entries if entry.failure is not None), None)
+        body: dict[str, Any] = {"decisions": [explain(each) for each in decisions]}
         if choice is not None:
             body["model_choice"] = explain_choice(choice)
-        answer(exchange, body)
+        if failure is not None:
+            body["failure"] = failure
+        return body
 
     async def order(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /admin/workers/{id}/drain`: take a worker out of service; `/undrain` takes it back. The id
@@ -175,6 +225,14 @@ class Admin:
             for worker_id, each in self._members.held.items()
             if self._registry.get(worker_id) is None
         ]
+
+
+def _names(name: str) -> list[RequestId]:
+    """What a request may be called in what was decided: as its answer is, or by its own id."""
+    own = name.partition("req-")[2] or next(
+        (name.removeprefix(each) for each in ANSWER_IDS if name.startswith(each)), ""
+    )
+    return [RequestId(prefix + own) for prefix in (*ANSWER_IDS, "req-")] if own else [RequestId(name)]
 
 
 def _seconds(query: str) -> int:

@@ -1,4 +1,4 @@
-"""The endpoints that look: models, tokens, health, readiness, metrics, status and the landing page.
+"""The endpoints that look: models, tokens, health, readiness, metrics and status.
 
 What `GET /health` says: does every model have an engine that works, or one that will again by itself?
 
@@ -16,7 +16,6 @@ and not ready.
 import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -114,17 +113,6 @@ def _is_lost(worker: Worker) -> bool:
 
 NOTES_MAX = 20
 """Notes of all workers of a model together."""
-STATIC = Path(__file__).parent / "static"
-# The page brings its own style and script and may talk to this server only.
-_CONTENT_POLICY = (
-    b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
-    b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-PAGE_HEADERS = (
-    (b"content-security-policy", _CONTENT_POLICY),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-)
 
 
 class ModelReadiness(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +178,7 @@ class TenantStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /status.json`: the landing page's live numbers."""
+    """`GET /status.json`: the server's live numbers."""
 
     version: str
     uptime_s: float
@@ -221,7 +209,6 @@ class Inspect:
         self._metrics = metrics
         self._version = version
         self._started_ns = services.clock.now_ns()
-        self._page = (STATIC / "index.html").read_bytes()
         self._restarts: dict[str, dict[str, int]] = {}
         self.num_connections = 0
         self.auth = not services.config.auth.disabled
@@ -316,19 +303,12 @@ class Inspect:
         """`GET /status.json`: everything for admins and scrapers, for a tenant its own."""
         services = self._services
         if not caller.sees_all:
-            answer(exchange, self._own_status(caller.tenant))
+            answer(exchange, self.own_status(caller.tenant))
             return
-        numbers = Sum(
-            metrics=b"",
-            connections=self.num_connections,
-            streams=services.dispatcher.num_streams,
-            processes=1,
-        )
-        if self._peers is not None:
-            numbers = await self._peers.sum()
+        numbers = await self.numbers()
         status = ServerStatus(
             version=self._version,
-            uptime_s=round((services.clock.now_ns() - self._started_ns) / NS_PER_S, 1),
+            uptime_s=round(self.uptime_s, 1),
             connections=numbers.connections,
             streams=numbers.streams,
             processes=numbers.processes,
@@ -339,7 +319,25 @@ class Inspect:
         )
         answer(exchange, status)
 
-    def _own_status(self, tenant: Tenant) -> TenantStatus:
+    @property
+    def uptime_s(self) -> float:
+        """Since this process was wired."""
+        return (self._services.clock.now_ns() - self._started_ns) / NS_PER_S
+
+    async def numbers(self) -> Sum:
+        """What only the sum over all gateway processes tells."""
+        if self._peers is not None:
+            return await self._peers.sum()
+        return Sum(
+            metrics=b"",
+            connections=self.num_connections,
+            streams=self._services.dispatcher.num_streams,
+            processes=1,
+            models=model_numbers(self._services, self._metrics),
+        )
+
+    def own_status(self, tenant: Tenant) -> TenantStatus:
+        """A tenant's part of `/status.json`."""
         services, now_ns = self._services, self._services.clock.now_ns()
         day_micros, month_micros = services.budgets.spent(now_ns, tenant.id)
         return TenantStatus(
@@ -351,12 +349,6 @@ class Inspect:
             spent_day_micros=day_micros,
             spent_month_micros=month_micros,
             models=[_readiness(model) for model in services.models if may_use_model(tenant, model.name)],
-        )
-
-    async def landing(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /`: a page for people."""
-        exchange.respond(
-            Response(body=self._page, content_type=b"text/html; charset=utf-8", headers=PAGE_HEADERS)
         )
 
     async def _tokens(

@@ -4,7 +4,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import MethodNotAllowed, NotFound
-from penstock.gateway.api.admin import Admin
+from penstock.gateway.api.admin import REQUESTS, WORKERS, Admin
+from penstock.gateway.api.console import PATH as CONSOLE
+from penstock.gateway.api.console import Console
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import PATH, Responses
@@ -75,9 +77,13 @@ class Route:
 class Routes:
     """The table."""
 
-    def __init__(self, generate: Generate, responses: Responses, inspect: Inspect, admin: Admin) -> None:
+    def __init__(
+        self, generate: Generate, responses: Responses, inspect: Inspect, admin: Admin, console: Console
+    ) -> None:
         self._table = {
-            "/": Route(Access.OPEN, {"GET": inspect.landing}),
+            "/": Route(Access.OPEN, {"GET": console.landing}),
+            "/console": Route(Access.OPEN, {"GET": console.page}),
+            "/console/feed": Route(Access.LOOK, {"GET": console.feed}),
             "/health": Route(Access.OPEN, {"GET": inspect.health}),
             "/ready": Route(Access.OPEN, {"GET": inspect.ready}),
             "/metrics": Route(Access.LOOK, {"GET": inspect.metrics}),
@@ -94,6 +100,7 @@ class Routes:
             "/admin/workers": Route(Access.ADMIN, {"GET": admin.workers}),
             "/admin/history": Route(Access.ADMIN, {"GET": admin.history}),
             "/admin/alerts": Route(Access.ADMIN, {"GET": admin.alerts}),
+            "/admin/requests": Route(Access.ADMIN, {"GET": admin.requests}),
         }
         self._below = {
             PATH: Route(
@@ -102,7 +109,9 @@ class Routes:
             ),
             "/v1/models/": Route(Access.KEY, {"GET": inspect.show_model}),
             "/admin/explain/": Route(Access.ADMIN, {"GET": admin.explain}),
-            "/admin/workers/": Route(Access.ADMIN, {"POST": admin.order}),
+            WORKERS: Route(Access.ADMIN, {"POST": admin.order}),
+            REQUESTS: Route(Access.ADMIN, {"GET": admin.request}),
+            CONSOLE: Route(Access.OPEN, {"GET": console.file}),
         }
         """Paths that end in the name of something, which may hold slashes."""
 

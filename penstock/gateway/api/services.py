@@ -1,11 +1,12 @@
 """What all endpoints share."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.clock import Clock
 from penstock.config.tree import Config
 from penstock.errors import Draining
+from penstock.gateway.api.recent import RecentRequests
 from penstock.gateway.dispatch.dispatcher import Dispatcher
 from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.models.prepare import TokenizePool
@@ -43,6 +44,8 @@ class Services:
     """Which worker got which of the last requests, and why; and which model, of those that named none."""
     kept: DecisionKeeper | None
     """The same of the last hour, whichever process decided."""
+    recent: RecentRequests = field(init=False)
+    """The last requests that ended here."""
     cold: ColdStarts
     """Where requests wait for a model's first worker."""
     locality: KVLocality
@@ -52,6 +55,9 @@ class Services:
     """The server was told to stop: `/ready` says no."""
     draining: bool = False
     """It takes no new requests."""
+
+    def __post_init__(self) -> None:
+        self.recent = RecentRequests(self.clock)
 
     @property
     def falls_back(self) -> bool:

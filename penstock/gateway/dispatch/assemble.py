@@ -35,7 +35,7 @@ from penstock.policy.placement.score import score_policy
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.capacity import LeastLoaded, Placement
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.rng import fresh_seed, stream
+from penstock.rng import IdSource, fresh_seed, stream
 from penstock.telemetry.decision_files import DecisionFiles, DecisionKeeper
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
@@ -153,15 +153,23 @@ class GatewayPolicies:
         await self.ledger.stop()
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GatewayTools:
+    """What every part of a gateway process uses."""
+
+    metrics: Metrics
+    clock: Clock
+    ids: IdSource
+    log: Log
+
+
 def make_policies(
     config: Config,
     models: Mapping[ModelName, ServedModel],
     registry: Registry,
+    tools: GatewayTools,
     *,
     gateway: str,
-    metrics: Metrics,
-    clock: Clock,
-    log: Log,
     locality: KVLocality,
     leases: str = "",
 ) -> GatewayPolicies:
@@ -172,7 +180,7 @@ def make_policies(
     Raises:
         ConfigError: the store of shared limits cannot be used as configured.
     """
-    shared = config.shared
+    shared, metrics, clock, log = config.shared, tools.metrics, tools.clock, tools.log
     if leases:
         shared = msgspec.structs.replace(shared, gateways=config.server.processes)
     limits = SharedLimits(config.limits, shared, gateway=gateway, clock=clock, log=log, parent=leases)

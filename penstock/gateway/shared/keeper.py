@@ -60,7 +60,8 @@ class LeaseKeeper:
         self._task: asyncio.Task[None] | None = None
         self._said_ns = 0
         self._closing = False
-        self._answered = asyncio.Event()
+        self.answer = asyncio.Event()
+        """The next one: set when the store has answered once more, or has failed to."""
         leases.on_want = leases.on_need = self._wanted.set
 
     async def start(self) -> None:
@@ -84,10 +85,6 @@ class LeaseKeeper:
         while self._leases.down_ns is None and self._leases.next_ns() is not None:
             await self._ask()
         await self._store.close()
-
-    async def answer(self) -> None:
-        """Wait until the store has answered once more, or has failed to."""
-        await self._answered.wait()
 
     async def _run(self) -> None:
         hello_ns = int(self._config.gateway_ttl_s * NS_PER_S) // _HELLOS_PER_TTL
@@ -115,8 +112,8 @@ class LeaseKeeper:
     async def _ask(self) -> None:
         """Ask one batch, which may be empty: then it only says that this gateway is there."""
         await self._ask_once()
-        self._answered.set()
-        self._answered = asyncio.Event()
+        self.answer.set()
+        self.answer = asyncio.Event()
 
     async def _ask_once(self) -> None:
         self._said_ns = self._clock.now_ns()

@@ -1,0 +1,136 @@
+"""The last requests that have ended, for people who look: `/admin/requests` and the console's feed.
+
+Kept in memory by the process that answered them, and bounded; the ledger has the lasting record. Nothing of a
+prompt or an answer is here.
+"""
+
+from collections import deque
+
+import msgspec
+
+from penstock.clock import NS_PER_MS, Clock
+from penstock.gateway.http.exchange import Ending, Exchange, Served
+from penstock.policy.requests.request import Request
+from penstock.telemetry.metrics import RequestMeasurement
+
+KEPT_MAX = 2000
+"""Requests; about a kilobyte each."""
+LISTED_MAX = 500
+"""Of them, in one answer."""
+NAME_CHARS_MAX = 128
+"""Of a model that was asked for, which may be any text."""
+
+
+class EndedRequest(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """One request. Times are milliseconds, since it came where they are moments; -1: never."""
+
+    number: int
+    """Counts this process's requests."""
+    id: str
+    """`x-request-id`."""
+    request_id: str = ""
+    """The answer's, by which decisions are found; empty: it was refused before it had one."""
+    came_ms: int
+    """Wall clock."""
+    came_ns: int
+    """The monotonic clock, which decisions use."""
+    endpoint: str
+    tenant: str = ""
+    key_prefix: str = ""
+    tier: str = ""
+    band: str = ""
+    model: str
+    requested: str = ""
+    """The model that was asked for, if another one answered."""
+    worker: str = ""
+    status: int
+    outcome: str
+    error: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    admitted_ms: float = -1.0
+    queue_ms: float = -1.0
+    """How long it waited here and at its worker."""
+    dispatched_ms: float = -1.0
+    """When its last attempt began."""
+    ttft_ms: float = -1.0
+    tpot_ms: float = -1.0
+    total_ms: float
+    attempts: int = 0
+    migrations: int = 0
+    cost_micros: int = 0
+
+
+class RecentRequests:
+    """The ring of one gateway process."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._kept: deque[EndedRequest] = deque(maxlen=KEPT_MAX)
+        self.num_ended = 0
+
+    def add(self, exchange: Exchange, served: Served, measured: RequestMeasurement) -> None:
+        """A request is over."""
+        request, now_ns = exchange.request, self._clock.now_ns()
+        self.num_ended += 1
+        left = exchange.ending is Ending.DISCONNECTED
+        found = EndedRequest(
+            number=self.num_ended,
+            id=exchange.id,
+            came_ms=(self._clock.wall_ns() - (now_ns - exchange.started_ns)) // NS_PER_MS,
+            came_ns=exchange.started_ns,
+            endpoint=served.endpoint.value,
+            tenant=served.tenant.id,
+            tier=served.tenant.tier,
+            band=served.tenant.band,
+            model=served.model[:NAME_CHARS_MAX],
+            requested=served.requested[:NAME_CHARS_MAX] if served.requested != served.model else "",
+            status=exchange.status or 499,
+            outcome="abort" if left else measured.outcome.value,
+            prompt_tokens=measured.prompt_tokens,
+            cached_tokens=measured.cached_tokens,
+            generated_tokens=measured.generated_tokens,
+            queue_ms=_ms(measured.queue_ns),
+            ttft_ms=_ms(measured.ttft_ns),
+            tpot_ms=_ms(measured.tpot_ns),
+            total_ms=_ms(measured.duration_ns),
+        )
+        if request is not None:
+            _describe(found, request)
+        self._kept.append(found)
+
+    def latest(self, num_max: int = LISTED_MAX, tenant: str | None = None) -> list[EndedRequest]:
+        """The last ones, newest first; of one tenant, if that is given."""
+        return self.since(0, num_max, tenant)
+
+    def since(self, number: int, num_max: int, tenant: str | None = None) -> list[EndedRequest]:
+        """Those that ended after that one, newest first, and at most so many."""
+        found = list[EndedRequest]()
+        for each in reversed(self._kept):
+            if each.number <= number or len(found) >= num_max:
+                break
+            if tenant is None or each.tenant == tenant:
+                found.append(each)
+        return found
+
+    def find(self, name: str) -> EndedRequest | None:
+        """By `x-request-id`, or by the id of its answer."""
+        return next((each for each in reversed(self._kept) if name in (each.id, each.request_id)), None)
+
+
+def _describe(found: EndedRequest, request: Request) -> None:
+    """What flow control knows of it."""
+    facts = request.facts
+    found.request_id, found.key_prefix = facts.id, facts.key_prefix
+    found.worker, found.error = request.worker, request.error
+    found.attempts, found.migrations = request.attempts, request.migrations
+    found.admitted_ms = _ms(request.arrived_ns - found.came_ns)
+    if request.dispatched_ns >= 0:
+        found.dispatched_ms = _ms(request.dispatched_ns - found.came_ns)
+    found.queue_ms = max(found.queue_ms, 0.0) + _ms(request.queue_ns)
+    found.cost_micros = request.cost_micros
+
+
+def _ms(ns: int | None) -> float:
+    return -1.0 if ns is None else round(ns / NS_PER_MS, 2)

@@ -1,0 +1,400 @@
+"""A server of the built console that replays a drawn fleet: for the browser's tests, for pictures and for
+`bench/console.py`. It answers as the gateway does and computes nothing; every number comes from one seed.
+"""
+
+import json
+import math
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from random import Random
+
+from penstock.gateway.api.console import _TYPES, PAGE_HEADERS, STATIC
+from penstock.protocol.fleet import WorkerReport
+
+MODELS = ("chat-70b", "chat-8b")
+OUTCOMES = ("stop", "stop", "stop", "length", "tool_calls", "stop", "abort", "shed")
+TENANTS = ("acme", "globex", "initech", "umbrella")
+FIELDS = {"adapters": [], "adapters_loaded": [], "notes": [], "stage": "", "left_alone": "", "age_s": None}
+NOW_MS = 1_795_000_000_000
+
+
+def state_of(number: int) -> dict:
+    """A few workers that are not ready, so that every state is seen."""
+    odd = {
+        5: {"state": "draining", "stage": "draining"},
+        11: {"state": "loading", "stage": "loading weights, 43 %"},
+        17: {"state": "suspect", "stage": "suspect: no answer for 6 s", "age_s": 6},
+        23: {"left_alone": "fails: 3 of its last 10 requests"},
+        29: {
+            "state": "gone",
+            "stage": "given up after 5 restarts",
+            "restarts": 5,
+            "notes": ["2026-11-18 11:02:07 UTC: the worker was killed by SIGKILL"],
+        },
+    }
+    return {"state": "ready"} | odd.get(number, {})
+
+
+class Fleet:
+    """Workers whose load goes up and down."""
+
+    def __init__(self, num_workers: int, streams: int, seed: int = 1) -> None:
+        self.random, self.streams, self.num_ended = Random(seed), streams, 0
+        self.workers = {}
+        for number in range(num_workers):
+            model = MODELS[number % 3 != 0]
+            name = f"{model}-{number:02d}"
+            self.workers[name] = {
+                "id": name,
+                "model": model,
+                "engine": "penstock" if number % 7 else "vllm",
+                "epoch": 1,
+                "address": f"tcp:10.0.{number // 32}.{number % 32}:9000",
+                "identity": f"{self.random.getrandbits(128):032x}",
+                "kv_blocks_total": 4096,
+                "generated_tokens": number * 1000,
+                "restarts": 0,
+                **FIELDS,
+                **state_of(number),
+            }
+        self.ticks = 0
+        assert set(next(iter(self.workers.values()))) <= set(WorkerReport.__struct_fields__)
+
+    def step(self) -> dict:
+        """One second: what changed."""
+        self.ticks += 1
+        changes = {}
+        up = [each for each in self.workers.values() if each["state"] in ("ready", "draining")]
+        for number, worker in enumerate(up):
+            swing = 0.75 + 0.25 * math.sin(self.ticks / 23 + number) + self.random.uniform(-0.05, 0.05)
+            running = max(0, round(self.streams / len(up) * swing))
+            waiting = max(0, round((swing - 0.9) * self.streams / len(up) / 3))
+            new = {
+                "running": running,
+                "waiting": waiting,
+                "kv_blocks_used": min(4096, round(4096 * 0.82 * swing)),
+                "generated_tokens": worker["generated_tokens"] + round(running * self.random.uniform(18, 24)),
+            }
+            changes[worker["id"]] = {name: value for name, value in new.items() if worker.get(name) != value}
+            worker.update(new)
+        return changes
+
+    def fleet(self, changes: dict | None) -> dict:
+        """The event; all of it if `changes` is None."""
+        up = [each for each in self.workers.values() if each["state"] == "ready"]
+        served = self.ticks * self.streams // 6
+        return {
+            "at_ms": NOW_MS + self.ticks * 1000,
+            "server": {
+                "version": "0.1.0",
+                "uptime_s": 93_784 + self.ticks,
+                "connections": self.streams + 41,
+                "streams": self.streams,
+                "processes": 1,
+                "draining": False,
+                "auth": True,
+            },
+            "models": [
+                {
+                    "name": model,
+                    "waiting": (self.ticks * 7) % 13 if model == MODELS[0] else 0,
+                    "ready": sum(each["model"] == model for each in up),
+                    "workers": sum(each["model"] == model for each in self.workers.values()),
+                    "ttft_sum_s": served * 0.143,
+                    "ttft_count": served,
+                }
+                for model in MODELS
+            ],
+            "whole": changes is None,
+            "workers": self.workers if changes is None else changes,
+            "gone": [],
+        }
+
+    def ended(self, count: int) -> list[dict]:
+        """So many requests that have just ended."""
+        return [self._one() for _ in range(count)][::-1]
+
+    def _one(self) -> dict:
+        random = self.random
+        self.num_ended += 1
+        tenant, outcome = random.choice(TENANTS), random.choice(OUTCOMES)
+        queue, prefill = random.expovariate(1 / 40), random.uniform(20, 160)
+        tokens = random.randint(4, 600)
+        tpot = random.uniform(14, 30)
+        worker = random.choice([each for each in self.workers.values() if each["state"] == "ready"])
+        found = {
+            "number": self.num_ended,
+            "id": f"req-{random.getrandbits(48):012x}",
+            "came_ms": NOW_MS + self.ticks * 1000 - round(queue + prefill + tokens * tpot),
+            "came_ns": 10**9,
+            "endpoint": random.choice(("chat", "chat", "completions", "responses")),
+            "tenant": tenant,
+            "model": worker["model"],
+            "status": 503 if outcome == "shed" else 200,
+            "outcome": outcome,
+            "total_ms": 3.1,
+        }
+        if outcome == "shed":
+            return found | {"error": "Overloaded"}
+        return found | {
+            "request_id": f"chatcmpl-{random.getrandbits(64):016x}",
+            "key_prefix": f"sk-{tenant[:4]}k7q2m",
+            "band": random.choice(("interactive", "default", "batch")),
+            "worker": worker["id"],
+            "prompt_tokens": (prompt := random.randint(20, 6000)),
+            "cached_tokens": random.choice((0, prompt // 16 * 12)),
+            "generated_tokens": tokens,
+            "admitted_ms": 1.8,
+            "queue_ms": round(queue, 2),
+            "dispatched_ms": round(1.8 + queue, 2),
+            "ttft_ms": round(1.8 + queue + prefill, 2),
+            "tpot_ms": round(tpot, 2),
+            "total_ms": round(1.8 + queue + prefill + tokens * tpot, 2),
+            "attempts": 1,
+            "cost_micros": prompt * 3 + tokens * 15,
+        }
+
+
+def series(random: Random, num: int, model: str, band: str, load: float) -> dict:
+    """One series of a history."""
+    swing = [1 + 0.5 * math.sin(i / num * 9 + load) + random.uniform(-0.15, 0.15) for i in range(num)]
+    requests = [round(load * each) for each in swing]
+    shed = [round(max(0, each - 1.4) * load / 3) for each in swing]
+    error = [int(random.random() < 0.03) for _ in range(num)]
+    limited = [int(random.random() < 0.06) for _ in range(num)]
+    stop = [a - b - c - d for a, b, c, d in zip(requests, shed, error, limited, strict=True)]
+    queue = [round(18 * each**3, 1) for each in swing]
+    prefill = [round(70 * (0.8 + 0.2 * each) + random.uniform(-4, 4), 1) for each in swing]
+    ttft = [a + b for a, b in zip(queue, prefill, strict=True)]
+    return {
+        "model": model,
+        "band": band,
+        "requests": requests,
+        "outcomes": {"stop": stop, "shed": shed, "error": error, "limited": limited},
+        "prompt_tokens": [each * 820 for each in requests],
+        "cached_tokens": [each * 512 for each in requests],
+        "generated_tokens": [each * 190 for each in requests],
+        "queue_mean_ms": queue,
+        "prefill_mean_ms": prefill,
+        "queue_p95_ms": [each * 2.2 for each in queue],
+        "prefill_p95_ms": [each * 1.4 for each in prefill],
+        "ttft_p50_ms": [each * 0.9 for each in ttft],
+        "ttft_p95_ms": [round(each * 1.9, 1) for each in ttft],
+        "ttft_p99_ms": [round(each * 2.6, 1) for each in ttft],
+        "tpot_p50_ms": [round(17 + 3 * each, 1) for each in swing],
+        "tpot_p95_ms": [round(24 + 6 * each, 1) for each in swing],
+        "ttft_due": requests,
+        "ttft_late": [round(max(0, each - 1.35) * load) for each in swing],
+        "tpot_due": requests,
+        "tpot_late": [0] * num,
+    }
+
+
+def whole(columns: dict) -> dict:
+    """A series as one column: sums, and the last time that there is."""
+
+    def one(values):
+        if isinstance(values, dict):
+            return {name: one(each) for name, each in values.items()}
+        return [max(values)] if isinstance(values[0], float) else [sum(values)]
+
+    return {name: each if isinstance(each, str) else one(each) for name, each in columns.items()}
+
+
+def added(rows: list[dict]) -> dict:
+    """Several series as one."""
+
+    def both(values):
+        if isinstance(values[0], dict):
+            return {name: both([each[name] for each in values]) for name in values[0]}
+        columns = zip(*values, strict=True)
+        return [max(each) if isinstance(each[0], float) else sum(each) for each in columns]
+
+    return {
+        name: "" if isinstance(rows[0][name], str) else both([each[name] for each in rows])
+        for name in rows[0]
+    }
+
+
+def history(seconds: int, now: int = NOW_MS // 1000) -> dict:
+    """As `GET /admin/history` answers."""
+    step = 5 if seconds <= 900 else 300
+    num = seconds // step
+    rows = [
+        series(Random(i), num, model, band, load * step)
+        for i, (model, band, load) in enumerate(
+            [("chat-70b", "interactive", 9), ("chat-70b", "batch", 3), ("chat-8b", "default", 16)]
+        )
+    ]
+    times = [(now // step - num + 1 + i) * step for i in range(num)]
+    return {
+        "now": now,
+        "step_s": step,
+        "times": times,
+        "series": rows,
+        "summary": [whole(each) for each in rows],
+        "total": (total := added(rows)),
+        "total_summary": whole(total),
+    }
+
+
+def explained(request: dict, random: Random) -> dict:
+    """As `GET /admin/requests/{id}` answers."""
+    rows = []
+    for i in range(4):
+        parts = {
+            "wait_s": random.uniform(0, 0.05),
+            "prefill_s": random.uniform(0.02, 0.2),
+            "tpot_s": 0.01 * i,
+        }
+        rows.append(
+            {
+                "worker": f"{request['model']}-{i:02d}",
+                "score": round(sum(parts.values()), 4),
+                "ttft_s": round(parts["wait_s"] + parts["prefill_s"], 4),
+                "parts": parts,
+                "facts": {
+                    "running": 20 + i,
+                    "slots": 64,
+                    "device_tokens": 512 * (4 - i),
+                    "backlog_tokens": 900,
+                },
+            }
+        )
+    rows.sort(key=lambda each: each["score"])
+    rows[0]["worker"] = request.get("worker", rows[0]["worker"])
+    rows.append({"worker": f"{request['model']}-29", "filtered": "not ready", "facts": {}})
+    decision = {
+        "request_id": request.get("request_id", ""),
+        "model": request["model"],
+        "at_ns": request["came_ns"] + round(request.get("dispatched_ms", 2) * 1e6) - 200_000,
+        "policy": "ttft",
+        "replay": {"is_equal": True, "worker": rows[0]["worker"], "reason": "best", "hold_s": 0.0},
+        "worker": rows[0]["worker"],
+        "reason": "best",
+        "hold_s": 0.0,
+        "request": {"prompt_tokens": request.get("prompt_tokens", 0)},
+        "draws": [],
+        "candidates": rows,
+    }
+    return {"request": request, "decisions": [decision]}
+
+
+class Replay(ThreadingHTTPServer):
+    """One drawn server. `period_s` is how often its feed tells."""
+
+    daemon_threads = True
+
+    def __init__(
+        self, *, num_workers: int = 12, streams: int = 480, period_s: float = 1.0, role: str = "admin"
+    ):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.fleet, self.period_s, self.role = Fleet(num_workers, streams), period_s, role
+        self.known: dict[str, dict] = {}
+        self.orders: list[str] = []
+        self.answers: dict[str, object] = {}
+        self.per_event = max(2, min(100, streams // 60))
+        self.warm_ticks = 120
+        """Seconds that are told at once, so that a page that has just been opened has something to show."""
+        self.stopped = threading.Event()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def stop(self) -> None:
+        self.stopped.set()
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Replay
+
+    def log_message(self, *args) -> None:
+        """Nothing is logged."""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path in ("/console", "/"):
+            self._file("index.html")
+        elif path.removeprefix("/console/") in _TYPES:
+            self._file(path.removeprefix("/console/"))
+        elif path == "/console/feed":
+            self._feed()
+        elif path == "/admin/history":
+            self._json(history(int(self.path.rpartition("=")[2])))
+        elif path.startswith("/admin/requests/"):
+            self._json(explained(self.server.known[path.rpartition("/")[2]], Random(3)))
+        elif path in self.server.answers:
+            self._json(self.server.answers[path])
+        else:
+            self._json({"error": {"message": f"This server has no {path}.", "code": "unknown_path"}}, 404)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.server.orders.append(self.path)
+        name, _, verb = self.path.removeprefix("/admin/workers/").rpartition("/")
+        state = "draining" if verb == "drain" else "ready"
+        self.server.fleet.workers[name] |= {"state": state}
+        self._json({"id": name, "state": state, "streams": 0})
+
+    def _file(self, name: str) -> None:
+        body = (STATIC / name).read_bytes()
+        self.send_response(200)
+        self.send_header("content-type", _TYPES[name].decode())
+        for header, value in PAGE_HEADERS:
+            self.send_header(header.decode(), value.decode())
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _json(self, shape: object, status: int = 200) -> None:
+        body = json.dumps(shape).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _feed(self) -> None:
+        server, fleet = self.server, self.server.fleet
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        self.end_headers()
+        hello = {"role": server.role, "tenant": "", "ttft_target_ms": 500, "tpot_target_ms": 50}
+        try:
+            self._event("hello", hello)
+            self._event("fleet", fleet.fleet(None))
+            for _ in range(server.warm_ticks):
+                self._tell()
+            while not server.stopped.wait(server.period_s):
+                self._tell()
+        except OSError:
+            return  # The page has left.
+
+    def _tell(self) -> None:
+        server, fleet = self.server, self.server.fleet
+        states = {name: {"state": each["state"]} for name, each in fleet.workers.items()}
+        changes = fleet.step()
+        for name, each in states.items():
+            changes.setdefault(name, {}).update(each)
+        self._event("fleet", fleet.fleet(changes))
+        ended = fleet.ended(server.per_event)
+        server.known |= {each["id"]: each for each in ended}
+        self._event("requests", ended)
+
+    def _event(self, name: str, shape: object) -> None:
+        self.wfile.write(f"event: {name}\ndata: {json.dumps(shape)}\n\n".encode())
+        self.wfile.flush()
+
+
+if __name__ == "__main__":
+    replay = Replay()
+    print(replay.url)
+    while True:
+        time.sleep(60)
