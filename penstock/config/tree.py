@@ -205,6 +205,23 @@ class TracesConfig(Branch, frozen=True, kw_only=True):
     """Requests whose first token took so long are exported all the same; 0: not for that."""
 
 
+Objective = Annotated[float, Meta(ge=0.5, lt=1)]
+
+
+class SloConfig(Branch, frozen=True, kw_only=True):
+    """Objectives of each model and band, over 30 days: alerts say when their error budgets burn too fast
+    (docs/runbook.md). The times are the promises of `admission`.
+    """
+
+    availability: Objective = 0.995
+    """Share of requests that are answered. Wrong requests, tenants over limits of their own and clients that
+    leave do not count."""
+    ttft: Objective = 0.95
+    """Share of answers whose first token comes in the promised time."""
+    tpot: Objective = 0.95
+    """Share of answers whose further tokens come in the promised time each."""
+
+
 class Config(Branch, frozen=True, kw_only=True):
     """The whole tree."""
 
@@ -229,6 +246,7 @@ class Config(Branch, frozen=True, kw_only=True):
     backends: BackendsConfig = BackendsConfig()
     log: LogConfig = LogConfig()
     traces: TracesConfig = TracesConfig()
+    slo: SloConfig = SloConfig()
 
 
 RETIRED: dict[str, str] = {
