@@ -12,11 +12,7 @@ COVERED := protocol kv schedule policy sim
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help serve chat test coverage mutants test-workers test-clients test-lm-eval test-wheel test-console console console-check check format bench bench-engine bench-relay soak train-demo clean
-=======
-.PHONY: help serve chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel console console-check check format bench bench-engine bench-relay soak train-demo clean
->>>>>>> main
+.PHONY: help serve chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console console console-check check format bench bench-engine bench-relay soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -2,6 +2,7 @@
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
+import { Alerts } from "./alerts";
 import { key } from "./api";
 import { Fleet } from "./fleet";
 import { duration } from "./format";
@@ -17,6 +18,7 @@ const PAGES: { id: string; name: string; page: () => JSX.Element; for: Role[] }[
   { id: "traffic", name: "Traffic", page: Traffic, for: ["admin"] },
   { id: "requests", name: "Requests", page: Requests, for: ["admin", "tenant"] },
   { id: "playground", name: "Playground", page: Playground, for: ["admin", "viewer", "tenant"] },
+  { id: "alerts", name: "Alerts", page: Alerts, for: ["admin"] },
 ];
 
 const LINKS = { connecting: "Connecting", live: "Live", lost: "Reconnecting", denied: "Signed out" };
