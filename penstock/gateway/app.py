@@ -113,7 +113,8 @@ class Gateway:
         )
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
-        self._recorder, watch = Recorder(Promises(config.admission)), peers or Watch(config, clock, log)
+        self._recorder = Recorder(Promises(config.admission), metrics)
+        watch = peers or Watch(config, clock, log, self._inspect.rendered)
         self._watch = watch if isinstance(watch, Watch) else None
         admin = Admin(self._services, self._inspect, registry, members, watch)
         self._console = Console(self._services, self._inspect, admin)

@@ -88,7 +88,7 @@ class ServerContext:
     config: ServerConfig
     limits: WireLimits
     terms: RelayTerms
-    cors: Cors
+    cors: Cors | None
     clock: Clock
     connections: "set[Connection]"
     draining: bool = False
@@ -372,7 +372,7 @@ class Connection(asyncio.Protocol):
             self,
             client=self._client,
             terms=self._server.terms,
-            cors=self._server.cors.headers(head),
+            cors=cors.headers(head) if (cors := self._server.cors) is not None else (),
             on_finished=self._server.app.finished,
         )
         if self.paused:

@@ -37,7 +37,7 @@ class HttpServer:
             config=config,
             limits=limits,
             terms=RelayTerms.of(config, limits),
-            cors=Cors(config.cors_origins),
+            cors=Cors(config.cors_origins) if config.cors_origins else None,
             clock=clock,
             connections=self._connections,
         )
