@@ -120,6 +120,12 @@ class Admin:
         """
         await self._show(exchange, LookAt("history", _seconds(exchange.head.query)))
 
+    async def alerts(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/alerts`: which alerts fire and why, the last ones that are over, and the burn rates of
+        every objective, of all gateway processes (`telemetry.alerting.AlertsReport`).
+        """
+        await self._show(exchange, LookAt("alerts"))
+
     async def _show(self, exchange: Exchange, at: LookAt) -> None:
         watch = self._watch
         body = watch.look(at) if isinstance(watch, Watch) else await watch.look(at)
