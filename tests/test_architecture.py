@@ -195,8 +195,8 @@ def test_no_imports_run_in_a_circle() -> None:
         elif node.module is not None:
             arrows[here].update(f"{node.module}.{alias.name}" for alias in node.names)
             arrows[here].add(node.module)
-    for here in arrows:  # A package's own `__init__` runs before its modules: only modules are drawn.
-        arrows[here] = {name for name in arrows[here] & names if name != here}
+    # A package's own `__init__` runs before its modules: only modules are drawn.
+    arrows = {here: (goals & names) - {here} for here, goals in arrows.items()}
     while leaves := {name for name, goals in arrows.items() if not goals}:
         arrows = {name: goals - leaves for name, goals in arrows.items() if name not in leaves}
     assert not arrows, f"in or above a circle: {sorted(arrows)}"
