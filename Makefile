@@ -12,7 +12,7 @@ COVERED := protocol kv schedule policy sim
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test coverage mutants test-workers test-clients test-lm-eval test-wheel console console-check check format bench bench-engine bench-relay bench-schemas soak train-demo clean
+.PHONY: help serve chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel console console-check check format bench bench-engine bench-relay bench-schemas soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,11 @@ test-workers:  ## the tests with real servers of others: vLLM, Triton, Ray (inst
 	@bench/peers/install_triton.sh
 	@scripts/install_ray.sh
 	@$(VENV)/ray/bin/python -m pytest -m workers $(ARGS)
+
+test-prometheus:  ## the alerts and dashboards before a real Prometheus, promtool and Alertmanager (unpacks those first; minutes)
+	@$(DEV)
+	@scripts/install_prometheus.sh
+	@$(BIN)/pytest -m prometheus -n0 tests/telemetry $(ARGS)
 
 test-clients:  ## clients of others, in Python and Node, against a served demo model: typed answers and agent loops (installs those first; minutes)
 	@$(DEV)

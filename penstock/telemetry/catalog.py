@@ -257,5 +257,11 @@ CATALOG = (
     ),
     Metric("penstock_budget_warnings_total", "counter", "Budget warning thresholds that were crossed.",
         ("period",)),
+    # Objectives (telemetry/alerts.py).
+    Metric("penstock_slo_requests_total", "counter", "Ended requests that had to meet an objective.",
+        ("model", "band", "objective")),
+    Metric("penstock_slo_missed_total", "counter", "Those of them that did not.",
+        ("model", "band", "objective")),
+    Metric("penstock_disk_free_ratio", "gauge", "Free share of the disk with the usage ledger.", shared=True),
     Metric("penstock_build_info", "gauge", "Always 1; the version is a label.", ("version",), shared=True),
 )  # fmt: skip

@@ -381,7 +381,7 @@ class Reply:
         """
         if self._is_over:
             return
-        self.error = error
+        self.error = self.exchange.error = error
         self._over(outcome_of(error))
         self._abort_all()
         self.send_error(error)
