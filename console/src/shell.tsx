@@ -10,6 +10,7 @@ import { Playground } from "./playground";
 import { Requests } from "./requests";
 import { href, place } from "./route";
 import { type Role, hello, link, linkProblem, role, server, signIn, signOut } from "./store";
+import { Tenants } from "./tenants";
 import { Traffic } from "./traffic";
 import { Icon, Skeleton } from "./ui";
 
@@ -18,6 +19,7 @@ const PAGES: { id: string; name: string; page: () => JSX.Element; for: Role[] }[
   { id: "traffic", name: "Traffic", page: Traffic, for: ["admin"] },
   { id: "requests", name: "Requests", page: Requests, for: ["admin", "tenant"] },
   { id: "playground", name: "Playground", page: Playground, for: ["admin", "viewer", "tenant"] },
+  { id: "tenants", name: "Tenants", page: Tenants, for: ["admin", "tenant"] },
   { id: "alerts", name: "Alerts", page: Alerts, for: ["admin"] },
 ];
 

@@ -28,6 +28,7 @@ from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
+from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.http.errors import error_response, failure_of
@@ -119,7 +120,8 @@ class Gateway:
         admin = Admin(self._services, self._inspect, registry, members, watch)
         self._console = Console(self._services, self._inspect, admin)
         self._responses = Responses(self._services, generate := Generate(self._services))
-        self._routes = Routes(generate, self._responses, self._inspect, admin, self._console)
+        tenants = TenantsAdmin(self._services, self.tenancy)
+        self._routes = Routes(generate, self._responses, self._inspect, admin, tenants, self._console)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
 

@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = pytest.mark.console
 WIDTHS = {"desk": (1320, 860), "phone": (390, 844)}
-PLACES = ("fleet", "fleet/chat-70b-03", "traffic", "requests")
+PLACES = ("fleet", "fleet/chat-70b-03", "traffic", "requests", "tenants", "alerts")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

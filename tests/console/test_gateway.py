@@ -55,7 +55,7 @@ def test_a_tenant_sees_its_models_and_requests_and_no_workers(page, served) -> N
     opened = page(served.url + "/console")
     sign_in(opened, served.tenant_key)
     opened.get_by_role("heading", name="Models").wait_for()
-    assert opened.locator("nav a").all_inner_texts() == ["Fleet", "Requests", "Playground"]
+    assert opened.locator("nav a").all_inner_texts() == ["Fleet", "Requests", "Playground", "Tenants"]
     assert "tiny-0" not in opened.inner_text("main")
 
 
@@ -79,3 +79,18 @@ def test_the_playground_streams_two_answers_and_one_is_found_in_requests(
     assert findings(opened) == []
     opened.locator("a", has_text="its life").first.click()
     opened.locator(".waterfall").wait_for()
+
+
+def test_a_key_is_made_shown_once_and_revoked(page, until, served, findings) -> None:
+    opened = page(served.url + "/console#/tenants")
+    sign_in(opened, ADMIN_KEY)
+    opened.get_by_label("Tenant").fill("acme")
+    opened.get_by_role("button", name="Make a key").click()
+    made = opened.locator(".fresh-key code").inner_text()
+    assert made.startswith("sk-")
+    assert findings(opened) == []
+    opened.get_by_role("button", name="Done").click()
+    assert made not in opened.content()
+    opened.locator("tr", has_text=made.partition("_")[0]).get_by_role("button", name="Revoke…").click()
+    opened.get_by_role("button", name="Revoke", exact=True).click()
+    opened.locator("tr", has_text=made.partition("_")[0]).get_by_text("revoked").wait_for()

@@ -281,6 +281,70 @@ def explained(request: dict, random: Random) -> dict:
     return {"request": request, "decisions": [decision]}
 
 
+def told_of_alerts(now: int = NOW_MS // 1000) -> dict:
+    """As `GET /admin/alerts` answers."""
+    spans = ("5m", "30m", "1h", "6h", "1d", "3d")
+
+    def row(model, band, objective, target, burns):
+        windows = [
+            {"window": span, "total": 1000, "bad": round(burn * 5), "burn": burn}
+            for span, burn in zip(spans, burns, strict=True)
+        ]
+        return {"model": model, "band": band, "objective": objective, "target": target, "windows": windows}
+
+    def alert(name, severity, labels, since, why, **more):
+        book = f"docs/runbook.md#{name.lower()}"
+        told = {"name": name, "severity": severity, "labels": labels, "since": now - since, "why": why}
+        return told | {"summary": "First tokens come late.", "runbook": book} | more
+
+    where = {"model": "chat-70b", "band": "interactive", "factor": "14.4", "window": "1h"}
+    late = "The budget of first tokens in time burns 17.2 times too fast over 1 h, 21.0 times over 5 min."
+    waits = "More than 40 requests waited for 10 minutes."
+    return {
+        "now": now,
+        "firing": [alert("PenstockTtftBurnsFast", "page", where, 340, late)],
+        "ended": [
+            alert("PenstockQueueSustained", "warning", {"model": "chat-8b"}, 9000, waits, ended=now - 7200)
+        ],
+        "slo": [
+            row("chat-70b", "interactive", "availability", 0.995, (0.2, 0.3, 0.2, 0.2, 0.4, 0.3)),
+            row("chat-70b", "interactive", "ttft", 0.95, (21.0, 18.1, 17.2, 4.1, 1.6, 0.9)),
+            row("chat-8b", "default", "tpot", 0.95, (0.0, 0.0, 0.1, 1.3, 0.1, None)),
+        ],
+    }
+
+
+def told_of_tenants() -> dict:
+    """As `GET /admin/tenants` answers."""
+    return {
+        "total": len(TENANTS),
+        "tenants": [
+            {
+                "id": name, "tier": ("pro", "free")[i % 2], "band": ("interactive", "default")[i % 2],
+                "weight": 1.0, "live": 3 * i, "concurrent_max": 10 * (i % 3), "requests_per_minute": 600 * (i % 2),
+                "tokens_per_minute": 200_000 * (i % 2), "spent_day_micros": 910_000 * i,
+                "budget_day_micros": 2_000_000 * (i % 3), "spent_month_micros": 12_310_000 * i,
+                "budget_month_micros": 40_000_000, "models": [] if i else ["chat-8b"],
+            }
+            for i, name in enumerate(TENANTS)
+        ],
+    }  # fmt: skip
+
+
+def told_of_keys(now: int = NOW_MS // 1000) -> dict:
+    """As `GET /admin/keys` answers."""
+    states = ("active", "active", "revoked", "expired")
+    keys = [
+        {
+            "prefix": f"sk-k{i}v7q2mwz5ta", "tenant": name, "tier": "", "label": ("batch", "", "ci", "")[i],
+            "state": state, "created_s": now - 86_400 * (i + 3), "expires_s": 0 if i else now + 86_400 * 30,
+            "admin": i == 1, "scrape": False,
+        }
+        for i, (name, state) in enumerate(zip(TENANTS, states, strict=True))
+    ]  # fmt: skip
+    return {"writable": True, "keys": keys, "total": len(keys)}
+
+
 class Replay(ThreadingHTTPServer):
     """One drawn server. `period_s` is how often its feed tells."""
 
@@ -293,7 +357,11 @@ class Replay(ThreadingHTTPServer):
         self.fleet, self.period_s, self.role = Fleet(num_workers, streams), period_s, role
         self.known: dict[str, dict] = {}
         self.orders: list[str] = []
-        self.answers: dict[str, object] = {}
+        self.answers: dict[str, object] = {
+            "/admin/alerts": told_of_alerts(),
+            "/admin/tenants": told_of_tenants(),
+            "/admin/keys": told_of_keys(),
+        }
         self.per_event = max(2, min(100, streams // 60))
         self.warm_ticks = 120
         """Seconds that are told at once, so that a page that has just been opened has something to show."""

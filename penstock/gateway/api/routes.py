@@ -10,6 +10,7 @@ from penstock.gateway.api.console import Console
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import PATH, Responses
+from penstock.gateway.api.tenants import KEYS, TenantsAdmin
 from penstock.gateway.http.errors import HttpFault
 from penstock.gateway.http.exchange import JSON, Exchange, RequestHead
 from penstock.gateway.identity.tenancy import Access
@@ -78,7 +79,13 @@ class Routes:
     """The table."""
 
     def __init__(
-        self, generate: Generate, responses: Responses, inspect: Inspect, admin: Admin, console: Console
+        self,
+        generate: Generate,
+        responses: Responses,
+        inspect: Inspect,
+        admin: Admin,
+        tenants: TenantsAdmin,
+        console: Console,
     ) -> None:
         self._table = {
             "/": Route(Access.OPEN, {"GET": console.landing}),
@@ -100,6 +107,8 @@ class Routes:
             "/admin/workers": Route(Access.ADMIN, {"GET": admin.workers}),
             "/admin/history": Route(Access.ADMIN, {"GET": admin.history}),
             "/admin/alerts": Route(Access.ADMIN, {"GET": admin.alerts}),
+            "/admin/tenants": Route(Access.ADMIN, {"GET": tenants.tenants}),
+            "/admin/keys": Route(Access.ADMIN, {"GET": tenants.keys, "POST": tenants.create}),
             "/admin/requests": Route(Access.ADMIN, {"GET": admin.requests}),
         }
         self._below = {
@@ -111,6 +120,7 @@ class Routes:
             "/admin/explain/": Route(Access.ADMIN, {"GET": admin.explain}),
             WORKERS: Route(Access.ADMIN, {"POST": admin.order}),
             REQUESTS: Route(Access.ADMIN, {"GET": admin.request}),
+            KEYS: Route(Access.ADMIN, {"POST": tenants.order}),
             CONSOLE: Route(Access.OPEN, {"GET": console.file}),
         }
         """Paths that end in the name of something, which may hold slashes."""
