@@ -236,7 +236,7 @@ class _Kind:
 
     def learn(self, ran: Ran) -> None:
         """Take in what one request took."""
-        if ran.service_ns > 0:
+        if ran.service_ns:
             self._num_ended += 1
             service_s = ran.service_ns / NS_PER_S
             if self._num_ended > 1:
