@@ -247,7 +247,7 @@ class _Kind:
             return
         self._learned_ns = ran.at_ns
         self._learn_prefill(ran)
-        if ran.step_ns > 0:
+        if ran.step_ns:
             self._step.observe((1.0, ran.step_streams), ran.step_ns)
         self.speed = self._read()
 
