@@ -12,7 +12,7 @@ COVERED := protocol kv schedule policy sim
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console console console-check check format bench bench-engine bench-relay soak train-demo clean
+.PHONY: help serve chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console console console-check check format bench bench-engine bench-relay bench-schemas soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,11 @@ test-lm-eval:  ## lm-eval's log-likelihoods over our API beside those of transfo
 	@$(DEV)
 	@scripts/install_lm_eval.sh
 	@$(BIN)/python scripts/check_lm_eval.py
+
+bench-schemas:  ## compile schemas that others wrote, of packages that it installs first (ARGS="--json FILE --show"; minutes)
+	@$(DEV)
+	@scripts/install_foreign_schemas.sh
+	@$(BIN)/python bench/foreign_schemas.py --python $(VENV)/foreign/bin/python $(ARGS)
 
 test-wheel:  ## build the wheel, install it with its engine into a new environment, serve and ask there, without a compiler (minutes)
 	@$(DEV)
