@@ -1,6 +1,7 @@
 // The live map of the workers, and one worker's last quarter of an hour.
 import { computed, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
+import { useEffect, useMemo } from "preact/hooks";
 import { ApiError, ask } from "./api";
 import { Chart } from "./chart";
 import * as format from "./format";
@@ -240,13 +241,24 @@ function Orders({ worker }: { worker: WorkerLine }): JSX.Element {
 }
 
 function History({ worker }: { worker: WorkerLive }): JSX.Element {
-  beat.value;
+  const drawn = useSignal(0);
+  drawn.value;
+  const latest = beat.value;
+  useEffect(() => {
+    // A moment after the map, so that the two are not one long task.
+    const timer = setTimeout(() => (drawn.value = latest), 250);
+    return () => clearTimeout(timer);
+  }, [latest]);
+  return useMemo(() => <HistoryCharts worker={worker} />, [worker, drawn.value]);
+}
+
+function HistoryCharts({ worker }: { worker: WorkerLive }): JSX.Element {
   const { trail } = worker;
   const times = trail.last(trail.at, 300);
   const step = times.length > 1 ? (times[times.length - 1]! - times[0]!) / (times.length - 1) : 1000;
   const even = times.map((_, i) => (times[0] ?? 0) + i * step);
   const rate = trail.last(trail.rate, 300);
-  const now = worker.now.value;
+  const now = worker.now.peek();
   const kv = kvShare(now);
   return (
     <>

@@ -121,12 +121,12 @@ export function Requests(): JSX.Element {
                 <col class="w-time" />
                 <col class="w-id" />
                 <col class="w-how" />
-                <col />
-                {isAdmin && <col />}
+                <col class="w-name" />
+                {isAdmin && <col class="w-name" />}
                 <col class="w-in" />
                 <col class="w-num" />
                 <col class="w-num" />
-                <col class="shape-cell" />
+                <col />
               </colgroup>
               <thead>
                 <tr>

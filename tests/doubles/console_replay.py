@@ -287,7 +287,7 @@ def told_of_alerts(now: int = NOW_MS // 1000) -> dict:
 
     def row(model, band, objective, target, burns):
         windows = [
-            {"window": span, "total": 1000, "bad": round(burn * 5), "burn": burn}
+            {"window": span, "total": 1000, "bad": round((burn or 0) * 5), "burn": burn}
             for span, burn in zip(spans, burns, strict=True)
         ]
         return {"model": model, "band": band, "objective": objective, "target": target, "windows": windows}
@@ -321,7 +321,8 @@ def told_of_tenants() -> dict:
         "tenants": [
             {
                 "id": name, "tier": ("pro", "free")[i % 2], "band": ("interactive", "default")[i % 2],
-                "weight": 1.0, "live": 3 * i, "concurrent_max": 10 * (i % 3), "requests_per_minute": 600 * (i % 2),
+                "weight": 1.0, "live": 3 * i, "concurrent_max": 10 * (i % 3),
+                "requests_per_minute": 600 * (i % 2),
                 "tokens_per_minute": 200_000 * (i % 2), "spent_day_micros": 910_000 * i,
                 "budget_day_micros": 2_000_000 * (i % 3), "spent_month_micros": 12_310_000 * i,
                 "budget_month_micros": 40_000_000, "models": [] if i else ["chat-8b"],

@@ -1,0 +1,46 @@
+"""The pictures of docs/console: `python scripts/console_pictures.py` after the console has changed. It needs
+what scripts/install_console.sh installs. The fleet is the drawn one of the tests.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "doubles"))
+from console_replay import Replay
+
+PICTURES = {
+    "fleet": ("#/fleet", 12, (1320, 700), "light"),
+    "map-dark": ("#/fleet/chat-70b-03", 64, (1440, 820), "dark"),
+    "traffic": ("#/traffic", 12, (1320, 860), "light"),
+    "request-dark": ("#/requests", 12, (1320, 860), "dark"),
+    "alerts": ("#/alerts", 12, (1320, 560), "light"),
+    "phone": ("#/traffic", 12, (390, 844), "light"),
+}
+
+
+def main() -> None:
+    """Take all of them."""
+    target = ROOT / "docs" / "console"
+    target.mkdir(exist_ok=True)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for name, (place, workers, (width, height), scheme) in PICTURES.items():
+            server = Replay(num_workers=workers, streams=40 * workers)
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page.goto(f"{server.url}/console{place}")
+            page.wait_for_timeout(2500)
+            if place == "#/requests":
+                page.locator("tbody tr", has_text="stop").nth(3).locator("a").click()
+                page.wait_for_timeout(1000)
+            page.screenshot(path=target / f"{name}.png")
+            page.close()
+            server.stop()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
