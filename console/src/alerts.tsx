@@ -90,7 +90,7 @@ function Budgets({ rows }: { rows: SloRow[] }): JSX.Element {
     <section class="card">
       <h2>How fast error budgets burn</h2>
       <p class="soft small">1× spends a budget exactly by the end of its period; above that it ends sooner. Point at a number for what it was made of.</p>
-      <div class="scroll">
+      <div class="scroll" tabIndex={0} role="region" aria-label="Burn rates">
         <table>
           <thead>
             <tr>

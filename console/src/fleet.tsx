@@ -130,7 +130,7 @@ function Tile({ worker, current }: { worker: WorkerLive; current: boolean }): JS
 function Table({ list }: { list: WorkerLive[] }): JSX.Element {
   beat.value;
   return (
-    <div class="scroll">
+    <div class="scroll" tabIndex={0} role="region" aria-label="Workers">
       <table>
         <thead>
           <tr>

@@ -115,7 +115,7 @@ export function Requests(): JSX.Element {
         ) : shown.length === 0 ? (
           <Empty title="Nothing matches">{search ? "Press Enter to ask the server for this id: it also knows decisions of the last hour." : "Of the requests that this page has seen, none is like that."}</Empty>
         ) : (
-          <div class="scroll">
+          <div class="scroll" tabIndex={0} role="region" aria-label="The requests">
             <table class="requests">
               <colgroup>
                 <col class="w-time" />

@@ -57,7 +57,7 @@ function Use({ used, of, show = format.count, label }: { used: number; of: numbe
 
 function Table({ list }: { list: TenantLine[] }): JSX.Element {
   return (
-    <div class="scroll">
+    <div class="scroll" tabIndex={0} role="region" aria-label="The tenants">
       <table>
         <thead>
           <tr>
@@ -181,7 +181,7 @@ function Keys({ tenants }: { tenants: TenantLine[] }): JSX.Element {
       )}
       {found?.writable && <NewKey tenants={tenants} busy={busy.value} send={(path, body) => void send(path, body)} />}
       {found && found.keys.length > 0 && (
-        <div class="scroll">
+        <div class="scroll" tabIndex={0} role="region" aria-label="The keys">
           <table>
             <thead>
               <tr>

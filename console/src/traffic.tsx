@@ -175,7 +175,7 @@ function Breakdown({ told, pick }: { told: Window; pick: (model: string, band: s
   return (
     <section class="card">
       <h2>By model and band</h2>
-      <div class="scroll">
+      <div class="scroll" tabIndex={0} role="region" aria-label="By model and band">
         <table>
           <thead>
             <tr>
