@@ -52,6 +52,11 @@ class IdSource:
         return f"{prefix}-{self._process}{self._next:08x}"
 
     @staticmethod
+    def renamed(taken: str, prefix: str) -> str:
+        """The same id of another kind: a request and its answer differ in their prefix only."""
+        return prefix + taken.partition("-")[2]
+
+    @staticmethod
     def process_of(taken: str) -> str:
         """The process part of an id."""
         return taken.partition("-")[2][:16]

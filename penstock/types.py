@@ -19,11 +19,12 @@ weights take as many operations as attention to 6 d tokens (24 d^2 and 4 d each)
 
 
 class FinishReason(enum.StrEnum):
-    """Why generation ended. The first three are a client's ordinary endings."""
+    """Why generation ended. The first four are ordinary endings."""
 
     STOP = "stop"  # EOS, a stop token or a stop string.
     LENGTH = "length"  # max_tokens or the model's context is used up.
     TOOL_CALLS = "tool_calls"  # The answer is a tool call (set by the gateway's parser).
+    CONTENT_FILTER = "content_filter"  # A provider withheld the rest of its answer.
     BUDGET = "budget"  # The tenant's budget is used up: the gateway stopped a running answer.
     ABORT = "abort"  # The client left, or an operator cancelled it.
     ERROR = "error"  # Something broke; the finish carries the error.

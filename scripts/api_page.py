@@ -66,8 +66,8 @@ NOTES = {
     "chat stop": "checked by this server for every kind of worker; a provider gets it too",
     "user": "names the session and stands in the usage records",
     "messages": "unknown fields within are dropped (a provider gets them); see above",
-    "tools": "`strict: true` needs our engine, with a `tool_format` that has marks around JSON (see Tools), "
-    "or a provider; types other than `function` need a provider",
+    "tools": "`strict: true` needs our engine (see Tools) or a provider; types other than "
+    "`function` need a provider",
     "parallel_tool_calls": "`false`: calls behind the first are not shown, and the answer ends where that "
     "can be seen",
     "chat_template_kwargs": "variables of the chat template",

@@ -20,8 +20,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 COMMANDS = (
-    "serve", "worker", "chat", "top", "drain", "explain", "bench", "doctor", "keys", "usage", "simulate",
-    "plan", "completion",
+    "serve", "worker", "chat", "top", "drain", "explain", "alerts", "bench", "doctor", "keys", "usage",
+    "simulate", "plan", "completion",
 )  # fmt: skip
 """The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser."""
 
@@ -38,6 +38,7 @@ examples:
   penstock bench --concurrency 1,8,32   measure TTFT, TPOT and throughput
   penstock top                          show the fleet, live
   penstock explain chatcmpl-7f3a...     why did that request go there
+  penstock alerts                       what is wrong, and what burns the error budget
   penstock doctor                       say what works on this machine, and why not
   penstock usage --since 7d             say what was used and what it cost
   penstock keys create --tenant acme    make an API key

@@ -51,6 +51,10 @@ Latency = Annotated[float, Meta(ge=0)]
 """Milliseconds."""
 
 
+Scheduling = Literal["fair", "priority", "fcfs"]
+"""Orders of the engine's queue (schedule/order.py)."""
+
+
 class EngineConfig(Branch, frozen=True, kw_only=True):
     """How one engine worker computes."""
 
@@ -81,7 +85,7 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """Token budget of one step: decode rows first, the rest goes to chunks of prompts."""
     max_running: Positive = 64
     """Requests in one batch at most."""
-    scheduling: Literal["fair", "priority", "fcfs"] = "fair"
+    scheduling: Scheduling = "fair"
     """Who starts next. "fair": by class, where waiting makes up for class, and in a class the tenant that was
     served least; the default, because with one tenant it is "priority" and with several none can crowd out
     the others. "priority": by class, and waiting makes up for class. "fcfs": strictly by class, then arrival:
@@ -201,6 +205,23 @@ class TracesConfig(Branch, frozen=True, kw_only=True):
     """Requests whose first token took so long are exported all the same; 0: not for that."""
 
 
+Objective = Annotated[float, Meta(ge=0.5, lt=1)]
+
+
+class SloConfig(Branch, frozen=True, kw_only=True):
+    """Objectives of each model and band, over 30 days: alerts say when their error budgets burn too fast
+    (docs/runbook.md). The times are the promises of `admission`.
+    """
+
+    availability: Objective = 0.995
+    """Share of requests that are answered. Wrong requests, tenants over limits of their own and clients that
+    leave do not count."""
+    ttft: Objective = 0.95
+    """Share of answers whose first token comes in the promised time."""
+    tpot: Objective = 0.95
+    """Share of answers whose further tokens come in the promised time each."""
+
+
 class Config(Branch, frozen=True, kw_only=True):
     """The whole tree."""
 
@@ -225,6 +246,7 @@ class Config(Branch, frozen=True, kw_only=True):
     backends: BackendsConfig = BackendsConfig()
     log: LogConfig = LogConfig()
     traces: TracesConfig = TracesConfig()
+    slo: SloConfig = SloConfig()
 
 
 RETIRED: dict[str, str] = {

@@ -30,7 +30,7 @@ from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts
-from penstock.gateway.http.errors import error_response
+from penstock.gateway.http.errors import error_response, failure_of
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import HttpServer, tick_s
 from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
@@ -50,7 +50,7 @@ from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import AccessLine
 from penstock.telemetry.watch import Watch
-from penstock.types import ModelName
+from penstock.types import ModelName, RequestId
 
 
 class Gateway:
@@ -119,7 +119,8 @@ class Gateway:
         self._fair = FairExchange(self._counters, config.shared, peers, gateway=name)
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
-        self._recorder, watch = Recorder(Promises(config.admission)), peers or Watch(config, clock, log)
+        self._recorder = Recorder(Promises(config.admission), metrics)
+        watch = peers or Watch(config, clock, log, self._inspect.rendered)
         self._watch = watch if isinstance(watch, Watch) else None
         admin = Admin(self._services, self._inspect, registry, members, watch)
         self._console = Console(self._services, self._inspect, admin)
@@ -161,7 +162,8 @@ class Gateway:
             drain      new requests get 503 `draining`, running streams may end within `drain_timeout_s`
             end        streams that are left get a last error event; what clients got is settled
 
-        Without `listens` another process accepts from the same socket, and nothing is accepted here.
+        Without `listens` another process accepts from the same socket: nothing is accepted here, and nothing
+        is refused on connections that are left, each of which closes after its next answer.
         `hurry` goes to the end at once. Backends are left alone: their owner drains them afterwards.
         """
         services, drain_s = self._services, self._config.server.drain_timeout_s
@@ -171,10 +173,13 @@ class Gateway:
         if not listens:
             self._server.close_listeners()
         await self._until(lambda: not (listens or self._server.num_connections), lameduck_s)
-        services.draining = True
-        services.cold.close()
         if not listens:
             self._server.close_idle()
+            began_ns = self._clock.now_ns()
+            await self._until(lambda: not self._server.num_connections, drain_s)
+            drain_s = max(0.0, drain_s - (self._clock.now_ns() - began_ns) / NS_PER_S)
+        services.draining = True
+        services.cold.close()
         self.tenancy.stop()
         self._dispatcher.drain(drain_s)
         await self._until(lambda: not (self._dispatcher or self._tasks), drain_s)
@@ -252,6 +257,9 @@ class Gateway:
             self._services.recent.add(exchange, served, record)
         if exchange.trace is not None:
             self._traces.end(exchange, record)
+        kept = self._policies.kept
+        if exchange.error is not None and kept is not None and exchange.path.startswith("/v1/"):
+            kept.failed(RequestId(exchange.id), failure_of(exchange.error))
         self._log.access(
             AccessLine(
                 method=exchange.method,
@@ -294,6 +302,7 @@ class Gateway:
             exchange.forget_request()
 
     def _failed(self, exchange: Exchange, error: Exception) -> None:
+        exchange.error = error
         if exchange.outcome is None:
             exchange.outcome = outcome_of(error)
         if exchange.streaming:

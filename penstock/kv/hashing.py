@@ -60,7 +60,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, NewType, Protocol
+from typing import NewType
 
 import msgspec
 
@@ -158,41 +158,30 @@ class BlockHasher:
         return hashes
 
     def grow(
-        self, hashes: list[BlockHash], tokens: "array[int]", num_blocks: int, *, lineage: "Lineage"
+        self,
+        hashes: list[BlockHash],
+        tokens: "array[int]",
+        num_blocks: int,
+        *,
+        root: BlockHash,
+        owner: bytes,
+        num_public: int,
     ) -> None:
-        """Extend a prompt's chain `hashes` to its first `num_blocks` blocks; what is there is not hashed
-        again.
+        """Extend a prompt's chain `hashes`, which starts from `root`, to its first `num_blocks` blocks; what
+        is there is not hashed again. Behind its leading public blocks it is the chain of `owner`, a tenant's
+        salt.
         """
-        for end in (min(lineage.num_public, num_blocks), num_blocks):
+        for end in (min(num_public, num_blocks), num_blocks):
             if (done := len(hashes)) < end:
-                parent = hashes[-1] if hashes else lineage.root
-                if done and done == lineage.num_public:
-                    parent = self.enter(parent, salt=lineage.owner)
+                parent = hashes[-1] if hashes else root
+                if done and done == num_public:
+                    parent = self.enter(parent, salt=owner)
                 hashes += self.extend(parent, token_bytes(tokens[done * BLOCK_TOKENS : end * BLOCK_TOKENS]))
                 assert len(hashes) == end, f"{len(tokens)} tokens are not {end} blocks"
 
     def root_of(self, *, salt: bytes, adapter: str, num_public: int) -> BlockHash:
         """Where the chain of a prompt with so many leading public blocks starts."""
         return self.public_root(adapter=adapter) if num_public else self.root(salt=salt, adapter=adapter)
-
-
-class Lineage(Protocol):
-    """What a chain depends on besides its tokens."""
-
-    @property
-    def root(self) -> BlockHash:
-        """See `BlockHasher.root_of`."""
-        ...
-
-    @property
-    def owner(self) -> bytes:
-        """The tenant's salt."""
-        ...
-
-    @property
-    def num_public(self) -> int:
-        """Leading blocks in the public region."""
-        ...
 
 
 IDENTITY_BYTES = 16
@@ -288,14 +277,6 @@ class CanonicalHasher:
         return keys
 
 
-class _Lineage(NamedTuple):
-    """Of a prompt (`hashing.Lineage`)."""
-
-    root: BlockHash
-    owner: bytes
-    num_public: int
-
-
 class PromptKeys:
     """The keys of one prompt's whole blocks, made when they are first asked for.
 
@@ -344,12 +325,10 @@ class PromptKeys:
         """
         if (found := self._own.get(hasher)) is None:
             hashes: list[BlockHash] = []
-            lineage = _Lineage(
-                hasher.root_of(salt=self.owner, adapter=self.adapter, num_public=self.num_public),
-                self.owner,
-                self.num_public,
-            )
-            hasher.grow(hashes, self._array(), self.num_blocks, lineage=lineage)
+            owner, num_public = self.owner, self.num_public
+            root = hasher.root_of(salt=owner, adapter=self.adapter, num_public=num_public)
+            tokens = self._array()
+            hasher.grow(hashes, tokens, self.num_blocks, root=root, owner=owner, num_public=num_public)
             self._own[hasher] = found = own_keys(hashes)
             assert len(found) == self.num_blocks, "a key for each whole block"
         return found

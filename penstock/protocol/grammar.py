@@ -15,8 +15,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     form: bytes = b""
     """JSON, vLLM's `structured_outputs`: an object with one of `json`, `json_object`, `regex`, `choice` and
-    `grammar` (Lark as llguidance reads it, or GBNF); or with `call`, the schema of the JSON behind a call's
-    mark. Empty: only the reasoning is bounded."""
+    `grammar` (Lark as llguidance reads it, or GBNF); or with `calls`: the `format` in which a model calls
+    tools, the `tools` by `name` with their `parameters`, and whether there may be `several` calls in a row.
+    Empty: only the reasoning is bounded."""
     opens_with: str = ""
     """The answer may begin with a reasoning, and this mark then (say `<think>`), or without one. Empty: the
     prompt has opened it, if there is a `begins_after`."""
@@ -26,7 +27,10 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     begins_within: int | None = None
     """After so many tokens of reasoning the engine writes the marker itself; None: never."""
     call_mark: str = ""
-    """The answer is free text, and the grammar holds behind each of these marks (say `<tool_call>`), until it
-    is complete; the answer may end where it is free. Empty: the grammar holds to the answer's end."""
+    """The answer is free text, and the grammar holds behind each match of this regular expression (say
+    `<tool_call>`), or from its group "call" on, until it is complete; the answer may end where it is free.
+    `\\A` is where the answer begins, behind a reasoning. Empty: the grammar holds to the answer's end."""
+    ends_with_calls: bool = False
+    """No text follows a call: the answer ends where the grammar is complete."""
     is_optional: bool = False
     """A form that cannot be enforced is passed over, and not refused."""

@@ -37,7 +37,7 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-_SHAPES = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
+SHAPES = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 """Keywords of a schema that say what a value is; arguments are an object if none does."""
 _LITERALS = frozenset({"enum", "const", "default", "examples"})
 """Keywords whose values are no schemas."""
@@ -298,11 +298,11 @@ def _calls_schema(request: ChatRequest, name: str) -> dict[str, Any]:
     if name:
         functions = [tool.function for tool in request.tools or () if tool.function is not None]
         return next(dict(each.parameters or {"type": "object"}) for each in functions if each.name == name)
-    return calls_schema(request, as_array=True)
+    return calls_schema(request)
 
 
-def calls_schema(request: ChatRequest, *, as_array: bool) -> dict[str, Any]:
-    """The JSON schema of a call of any of the tools, or of an array of calls.
+def calls_schema(request: ChatRequest) -> dict[str, Any]:
+    """The JSON schema of an array of calls of any of the tools.
 
     The parameters of each function stand whole under `$defs`, where their references still find what they
     refer to.
@@ -316,7 +316,7 @@ def calls_schema(request: ChatRequest, *, as_array: bool) -> dict[str, Any]:
         key = function.name if function.name not in definitions else f"{function.name}+{i}"
         parameters: dict[str, Any] = _rooted(function.parameters or {}, f"#/$defs/{key}")
         parameters.pop("$id", None)  # References would be from there.
-        if not _SHAPES & parameters.keys():
+        if not SHAPES & parameters.keys():
             parameters["type"] = "object"
         definitions[key] = parameters
         calls.append({
@@ -329,10 +329,8 @@ def calls_schema(request: ChatRequest, *, as_array: bool) -> dict[str, Any]:
             "additionalProperties": False,
         })  # fmt: skip
     one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": one} if as_array else one
-    if as_array:
-        schema["maxItems"] = 1 if request.parallel_tool_calls is False else CALLS_MAX
-    return schema | {"$defs": definitions}
+    most = 1 if request.parallel_tool_calls is False else CALLS_MAX
+    return {"type": "array", "minItems": 1, "maxItems": most, "items": one, "$defs": definitions}
 
 
 def _rooted(schema: Any, root: str, *, names: bool = False) -> Any:  # noqa: ANN401

@@ -21,7 +21,6 @@ from penstock.protocol.openai import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
-    DetokenizeRequest,
     GenerationRequest,
     Message,
     StreamOptions,
@@ -66,7 +65,6 @@ _rare: Mapping[msgspec.json.Decoder[Any], msgspec.json.Decoder[Any]] = {
 }
 """Read with when a body has a parameter that few have."""
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
-_detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def parse_chat(body: bytes, limits: LimitsConfig) -> ChatRequest:
@@ -122,15 +120,6 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
         check_tools(request.tools)
         _check_depth(request.chat_template_kwargs, "chat_template_kwargs")
     return request
-
-
-def parse_detokenize(body: bytes) -> DetokenizeRequest:
-    """Read and check `/v1/detokenize`.
-
-    Raises:
-        InvalidRequest: naming the field.
-    """
-    return decoded(_detokenize, body)
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:

@@ -81,7 +81,7 @@ class EndedRequests(msgspec.Struct, frozen=True, tag="ended"):
 class LookAt(msgspec.Struct, frozen=True, tag="look_at"):
     """Somebody asked this process for something that the parent remembers."""
 
-    view: Literal["history"]
+    view: Literal["history", "alerts"]
     seconds: int = 0
     """How far back."""
 

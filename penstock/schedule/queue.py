@@ -1,10 +1,6 @@
-"""The order in which waiting requests start. A plug: the scheduler only ever asks for the head.
+"""Requests that wait, in the order of a key. A plug: the scheduler only ever asks for the head.
 
-FCFSQueue     smaller priority first, then earlier arrival: a class can starve those below it
-AgeingQueue   the same, but a class is only worth so many seconds of waiting: nobody starves
-FairQueue     by tenant: whoever was served least goes first (fair_queue.py)
-ClassQueue    a FairQueue for each class; a class goes first until those below have waited long enough
-              (schedule/fair_queue.py)
+Which orders there are: order.py.
 """
 
 from collections.abc import Callable
@@ -140,44 +136,3 @@ class OrderedQueue:
     def __len__(self) -> int:
         """See `WaitingQueue.__len__`."""
         return len(self._waiting)
-
-
-class FCFSQueue(OrderedQueue):
-    """Smaller priority first, then earlier arrival."""
-
-    __slots__ = ()
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, by_class)
-
-
-class AgeingQueue(OrderedQueue):
-    """Smaller priority first, but waiting makes up for it: see `aged_order`."""
-
-    __slots__ = ()
-
-    def __init__(self, capacity: int, *, ageing_ns: int, starvation_ns: int) -> None:
-        super().__init__(capacity, aged_order(ageing_ns, starvation_ns))
-
-
-def by_class(request: Request) -> Order:
-    """The order that `submit` gave: class, arrival, submission."""
-    return request.order
-
-
-def aged_order(ageing_ns: int, starvation_ns: int) -> Callable[[Request], Order]:
-    """Arrival, later by `ageing_ns` for each class down, and by no more than `starvation_ns` in all.
-
-    Everybody ages alike, so who is before whom never changes while both wait, and the order needs no clock:
-    a request of class 2 that has waited for 2 x `ageing_ns` stands level with a fresh one of class 0. The
-    starvation clock: who came more than `starvation_ns` later never goes first, whatever the classes.
-    """
-    assert ageing_ns >= 0 <= starvation_ns, (ageing_ns, starvation_ns)
-    bound = starvation_ns // 2
-
-    def key(request: Request) -> Order:
-        priority, arrival_ns, number = request.order
-        handicap_ns = min(max(priority * ageing_ns, -bound), bound)
-        return arrival_ns + handicap_ns, arrival_ns, number
-
-    return key

@@ -20,11 +20,12 @@ class Endpoint(enum.StrEnum):
 
 
 class OutcomeLabel(enum.StrEnum):
-    """How a request ended, as operators count it. The first four are answers."""
+    """How a request ended, as operators count it. The first five are answers."""
 
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"
+    CONTENT_FILTER = "content_filter"  # A provider withheld the rest.
     BUDGET = "budget"  # The tenant's budget ended it early.
     ABORT = "abort"  # The client left.
     ERROR = "error"  # A worker or the server failed.
@@ -256,5 +257,11 @@ CATALOG = (
     ),
     Metric("penstock_budget_warnings_total", "counter", "Budget warning thresholds that were crossed.",
         ("period",)),
+    # Objectives (telemetry/alerts.py).
+    Metric("penstock_slo_requests_total", "counter", "Ended requests that had to meet an objective.",
+        ("model", "band", "objective")),
+    Metric("penstock_slo_missed_total", "counter", "Those of them that did not.",
+        ("model", "band", "objective")),
+    Metric("penstock_disk_free_ratio", "gauge", "Free share of the disk with the usage ledger.", shared=True),
     Metric("penstock_build_info", "gauge", "Always 1; the version is a label.", ("version",), shared=True),
 )  # fmt: skip

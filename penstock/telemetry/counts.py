@@ -90,6 +90,8 @@ class Counts(msgspec.Struct, array_like=True):
     ttft_late: int = 0
     tpot_due: int = 0
     tpot_late: int = 0
+    ttft_far: int = 0
+    """Answers that took over twice the promised time to their first token."""
 
     @property
     def requests(self) -> int:
@@ -110,6 +112,7 @@ class Counts(msgspec.Struct, array_like=True):
 
 _SUMS = (
     "prompt_tokens", "cached_tokens", "generated_tokens", "ttft_due", "ttft_late", "tpot_due", "tpot_late",
+    "ttft_far",
 )  # fmt: skip
 
 

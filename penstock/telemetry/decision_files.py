@@ -16,6 +16,7 @@ import struct
 import threading
 import zlib
 from collections import deque
+from collections.abc import Set as AbstractSet
 from hashlib import blake2b
 from pathlib import Path
 
@@ -36,9 +37,21 @@ FILE_S = 300.0
 FLUSH_S = 0.5
 PENDING_MAX = 20_000
 """Entries that wait to be written; of more the oldest are lost."""
+FAILURES_MAX = 100
+"""Failures among them; more are not kept: refusals in a flood would push the decisions out of the files."""
 
 _HEAD = struct.Struct("<II")
 _HASH_BYTES = 8
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """How a request ended without its answer."""
+
+    status: int
+    """Of HTTP, if it had not begun to stream."""
+    code: str
+    message: str
+    """Empty where it may repeat what the client wrote."""
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,6 +61,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     decision: Decision | None = None
     choice: ComplexityChoice | None = None
     """The model, of a request that named none."""
+    failure: Failure | None = None
 
 
 _entries = msgspec.msgpack.Decoder(list[Entry])
@@ -80,12 +94,12 @@ class DecisionFiles:
                 self._close()
                 raise OSError("a batch of decisions was not written whole")
 
-    def find(self, request_id: RequestId) -> list[Entry]:
-        """What was decided about a request, oldest first."""
-        wanted, found = _hash(request_id), list[Entry]()
+    def find(self, *names: RequestId) -> list[Entry]:
+        """What was decided about a request, by any of its names, oldest first."""
+        wanted, found = {_hash(name) for name in names}, list[Entry]()
         for path in sorted(self._directory.glob("*.dec")):
             try:
-                found += [entry for entry in _matching(path, wanted) if entry.request_id == request_id]
+                found += [entry for entry in _matching(path, wanted) if entry.request_id in names]
             except OSError:
                 continue  # Another process has removed it meanwhile.
         return found
@@ -137,6 +151,7 @@ class DecisionKeeper:
         self._one_writer = threading.Lock()
         self._task: asyncio.Task[None] | None = None
         self._is_failing = False
+        self._num_failures = 0
 
     def decided(self, decision: Decision) -> None:
         """A worker was chosen, or none."""
@@ -145,6 +160,12 @@ class DecisionKeeper:
     def chose(self, request_id: RequestId, choice: ComplexityChoice) -> None:
         """A model was chosen."""
         self._pending.append(Entry(request_id, choice=choice))
+
+    def failed(self, request_id: RequestId, failure: Failure) -> None:
+        """A request was refused, or failed."""
+        if self._num_failures < FAILURES_MAX:
+            self._num_failures += 1
+            self._pending.append(Entry(request_id, failure=failure))
 
     def start(self) -> None:
         """Begin to write."""
@@ -158,13 +179,13 @@ class DecisionKeeper:
             await asyncio.to_thread(self._write)
             await asyncio.to_thread(self._files.close)
 
-    async def find(self, request_id: RequestId) -> list[Entry]:
+    async def find(self, *names: RequestId) -> list[Entry]:
         """What was decided about a request, in whichever process; another one may have yet to write it."""
         await asyncio.to_thread(self._write)
-        found = await asyncio.to_thread(self._files.find, request_id)
+        found = await asyncio.to_thread(self._files.find, *names)
         if not found:
             await sleep(2 * FLUSH_S)
-            found = await asyncio.to_thread(self._files.find, request_id)
+            found = await asyncio.to_thread(self._files.find, *names)
         return found
 
     async def _run(self) -> None:
@@ -182,6 +203,7 @@ class DecisionKeeper:
         pending = [self._pending.popleft() for _ in range(len(self._pending))]
         if not pending:
             return
+        self._num_failures = 0
         try:
             self._files.append([_entry_of(each) for each in pending])
         except OSError as error:
@@ -198,7 +220,7 @@ def _entry_of(decided: Decision | Entry) -> Entry:
     return decided if isinstance(decided, Entry) else Entry(decided.request_id, decision=decided)
 
 
-def _matching(path: Path, wanted: bytes) -> list[Entry]:
+def _matching(path: Path, wanted: AbstractSet[bytes]) -> list[Entry]:
     """The entries of those batches that may have the request."""
     found = list[Entry]()
     with path.open("rb") as file:
@@ -206,7 +228,7 @@ def _matching(path: Path, wanted: bytes) -> list[Entry]:
             size, count = _HEAD.unpack(head)
             hashes = file.read(count * _HASH_BYTES)
             places = range(0, len(hashes), _HASH_BYTES)
-            if any(hashes[i : i + _HASH_BYTES] == wanted for i in places):
+            if any(hashes[i : i + _HASH_BYTES] in wanted for i in places):
                 try:
                     found += _entries.decode(zlib.decompress(file.read(size - len(hashes))))
                 except (zlib.error, msgspec.MsgspecError):  # Half written, or by another version.

@@ -25,7 +25,7 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.policy.admission.admit import Promises
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.counts import Book, Counts, Latency, Series, available_of, decode_rows
-from penstock.telemetry.metrics import RequestMeasurement
+from penstock.telemetry.metrics import Metrics, RequestMeasurement
 
 SERIES_MAX = 64
 RECENT_STEP_S, RECENT_S = 5, 900
@@ -35,19 +35,21 @@ SLO_S = 3 * DAY_S
 COLUMNS_MAX = 288
 """Of `window`: a day is shown by five minutes."""
 
-Objective = Literal["availability", "ttft", "tpot"]
-OBJECTIVES: tuple[Objective, ...] = ("availability", "ttft", "tpot")
+Objective = Literal["availability", "ttft", "tpot", "ttft_double"]
+"""The last is half an objective: first tokens within twice the promised time."""
+OBJECTIVES: tuple[Objective, ...] = ("availability", "ttft", "tpot", "ttft_double")
+_NUMBERS = 2 * len(OBJECTIVES)
 
 
 class Recorder:
     """What has ended in this process since the last `take`."""
 
-    def __init__(self, promises: Promises) -> None:
+    def __init__(self, promises: Promises, metrics: Metrics) -> None:
         """`promises` are admission's: an answer is late by the same times as it was let in by, as
         configured. They are not stretched for a slow machine or a long prompt, for an objective that gives
         way says nothing.
         """
-        self._promises, self._book = promises, Book(SERIES_MAX)
+        self._promises, self._metrics, self._book = promises, metrics, Book(SERIES_MAX)
 
     def ended(self, model: str, record: RequestMeasurement) -> None:
         """Count one request, once."""
@@ -56,6 +58,8 @@ class Recorder:
         counts.prompt_tokens += record.prompt_tokens
         counts.cached_tokens += record.cached_tokens
         counts.generated_tokens += record.generated_tokens
+        total, bad = available_of({record.outcome: 1})
+        judged = [("availability", bad)] if total else []
         promise = self._promises.of(tier=record.tier, band=record.band)
         if record.ttft_ns is not None:
             queue_ns = min(record.queue_ns or 0, record.ttft_ns)
@@ -64,12 +68,19 @@ class Recorder:
             counts.ttft.observe(record.ttft_ns)
             if promise.ttft_ns:
                 counts.ttft_due += 1
-                counts.ttft_late += record.ttft_ns > promise.ttft_ns
+                late, far = record.ttft_ns > promise.ttft_ns, record.ttft_ns > 2 * promise.ttft_ns
+                counts.ttft_late += late
+                counts.ttft_far += far
+                judged += [("ttft", late), ("ttft_double", far)]
         if record.tpot_ns is not None:
             counts.tpot.observe(record.tpot_ns)
             if promise.tpot_ns:
                 counts.tpot_due += 1
-                counts.tpot_late += record.tpot_ns > promise.tpot_ns
+                late = record.tpot_ns > promise.tpot_ns
+                counts.tpot_late += late
+                judged.append(("tpot", late))
+        for objective, missed in judged:
+            self._metrics.judged(model, record.band, objective, missed=bool(missed))
 
     def take(self) -> Book:
         """What ended since the last time."""
@@ -257,7 +268,7 @@ class History:
 
 
 class _SloMinutes:
-    """By series six numbers for each of the last three days' minutes: `total` and `bad` of each objective."""
+    """By series, for each minute of three days, `total` and `bad` of each objective."""
 
     _MINUTES = SLO_S // MINUTE_S
 
@@ -277,7 +288,7 @@ class _SloMinutes:
         for series, counts in rows:
             ring = self._rings.get(series)
             if ring is None:
-                ring = self._rings[series] = array("Q", bytes(8 * 6 * self._MINUTES))
+                ring = self._rings[series] = array("Q", bytes(8 * _NUMBERS * self._MINUTES))
             for i, number in enumerate(_slo_numbers(counts)):
                 ring[i * self._MINUTES + minute % self._MINUTES] += number
 
@@ -303,14 +314,16 @@ class _SloMinutes:
             return
         for each in range(max(self._last + 1, minute - self._MINUTES + 1), minute + 1):
             for ring in self._rings.values():
-                for part in range(6):
+                for part in range(_NUMBERS):
                     ring[part * self._MINUTES + each % self._MINUTES] = 0
         self._last = minute
 
 
-def _slo_numbers(counts: Counts) -> tuple[int, int, int, int, int, int]:
-    total, bad = available_of(counts.outcomes)
-    return total, bad, counts.ttft_due, counts.ttft_late, counts.tpot_due, counts.tpot_late
+def _slo_numbers(counts: Counts) -> tuple[int, ...]:
+    """As in `OBJECTIVES`."""
+    ttft_due, tpot_due = counts.ttft_due, counts.tpot_due
+    times = (ttft_due, counts.ttft_late, tpot_due, counts.tpot_late, ttft_due, counts.ttft_far)
+    return (*available_of(counts.outcomes), *times)
 
 
 _ALL = Series("", "")

@@ -12,6 +12,7 @@ What cannot be read is left out, with one warning, and everything behind it in t
 import asyncio
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ class HistoryFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._one_at_a_time = threading.Lock()
         self._file: int | None = None
         self._since = 0
 
@@ -49,9 +51,10 @@ class HistoryFiles:
         """
         packed = zlib.compress(body, 1)
         record = _HEAD.pack(len(packed), zlib.crc32(packed), minute) + packed
-        if os.write(self._current(minute), record) < len(record):
-            self.close()
-            raise OSError("a minute of the history was not written whole")
+        with self._one_at_a_time:
+            if os.write(self._current(minute), record) < len(record):
+                self.close()
+                raise OSError("a minute of the history was not written whole")
 
     def read(self, damaged: Callable[[Path], None]) -> Iterator[tuple[int, list[tuple[Series, Counts]]]]:
         """Every minute there is; `damaged` is called for each file that cannot be read to its end."""

@@ -13,7 +13,8 @@ runs; requests that outlive several segments are written down again in the newes
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.ledger import LedgerConfig
@@ -72,8 +73,7 @@ class _Segment:
         self.offset += done
 
 
-@dataclass(slots=True)
-class _Live:
+class _Live(msgspec.Struct, gc=False):
     """A request without its end."""
 
     sequence: int

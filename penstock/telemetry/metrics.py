@@ -131,6 +131,10 @@ class Metrics:
         self._store_gateways = self._table.gauge("penstock_shared_gateways")
         self._costs: dict[tuple[str, str], _Followed] = {}
         """By model and part of the cost."""
+        self._slo_due = self._table.counter("penstock_slo_requests_total")
+        self._slo_missed = self._table.counter("penstock_slo_missed_total")
+        self._slo: dict[tuple[str, str, str], tuple[Counter, Counter]] = {}
+        self._disk_free = self._table.gauge("penstock_disk_free_ratio")
         self._retry_budget = self._table.gauge("penstock_retry_budget_level")
         self._errors = self._table.histogram("penstock_ttft_prediction_error_ratio")
         self._ledger_open = self._table.gauge("penstock_ledger_open_requests")
@@ -258,6 +262,20 @@ class Metrics:
     def predicted(self, model: str, error: float) -> None:
         """A first token came: the relative error of when it was expected."""
         self._errors.labels(model).observe(error)
+
+    def judged(self, model: str, band: str, objective: str, *, missed: bool) -> None:
+        """An ended request had to meet an objective (`telemetry.history.Objective`)."""
+        key = (model, band, objective)
+        found = self._slo.get(key)
+        if found is None:
+            found = self._slo[key] = (self._slo_due.labels(*key), self._slo_missed.labels(*key))
+        found[0].inc()
+        if missed:
+            found[1].inc()
+
+    def disk_free(self, share: float) -> None:
+        """Of the disk that has the usage ledger."""
+        self._disk_free.set(share)
 
     def budget_warning(self, period: Literal["day", "month"]) -> None:
         """A tenant has crossed a share of its budget (`policy.budget.BudgetEvent`)."""

@@ -11,7 +11,10 @@ from penstock.text.tools import CallPiece, ToolEvent
 HEAD_CHARS_MAX = 256
 """A call whose name comes first and whose arguments begin within this is told while it is written; another
 one when it is whole."""
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_HEAD = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)+")'
+    r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 _MARKS = re.compile(r'["\\{}\[\]]')
 
 
@@ -115,6 +118,15 @@ def _finite(digits: str) -> float:
     return found
 
 
+def is_json(text: str) -> bool:
+    """Whether it is JSON, whatever the size of its numbers."""
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return False
+    return True
+
+
 class _Call(msgspec.Struct):
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
@@ -128,7 +140,7 @@ def parse_call(body: str) -> tuple[str, str] | None:
         raw = bytes(call.arguments) or bytes(call.parameters) or b"{}"
         if raw.startswith(b'"'):  # Some models write the object into a string, as OpenAI's API does.
             raw = msgspec.json.decode(raw, type=str).encode()
-        msgspec.json.decode(raw, type=dict[str, object])
+        msgspec.json.decode(raw, type=dict[str, msgspec.Raw])  # Numbers may be out of range.
     except (msgspec.DecodeError, RecursionError):
         return None
     return (call.name, raw.decode()) if call.name else None

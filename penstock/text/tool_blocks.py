@@ -11,16 +11,19 @@ from penstock.text.json_calls import (
     Arguments,
     JsonScan,
     head_of,
+    is_json,
     json_of,
     parse_call,
     parse_calls,
     value_of,
 )
+from penstock.text.tool_types import STRING, fits, kinds_of, resolved
 from penstock.text.tools import CallPiece, Text, ToolEvent, held, split_space
 
 Calls = list[tuple[str, str]]
 """Names and arguments, the latter as JSON."""
 CALL_CHARS_MAX = 65_536
+_NESTED = frozenset({"object", "array"})
 _BEHIND_A_CALL = " \t\r\n}"
 """Dropped in front of a closing mark: models like to write a bracket too many."""
 
@@ -221,15 +224,14 @@ class Qwen3CoderToolParser(BlockParser):
         if match is None:
             return None
         name = match[1].strip()
-        properties: Mapping[str, Any] = self._schemas.get(name, {}).get("properties") or {}
+        root = self._schemas.get(name, {})
+        properties: Mapping[str, Any] = resolved(root, root).get("properties") or {}
         arguments = {
-            found[1].strip(): _typed(found[2], properties.get(found[1].strip()))
+            found[1].strip(): _json_text(found[2], kinds_of(properties.get(found[1].strip()), root))
             for found in self._PARAMETER.finditer(match[2])
         }
-        try:
-            return [(name, json_of(arguments))]
-        except ValueError:
-            return None
+        members = ", ".join(f"{json_of(key)}: {text}" for key, text in arguments.items())
+        return [(name, f"{{{members}}}")]
 
 
 class PhiToolParser(BlockParser):
@@ -304,13 +306,16 @@ def python_calls(nodes: list[ast.expr]) -> Calls | None:
     return found or None
 
 
-def _typed(value: str, schema: object) -> object:
-    """A bare value as its schema says; what does not fit stays a string."""
-    kind: object = schema.get("type") if isinstance(schema, Mapping) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    if kind in (None, "string"):
-        return value
-    try:
-        return value_of(value.strip())
-    except ValueError:
-        lowered = value.strip().lower()
-        return {"true": True, "false": False, "none": None, "null": None}.get(lowered, value)
+def _json_text(value: str, kinds: frozenset[str]) -> str:
+    """A bare value as one of these types, in JSON; what does not fit is a string."""
+    found: object = value
+    if kinds != STRING:
+        try:
+            found = value_of(value.strip())
+        except ValueError:
+            if kinds <= _NESTED and is_json(value.strip()):
+                return value.strip()  # A number within is out of range.
+            found = {"true": True, "false": False, "none": None, "null": None}.get(
+                value.strip().lower(), value
+            )
+    return json_of(value if "string" in kinds and not fits(found, kinds - STRING) else found)

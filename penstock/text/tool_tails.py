@@ -31,12 +31,14 @@ class JsonTailParser:
         *,
         at_start: bool = False,
         names: AbstractSet[str] | None = None,
+        held: re.Pattern[str] | None = None,
         call_chars_max: int = CALL_CHARS_MAX,
     ) -> None:
         """`at_start`: an answer that begins with an object needs no mark. `names`: those of the tools; a call
-        of another name is text. None: any name.
+        of another name is text. None: any name. `held`: what the first call begins with, else it is text.
         """
         self._opens, self._names, self._max = opens, names, call_chars_max
+        self._held = held
         self._at_start = at_start
         self._buffer: str = ""
         self._state: Callable[[list[ToolEvent]], bool] = self._read_prose
@@ -180,7 +182,11 @@ class JsonTailParser:
         return True
 
     def _is_tool(self, name: str) -> bool:
-        return self._names is None or name in self._names
+        if self._names is not None and name not in self._names:
+            return False
+        if self._held is None or self._num_calls:
+            return True
+        return self._held.match(self._shown_if_none + self._buffer) is not None
 
     def _give_up(self) -> bool:
         """What is left is text."""
@@ -195,8 +201,9 @@ class PythonicToolParser:
 
     STOP = ""
 
-    def __init__(self, *, call_chars_max: int = CALL_CHARS_MAX) -> None:
-        self._max = call_chars_max
+    def __init__(self, *, held: re.Pattern[str] | None = None, call_chars_max: int = CALL_CHARS_MAX) -> None:
+        """`held`: what the calls begin with, else they are text."""
+        self._begins, self._max = held, call_chars_max
         self._held: list[str] | None = []
         """None: it is prose."""
         self._num_held = 0
@@ -230,6 +237,8 @@ class PythonicToolParser:
         try:
             node = ast.parse(body, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
+            node = None
+        if self._begins is not None and not self._begins.match(text):
             node = None
         calls = python_calls(node.elts) if isinstance(node, ast.List) else None
         if not calls:

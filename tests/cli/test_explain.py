@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
+from served import PATIENCE_S
 from stand_in_thread import MODEL, Serve, stand_in_engine
 from tenant_keys import add
 
@@ -17,7 +20,7 @@ NUM_REQUESTS, SHOWN = 12, 4
 
 
 async def ids(gateway: Serve) -> list[str]:
-    """Ask so often at once, each on a connection of its own."""
+    """Ask so often at once, each on a connection of its own. Returns the ids of the answers."""
     client = gateway.client("acme", fresh=True)
     body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 2}).encode()
     answers = await asyncio.gather(*(client.post("/completions", body) for _ in range(NUM_REQUESTS)))
@@ -31,7 +34,7 @@ def decided_by_two(gateway: Serve, place: Path) -> list[str]:
 
     def by_file() -> list[list[str]]:
         return [
-            [each for each in asked if _matching(path, _hash(RequestId(each)))] for path in place.glob("*")
+            [each for each in asked if _matching(path, {_hash(RequestId(each))})] for path in place.glob("*")
         ]
 
     def are_all_written() -> bool:
@@ -48,6 +51,20 @@ def decided_by_two(gateway: Serve, place: Path) -> list[str]:
     raise AssertionError("one process placed every request")
 
 
+def refused(gateway: Serve, place: Path) -> str:
+    """Ask for what is not there; waits until its end is written. Returns the id of the request."""
+    body = json.dumps({"model": "no-such-model", "prompt": "x"}).encode()
+    headers = {"authorization": f"Bearer {gateway.keys['acme']}", "content-type": "application/json"}
+    request = urllib.request.Request(f"{gateway.server.url}/completions", body, headers)
+    with pytest.raises(urllib.error.HTTPError, match="404") as caught:
+        urllib.request.urlopen(request, timeout=PATIENCE_S)
+    request_id = caught.value.headers["x-request-id"]
+    caught.value.close()
+    wanted = {_hash(RequestId(request_id))}
+    gateway.server.until(lambda: any(_matching(path, wanted) for path in place.glob("*")), "not written")
+    return request_id
+
+
 def test_any_process_explains_any_request_and_so_does_the_next_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,8 +74,10 @@ def test_any_process_explains_any_request_and_so_does_the_next_server(
         admin = add(place / "keys.jsonl", tenant="acme", admin=True).key
         try:
             gateway.server.wait_ready()
-            names = decided_by_two(gateway, place / "state" / "ledger" / "decisions")
+            files = place / "state" / "ledger" / "decisions"
+            names = decided_by_two(gateway, files)
             root = gateway.server.url.removesuffix("/v1")
+            names[0] = names[0].replace("cmpl", "req")  # As the log and the header `x-request-id` have it.
             for name in names:  # The process that answers is the kernel's choice.
                 argv = ["explain", name, "--replay", "--url", root, "--key", admin]
                 assert main(argv) == 0, capsys.readouterr().err
@@ -66,14 +85,20 @@ def test_any_process_explains_any_request_and_so_does_the_next_server(
                 assert f"1. {MODEL}: " in told
                 assert "replay: " in told
                 assert "equal to the bit" in told
+            names.append(refused(gateway, files))
             gateway.kill()
             gateway.start()
             gateway.server.wait_ready()
             root = gateway.server.url.removesuffix("/v1")
             for name in names:
                 assert main(["explain", name, "--json", "--url", root, "--key", admin]) == 0
-                (decision,) = json.loads(capsys.readouterr().out)["decisions"]
-                assert decision["request_id"] == name
+                told = json.loads(capsys.readouterr().out)
+                if name == names[-1]:
+                    assert told["failure"]["status"] == 404
+                    assert "no-such-model" in told["failure"]["message"]
+                    continue
+                (decision,) = told["decisions"]
+                assert decision["request_id"] == name.replace("req", "cmpl")
                 assert decision["replay"]["is_equal"]
             assert main(["explain", "cmpl-nobody", "--url", root, "--key", admin]) == 1
             assert "is known" in capsys.readouterr().err

@@ -36,6 +36,7 @@ GOLDEN = Path(__file__).parent / "golden"
         "top",
         "drain",
         "explain",
+        "alerts",
         "completion",
     ],
 )

@@ -327,6 +327,8 @@ class OpenAIStandIn(VllmStandIn):
     """Tool calls to answer chats with."""
     thoughts: dict[str, str] | None = None
     """What comes before a chat's text, and the name under which it does."""
+    ends_with = "length"
+    """The finish reason of a chat's text."""
 
     async def events(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         if "messages" not in body:
@@ -370,7 +372,7 @@ class OpenAIStandIn(VllmStandIn):
                     entry = {"token": chr(token(0, i)), "logprob": -0.5, "bytes": [token(0, i)]}
                     logprobs = {"content": [entry | {"top_logprobs": [entry] * body.get("top_logprobs", 0)}]}
                 yield chunk({"content": chr(token(0, i))}, None, logprobs)
-            why = "length"
+            why = self.ends_with
         yield chunk({}, why)
         if not self.faults.no_usage:
             details = {"prompt_tokens_details": {"cached_tokens": 0}}

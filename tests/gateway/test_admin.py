@@ -201,6 +201,10 @@ def test_the_history_has_what_was_answered_and_what_was_refused(running, kit):
     assert summary["outcomes"] == {"length": [1], "rejected": [1]}
     assert summary["generated_tokens"] == [4]
     assert summary["ttft_due"] == summary["tpot_due"] == [1]
+    status, report = send(running, "/admin/alerts")
+    assert (status, [alert["name"] for alert in report["firing"]]) == (200, [])
+    objectives = {(row["band"], row["objective"], row["windows"][0]["total"]) for row in report["slo"]}
+    assert objectives == {("default", each, 1) for each in ("availability", "ttft", "tpot")}
     for wrong in ("0", "-5", "1.5", "86401", "9" * 30, "x"):
         assert send(running, f"/admin/history?seconds={wrong}")[0] == 400
     assert send(running, "/admin/history", key=kit.KEY)[0] == 403

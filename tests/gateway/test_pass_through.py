@@ -26,6 +26,7 @@ def provided(kit: types.SimpleNamespace) -> Iterator[types.SimpleNamespace]:
 def well_behaved(provided: types.SimpleNamespace) -> None:
     provided.provider.faults.__init__()
     provided.provider.calls = None
+    provided.provider.ends_with = "length"
     provided.provider.requests.clear()
 
 
@@ -54,6 +55,19 @@ def test_text_comes_through_and_the_providers_usage_is_told(provided: types.Simp
     ]
     assert len(logprobs) == 6
     assert provided.provider.requests[-1].json["messages"] == ASK["messages"]
+
+
+def test_an_answer_that_a_provider_withholds_says_so(provided: types.SimpleNamespace) -> None:
+    provided.provider.ends_with = "content_filter"
+    client, ask = provided.client, {"model": ASK["model"], "input": "hi", "max_output_tokens": 6}
+    assert client.chat.completions.create(**ASK).choices[0].finish_reason == "content_filter"
+    reasons = [chunk.choices[0].finish_reason for chunk in client.chat.completions.create(**ASK, stream=True)]
+    assert reasons[-1] == "content_filter"
+    last = list(client.responses.create(**ask, stream=True))[-1]
+    assert last.type == "response.incomplete"
+    for response in (last.response, client.responses.create(**ask)):
+        assert (response.status, response.incomplete_details.reason) == ("incomplete", "content_filter")
+        assert [item.status for item in response.output] == ["incomplete"]
 
 
 def test_tool_calls_come_back_with_the_providers_own_ids(provided: types.SimpleNamespace) -> None:

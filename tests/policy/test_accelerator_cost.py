@@ -123,6 +123,13 @@ def test_what_others_run_beside_it_is_theirs() -> None:
     ] * 2
 
 
+def test_others_pay_for_the_time_that_they_were_there() -> None:
+    cost = AcceleratorCost(0, DOLLAR_A_SECOND)
+    cost.started(0, A)
+    cost.beside(1 * S, 2)
+    assert cost.settle(3 * S, A) == 2_000_000
+
+
 def test_a_new_price_counts_from_then_on() -> None:
     cost = AcceleratorCost(0, DOLLAR_A_SECOND)
     cost.started(0, A)

@@ -77,6 +77,12 @@ def test_half_of_the_clients_time_is_for_one_attempt_and_the_end_of_it_is_the_en
     assert str(evicted.error) == "no first token within 1000 ms, which is as long as the client waits"
 
 
+def test_the_clients_time_begins_with_its_request() -> None:
+    control = made()
+    arrive(control, 10 * S, "a", first_token_ns=S)
+    assert control.next_ns(10 * S) == 10 * S + S // 2
+
+
 def test_nothing_is_given_up_while_no_other_place_would_take_it() -> None:
     control = made(fallback="")
     arrive(control, 0, "a", first_token_ns=10 * S)

@@ -14,7 +14,7 @@ from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.policy.queueing.terms import BandTerms, QueueTerms
-from penstock.schedule.fair_share import UNIT, cost
+from penstock.schedule.fair_share import UNIT, cost, share
 from penstock.types import RequestId, TenantId
 
 _numbers = count()
@@ -139,6 +139,16 @@ def test_gateways_that_do_not_hear_each_other_are_fair_by_themselves() -> None:
     assert served["b"] / served.total() == pytest.approx(0.25, rel=0.05)
 
 
+def test_a_correction_is_told_as_what_it_changes() -> None:
+    queue = FairQueue(QueueTerms())
+    queue.take_untold()
+    first, level = work("a0", "a", output_tokens=1000), queue.level_of("default")
+    pushed(queue, first)
+    taken(queue)
+    queue.charge(first, cost(100, 0, 10))
+    assert queue.take_untold() == [(level, first.tenant, share(cost(100, 0, 10), first.weight))]
+
+
 def test_what_an_idle_tenant_had_elsewhere_is_not_held_against_it() -> None:
     queue = FairQueue(QueueTerms())
     pushed(queue, work("a0", "a"), work("a1", "a"))
@@ -256,6 +266,17 @@ def test_who_is_tried_again_stands_where_it_stood_and_is_not_charged_twice() -> 
     assert queue.served("default", first.tenant) == 0
     assert first.expires_ns == 5 + 60 * S, "its wait ends when it would have"
     assert taken(queue) == ["a0", "a1"]
+
+
+def test_who_is_tried_again_is_not_lifted_to_those_that_wait() -> None:
+    queue, first = FairQueue(QueueTerms()), work("late", "late")
+    pushed(queue, first)
+    before = queue.served("default", first.tenant)
+    assert taken(queue) == ["late"]
+    pushed(queue, *(work(f"busy{i}", "busy", prompt_tokens=1000) for i in range(2)))
+    assert taken(queue, limit=1) == ["busy0"]
+    queue.requeue(0, first)
+    assert queue.served("default", first.tenant) == before
 
 
 def test_earliest_deadline_first_within_a_tenant() -> None:
@@ -392,6 +413,23 @@ def test_over_a_bound_the_new_one_is_refused_and_the_bound_named(bounds, refusal
     assert queue.push(0, work(num_bytes=10)) == refusal
     assert (len(queue), queue.num_bytes) == (3, 30)
     queue.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"band_bytes_max": 30, "tenant_share": 1.0}, {"band_bytes_max": 60}, {"bytes_max": 30}]
+)
+def test_up_to_a_bound_there_is_room(bounds) -> None:
+    pushed(FairQueue(bounded(**bounds)), *(work(num_bytes=10) for _ in range(3)))
+
+
+def test_what_waits_elsewhere_does_not_wait_here() -> None:
+    here, there, each = FairQueue(QueueTerms()), FairQueue(QueueTerms()), work()
+    pushed(here, each)
+    pushed(there, work())
+    assert here.waits(each)
+    assert not there.waits(each)
+    taken(here)
+    assert not here.waits(each)
 
 
 def test_a_full_queue_drops_the_newest_of_the_lowest_band_for_a_better_one() -> None:

@@ -103,6 +103,17 @@ def test_the_first_attempt_wins() -> None:
     assert made.told == {HedgeOutcome.LOST: 1}
 
 
+def test_what_waits_has_the_room_of_the_attempt_that_lost() -> None:
+    made = Made(W, V, slots=1)
+    _, second = made.race()
+    made.arrive("s", 101 * MS)
+    assert made.do(101 * MS) == []
+    request = made.control.request(R)
+    made.control.hedging.won(102 * MS, request, request.attempt)
+    (start,) = made.do(102 * MS)
+    assert (start.id, start.worker_id) == ("s", second)
+
+
 def test_whichever_fails_the_other_goes_on_and_a_retry_follows_only_when_both_have() -> None:
     for failing in (1, 2):
         made = Made(W, V, U)

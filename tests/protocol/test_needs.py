@@ -206,8 +206,8 @@ def test_references_of_a_tool_are_from_its_own_parameters() -> None:
         "definitions": {"P": {"type": "integer"}},
     }
     tools = [tool("f", parameters=parameters), tool("f", parameters={"$defs": {"a": 2}, "$ref": "#/$defs/a"})]
-    schema = calls_schema(chat(tools=tools), as_array=False)
-    assert [call["properties"]["arguments"] for call in schema["anyOf"]] == [
+    schema = calls_schema(chat(tools=tools))
+    assert [call["properties"]["arguments"] for call in schema["items"]["anyOf"]] == [
         {"$ref": "#/$defs/f"}, {"$ref": "#/$defs/f+1"},
     ]  # fmt: skip
     assert schema["$defs"]["f+1"] == {"$defs": {"a": 2}, "$ref": "#/$defs/f+1/$defs/a"}

@@ -1,5 +1,6 @@
 import contextlib
 import json
+from functools import partial
 
 import msgspec
 import pytest
@@ -10,16 +11,17 @@ from penstock.config.flow import LimitsConfig
 from penstock.errors import InvalidRequest
 from penstock.protocol import openai_validate
 from penstock.protocol.needs import common_needs, constraint_of, rare_needs
-from penstock.protocol.openai import GenerationRequest
+from penstock.protocol.openai import DetokenizeRequest, GenerationRequest
 from penstock.protocol.openai_validate import (
+    decoded,
     parse_chat,
     parse_completion,
-    parse_detokenize,
     parse_tokenize,
     prompts_of,
 )
 
 LIMITS = LimitsConfig()
+_detokenize = partial(decoded, msgspec.json.Decoder(DetokenizeRequest))
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -278,9 +280,9 @@ def test_tokenize_takes_one_source():
 
 
 def test_detokenize():
-    assert parse_detokenize(b'{"tokens":[1,2]}').tokens == [1, 2]
+    assert _detokenize(b'{"tokens":[1,2]}').tokens == [1, 2]
     with pytest.raises(InvalidRequest, match=r"tokens\[1\]"):
-        parse_detokenize(b'{"tokens":[1,"2"]}')
+        _detokenize(b'{"tokens":[1,"2"]}')
 
 
 def test_tools_are_written_out_as_they_came():
@@ -329,7 +331,7 @@ def _completion(body):
 
 
 def parse_all(body):
-    for parse in (_chat, _completion, parse_tokenize, parse_detokenize):
+    for parse in (_chat, _completion, parse_tokenize, _detokenize):
         with contextlib.suppress(InvalidRequest):
             request = parse(body)
             if isinstance(request, GenerationRequest):

@@ -16,7 +16,7 @@ from penstock.telemetry.counts import Book, Counts, Latency, Series, bounds_us, 
 from penstock.telemetry.history import COLUMNS_MAX, DAY_S, SERIES_MAX, SLO_S, History, Recorder
 from penstock.telemetry.history_files import HistoryFiles, HistoryKeeper
 from penstock.telemetry.log import Log
-from penstock.telemetry.metrics import RequestMeasurement
+from penstock.telemetry.metrics import Metrics, RequestMeasurement
 
 M = Series("m", "default")
 
@@ -47,7 +47,7 @@ def clock():
 
 @pytest.fixture
 def recorder():
-    return Recorder(Promises(AdmissionConfig()))
+    return Recorder(Promises(AdmissionConfig()), Metrics(["m"], version="0"))
 
 
 def keeper(history, path, lines=None):

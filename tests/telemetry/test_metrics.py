@@ -35,6 +35,7 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     metrics = Metrics(["m"], version="1.2.3")
     metrics.http_response(200)
     metrics.budget_warning("day")
+    metrics.judged("m", "default", "ttft", missed=True)
     metrics.queue_waiting("m", 1)
     for count in (metrics.refused, metrics.evicted, metrics.diverted):
         count("m", "queue_full")

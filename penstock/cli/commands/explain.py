@@ -12,11 +12,13 @@ from penstock.cli.commands.remote import add_admin_flags, connect_admin
 from penstock.cli.flags import Commands, Help
 
 DESCRIPTION = """\
-Say which workers were considered for a request, what each scored, and why one was picked. Any request
-of the last hour is known, whichever gateway process decided, also after a restart."""
+Say which workers were considered for a request, what each scored, and why one was picked; of a request
+without an answer also how it ended. Any request of the last hour is known, whichever gateway process
+decided, also after a restart."""
 
 EPILOG = """\
-REQUEST_ID is the id of the answer: chatcmpl-... or cmpl-... Needs an admin key, as `penstock top` does.
+REQUEST_ID is x-request-id (as in the log), or the id of the answer: chatcmpl-..., cmpl-... or resp_...
+Needs an admin key, as `penstock top` does.
 exit code: 0 done, 1 not known, no server, or another decision with --replay, 2 wrong usage
 
 examples:
@@ -79,6 +81,9 @@ def _show(told: dict[str, Any], *, with_replay: bool) -> None:
             verdict = "equal to the bit" if again["is_equal"] else "DIFFERENT"
             went = again["worker"] or "no worker"
             out.print(f"   replay: {went} ({again['reason']}): {verdict}", markup=False, soft_wrap=True)
+    if (failure := told.get("failure")) is not None:
+        words = ": ".join(filter(None, (f"{failure['status']} {failure['code']}", failure["message"])))
+        out.print(f"ended without an answer: {words}", markup=False, soft_wrap=True)
 
 
 def _table(decision: dict[str, Any]) -> Table:

@@ -17,6 +17,7 @@ from penstock.cli.wiring.state import load_key
 from penstock.errors import PenstockError
 from penstock.protocol.fleet import DrainOrder, FleetReport
 from penstock.protocol.server_answers import decode_models, refusal_text
+from penstock.telemetry.alerting import AlertsReport
 
 
 class Unusable(PenstockError):
@@ -91,6 +92,7 @@ def refused(status: int, body: bytes) -> str:
 
 LIMITS = ClientLimits(connect_timeout_s=5.0, request_timeout_s=10.0)
 _reports = msgspec.json.Decoder(FleetReport)
+_alerts = msgspec.json.Decoder(AlertsReport)
 
 
 def add_admin_flags(parser: argparse.ArgumentParser) -> None:
@@ -135,6 +137,14 @@ class FleetClient:
         """What was decided about a request, as `/admin/explain` says it. Raises as `report` does."""
         answer = await self._ask("GET", f"/admin/explain/{quote(request_id, safe='')}", b"")
         return msgspec.json.decode(answer, type=dict[str, Any])
+
+    async def alerts(self) -> AlertsReport:
+        """Which alerts fire. Raises as `report` does."""
+        body = await self._ask("GET", "/admin/alerts", b"")
+        try:
+            return _alerts.decode(body)
+        except msgspec.DecodeError as error:
+            raise Unusable(f"{self._client.endpoint.url} does not answer like Penstock: {error}") from error
 
     async def close(self) -> None:
         """Close the connection."""

@@ -130,7 +130,6 @@ class GatewayProcesses:
         self._leases = None
         if not config.shared.url:
             self._leases = LeaseServer(config.shared, Path(f"{self._directory.name}/leases.sock"), clock)
-        self._watch = Watch(config, clock, log)
         self._listeners: list[socket.socket] = []
         self._workers: tuple[WorkerAt, ...] = ()
         self._held: dict[str, float] = {}
@@ -138,6 +137,7 @@ class GatewayProcesses:
         """Called when somebody has told one of the processes to take a worker out of service, or to bring it
         back, before the others hear of it."""
         self._stats, self._children = ProcessStats(), set[asyncio.StreamWriter]()
+        self._watch = Watch(config, clock, log, lambda: self._stats.sum().metrics)
         self._told = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._running: dict[int, Process] = {}

@@ -18,6 +18,8 @@ from llguidance import LLMatcher
 
 from penstock.engine.grammar.compiler import CompiledGrammar
 
+CALL_MARK_BYTES_MAX = 256
+"""How long what begins a call may be."""
 _NO_MATCH = "the answer does not match its grammar"
 
 
@@ -34,8 +36,8 @@ class GrammarAnswer:
     """The grammar's state behind the tokens that were taken so far."""
 
     __slots__ = (
-        "_is_let_be", "_matcher", "_num_thought", "_stage", "_tail", "error", "forced", "grammar",
-        "only_ends",
+        "_is_beginning", "_is_let_be", "_matcher", "_num_thought", "_stage", "_tail", "error", "forced",
+        "grammar", "only_ends",
     )  # fmt: skip
 
     def __init__(self, grammar: CompiledGrammar, token_ids: Iterable[int]) -> None:
@@ -51,6 +53,8 @@ class GrammarAnswer:
         self._is_let_be = False
         """An optional grammar could not be followed: anything goes."""
         self._num_thought = 0
+        self._is_beginning = True
+        """`_tail` begins where the answer does, behind the reasoning."""
         self._tail = b""
         self._stage = Stage.OPENING
         if not grammar.opening:
@@ -182,19 +186,22 @@ class GrammarAnswer:
 
     def _write(self, data: bytes) -> None:
         """Look for the mark of a call."""
-        grammar = self.grammar
+        pattern = self.grammar.call_mark
+        assert pattern is not None
         self._tail += data
-        at = self._tail.find(grammar.call_mark)
-        if at < 0:
-            self._tail = self._tail[1 - len(grammar.call_mark) :]
-            return
-        rest, self._tail = self._tail[at + len(grammar.call_mark) :], b""
-        self._matcher = grammar.first.deep_copy()
-        if self._consume_text(rest):
-            self._stage = Stage.BOUND
-            self._force()
-        else:  # The mark is part of a text: no call begins so.
-            self._write(rest)
+        # What a pattern may refer to the answer's beginning by is not to be found in the middle of it.
+        while (found := pattern.search(self._tail, 0 if self._is_beginning else 1)) is not None:
+            begins = found.start("call") if pattern.groups else found.end()
+            text, self._tail = self._tail[begins:], self._tail[found.end() - 1 :]
+            self._is_beginning = False
+            self._matcher = self.grammar.first.deep_copy()
+            if self._consume_text(text):
+                self._stage, self._tail = Stage.BOUND, b"\n"
+                self._force()
+                return
+            # The mark is part of a text: no call begins so.
+        if len(self._tail) > CALL_MARK_BYTES_MAX:
+            self._tail, self._is_beginning = self._tail[-CALL_MARK_BYTES_MAX:], False
 
     def _consume_text(self, text: bytes) -> bool:
         """Take text that stands in a token whose beginning was free, if the grammar allows it."""
@@ -232,6 +239,7 @@ class GrammarAnswer:
         if (
             self._stage is Stage.BOUND
             and self.grammar.call_mark
+            and not self.grammar.ends_with_calls
             and not self.forced
             and self._matcher.is_stopped()
             and not self._matcher.is_error()

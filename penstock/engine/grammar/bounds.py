@@ -42,7 +42,7 @@ LITERALS = ("enum", "const", "default", "examples")
 """Keywords whose values are no schemas."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values are schemas by name."""
-_ANNOTATIONS = frozenset(
+ANNOTATIONS = frozenset(
     {"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 )
 
@@ -53,21 +53,27 @@ def check_schema(schema: dict[str, Any]) -> None:
     Raises:
         InvalidRequest: it is over a bound, or nested too deeply.
     """
+    check_schemas([schema])
+
+
+def check_schemas(schemas: Sequence[dict[str, Any]]) -> None:
+    """The same of schemas that are compiled as one grammar."""
     multiples: set[int] = set()
-    for path, keyword, value in keywords(schema):
+    for path, keyword, value in (each for schema in schemas for each in keywords(schema)):
         if keyword == "multipleOf" and isinstance(value, int | float) and math.isfinite(value) and value > 0:
             step = Fraction(str(value))
             multiples.add(step.numerator if step.denominator == 1 else _digits(value))
             if math.lcm(*multiples) > MULTIPLE_MAX:
                 _refuse(f"'multipleOf' at {path} is {value}, which is too large to be enforced")
-    if (cost := _cost(schema)) > COST_MAX:
+    if (cost := sum(map(_cost, schemas))) > COST_MAX:
         _refuse(
             f"it is too large: {cost} units, and {COST_MAX} is the bound (a property is 1, a value with a "
             f"pattern {_PATTERN_COST} more, a format or numeric bounds {_BOUNDED_COST}, {_VALUES_PER_UNIT} "
             "values of an enum 1)"
         )
     try:
-        _Crossings(schema).check()
+        for schema in schemas:
+            _Crossings(schema).check()
     except RecursionError:
         _refuse("the schema is nested too deeply")
 
@@ -150,7 +156,7 @@ def _bounded(schema: object) -> str:
     if not isinstance(schema, dict) or _BOUNDS.isdisjoint(cast(dict[str, Any], schema)):
         return ""
     fields = cast(dict[str, Any], schema).items()
-    fields = {name: value for name, value in fields if name not in _ANNOTATIONS}
+    fields = {name: value for name, value in fields if name not in ANNOTATIONS}
     if any(isinstance(value, dict | list) for value in fields.values()):
         return ""
     return json.dumps(fields, sort_keys=True)

@@ -6,7 +6,9 @@ schemas delay another's by those that are being compiled, and by no more.
 """
 
 import hashlib
+import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -70,6 +72,11 @@ class GrammarTokens:
             return None
         return cls(library, tokenizer, tuple(eos_ids), vocab_size)
 
+    def mark(self, text: str) -> str:
+        """The grammar of a mark: its text, or its token if it has one of its own."""
+        ids = self.tokenizer.encode(text)
+        return f"({json.dumps(text)} | <[{ids[0]}]>)" if len(ids) == 1 else json.dumps(text)
+
 
 @dataclass(slots=True, frozen=True)
 class CompiledGrammar:
@@ -88,7 +95,8 @@ class CompiledGrammar:
     """See `Grammar.begins_after`."""
     begins_within: int | None = None
     """See `Grammar.begins_within`. Compiling does not depend on it: the compiler leaves it to `bounded`."""
-    call_mark: bytes = b""
+    call_mark: re.Pattern[bytes] | None = None
+    ends_with_calls: bool = False
     is_optional: bool = False
 
     def bounded(self, grammar: Grammar) -> "CompiledGrammar":
@@ -237,7 +245,7 @@ def compile_grammar(grammar: Grammar, tokens: GrammarTokens) -> CompiledGrammar:
         InvalidRequest: it cannot be enforced; `param` is "grammar", or "grammar." and the keyword.
     """
     try:
-        text, schema = grammar_text(grammar.form or ANYTHING)
+        text, schema = grammar_text(grammar.form or ANYTHING, tokens.mark)
         first = LLMatcher(tokens.library, text, log_level=0, limits=limits())
         if first.is_error():
             refuse_words(first.get_error(), schema)
@@ -258,7 +266,8 @@ def compile_grammar(grammar: Grammar, tokens: GrammarTokens) -> CompiledGrammar:
         marker=grammar.begins_after.encode(),
         marker_ids=encode(grammar.begins_after) if grammar.begins_after else (),
         begins_within=grammar.begins_within,
-        call_mark=grammar.call_mark.encode(),
+        call_mark=re.compile(grammar.call_mark.encode()) if grammar.call_mark else None,
+        ends_with_calls=grammar.ends_with_calls,
         is_optional=grammar.is_optional,
     )
 

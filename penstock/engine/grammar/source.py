@@ -16,11 +16,13 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.engine.grammar.bounds import check_schema, keywords, shared
-from penstock.engine.grammar.dates import with_real_dates
+from penstock.engine.grammar.calls import calls_grammar
+from penstock.engine.grammar.rewrites import with_known_formats, with_known_keywords
+from penstock.engine.grammar.values import Marks
 from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import GRAMMAR_BYTES_MAX
 
-KINDS = ("json", "json_object", "regex", "choice", "grammar", "call")
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "calls")
 CHOICES_MAX = 4096
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 300_000,
@@ -32,6 +34,7 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 """llguidance's bounds on one grammar: on compiling, on one mask, and on memory (1 to 2 KB a state)."""
+_ANOTHER = re.compile(r"Resource ('[^']*') is not present")
 _JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -41,8 +44,10 @@ _JSON_OPTIONS: dict[str, Any] = {
 }
 
 
-def grammar_text(form: bytes) -> tuple[str, object]:
+def grammar_text(form: bytes, marks: Marks = json.dumps) -> tuple[str, object]:
     """A grammar of llguidance, and the JSON schema that it is made from, if it is.
+
+    `marks` finds the tokens of marks within calls.
 
     Raises:
         InvalidRequest: it is not understood, or over a bound. `param` names the keyword of `form`.
@@ -60,6 +65,8 @@ def grammar_text(form: bytes) -> tuple[str, object]:
         if name not in KINDS and value not in (None, False):
             _refuse(f"'{str(name)[:64]}' is not supported", str(name)[:64])
     kind = given[0]
+    if kind == "calls":
+        return _calls(asked[kind], marks)
     return _MAKERS[kind](asked[kind])
 
 
@@ -88,10 +95,15 @@ def refuse_words(said: str, schema: object) -> NoReturn:
     """
     if said.startswith("NoExtension"):
         said = "nothing matches it"
-    words = " ".join(said.partition("\n<")[0].split())[:400]
+    words = " ".join(said.partition("\n<")[0].split())
+    words, _, within = words.partition(" while processing ")
     if schema is None:
-        raise InvalidRequest(f"it cannot be enforced: {words}")
-    place = place_of(schema, words)
+        raise InvalidRequest(f"it cannot be enforced: {words[:400]}")
+    place = within.partition("#")[2] if "#/" in within else place_of(schema, words)
+    if another := _ANOTHER.match(words):
+        place = next((p for p, name, value in keywords(schema) if name == "$ref" and value[:1] != "#"), place)
+        words = f"'$ref' to {another[1]}, which is another document"
+    words = words[:400]
     where = f" at {place}" if place else ""
     raise InvalidRequest(f"the schema cannot be enforced{where}: {words}", param="json")
 
@@ -123,10 +135,11 @@ def _json(schema: object) -> tuple[str, object]:
     schema = cast(dict[str, Any], schema)
     if "x-guidance" in schema:  # llguidance's own options, which are ours to set.
         schema = {key: value for key, value in schema.items() if key != "x-guidance"}
+    schema = with_known_keywords(schema)
     check_schema(schema)
     try:
         return LLMatcher.grammar_from_json_schema(
-            json.dumps(shared(with_real_dates(schema))), overrides=cast(Any, _JSON_OPTIONS)
+            json.dumps(shared(with_known_formats(schema))), overrides=cast(Any, _JSON_OPTIONS)
         ), schema
     except ValueError as error:
         _refuse(f"the schema is not supported: {error}", "json")
@@ -138,15 +151,16 @@ def _json_object(value: object) -> tuple[str, object]:
     return _json({"type": "object"})
 
 
-def _call(value: object) -> tuple[str, object]:
-    """The JSON of a call, with the white space that models write behind its mark."""
-    if not isinstance(value, dict):
-        _refuse("expected a schema", "call")
-    schema = cast(dict[str, Any], value)
-    check_schema(schema)
-    body = json.dumps(shared(with_real_dates(schema)) | {"x-guidance": _JSON_OPTIONS})
-    lark = f"start: SPACE? body\nSPACE: /[ \\t\\r\\n]{{1,4}}/\nbody: %json {body}"
-    return LLMatcher.grammar_from_lark(lark), schema
+def _calls(value: object, marks: Marks) -> tuple[str, object]:
+    """The schema, for places in it, is as clients write `tools`."""
+    asked = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    named: dict[str, Any] = {"tools": [{"function": each} for each in asked.get("tools", ())]}
+    try:
+        return calls_grammar(asked, _JSON_OPTIONS, marks), named
+    except InvalidRequest as error:
+        if error.param != "calls":
+            raise
+        refuse_words(str(error), named)
 
 
 def _regex(value: object) -> tuple[str, object]:
@@ -178,8 +192,9 @@ def _grammar(value: object) -> tuple[str, object]:
             inner = cast(dict[str, Any], schema)
             if "x-guidance" in inner:
                 _refuse("'x-guidance' is not supported", "grammar")
+            inner = with_known_keywords(inner)
             check_schema(inner)
-            pieces += value[end : found.end()], json.dumps(with_real_dates(inner))
+            pieces += value[end : found.end()], json.dumps(with_known_formats(inner))
             end = behind
     try:
         return LLMatcher.grammar_from_lark(any_to_lark("".join([*pieces, value[end:]]))), None
@@ -193,7 +208,6 @@ _MAKERS: Mapping[str, Callable[[object], tuple[str, object]]] = {
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,
-    "call": _call,
 }
 
 

@@ -16,6 +16,7 @@ from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.api.feed import ServerLine
 from penstock.gateway.api.inspect import Inspect, answer
+from penstock.gateway.api.job import ANSWER_IDS
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
@@ -101,9 +102,8 @@ class Admin:
         """
         name = unquote(exchange.path.removeprefix(REQUESTS))
         ended = self._services.recent.find(name)
-        named = ended.request_id if ended is not None else "" if name.startswith("req-") else name
-        body = await self._decided(RequestId(named))
-        if ended is None and not body["decisions"]:
+        body = await self._decided(name)
+        if ended is None and len(body) == 1 and not body["decisions"]:
             raise NotFound(
                 f"No request {name[:128]!r} is known to this gateway process (any more).",
                 code="unknown_request",
@@ -120,6 +120,12 @@ class Admin:
         """
         await self._show(exchange, LookAt("history", _seconds(exchange.head.query)))
 
+    async def alerts(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/alerts`: which alerts fire and why, the last ones that are over, and the burn rates of
+        every objective, of all gateway processes (`telemetry.alerting.AlertsReport`).
+        """
+        await self._show(exchange, LookAt("alerts"))
+
     async def _show(self, exchange: Exchange, at: LookAt) -> None:
         watch = self._watch
         body = watch.look(at) if isinstance(watch, Watch) else await watch.look(at)
@@ -128,30 +134,38 @@ class Admin:
     async def explain(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/explain/{request_id}`: which workers were considered for a request, what each scored
         and why one was picked, in whichever process; one entry per decision (holds and retries have more
-        than one), oldest first. Of a request for "auto" also how its model was chosen.
+        than one), oldest first. Of a request for "auto" also how its model was chosen, and of one without an
+        answer why it has none. The id is the answer's or `x-request-id`.
 
         Raises:
             NotFound: it is not known, or not any more.
         """
         name = unquote(exchange.path.removeprefix("/admin/explain/"))
-        body = await self._decided(RequestId(name))
-        if not body["decisions"] and "model_choice" not in body:
+        body = await self._decided(name)
+        if not body["decisions"] and len(body) == 1:
             raise NotFound(
                 f"No decision about request {name[:128]!r} is known (any more).", code="unknown_request"
             )
         answer(exchange, {"request_id": name, **body})
 
-    async def _decided(self, name: RequestId) -> dict[str, Any]:
-        """Every decision about a request, and how its model was chosen, if it was."""
+    async def _decided(self, name: str) -> dict[str, Any]:
+        """Every decision about a request, how its model was chosen if it was, and how it ended if it has no
+        answer.
+        """
         explained, kept = self._services.explained, self._services.kept
-        decisions, choice = explained.of(name), explained.choice_of(name)
-        if not decisions and kept is not None and name:
-            entries = await kept.find(name)
+        names, failure = _names(name), None
+        decisions = [decision for each in names for decision in explained.of(each)]
+        choice = next(filter(None, map(explained.choice_of, names)), None)
+        if not decisions and kept is not None:
+            entries = await kept.find(*names)
             decisions = without_waits([entry.decision for entry in entries if entry.decision is not None])
             choice = next((entry.choice for entry in entries if entry.choice is not None), choice)
+            failure = next((entry.failure for entry in entries if entry.failure is not None), None)
         body: dict[str, Any] = {"decisions": [explain(each) for each in decisions]}
         if choice is not None:
             body["model_choice"] = explain_choice(choice)
+        if failure is not None:
+            body["failure"] = failure
         return body
 
     async def order(self, exchange: Exchange, caller: Caller) -> None:
@@ -211,6 +225,14 @@ class Admin:
             for worker_id, each in self._members.held.items()
             if self._registry.get(worker_id) is None
         ]
+
+
+def _names(name: str) -> list[RequestId]:
+    """What a request may be called in what was decided: as its answer is, or by its own id."""
+    own = name.partition("req-")[2] or next(
+        (name.removeprefix(each) for each in ANSWER_IDS if name.startswith(each)), ""
+    )
+    return [RequestId(prefix + own) for prefix in (*ANSWER_IDS, "req-")] if own else [RequestId(name)]
 
 
 def _seconds(query: str) -> int:

@@ -6,6 +6,7 @@ gateway/relay/: reply.py, relay.py, collect.py).
 """
 
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +16,17 @@ import msgspec
 from penstock.backends.base import GenerateRequest, Sink, TextLogprob
 from penstock.clock import NS_PER_S
 from penstock.errors import ContextTooLong
-from penstock.gateway.api.job import Hints, Job, body_bytes, facts_of, read_hints, requests_of, uses_tools
+from penstock.gateway.api.job import (
+    CHAT_ID,
+    COMPLETION_ID,
+    Hints,
+    Job,
+    body_bytes,
+    facts_of,
+    read_hints,
+    requests_of,
+    uses_tools,
+)
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
@@ -30,7 +41,7 @@ from penstock.gateway.models.prepare import (
     truncated,
 )
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.models.shape import forwards, own_needs, shaped, template_extra
+from penstock.gateway.models.shape import forwards, holds_calls, shaped, template_extra
 from penstock.gateway.relay.chat import ChatSink, PassedSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
@@ -79,7 +90,8 @@ class Wording(NamedTuple):
     """How the answer to a chat is written: one of the APIs that ask for one."""
 
     endpoint: Endpoint
-    new_id: Callable[[IdSource], str]
+    id_prefix: str
+    """Of the answer; what follows is as in the request's id."""
     begin: Callable[[Context, Job], tuple[Reply, Sequence[Sink]]]
 
 
@@ -116,7 +128,7 @@ class Generate:
                 model=model,
                 adapter=adapter,
                 request=request,
-                answer_id=wording.new_id(self._services.ids),
+                answer_id=IdSource.renamed(exchange.id, wording.id_prefix),
                 prompts=[prompt],
                 max_tokens=[max_tokens],
                 logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -158,7 +170,7 @@ class Generate:
                 model=model,
                 adapter=adapter,
                 request=request,
-                answer_id=self._services.ids.take("cmpl"),
+                answer_id=IdSource.renamed(exchange.id, COMPLETION_ID),
                 prompts=prompts,
                 max_tokens=max_tokens,
                 logprobs=request.logprobs,
@@ -282,7 +294,7 @@ class Generate:
         services, old = self._services, request.facts
         model = services.models.get(route)
         job, begin = await prepare(model, old.adapter)
-        job = msgspec.structs.replace(job, answer_id=str(old.id))
+        assert job.answer_id == old.id, "it is the same request"
         exchange = job.exchange
         now_served = _instead(served, model, old.adapter, why)
         facts = facts_of(job, now_served, hints, self._keys(job))
@@ -350,8 +362,6 @@ def _checked(model: ServedModel, request: GenerationRequest, needs: Sequence[Nee
     """
     if model.workers.lacks_common:
         needs = [*needs, *common_needs(request)]
-    if needs:
-        needs = own_needs(model, needs)
     wanted = _names(needs)
     if wanted and (lacking := model.workers.lacking(wanted)):
         raise unsupported(needs, lacking, model.name)
@@ -381,7 +391,9 @@ def answer_parser(job: Job) -> AnswerParser:
     if job.constraint.forced_tool is not None:
         tools = ForcedCalls(job.constraint.forced_tool)
     elif uses_tools(request):
-        tools = model.tool_format.parser(schemas_of(request))
+        schemas, syntax = schemas_of(request), model.tool_format
+        held = re.compile(syntax.call_mark(schemas)) if holds_calls(request) else None
+        tools = syntax.parser(schemas, held)
         if request.parallel_tool_calls is False:
             tools = FirstCallOnly(tools)
     if (marks := model.reasoning) is None:
@@ -409,11 +421,7 @@ def _begin_chat(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
     return kind(context, job)
 
 
-def _chat_id(ids: IdSource) -> str:
-    return ids.take("chatcmpl")
-
-
-CHAT_WORDING = Wording(Endpoint.CHAT, _chat_id, _begin_chat)
+CHAT_WORDING = Wording(Endpoint.CHAT, CHAT_ID, _begin_chat)
 
 
 def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:

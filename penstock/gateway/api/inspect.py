@@ -33,11 +33,19 @@ from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.policy.tenant import Tenant, check_model, may_use_model
-from penstock.protocol.openai import DetokenizeAnswer, ModelList, TokenizeAnswer, TokenizeRequest
-from penstock.protocol.openai_validate import parse_detokenize, parse_tokenize
+from penstock.protocol.openai import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    ModelList,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from penstock.protocol.openai_validate import decoded, parse_tokenize
 from penstock.protocol.peers import ModelNumbers, Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
+from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
+from penstock.telemetry.watch import free_share
 from penstock.types import WorkerId
 
 REASONS_MAX = 8
@@ -52,6 +60,7 @@ class HealthStatus(enum.StrEnum):
     DOWN = "down"
 
 
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 _ORDER = tuple(HealthStatus)  # From good to bad.
 
 
@@ -235,7 +244,7 @@ class Inspect:
 
     async def detokenize(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/detokenize`: tokens' text, as in vLLM."""
-        request = parse_detokenize(exchange.body)
+        request = decoded(_DETOKENIZE, exchange.body)
         model = self._model(request.model, caller)
         await self._services.cold.wait(model, exchange, len(exchange.body), caller.tenant.id)
         check_token_ids(request.tokens, model.info().vocab_size, "tokens")
@@ -275,23 +284,26 @@ class Inspect:
                 "or auth.admin_keys, or one made with `penstock keys create --scrape`.",
                 code="not_a_scrape_key",
             )
-        body = self._render() if self._peers is None else (await self._peers.sum()).metrics
+        body = self.rendered() if self._peers is None else (await self._peers.sum()).metrics
         exchange.respond(Response(body=body, content_type=CONTENT_TYPE.encode()))
 
     def snapshot(self) -> Snapshot:
         """This process's numbers, for the sum."""
         return Snapshot(
-            metrics=self._render(),
+            metrics=self.rendered(),
             connections=self.num_connections,
             streams=self._services.dispatcher.num_streams,
             models=model_numbers(self._services, self._metrics),
             gone=self._members.gone if self._members is not None else (),
         )
 
-    def _render(self) -> bytes:
+    def rendered(self) -> bytes:
+        """This process's `/metrics` text, as of now."""
         for model in self._services.models:
             self._follow(model)
         self._metrics.streams.set(self._services.dispatcher.num_streams)
+        ledger = self._services.config.ledger
+        self._metrics.disk_free(free_share(ledger_directory(ledger)) if ledger.enabled else 1.0)
         return self._metrics.render()
 
     async def status(self, exchange: Exchange, caller: Caller) -> None:

@@ -111,6 +111,8 @@ def _wrong(header: str, expected: str, value: bytes) -> InvalidRequest:
     )
 
 
+CHAT_ID, COMPLETION_ID, RESPONSE_ID = ANSWER_IDS = "chatcmpl-", "cmpl-", "resp_"
+"""How ids of answers begin. What follows is the same as in the id of the request (`x-request-id`)."""
 TOKEN_BYTES = 8
 """What one prompt token of a waiting request takes: a place in a tuple."""
 

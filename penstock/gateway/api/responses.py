@@ -17,7 +17,7 @@ from penstock.backends.base import Sink
 from penstock.clock import NS_PER_S
 from penstock.errors import ClientError, InvalidRequest, NotFound, Overloaded, TooLarge, Unsupported
 from penstock.gateway.api.generate import Generate, Wording, answer_parser
-from penstock.gateway.api.job import Job
+from penstock.gateway.api.job import RESPONSE_ID, Job
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
@@ -27,7 +27,6 @@ from penstock.gateway.shared.keeper import StoreError
 from penstock.gateway.shared.responses import RESPONSE_BYTES_MAX, StoredResponse, open_responses
 from penstock.protocol.responses import DeletedResponse, InputItem, ResponseBody, ResponseRequest
 from penstock.protocol.responses_chat import ResponseChat, chat_of, items_of, parse_response
-from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
 from penstock.types import TenantId
 
@@ -86,7 +85,7 @@ class Responses:
 
         try:
             await self._generate.answer_chat(
-                exchange, caller, chat.body, Wording(Endpoint.RESPONSES, _new_id, begin)
+                exchange, caller, chat.body, Wording(Endpoint.RESPONSES, RESPONSE_ID, begin)
             )
         except ClientError as error:
             raise chat.renamed(error) from None
@@ -307,11 +306,6 @@ def _body(context: Context, job: Job, request: ResponseRequest, *, is_kept: bool
 
 def _first(asked: float | None, default: float | None) -> float:
     return next((each for each in (asked, default) if each is not None), 1.0)
-
-
-def _new_id(ids: IdSource) -> str:
-    """Hexadecimal behind its mark: an item's id has it within."""
-    return ids.take("resp").replace("-", "_")
 
 
 def _id_of(path: str) -> str:

@@ -15,7 +15,9 @@ from penstock.gateway.http.exchange import JSON, Exchange, RequestHead
 from penstock.gateway.identity.tenancy import Access
 from penstock.gateway.identity.tenants import Caller
 
-_POLLED = frozenset({"/health", "/ready", "/metrics", "/status.json", "/admin/workers", "/admin/history"})
+_POLLED = frozenset(
+    {"/health", "/ready", "/metrics", "/status.json", "/admin/workers", "/admin/history", "/admin/alerts"}
+)
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
 
@@ -97,6 +99,7 @@ class Routes:
             "/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),
             "/admin/workers": Route(Access.ADMIN, {"GET": admin.workers}),
             "/admin/history": Route(Access.ADMIN, {"GET": admin.history}),
+            "/admin/alerts": Route(Access.ADMIN, {"GET": admin.alerts}),
             "/admin/requests": Route(Access.ADMIN, {"GET": admin.requests}),
         }
         self._below = {

@@ -26,7 +26,7 @@ _FIELDS = re.compile(rb"[A-Za-z0-9_, -]{1,1024}")
 
 
 class Cors:
-    """The origins of `server.cors_origins`; without any no header is sent."""
+    """The origins of `server.cors_origins`."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._any = "*" in origins
@@ -34,7 +34,7 @@ class Cors:
 
     def headers(self, head: RequestHead) -> Headers:
         """What goes with the answer to a request, whatever the answer is."""
-        if not self._origins or not (head.path.startswith("/v1/") or head.path in _OUTSIDE_V1):
+        if not (head.path.startswith("/v1/") or head.path in _OUTSIDE_V1):
             return ()
         # Without `*` the answer depends on the origin, and a cache between must know it, of refused origins
         # too.

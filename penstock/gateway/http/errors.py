@@ -46,6 +46,7 @@ from penstock.errors import (
 )
 from penstock.gateway.http.exchange import Response
 from penstock.protocol.openai import ErrorAnswer, ErrorBody
+from penstock.telemetry.decision_files import Failure
 
 RETRY_AFTER_S = 1.0
 """What a client is told when nobody knows better."""
@@ -116,6 +117,13 @@ def error_answer(error: Exception) -> ErrorBody:
         code = next((fallback for type_, fallback in _FALLBACK_CODES if isinstance(error, type_)), None)
     param = error.param if isinstance(error, ClientError) else None
     return ErrorBody(message=str(error), type=kind, param=param, code=code)
+
+
+def failure_of(error: Exception) -> Failure:
+    """The same to be kept, without what the client wrote."""
+    answer = error_answer(error)
+    message = "" if isinstance(error, InvalidRequest) else answer.message or ""
+    return Failure(status_of(error), str(answer.code or answer.type), message)
 
 
 def error_response(error: Exception) -> Response:

@@ -157,6 +157,7 @@ class Exchange:
         "cors",
         "ended_ns",
         "ending",
+        "error",
         "first_ns",
         "head",
         "headers",
@@ -203,6 +204,8 @@ class Exchange:
         self.request: Request | None = None
         """Since flow control accepted it."""
         self.outcome: OutcomeLabel | None = None
+        self.error: Exception | None = None
+        """What it ended with, after its caller was known."""
         self.started_ns = 0
         self.first_ns: int | None = None
         """When the first output of any choice came."""
@@ -275,7 +278,7 @@ class Exchange:
             endpoint=served.endpoint,
             outcome=self.outcome or OutcomeLabel.ERROR,
             duration_ns=now_ns - self.started_ns,
-            queue_ns=None if first is None else first.queue_ns,
+            queue_ns=None if first is None or request is None else request.queue_ns + first.queue_ns,
             ttft_ns=ttft_ns,
             tpot_ns=tpot_ns,
             prompt_tokens=usage.prompt_tokens,

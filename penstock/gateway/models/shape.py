@@ -9,9 +9,8 @@ from penstock.errors import InvalidRequest, Unsupported
 from penstock.gateway.models.prepare import begins_reasoning, ends_reasoning
 from penstock.gateway.models.served import ServedModel
 from penstock.protocol.grammar import Grammar
-from penstock.protocol.needs import Constraint, calls_schema
+from penstock.protocol.needs import Constraint
 from penstock.protocol.openai import ChatRequest
-from penstock.protocol.parameters import Need
 from penstock.types import Capability
 
 EFFORTS = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
@@ -73,35 +72,32 @@ def call_grammar(model: ServedModel, request: ChatRequest) -> Grammar | None:
     A promise where a tool is `strict`; else as far as the schemas can be enforced.
     """
     syntax = model.tool_format
-    if not (syntax.call_mark and request.tools and request.tool_choice in (None, "auto")):
+    tools = [tool.function for tool in request.tools or () if tool.function is not None]
+    if not tools or request.tool_choice not in (None, "auto"):
         return None
-    is_strict = any(tool.function is not None and tool.function.strict for tool in request.tools)
+    is_strict = holds_calls(request)
+    asked = {
+        "format": syntax.name,
+        "tools": [{"name": tool.name, "parameters": tool.parameters} for tool in tools],
+        "several": request.parallel_tool_calls is not False,
+    }
     try:
-        schema = calls_schema(request, as_array=syntax.calls_are_array)
-        form = msgspec.json.encode({"call": schema})
-    except (InvalidRequest, RecursionError) as error:
+        form = msgspec.json.encode({"calls": asked})
+    except RecursionError:
         if not is_strict:
             return None
-        raise error if isinstance(error, InvalidRequest) else _too_deep() from None
-    return Grammar(form=form, call_mark=syntax.call_mark, is_optional=not is_strict)
+        raise InvalidRequest("Invalid 'tools': a schema is nested too deeply.", param="tools") from None
+    return Grammar(
+        form=form,
+        call_mark=syntax.call_mark(tool.name for tool in tools),
+        ends_with_calls=syntax.ends_answer,
+        is_optional=not is_strict,
+    )
 
 
-def own_needs(model: ServedModel, needs: Sequence[Need]) -> Sequence[Need]:
-    """The needs, as this model's way of calling tools has them: where a call has no mark at which a grammar
-    could begin, only a provider can promise its arguments.
-    """
-    if model.tool_format.call_mark:
-        return needs
-    return [
-        each._replace(capability=Capability.PASS_THROUGH)
-        if each.capability is Capability.STRICT_TOOLS
-        else each
-        for each in needs
-    ]
-
-
-def _too_deep() -> InvalidRequest:
-    return InvalidRequest("Invalid 'tools': a schema is nested too deeply.", param="tools")
+def holds_calls(request: ChatRequest) -> bool:
+    """Whether what is shown as a call must obey its schema: a tool is `strict`."""
+    return any(tool.function is not None and tool.function.strict for tool in request.tools or ())
 
 
 def _budget(request: ChatRequest, max_tokens: int) -> tuple[int | None, str]:

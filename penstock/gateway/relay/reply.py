@@ -36,6 +36,7 @@ _OUTCOMES: Mapping[FinishReason, OutcomeLabel] = {
     FinishReason.STOP: OutcomeLabel.STOP,
     FinishReason.LENGTH: OutcomeLabel.LENGTH,
     FinishReason.TOOL_CALLS: OutcomeLabel.TOOL_CALLS,
+    FinishReason.CONTENT_FILTER: OutcomeLabel.CONTENT_FILTER,
     FinishReason.BUDGET: OutcomeLabel.BUDGET,
 }
 
@@ -380,7 +381,7 @@ class Reply:
         """
         if self._is_over:
             return
-        self.error = error
+        self.error = self.exchange.error = error
         self._over(outcome_of(error))
         self._abort_all()
         self.send_error(error)

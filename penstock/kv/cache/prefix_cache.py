@@ -169,7 +169,10 @@ class HashedPrefixCache:
     def _hash(self, table: BlockTable, tokens: "array[int]", num_blocks: int) -> None:
         """Extend the table's chain to `num_blocks`; what was hashed before is not hashed again."""
         if len(table.hashes) < num_blocks:
-            self._hasher.grow(table.hashes, tokens, num_blocks, lineage=table)
+            owner, num_public = table.owner, table.num_public
+            self._hasher.grow(
+                table.hashes, tokens, num_blocks, root=table.root, owner=owner, num_public=num_public
+            )
         assert len(table.hashes) >= num_blocks, "a hash for each of the blocks"
 
 

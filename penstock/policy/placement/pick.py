@@ -356,7 +356,7 @@ def explain(decision: Decision) -> dict[str, Any]:
             row["filtered"] = worker.filtered
         else:
             row |= {
-                "score": round(-score.total if policy.name == "weighted" else score.total, 6),
+                "score": round(policy.sign * score.total, 6),
                 "parts": {name: round(term, 6) for name, term in zip(policy.terms, score.terms, strict=True)},
                 "ttft_s": round(score.ttft_s, 6),
             }

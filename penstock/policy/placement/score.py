@@ -8,7 +8,7 @@ number.
 depends on its own worker alone: the same facts give the same score.
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -105,6 +105,11 @@ class ScorePolicy(Protocol):
         """The names of a score's terms."""
         ...
 
+    @property
+    def sign(self) -> Literal[1, -1]:
+        """1: people read a total as it is; -1: they read its negative, of which more is better."""
+        ...
+
     def score(self, request: RequestFacts, worker: WorkerFacts) -> Score:
         """What sending the request there costs."""
         ...
@@ -167,6 +172,7 @@ class TtftScore:
     """
 
     name = "ttft"
+    sign: Literal[1, -1] = 1
     terms = ("wait_s", "reload_s", "prefill_s", "adapter_s", "others_s", "tpot_s", "pressure_s")
 
     def __init__(self, config: PlacementTerms) -> None:
@@ -195,6 +201,7 @@ class WeightedScore:
     """`weighted`: four marks from 0 to 1 and their weights."""
 
     name = "weighted"
+    sign: Literal[1, -1] = -1
     terms = ("match", "delay", "pressure", "headroom")
 
     def __init__(self, config: PlacementTerms) -> None:

@@ -22,12 +22,12 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.load import convert_config
 from penstock.config.presets import served_name
 from penstock.config.routing import AdmissionConfig
-from penstock.config.tree import Config, ModelConfig
+from penstock.config.tree import Config, ModelConfig, Scheduling
 from penstock.errors import ConfigError
 from penstock.planning.roofline import Placed, Roofline, accelerator, model_shape, unknown
 from penstock.policy.record import Outcome
 from penstock.sim.report.figures import Figures, Objective, Spread
-from penstock.sim.scenarios.setup import Knobs, Played, Scheduling, Setup, play, promised
+from penstock.sim.scenarios.setup import Knobs, Played, Setup, play, promised
 from penstock.sim.traffic.request import RequestRecord
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, TrafficSource, even
 from penstock.sim.world.faults import Fault

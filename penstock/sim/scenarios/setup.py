@@ -11,14 +11,14 @@ its uncached prompt in steps of its own, and one row's step per further token
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import cast
 
 import msgspec
 import yaml
 
 from penstock.config.load import convert_config
 from penstock.config.routing import AdmissionConfig
-from penstock.config.tree import Config
+from penstock.config.tree import Config, Scheduling
 from penstock.errors import ConfigError
 from penstock.planning.step_time import StepShape, StepTime
 from penstock.policy.admission.admit import IDLE_FACTOR, Promise, Promises
@@ -75,9 +75,6 @@ def idle_ttft_ns(worker: SimWorkerSpec, prompt_tokens: int, cached_tokens: int) 
         total += law.step_ns(StepShape(0, 1, tokens, done + tokens, pairs))
         done += tokens
     return total
-
-
-Scheduling = Literal["fair", "priority", "fcfs"]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -406,6 +406,8 @@ CALL = {
     "required": ["name", "arguments"],
     "additionalProperties": False,
 }
+UNHELD = {"name": "greet", "parameters": {"type": "object", "not": {}}}
+CALLS = {"calls": {"format": "hermes", "tools": [{"name": "greet", "parameters": PERSON}]}}
 
 
 def test_a_call_obeys_its_schema_from_its_mark_on_and_text_follows() -> None:
@@ -413,7 +415,7 @@ def test_a_call_obeys_its_schema_from_its_mark_on_and_text_follows() -> None:
     engine = Engine()
     (mark,) = begin_with("<tool_call>")
     how = sampling(5, logit_bias=((mark, 100.0),), max_tokens=300)
-    asked: dict[str, Any] = {"form": {"call": CALL}, "how": {"call_mark": "<tool_call>"}, "sampling": how}
+    asked: dict[str, Any] = {"form": CALLS, "how": {"call_mark": "<tool_call>"}, "sampling": how}
     (answer,) = engine.ask(asked)
     parts = engine.tokenizer.decode(answer.token_ids, skip_special_tokens=False).split("<tool_call>")
     assert parts[0] == ""
@@ -427,7 +429,7 @@ def test_a_call_obeys_its_schema_from_its_mark_on_and_text_follows() -> None:
 
 def test_an_answer_without_a_call_is_free() -> None:
     engine = Engine()
-    asked: dict[str, Any] = {"form": {"call": CALL}, "sampling": sampling(5, max_tokens=30)}
+    asked: dict[str, Any] = {"form": CALLS, "sampling": sampling(5, max_tokens=30)}
     (offered,) = engine.ask(asked | {"how": {"call_mark": "<tool_call>"}})
     (plain,) = engine.ask(asked | {"form": None})
     assert offered.token_ids == plain.token_ids
@@ -436,7 +438,7 @@ def test_an_answer_without_a_call_is_free() -> None:
 
 def test_a_call_that_another_worker_began_without_a_grammar_goes_on() -> None:
     begun = begin_with('<tool_call>{"nam')[:-1] + begin_with(" no call </tool_call> and")
-    asked = {"form": {"call": CALL}, "sampling": sampling(5, max_tokens=40), "resumed": begun}
+    asked = {"form": CALLS, "sampling": sampling(5, max_tokens=40), "resumed": begun}
     (answer,) = Engine().ask(asked | {"how": {"call_mark": "<tool_call>", "is_optional": True}})
     assert answer.finish in (FinishReason.STOP, FinishReason.LENGTH)
     (failed,) = Engine().ask(asked | {"how": {"call_mark": "<tool_call>"}})
@@ -446,7 +448,8 @@ def test_a_call_that_another_worker_began_without_a_grammar_goes_on() -> None:
 def test_what_is_optional_is_passed_over_where_it_cannot_be_enforced() -> None:
     compiler = GrammarCompiler(tokens())
     try:
-        wrong = Grammar(form=b'{"call": {"type": "object", "not": {}}}', call_mark="<tool_call>")
+        wrong = msgspec.json.encode({"calls": {"format": "hermes", "tools": [UNHELD]}})
+        wrong = Grammar(form=wrong, call_mark="<tool_call>")
         with pytest.raises(InvalidRequest):
             compiler.compile(b"", wrong).result()
         assert not compiler.compile(b"", msgspec.structs.replace(wrong, is_optional=True)).result().call_mark

@@ -146,7 +146,7 @@ def test_a_call_obeys_a_schema_that_refers_to_itself(
         "messages": [{"role": "user", "content": "x"}],
         "tools": [{"type": "function", "function": each} for each in functions],
     }
-    schema = calls_schema(parse_chat(msgspec.json.encode(body), LimitsConfig()), as_array=True)
+    schema = calls_schema(parse_chat(msgspec.json.encode(body), LimitsConfig()))
     found = compile_grammar(Grammar(form=msgspec.json.encode({"json": schema})), tokens()).first
     for arguments, fits in ((right, True), (wrong, False)):
         ids = tokens().tokenizer.encode(json.dumps([{"name": "f", "arguments": arguments}]))

@@ -49,7 +49,7 @@ _FINISHES = {
     "stop": FinishReason.STOP,
     "eos_token": FinishReason.STOP,
     "stop_sequence": FinishReason.STOP,
-    "content_filter": FinishReason.STOP,  # What was held back is no text that we have.
+    "content_filter": FinishReason.CONTENT_FILTER,
     "length": FinishReason.LENGTH,
     "tool_calls": FinishReason.TOOL_CALLS,
     "function_call": FinishReason.TOOL_CALLS,

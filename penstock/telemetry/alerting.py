@@ -1,0 +1,240 @@
+"""The alerts, evaluated in process: from the history for what objectives count, which survives a restart, and
+from the metrics page of all gateway processes for everything else.
+"""
+
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from penstock.clock import NS_PER_S, Clock
+from penstock.config.tree import SloConfig
+from penstock.telemetry.alerts import BURNS, DUE, MISSED, Ratio, Rule, Severity, Sum, duration, rules, targets
+from penstock.telemetry.history import SLO_S, History, Objective
+
+EVALUATE_S = 15.0
+ENDED_MAX = 100
+"""Alerts that are over and are still shown."""
+RUNBOOK = "docs/runbook.md"
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_Samples = Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One alert as people and pages see it."""
+
+    name: str
+    severity: Severity
+    labels: dict[str, str]
+    """Model and band, where it is about one; of a burn rate its factor and long window."""
+    since: int
+    """When it began, in seconds since the Unix epoch; burn rates begin anew with the server."""
+    ended: int = 0
+    """When it ended; 0: it fires."""
+    why: str
+    summary: str
+    runbook: str
+
+
+class SloWindow(msgspec.Struct, frozen=True, kw_only=True):
+    """One objective in one window."""
+
+    window: str
+    """Of Prometheus' form: "5m", "1h", "3d"."""
+    total: int
+    bad: int
+    burn: float | None
+    """How many times too fast the error budget burns; null: nothing counted."""
+
+
+class SloRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One objective of one model and band."""
+
+    model: str
+    band: str
+    objective: Objective
+    target: float
+    windows: list[SloWindow]
+
+
+class AlertsReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /admin/alerts`."""
+
+    now: int
+    """Seconds since the Unix epoch."""
+    firing: list[Alert]
+    """Pages first."""
+    ended: list[Alert]
+    """The last ones, latest first."""
+    slo: list[SloRow]
+
+
+class _Active(msgspec.Struct):
+    """A rule holds for some labels."""
+
+    began_ns: int
+    why: str
+    alert: Alert | None = None
+    """Since it has held for long enough."""
+
+
+class Alerts:
+    """`evaluate` it every `EVALUATE_S`."""
+
+    def __init__(self, slo: SloConfig, history: History, clock: Clock) -> None:
+        self.rules = rules(slo)
+        self._targets = targets(slo)
+        self._history, self._clock = history, clock
+        self._samples: deque[tuple[int, _Samples]] = deque()
+        sums = [each for rule in self.rules for each in _sums(rule) if each.name not in (DUE, MISSED)]
+        self._names = frozenset(each.name for each in sums)
+        self._kept_ns = max(each.window_s for each in sums) * NS_PER_S
+        self._active: dict[tuple[int, tuple[str, ...]], _Active] = {}
+        self._ended: deque[Alert] = deque(maxlen=ENDED_MAX)
+
+    def evaluate(self, metrics: bytes) -> list[Alert]:
+        """Look at everything; returns the alerts that have just begun or ended. `metrics` is the page."""
+        now_ns = self._clock.now_ns()
+        self._samples.append((now_ns, _parsed(metrics, self._names)))
+        while len(self._samples) > 1 and self._samples[1][0] <= now_ns - self._kept_ns:
+            self._samples.popleft()
+        known = dict[Sum, Mapping[tuple[str, ...], float]]()
+
+        def read(wanted: Sum) -> Mapping[tuple[str, ...], float]:
+            if wanted not in known:
+                known[wanted] = self._read(wanted, now_ns)
+            return known[wanted]
+
+        found = {(i, key): why for i, rule in enumerate(self.rules) for key, why in rule.holds(read).items()}
+        return [*self._over(found), *self._begun(found, now_ns)]
+
+    def report(self) -> AlertsReport:
+        """What there is to show, as of the last evaluation."""
+        firing = [each.alert for each in self._active.values() if each.alert is not None]
+        return AlertsReport(
+            now=self._wall_s(),
+            firing=sorted(
+                firing, key=lambda alert: (alert.severity, alert.name, sorted(alert.labels.items()))
+            ),
+            ended=list(reversed(self._ended)),
+            slo=self._slo_rows(),
+        )
+
+    def _over(self, found: Mapping[tuple[int, tuple[str, ...]], str]) -> list[Alert]:
+        over = list[Alert]()
+        for at in [at for at in self._active if at not in found]:
+            alert = self._active.pop(at).alert
+            if alert is not None:
+                over.append(msgspec.structs.replace(alert, ended=self._wall_s()))
+        self._ended.extend(over)
+        return over
+
+    def _begun(self, found: Mapping[tuple[int, tuple[str, ...]], str], now_ns: int) -> list[Alert]:
+        begun = list[Alert]()
+        for (i, key), why in found.items():
+            rule = self.rules[i]
+            active = self._active.setdefault((i, key), _Active(now_ns, why))
+            active.why = why
+            if active.alert is not None:
+                active.alert = msgspec.structs.replace(active.alert, why=why)
+            elif now_ns - active.began_ns >= rule.for_s * NS_PER_S:
+                active.alert = self._alert(rule, key, why)
+                begun.append(active.alert)
+        return begun
+
+    def _alert(self, rule: Rule, key: Sequence[str], why: str) -> Alert:
+        return Alert(
+            name=rule.name,
+            severity=rule.severity,
+            labels=dict(zip(rule.by, key, strict=True)) | dict(rule.labels),
+            since=self._wall_s(),
+            why=why,
+            summary=rule.summary,
+            runbook=runbook(rule.name),
+        )
+
+    def _read(self, wanted: Sum, now_ns: int) -> Mapping[tuple[str, ...], float]:
+        if wanted.name in (DUE, MISSED):
+            return self._counted(wanted)
+        latest = self._samples[-1][1].get(wanted.name, {})
+        found = dict[tuple[str, ...], float]()
+        for labels, value in latest.items():
+            facts = dict(labels)
+            if all(facts.get(label) == each for label, each in wanted.match):
+                key = tuple(facts.get(label, "") for label in wanted.by)
+                grown = self._grown(wanted, labels, now_ns) if wanted.window_s else value
+                found[key] = found.get(key, 0.0) + grown
+        return found
+
+    def _grown(self, wanted: Sum, labels: tuple[tuple[str, str], ...], now_ns: int) -> float:
+        """What a counter grew by in the window; a lower value means that it began again at 0."""
+        since_ns, grown, before = now_ns - wanted.window_s * NS_PER_S, 0.0, None
+        for at_ns, samples in self._samples:
+            value = samples.get(wanted.name, {}).get(labels)
+            if value is None:
+                continue
+            if before is not None and at_ns > since_ns:
+                grown += value - before if value >= before else value
+            before = value
+        return grown
+
+    def _counted(self, wanted: Sum) -> Mapping[tuple[str, ...], float]:
+        objective: Objective = dict(wanted.match)["objective"]  # pyright: ignore[reportAssignmentType]
+        found = dict[tuple[str, ...], float]()
+        for series in self._history.series:
+            count = self._history.slo(series, objective, wanted.window_s)
+            found[series.model, series.band] = float(count.total if wanted.name == DUE else count.bad)
+        return found
+
+    def _slo_rows(self) -> list[SloRow]:
+        spans = sorted({span for burn in BURNS for span in (burn.long_s, burn.short_s)})
+        assert spans[-1] <= SLO_S, "the history is shorter than a window"
+        return [
+            SloRow(
+                model=series.model,
+                band=series.band,
+                objective=objective,  # pyright: ignore[reportArgumentType]
+                target=target,
+                windows=[
+                    SloWindow(
+                        window=duration(span),
+                        total=count.total,
+                        bad=count.bad,
+                        burn=round(count.bad / count.total / (1 - target), 3) if count.total else None,
+                    )
+                    for span in spans
+                    for count in (self._history.slo(series, objective, span),)  # pyright: ignore[reportArgumentType]
+                ],
+            )
+            for series in self._history.series
+            for objective, target in self._targets.items()
+        ]
+
+    def _wall_s(self) -> int:
+        return self._clock.wall_ns() // NS_PER_S
+
+
+def runbook(name: str) -> str:
+    """Where it says what to do."""
+    return f"{RUNBOOK}#{name.lower()}"
+
+
+def _sums(rule: Rule) -> list[Sum]:
+    found = list[Sum]()
+    for test in rule.tests:
+        found += [test.left.over, test.left.under] if isinstance(test.left, Ratio) else [test.left]
+        if isinstance(test.right, Sum):
+            found.append(test.right)
+    return found
+
+
+def _parsed(page: bytes, names: frozenset[str]) -> _Samples:
+    """The samples of these names in Prometheus' text format."""
+    found = dict[str, dict[tuple[tuple[str, str], ...], float]]()
+    for line in page.decode().splitlines():
+        series, _, value = line.rpartition(" ")
+        name, _, labels = series.partition("{")
+        if name in names:
+            found.setdefault(name, {})[tuple(_LABEL.findall(labels))] = float(value)
+    return found
