@@ -12,7 +12,7 @@ COVERED := protocol kv schedule policy sim
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel console console-check check format bench bench-engine bench-relay soak train-demo clean
+.PHONY: help serve chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console console console-check check format bench bench-engine bench-relay bench-schemas soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,9 +64,19 @@ test-lm-eval:  ## lm-eval's log-likelihoods over our API beside those of transfo
 	@scripts/install_lm_eval.sh
 	@$(BIN)/python scripts/check_lm_eval.py
 
+bench-schemas:  ## compile schemas that others wrote, of packages that it installs first (ARGS="--json FILE --show"; minutes)
+	@$(DEV)
+	@scripts/install_foreign_schemas.sh
+	@$(BIN)/python bench/foreign_schemas.py --python $(VENV)/foreign/bin/python $(ARGS)
+
 test-wheel:  ## build the wheel, install it with its engine into a new environment, serve and ask there, without a compiler (minutes)
 	@$(DEV)
 	@$(BIN)/python scripts/test_wheel.py $(ARGS)
+
+test-console:  ## the console in a real Chromium: every page, keyboard, axe-core, a real gateway (installs those first; minutes)
+	@$(DEV)
+	@scripts/install_console.sh
+	@$(BIN)/pytest -m console -n0 tests/console $(ARGS)
 
 console:  ## build the console's page from console/ into the package (needs Node 20; nothing else does)
 	@cd console && npm ci --ignore-scripts --no-fund --no-audit --loglevel=error && npm run --silent build

@@ -1,9 +1,183 @@
+// What fires, what has fired, and how fast every promise's error budget burns.
+import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
-import { Empty, Page } from "./ui";
-export function Alerts(): JSX.Element {
+import { useEffect } from "preact/hooks";
+import { ApiError, get } from "./api";
+import * as format from "./format";
+import { Empty, Page, Problem, Skeleton } from "./ui";
+
+interface Alert {
+  name: string;
+  severity: string;
+  labels: Record<string, string>;
+  since: number;
+  ended?: number;
+  why: string;
+  summary: string;
+  runbook: string;
+}
+
+interface SloWindow {
+  window: string;
+  total: number;
+  bad: number;
+  burn: number | null;
+}
+
+interface SloRow {
+  model: string;
+  band: string;
+  objective: string;
+  target: number;
+  windows: SloWindow[];
+}
+
+interface Report {
+  now: number;
+  firing: Alert[];
+  ended: Alert[];
+  slo: SloRow[];
+}
+
+const EVERY_MS = 10_000;
+const OBJECTIVES: Record<string, string> = { availability: "Availability", ttft: "TTFT in time", tpot: "TPOT in time" };
+/** Burn rates from which on a budget of 30 days ends too soon, and from which on somebody is called. */
+const TICKET_BURN = 1;
+const PAGE_BURN = 6;
+
+const toneOf = (severity: string): string => (severity === "page" ? "bad" : severity === "ticket" || severity === "warning" ? "warn" : "info");
+
+const about = (labels: Record<string, string>): string =>
+  Object.entries(labels)
+    .map(([name, value]) => (name === "model" || name === "band" ? value : `${name} ${value}`))
+    .join(" · ");
+
+function One({ alert, now }: { alert: Alert; now: number }): JSX.Element {
   return (
-    <Page title="Alerts">
-      <Empty title="Nothing yet" />
+    <li class={`alert ${alert.ended ? "over" : toneOf(alert.severity)}`}>
+      <p class="alert-head">
+        <span class={`state ${alert.ended ? "off" : toneOf(alert.severity)}`}>
+          <i aria-hidden="true" />
+          {alert.ended ? "over" : alert.severity}
+        </span>
+        <b>{alert.name}</b>
+        <span class="soft">{about(alert.labels)}</span>
+        <span class="soft num alert-since">{alert.ended ? `${format.date(alert.ended * 1000)}, after ${format.duration(alert.ended - alert.since)}` : `for ${format.duration(Math.max(0, now - alert.since))}`}</span>
+      </p>
+      <p>{alert.why}</p>
+      {!alert.ended && (
+        <p class="soft">
+          {alert.summary} Runbook: <code>{alert.runbook}</code>
+        </p>
+      )}
+    </li>
+  );
+}
+
+function Burn({ told }: { told: SloWindow }): JSX.Element {
+  if (told.burn === null) return <td class="right num soft">–</td>;
+  const tone = told.burn >= PAGE_BURN ? "bad-text" : told.burn >= TICKET_BURN ? "warn-text" : "";
+  return (
+    <td class={`right num ${tone}`} title={`${told.bad} of ${told.total}`}>
+      {told.burn >= 100 ? Math.round(told.burn) : told.burn.toFixed(1)}×
+    </td>
+  );
+}
+
+function Budgets({ rows }: { rows: SloRow[] }): JSX.Element {
+  const windows = rows[0]?.windows.map((each) => each.window) ?? [];
+  return (
+    <section class="card">
+      <h2>How fast error budgets burn</h2>
+      <p class="soft small">1× spends a budget exactly by the end of its period; above that it ends sooner. Point at a number for what it was made of.</p>
+      <div class="scroll">
+        <table>
+          <thead>
+            <tr>
+              <th scope="col">Model</th>
+              <th scope="col">Band</th>
+              <th scope="col">Objective</th>
+              <th scope="col" class="right">Target</th>
+              {windows.map((each) => (
+                <th scope="col" class="right" key={each}>
+                  {each}
+                </th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {rows.map((row) => (
+              <tr key={`${row.model}/${row.band}/${row.objective}`}>
+                <th scope="row">{row.model}</th>
+                <td>{row.band}</td>
+                <td>{OBJECTIVES[row.objective] ?? row.objective}</td>
+                <td class="right num">{(row.target * 100).toFixed(2).replace(/\.?0+$/, "")} %</td>
+                {row.windows.map((each) => (
+                  <Burn key={each.window} told={each} />
+                ))}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </section>
+  );
+}
+
+export function Alerts(): JSX.Element {
+  const told = useSignal<Report | null>(null);
+  const problem = useSignal("");
+  const again = useSignal(0);
+  useEffect(() => {
+    const stop = new AbortController();
+    let timer = 0;
+    const look = async (): Promise<void> => {
+      try {
+        told.value = await get<Report>("/admin/alerts", { signal: stop.signal });
+        problem.value = "";
+      } catch (error) {
+        if (stop.signal.aborted) return;
+        problem.value = error instanceof ApiError ? error.message : String(error);
+      }
+      if (!stop.signal.aborted) timer = window.setTimeout(() => void look(), EVERY_MS);
+    };
+    void look();
+    return () => {
+      stop.abort();
+      clearTimeout(timer);
+    };
+  }, [again.value]);
+  const found = told.value;
+  return (
+    <Page title="Alerts" note={found ? (found.firing.length ? `${format.plural(found.firing.length, "alert")} firing` : "Nothing fires") : undefined}>
+      {problem.value && <Problem message={problem.value} again={() => (again.value += 1)} />}
+      {!found && !problem.value && <Skeleton lines={4} />}
+      {found && (
+        <>
+          <section aria-label="Firing" aria-live="polite">
+            {found.firing.length === 0 ? (
+              <Empty title="Nothing fires">Every promise is kept, as far as this server sees it.</Empty>
+            ) : (
+              <ol class="alerts">
+                {found.firing.map((each, i) => (
+                  <One key={i} alert={each} now={found.now} />
+                ))}
+              </ol>
+            )}
+          </section>
+          {found.slo.length > 0 && <Budgets rows={found.slo} />}
+          {found.ended.length > 0 && (
+            <section>
+              <h2 class="section-title">Over</h2>
+              <ol class="alerts">
+                {found.ended.map((each, i) => (
+                  <One key={i} alert={each} now={found.now} />
+                ))}
+              </ol>
+            </section>
+          )}
+        </>
+      )}
     </Page>
   );
 }

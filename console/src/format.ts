@@ -11,7 +11,7 @@ export function count(value: number): string {
     size /= 1000;
     unit += 1;
   }
-  const digits = unit === 0 && Number.isInteger(value) ? 0 : size >= 99.95 ? 0 : size >= 9.995 ? 1 : size === 0 ? 0 : 2;
+  const digits = unit === 0 && Number.isInteger(value) ? 0 : size >= 99.95 ? 0 : size >= 9.995 ? 1 : size === 0 ? 0 : size < 0.0995 ? 3 : 2;
   return (value < 0 ? "−" : "") + size.toFixed(digits) + SI[unit];
 }
 

@@ -2,9 +2,12 @@
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
+import { Alerts } from "./alerts";
 import { key } from "./api";
 import { Fleet } from "./fleet";
 import { duration } from "./format";
+import { Playground } from "./playground";
+import { Requests } from "./requests";
 import { href, place } from "./route";
 import { type Role, hello, link, linkProblem, role, server, signIn, signOut } from "./store";
 import { Traffic } from "./traffic";
@@ -13,6 +16,9 @@ import { Icon, Skeleton } from "./ui";
 const PAGES: { id: string; name: string; page: () => JSX.Element; for: Role[] }[] = [
   { id: "fleet", name: "Fleet", page: Fleet, for: ["admin", "viewer", "tenant"] },
   { id: "traffic", name: "Traffic", page: Traffic, for: ["admin"] },
+  { id: "requests", name: "Requests", page: Requests, for: ["admin", "tenant"] },
+  { id: "playground", name: "Playground", page: Playground, for: ["admin", "viewer", "tenant"] },
+  { id: "alerts", name: "Alerts", page: Alerts, for: ["admin"] },
 ];
 
 const LINKS = { connecting: "Connecting", live: "Live", lost: "Reconnecting", denied: "Signed out" };
@@ -123,7 +129,7 @@ function Denied(): JSX.Element {
         <p>
           {had
             ? linkProblem.value
-            : "An admin key shows the whole server, a tenant's key that tenant's own part. From the server's own machine the fleet can be seen without one."}
+            : "An admin key shows the whole server; a tenant's key shows that tenant's own part."}
         </p>
         <KeyForm autoFocus />
         <p class="soft small">

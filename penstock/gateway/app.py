@@ -157,7 +157,8 @@ class Gateway:
             drain      new requests get 503 `draining`, running streams may end within `drain_timeout_s`
             end        streams that are left get a last error event; what clients got is settled
 
-        Without `listens` another process accepts from the same socket, and nothing is accepted here.
+        Without `listens` another process accepts from the same socket: nothing is accepted here, and nothing
+        is refused on connections that are left, each of which closes after its next answer.
         `hurry` goes to the end at once. Backends are left alone: their owner drains them afterwards.
         """
         services, drain_s = self._services, self._config.server.drain_timeout_s
@@ -167,10 +168,13 @@ class Gateway:
         if not listens:
             self._server.close_listeners()
         await self._until(lambda: not (listens or self._server.num_connections), lameduck_s)
-        services.draining = True
-        services.cold.close()
         if not listens:
             self._server.close_idle()
+            began_ns = self._clock.now_ns()
+            await self._until(lambda: not self._server.num_connections, drain_s)
+            drain_s = max(0.0, drain_s - (self._clock.now_ns() - began_ns) / NS_PER_S)
+        services.draining = True
+        services.cold.close()
         self.tenancy.stop()
         self._dispatcher.drain(drain_s)
         await self._until(lambda: not (self._dispatcher or self._tasks), drain_s)

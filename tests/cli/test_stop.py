@@ -35,6 +35,10 @@ class Answer:
     """Of a stream, by its log-probabilities: each token has one."""
     last: str = ""
     """The last event of a stream."""
+    asks_again: bool = False
+    """When the stream has ended, on the same connection."""
+    next: int = 0
+    """The status of that."""
     begun: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -56,6 +60,11 @@ def talk(
             answer.body = response.read()
         else:
             read_events(response, answer)
+            if answer.asks_again:
+                connection.request(
+                    "POST", path, json.dumps(body | {"stream": False, "max_tokens": 2}), headers
+                )
+                answer.next = connection.getresponse().status
     finally:
         connection.close()
         answer.ended.set()
@@ -73,9 +82,9 @@ def read_events(response: http.client.HTTPResponse, answer: Answer) -> None:
         answer.begun.set()
 
 
-def begin(port: int, path: str, body: dict, key: str) -> Answer:
+def begin(port: int, path: str, body: dict, key: str, *, asks_again: bool = False) -> Answer:
     """A stream that is read by a thread; returns when it has begun."""
-    answer = Answer()
+    answer = Answer(asks_again=asks_again)
     threading.Thread(target=talk, args=(port, path, body, key, answer), daemon=True).start()
     assert answer.begun.wait(PATIENCE_S)
     return answer
@@ -272,7 +281,8 @@ def test_another_server_takes_over_without_a_gap(
             old.wait_ready()
             askers = asking(port, key)
             askers.more(20)
-            stream = begin(port, "/v1/completions", completion(stream=True, max_tokens=1500), key)
+            body = completion(stream=True, max_tokens=1500)
+            stream = begin(port, "/v1/completions", body, key, asks_again=True)
             (tmp_path / "gateway" / "out").rename(tmp_path / "out")
             (tmp_path / "gateway" / "err").rename(tmp_path / "err")
             old.out, old.err = tmp_path / "out", tmp_path / "err"
@@ -282,6 +292,7 @@ def test_another_server_takes_over_without_a_gap(
             askers.more(50)
             assert stream.ended.wait(PATIENCE_S)
             assert stream.last == "[DONE]"
+            assert stream.next == 200, "its connection was not closed behind the client's back"
             assert old.wait_ended() == 0
             askers.more(50)
             askers.stop()

@@ -136,7 +136,7 @@ class Fleet:
             "total_ms": 3.1,
         }
         if outcome == "shed":
-            return found | {"error": "Overloaded"}
+            return found | {"error": "Overloaded", "came_ms": NOW_MS + self.ticks * 1000 - 3}
         return found | {
             "request_id": f"chatcmpl-{random.getrandbits(64):016x}",
             "key_prefix": f"sk-{tenant[:4]}k7q2m",

@@ -150,7 +150,7 @@ class RunningGateway:
         self.host, self.port = await self.gateway.start()
         self._ready.set()
         await self._stop.wait()
-        await self.gateway.stop(lameduck_s=self._lameduck_s)
+        await self.gateway.stop(lameduck_s=self._lameduck_s, listens=self._listens)
         await self.close_backends()
 
     async def make_backends(self):
@@ -194,15 +194,15 @@ class RunningGateway:
 
         asyncio.run_coroutine_threadsafe(poll(), self.loop).result(2 * PATIENCE_S)
 
-    _lameduck_s = 0.0
+    _lameduck_s, _listens = 0.0, True
 
-    def begin_stop(self, lameduck_s: float = 0.0) -> None:
-        self._lameduck_s = lameduck_s
+    def begin_stop(self, lameduck_s: float = 0.0, *, listens: bool = True) -> None:
+        self._lameduck_s, self._listens = lameduck_s, listens
         self.loop.call_soon_threadsafe(self._stop.set)
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            self.begin_stop(self._lameduck_s)
+            self.begin_stop(self._lameduck_s, listens=self._listens)
             self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         self._directory.cleanup()

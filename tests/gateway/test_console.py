@@ -267,3 +267,21 @@ def test_refused_requests_are_listed_without_a_prompt_and_the_ring_is_bounded(ru
     assert (ended["status"], ended["outcome"]) == (400, "rejected")
     assert "request_id" not in ended
     assert b"canary" not in listed
+
+
+def test_time_in_queue_counts_the_gateways_own_queue(start, kit):
+    """So that queue and prefill are a budget of the time to first token."""
+    config = kit.replace(kit.make_config(), admission=kit.NO_PROMISES, auth={"admin_keys": (ADMIN_KEY,)})
+    running = start(config, max_running=1, step_s=0.02)
+    raws = [kit.Raw(running) for _ in range(8)]
+    for raw in raws:
+        raw.send(kit.post("/v1/chat/completions", kit.chat(max_tokens=4), "Connection: close"))
+    for raw in raws:
+        raw.read_all()
+        raw.close()
+    ended = running.gateway._services.recent.latest()
+    assert len(ended) == 8
+    waited = max(ended, key=lambda each: each.queue_ms)
+    assert waited.queue_ms > 20, "it waited for another's end, some steps of 20 ms"
+    for each in ended:
+        assert each.dispatched_ms - each.admitted_ms - 1 <= each.queue_ms <= each.ttft_ms

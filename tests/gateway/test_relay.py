@@ -216,6 +216,31 @@ def test_a_lame_duck_is_not_ready_and_serves(start, kit):
     running.stop()
 
 
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_connection_is_not_closed_behind_a_stream_whose_head_did_not_say_so(start, kit, listens):
+    running = start(kit.make_config(drain_timeout_s=20), step_s=NEVER_S)
+    raw, holder = kit.Raw(running), kit.Raw(running)
+    for each in (raw, holder):
+        each.send(kit.post(CHAT, kit.chat(stream=True, seed=1, max_tokens=2)))
+    running.wait_until(lambda: running.backend.num_streams == 2)
+    running.call(running.backend._step)
+    raw.read_until(b'"content":" ')
+    running.begin_stop(lameduck_s=60, listens=listens)
+    running.wait_until(lambda: running.gateway._services.leaving)
+    running.call(running.backend._step)
+    raw.read_until(b"\r\n0\r\n\r\n")
+    raw.send(kit.post(CHAT, kit.chat(seed=1, max_tokens=1)))
+    running.wait_until(lambda: running.backend.num_streams == 1)
+    running.call(running.backend._step)
+    answer = raw.read_all()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close" in answer
+    raw.close()
+    holder.close()
+    running.call(running.gateway.hurry)
+    running.stop()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_drain_ends_in_time_with_a_last_event(start, kit, stream):
     running = start(kit.make_config(drain_timeout_s=0.05), step_s=0.001)

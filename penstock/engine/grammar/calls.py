@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 from llguidance import LLMatcher
 
 from penstock.engine.grammar.bounds import check_schemas, shared
-from penstock.engine.grammar.dates import with_real_dates
+from penstock.engine.grammar.rewrites import with_known_formats, with_known_keywords
 from penstock.engine.grammar.values import (
     GEMMA,
     NUMBERS,
@@ -66,6 +66,7 @@ def calls_grammar(value: object, options: JsonOptions, marks: Marks) -> str:
 
 def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
     """Arguments are an object if nothing says what they are."""
+    schema = with_known_keywords(schema)
     return schema if SHAPES & schema.keys() else schema | {"type": "object"}
 
 
@@ -80,7 +81,7 @@ class _Calls:
 
     def json(self, schema: dict[str, Any]) -> str:
         """A value that the schema accepts."""
-        return "%json " + json.dumps(shared(with_real_dates(schema)) | {"x-guidance": dict(self._options)})
+        return "%json " + json.dumps(shared(with_known_formats(schema)) | {"x-guidance": dict(self._options)})
 
     def arguments(self) -> list[str]:
         """The rules of each tool's arguments as JSON."""

@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.engine.grammar.bounds import check_schema, keywords, shared
 from penstock.engine.grammar.calls import calls_grammar
-from penstock.engine.grammar.dates import with_real_dates
+from penstock.engine.grammar.rewrites import with_known_formats, with_known_keywords
 from penstock.engine.grammar.values import Marks
 from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import GRAMMAR_BYTES_MAX
@@ -34,6 +34,7 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 """llguidance's bounds on one grammar: on compiling, on one mask, and on memory (1 to 2 KB a state)."""
+_ANOTHER = re.compile(r"Resource ('[^']*') is not present")
 _JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -65,7 +66,7 @@ def grammar_text(form: bytes, marks: Marks = json.dumps) -> tuple[str, object]:
             _refuse(f"'{str(name)[:64]}' is not supported", str(name)[:64])
     kind = given[0]
     if kind == "calls":
-        return calls_grammar(asked[kind], _JSON_OPTIONS, marks), None
+        return _calls(asked[kind], marks)
     return _MAKERS[kind](asked[kind])
 
 
@@ -94,10 +95,15 @@ def refuse_words(said: str, schema: object) -> NoReturn:
     """
     if said.startswith("NoExtension"):
         said = "nothing matches it"
-    words = " ".join(said.partition("\n<")[0].split())[:400]
+    words = " ".join(said.partition("\n<")[0].split())
+    words, _, within = words.partition(" while processing ")
     if schema is None:
-        raise InvalidRequest(f"it cannot be enforced: {words}")
-    place = place_of(schema, words)
+        raise InvalidRequest(f"it cannot be enforced: {words[:400]}")
+    place = within.partition("#")[2] if "#/" in within else place_of(schema, words)
+    if another := _ANOTHER.match(words):
+        place = next((p for p, name, value in keywords(schema) if name == "$ref" and value[:1] != "#"), place)
+        words = f"'$ref' to {another[1]}, which is another document"
+    words = words[:400]
     where = f" at {place}" if place else ""
     raise InvalidRequest(f"the schema cannot be enforced{where}: {words}", param="json")
 
@@ -129,10 +135,11 @@ def _json(schema: object) -> tuple[str, object]:
     schema = cast(dict[str, Any], schema)
     if "x-guidance" in schema:  # llguidance's own options, which are ours to set.
         schema = {key: value for key, value in schema.items() if key != "x-guidance"}
+    schema = with_known_keywords(schema)
     check_schema(schema)
     try:
         return LLMatcher.grammar_from_json_schema(
-            json.dumps(shared(with_real_dates(schema))), overrides=cast(Any, _JSON_OPTIONS)
+            json.dumps(shared(with_known_formats(schema))), overrides=cast(Any, _JSON_OPTIONS)
         ), schema
     except ValueError as error:
         _refuse(f"the schema is not supported: {error}", "json")
@@ -142,6 +149,18 @@ def _json_object(value: object) -> tuple[str, object]:
     if value is not True:
         _refuse("expected true", "json_object")
     return _json({"type": "object"})
+
+
+def _calls(value: object, marks: Marks) -> tuple[str, object]:
+    """The schema, for places in it, is as clients write `tools`."""
+    asked = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    named: dict[str, Any] = {"tools": [{"function": each} for each in asked.get("tools", ())]}
+    try:
+        return calls_grammar(asked, _JSON_OPTIONS, marks), named
+    except InvalidRequest as error:
+        if error.param != "calls":
+            raise
+        refuse_words(str(error), named)
 
 
 def _regex(value: object) -> tuple[str, object]:
@@ -173,8 +192,9 @@ def _grammar(value: object) -> tuple[str, object]:
             inner = cast(dict[str, Any], schema)
             if "x-guidance" in inner:
                 _refuse("'x-guidance' is not supported", "grammar")
+            inner = with_known_keywords(inner)
             check_schema(inner)
-            pieces += value[end : found.end()], json.dumps(with_real_dates(inner))
+            pieces += value[end : found.end()], json.dumps(with_known_formats(inner))
             end = behind
     try:
         return LLMatcher.grammar_from_lark(any_to_lark("".join([*pieces, value[end:]]))), None

@@ -5,6 +5,7 @@ The page's sources are in `console/` at the top of the repository; what is built
 this server, so whatever a worker or a client calls itself stays text.
 """
 
+import asyncio
 import gzip
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,7 +64,7 @@ class Console:
 
     async def page(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /console`: a page for people: the fleet, its traffic and requests, a playground."""
-        self._send(exchange, "index.html")
+        await self._send(exchange, "index.html")
 
     async def file(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /console/{name}`: the page's script, style and icon.
@@ -74,7 +75,7 @@ class Console:
         name = exchange.path.removeprefix(PATH)
         if name not in self._files:
             raise NotFound("The console has no such file.", code="unknown_file")
-        self._send(exchange, name)
+        await self._send(exchange, name)
 
     async def feed(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /console/feed`: what changed in the last second, as server-sent events: the fleet and the
@@ -90,11 +91,11 @@ class Console:
         """The server is leaving: end every stream."""
         self.watchers.close()
 
-    def _send(self, exchange: Exchange, name: str) -> None:
+    async def _send(self, exchange: Exchange, name: str) -> None:
         body, headers = self._files[name], PAGE_HEADERS
         if b"gzip" in exchange.head.headers.get(b"accept-encoding", b""):
             if name not in self._packed:
-                self._packed[name] = gzip.compress(body, mtime=0)
+                self._packed[name] = await asyncio.to_thread(gzip.compress, body, mtime=0)
             body, headers = self._packed[name], (*headers, (b"content-encoding", b"gzip"))
         kept = _ASK_AGAIN if name == "index.html" else _FOR_GOOD
         exchange.respond(Response(body=body, content_type=_TYPES[name], headers=(*headers, kept)))

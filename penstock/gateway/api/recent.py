@@ -128,7 +128,6 @@ def _describe(found: EndedRequest, request: Request) -> None:
     found.admitted_ms = _ms(request.arrived_ns - found.came_ns)
     if request.dispatched_ns >= 0:
         found.dispatched_ms = _ms(request.dispatched_ns - found.came_ns)
-    found.queue_ms = max(found.queue_ms, 0.0) + _ms(request.queue_ns)
     found.cost_micros = request.cost_micros
 
 

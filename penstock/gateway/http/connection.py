@@ -297,9 +297,10 @@ class Connection(asyncio.Protocol):
         self._exchange = None
         if self._state is ConnectionState.CLOSED:
             return
-        if keep_alive and self._state is ConnectionState.BUSY and not self._server.draining:
+        if keep_alive and self._state is ConnectionState.BUSY:
+            # The client has not heard that it closes, and may send its next request: that answer says so.
             self._move(ConnectionState.IDLE)
-            self._wait(self._server.limits.keepalive_timeout_s)
+            self._wait(LINGER_S if self._server.draining else self._server.limits.keepalive_timeout_s)
             return
         self._linger()
 
@@ -337,7 +338,7 @@ class Connection(asyncio.Protocol):
 
     def close_after_answer(self) -> None:
         """See `HttpServer.close_after_answers`."""
-        if self._exchange is not None:
+        if self._exchange is not None and not self._exchange.streaming:
             self._exchange.close_after()
 
     def close_if_idle(self) -> None:

@@ -278,7 +278,7 @@ class Exchange:
             endpoint=served.endpoint,
             outcome=self.outcome or OutcomeLabel.ERROR,
             duration_ns=now_ns - self.started_ns,
-            queue_ns=None if first is None else first.queue_ns,
+            queue_ns=None if first is None or request is None else request.queue_ns + first.queue_ns,
             ttft_ns=ttft_ns,
             tpot_ns=tpot_ns,
             prompt_tokens=usage.prompt_tokens,

@@ -69,7 +69,7 @@ class HttpServer:
         return str(bound[0]), int(bound[1])
 
     def close_after_answers(self) -> None:
-        """From now on every connection closes after the answer that it waits for, or the next one."""
+        """From now on every connection closes after the next answer whose head can say so."""
         self._context.draining = True
         for connection in list(self._connections):
             connection.close_after_answer()

@@ -205,7 +205,7 @@ def test_an_answer_that_ends_with_its_calls_is_over() -> None:
 )
 def test_what_cannot_be_enforced_is_refused_by_keyword(name: str, schema: dict[str, Any]) -> None:
     tools = {"f": {"type": "object", "properties": {"a": schema}}}
-    with pytest.raises(InvalidRequest, match=r"cannot be enforced|not supported|Unimplemented"):
+    with pytest.raises(InvalidRequest, match=r"at /tools/0/function/parameters/.*: "):
         compile_tools(name, tools)
 
 

@@ -1,4 +1,4 @@
-"""`date`, `date-time` and `time` match those dates and times alone that Python's own parser takes."""
+"""Schemas in other words mean the same; dates and times match those alone that Python's own parser takes."""
 
 import datetime
 import json
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("llguidance")
 
 from penstock.engine.grammar.compiler import GrammarTokens, compile_grammar
+from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import Grammar
 
 MODEL = Path(__file__).parents[3] / "models" / "penstock-demo-mini"
@@ -84,3 +86,61 @@ def test_wherever_the_format_stands(form: dict[str, object]) -> None:
 def test_a_value_named_format_is_no_format() -> None:
     matches = maker({"json": {"enum": [{"format": "date", "x": "2023-02-29"}]}})
     assert matches({"format": "date", "x": "2023-02-29"})
+
+
+REWRITTEN: list[tuple[dict[str, object], list[object], list[object]]] = [
+    (
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[a-z]+$"},
+            "additionalProperties": {"type": "null"},
+        },
+        [{}, {"ab": None}],
+        [{"Ab": None}, {"ab": 1}],
+    ),
+    (
+        {"type": "object", "propertyNames": {"$ref": "#/$defs/key"}, "$defs": {"key": {"enum": ["a", "b"]}}},
+        [{}, {"b": 1}, {"a": 1, "b": []}],
+        [{"c": 1}],
+    ),
+    (
+        {"type": "object", "propertyNames": {"type": "string"}, "properties": {"a": {"const": 1}}},
+        [{"a": 1}],
+        [{"a": 2}],
+    ),
+    (
+        {"oneOf": [{"type": ["string", "null"]}, {"type": ["number", "null"], "description": "d"}]},
+        ["x", 3],
+        [None, []],
+    ),
+    (
+        {"type": "string", "format": "uri-reference"},
+        ["#/a/b", "a/b?c=d#e", "https://example.com/a", "/x", ""],
+        ["a b", "http://[", "\\"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), REWRITTEN)
+def test_what_is_said_otherwise_means_the_same(
+    schema: dict[str, object], right: list[object], wrong: list[object]
+) -> None:
+    matches = maker({"json": schema})
+    assert all(map(matches, right))
+    assert not any(map(matches, wrong))
+    for value in right if "format" not in schema else ():
+        jsonschema.validate(value, schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "propertyNames": {"minLength": 2}},
+        {"type": "object", "propertyNames": {"pattern": "^a"}, "properties": {"b": {}}},
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        {"oneOf": [{"type": "string", "minLength": 2}, {"type": "string"}]},
+    ],
+)
+def test_what_cannot_be_said_otherwise_is_refused(schema: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match=r"propertyNames|oneOf"):
+        maker({"json": schema})
