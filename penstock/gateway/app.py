@@ -253,6 +253,7 @@ class Gateway:
                 exchange.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
             record = exchange.measured(served, now_ns)
             self._metrics.model(served.counted_model).request_ended(record)
+            self._metrics.tenant(record)
             self._recorder.ended(served.counted_model, record)
             self._services.recent.add(exchange, served, record)
         if exchange.trace is not None:
