@@ -130,7 +130,7 @@ class Stack:
         """End it, and with it its engine."""
         if self._process is None or self._process.poll() is not None:
             return
-        self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGINT)  # Without a lameduck time.
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:

@@ -94,28 +94,36 @@ def modules() -> tuple[tuple[Path, ast.Module], ...]:
 
 
 @cache
+def import_nodes() -> tuple[tuple[Path, ast.Import | ast.ImportFrom], ...]:
+    """Nested ones included."""
+    kinds = (ast.Import, ast.ImportFrom)
+    return tuple(
+        (path, node) for path, tree in modules() for node in ast.walk(tree) if isinstance(node, kinds)
+    )
+
+
+@cache
 def imports() -> tuple[tuple[str, str, str], ...]:
     """(where, our package, imported module) of every import, nested ones included."""
     return tuple(_imports())
 
 
 def _imports() -> Iterator[tuple[str, str, str]]:
-    for path, tree in modules():
+    for path, node in import_nodes():
         here = path.relative_to(ROOT)
         package = here.parts[0].removesuffix(".py")
-        for node in ast.walk(tree):
-            where = f"{here}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield where, package, alias.name
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{where}: write imports in full"
-                assert node.module is not None
-                if node.module == "penstock":
-                    for alias in node.names:
-                        yield where, package, f"penstock.{alias.name}"
-                else:
-                    yield where, package, node.module
+        where = f"{here}:{node.lineno}"
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield where, package, alias.name
+            continue
+        assert node.level == 0, f"{where}: write imports in full"
+        assert node.module is not None
+        if node.module == "penstock":
+            for alias in node.names:
+                yield where, package, f"penstock.{alias.name}"
+        else:
+            yield where, package, node.module
 
 
 def test_every_room_has_a_floor() -> None:
@@ -180,16 +188,15 @@ def test_no_imports_run_in_a_circle() -> None:
     names = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path, _ in modules()}
     names = {name.removesuffix(".__init__") for name in names}
     arrows: dict[str, set[str]] = {name: set() for name in names}
-    for path, tree in modules():
+    for path, node in import_nodes():
         here = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                arrows[here].update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module is not None:
-                arrows[here].update(f"{node.module}.{alias.name}" for alias in node.names)
-                arrows[here].add(node.module)
-        # A package's own `__init__` runs before its modules: only modules are drawn.
-        arrows[here] = {name for name in arrows[here] & names if name != here}
+        if isinstance(node, ast.Import):
+            arrows[here].update(alias.name for alias in node.names)
+        elif node.module is not None:
+            arrows[here].update(f"{node.module}.{alias.name}" for alias in node.names)
+            arrows[here].add(node.module)
+    # A package's own `__init__` runs before its modules: only modules are drawn.
+    arrows = {here: (goals & names) - {here} for here, goals in arrows.items()}
     while leaves := {name for name, goals in arrows.items() if not goals}:
         arrows = {name: goals - leaves for name, goals in arrows.items() if name not in leaves}
     assert not arrows, f"in or above a circle: {sorted(arrows)}"

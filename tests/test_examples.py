@@ -1,16 +1,22 @@
 """The examples run as they stand, against a server started from the example config."""
 
+import contextlib
 import importlib.metadata
+import io
 import os
 import re
+import runpy
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from openai import OpenAI
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 KEY = "sk-for-the-examples"
@@ -47,17 +53,43 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         assert found
         yield {**known, "PENSTOCK_URL": found[1], "PENSTOCK_API_KEY": KEY}
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGINT)  # Behind SIGTERM it would listen on for a lameduck time.
         assert server.wait(PATIENCE_S) == 0
 
 
+class Ended(NamedTuple):
+    """How a script ended: its exit status, and what it wrote last (`SystemExit` with words is status 1)."""
+
+    status: int
+    said: str
+    error: str
+
+
+def play(script: Path, environment: dict[str, str], *argv: str) -> Ended:
+    """A script, as `python SCRIPT ARGV...` runs it, but in this process: to import `openai` takes seconds."""
+    out = io.StringIO()
+    before, arguments = dict(os.environ), sys.argv
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [str(script), *argv]
+    try:
+        with contextlib.redirect_stdout(out):
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as error:
+        words = "" if error.code is None or isinstance(error.code, int) else str(error.code)
+        status = error.code if isinstance(error.code, int) else int(bool(words))
+        return Ended(status, out.getvalue(), words)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        sys.argv = arguments
+    return Ended(0, out.getvalue(), "")
+
+
 def run(name: str, environment: dict[str, str], *argv: str) -> str:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *argv],
-        env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = play(EXAMPLES / name, environment, *argv)
+    assert done.status == 0, done.error
+    return done.said
 
 
 def test_stream(environment: dict[str, str]) -> None:
@@ -89,15 +121,8 @@ def test_many_at_once(environment: dict[str, str]) -> None:
 
 
 def test_both_models_are_there(environment: dict[str, str]) -> None:
-    code = (
-        "from openai import OpenAI; import os; print(sorted(m.id for m in "
-        "OpenAI(base_url=os.environ['PENSTOCK_URL']).models.list()))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, "OPENAI_API_KEY": KEY}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.stdout.strip() == "['penstock-demo', 'small']", done.stderr
+    client = OpenAI(base_url=environment["PENSTOCK_URL"], api_key=KEY)
+    assert sorted(model.id for model in client.models.list()) == ["penstock-demo", "small"]
 
 
 def test_the_port_alone_is_enough(environment: dict[str, str]) -> None:
@@ -113,18 +138,16 @@ def test_without_a_server_they_end_in_one_line(name: str) -> None:
         taken.bind(("127.0.0.1", 0))
         port = str(taken.getsockname()[1])
         known = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-        done = subprocess.run(
-            [sys.executable, EXAMPLES / name],
-            env={**known, "PENSTOCK_PORT": port}, capture_output=True, text=True, timeout=PATIENCE_S,
-            check=False,
-        )  # fmt: skip
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+        done = play(EXAMPLES / name, {**known, "PENSTOCK_PORT": port})
+    assert done.status == 1
+    (line,) = done.error.splitlines()
     assert f"http://127.0.0.1:{port}/v1: " in line
     assert "make serve" in line
 
 
-def test_the_readmes_python_works_after_the_commands_above_it(environment: dict[str, str]) -> None:
+def test_the_readmes_python_works_after_the_commands_above_it(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     readme = (EXAMPLES.parent / "README.md").read_text()
     before, _, rest = readme.partition("```python\n")
     code = rest.partition("```")[0]
@@ -132,13 +155,8 @@ def test_the_readmes_python_works_after_the_commands_above_it(environment: dict[
     constraints = (EXAMPLES.parent / "constraints.txt").read_text()
     assert f"openai=={importlib.metadata.version('openai')}\n" in constraints
     code = code.replace("http://127.0.0.1:8000/v1", environment["PENSTOCK_URL"]).replace("sk-...", KEY)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "42" in done.stdout
+    script = tmp_path / "readme.py"
+    script.write_text(code)
+    done = play(script, environment)
+    assert (done.status, done.error) == (0, "")
+    assert "42" in done.said

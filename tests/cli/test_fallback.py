@@ -3,6 +3,7 @@ instead: what clients of `penstock serve` get, over sockets.
 """
 
 import json
+import signal
 import sqlite3
 import threading
 import time
@@ -73,7 +74,7 @@ class Route:
 
     def stop(self) -> list[tuple[Any, ...]]:
         """End it; what the ledger has of each request."""
-        self.server.process.terminate()
+        self.server.process.send_signal(signal.SIGINT)
         self.server.wait_ended()
         with sqlite3.connect(self.place / "ledger" / "usage.sqlite") as ledger:
             return ledger.execute(

@@ -46,11 +46,12 @@ class ScheduledEngine:
         preemptions_max: int = 3,
         kv_quota_fraction: float = 1.0,
         overlap: bool = False,
-        check_every: int = 1,
+        check_every: int = 0,
     ) -> None:
-        """`check_every`: invariants are looked at after every so many changes.
+        """`check_every`: invariants are looked at after every so many changes; 0 is by the pool's size.
 
-        What breaks one hardly ever mends it, so long runs look less often.
+        A look walks all blocks, and a broken invariant hardly ever mends itself: long runs and large pools
+        look less often.
         """
         hasher = BlockHasher(key=bytes(32), identity="m float32")
         if prefix_cache:
@@ -83,7 +84,7 @@ class ScheduledEngine:
         self.plans: list[StepPlan] = []
         self.overlap = overlap
         self.flights: deque[StepPlan] = deque()
-        self._check_every, self._num_changes = check_every, 0
+        self._check_every, self._num_changes = check_every or max(1, num_blocks // 64), 0
 
     def submit(
         self,

@@ -88,6 +88,9 @@ class Serve:
             f"models: [{{path: penstock-demo-mini, name: {MODEL}, replicas: 0, workers: [{worker}]}}]",
             *sections,
         ]
+        if not any(section.startswith("admission:") for section in sections):
+            # A busy machine must not turn requests away for its own slowness.
+            self._lines.append("admission: {ttft_target_ms: 0}")
         self.write(tenants)
         self.start()
 

@@ -7,6 +7,9 @@ from collections.abc import Collection
 from penstock.clock import NS_PER_MS
 from penstock.config.routing import TTFT_TARGET_MS, AdmissionConfig
 from penstock.policy.lifecycle.policies import AllHealthy
+from penstock.policy.placement.pick import DecisionLog, explain
+from penstock.policy.placement.route import Router
+from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import (
     CapacityTable,
@@ -256,6 +259,43 @@ def test_what_passes_a_held_request_goes_by_the_same_rules_as_any_other() -> Non
     again.band = "priority"
     lane.queue.push(now_ns, again)
     assert start(lane, now_ns) is None, "two requests a minute were started"
+
+
+def test_a_start_on_a_worker_that_was_kept_free_is_a_decision_too() -> None:
+    """So `penstock explain` tells it, of a stream too that waits long for its worker to come back."""
+    log = DecisionLog(kept_max=8)
+    router = Router("m", PlacementTerms(), lambda limit: 0, log=log)
+    lane = ModelQueue(QueueTerms(worker_credit=0, kept_share=0, skip_s=1), "m", 0, router, AllHealthy())
+    for worker in (A, B):
+        lane.set_worker(0, worker, WorkerView(max_running=2, kv_blocks_total=10))
+    large = work("large")
+    large.blocks = 8
+    runs = [work("runs-a"), work("runs-b")]
+    for each in runs:
+        each.blocks = 5
+        lane.queue.push(0, each)
+    assert start_all(lane) == ["runs-a", "runs-b"]
+    lane.queue.push(0, large)
+    assert start(lane) is None
+    now_ns = 2000 * NS_PER_MS
+    assert start(lane, now_ns) is None
+    assert (kept := lane.rooms.held) is not None
+    first = work("first")
+    first.band = "priority"
+    lane.queue.push(now_ns, first)
+    assert start(lane, now_ns) is not None
+    for each, worker in zip(runs, (log.of(each.id)[0].picked for each in runs), strict=True):
+        assert worker is not None
+        lane.release(now_ns, worker.worker, each)
+    started = start(lane, now_ns)
+    assert started is not None
+    assert started[0] == "large"
+    last = log.of(large.id)[-1]
+    assert last.picked is not None
+    assert last.picked.worker == started[1]
+    assert explain(last)["replay"]["is_equal"]
+    assert log.of(first.id)[-1].picked is not None
+    assert kept.id in (A, B)
 
 
 # --- a prompt that its worker has had for long ------------------------------------------------------

@@ -34,7 +34,7 @@ from penstock.telemetry.ledger_segment import (
 from penstock.telemetry.log import Log
 
 NUM_REQUESTS = 30
-ROUNDS = 30
+ROUNDS = 15
 WAYS = ("flip", "cut", "zero", "double")
 
 

@@ -364,8 +364,9 @@ class ModelQueue:
         blocked = self._health.blocked(now_ns, self.route, strict=strict or work.is_strict)
         if self._deployments:
             blocked |= self._deployments.spent(now_ns, work)
-        barred = self._apart.barred(self.route, work.id) if self._apart is not None else None
-        return blocked | barred if barred else blocked
+        if self._apart is not None:
+            blocked |= self._apart.barred(self.route, work.id)
+        return blocked
 
     def _place(
         self, now_ns: int, work: Work, avoid: Collection[WorkerId], blocked: frozenset[WorkerId]
@@ -402,9 +403,17 @@ class ModelQueue:
         if room is None or not room.fits(held):
             return None, None
         self.queue.start(now_ns, held)
-        held.matched_tokens = 0
-        self._unhold()
+        self._start_on(now_ns, held, room)
         return held, room
+
+    def _start_on(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+        """The placement decides as ever, where one worker is all that there is: so it knows what is cached
+        there, and who asks why the request went there is told.
+        """
+        self._unhold()
+        work.hold_ns, work.matched_tokens = max(1, work.hold_ns), 0
+        others = frozenset(each.id for each in self.rooms if each is not room)
+        self.placement.place(now_ns, work, self.rooms, _NOBODY, others)
 
     def _pass_held(self, now_ns: int, held: Work) -> tuple[Work | None, WorkerCapacity | None]:
         """Nobody of its band or below takes the worker that is kept free; those above may, until its band is
@@ -419,7 +428,7 @@ class ModelQueue:
             above=held.level,
         )
         if work is not None:
-            work.matched_tokens = 0
+            self._start_on(now_ns, work, room)  # A worker is kept free again at the next look.
         return work, room
 
     def _unhold(self) -> None:
