@@ -47,7 +47,7 @@ function Meter({ share, label }: { share: number | null; label: string }): JSX.E
   const value = share === null ? 0 : Math.min(1, share);
   return (
     <span class={`meter ${value > 0.95 ? "bad" : value > 0.85 ? "warn" : ""}`} role="meter" aria-label={label} aria-valuemin={0} aria-valuemax={100} aria-valuenow={Math.round(value * 100)}>
-      <i style={{ width: `${(value * 100).toFixed(1)}%` }} />
+      <i style={{ transform: `scaleX(${value.toFixed(3)})` }} />
     </span>
   );
 }
@@ -110,15 +110,17 @@ function Tile({ worker, current }: { worker: WorkerLive; current: boolean }): JS
         <i class={`dot ${alone ? "warn" : toneOf(now.state)}`} aria-hidden="true" />
         <b>{worker.id}</b>
       </span>
-      <span class="tile-line num">
-        <span>
-          {rate} <small>t/s</small>
+      {now.state === "ready" || now.state === "draining" ? (
+        <span class="tile-line num">
+          <span>{rate}</span>
+          <span>
+            {now.running ?? "–"}
+            {now.waiting ? <small> +{now.waiting}</small> : null}
+          </span>
         </span>
-        <span>
-          {now.running ?? "–"}
-          {now.waiting ? <small> +{now.waiting}</small> : null}
-        </span>
-      </span>
+      ) : (
+        <small class="tile-line">{now.state}</small>
+      )}
       <Meter share={kv} label={`KV cache of ${worker.id}`} />
     </a>
   );
@@ -177,6 +179,7 @@ function ModelSection({ model, list, view, chosen }: { model: ModelLine; list: W
           {model.ready} of {model.workers} ready
           {model.waiting > 0 && <> · {format.count(model.waiting)} in the queue</>}
         </p>
+        {view === "tiles" && <p class="soft small tiles-key">tokens/s, requests running + waiting, share of KV in use</p>}
       </header>
       {list.length === 0 ? (
         <Empty title="No worker">Requests for this model wait until one comes. Workers come from the configuration: models[].workers, replicas or discover.</Empty>

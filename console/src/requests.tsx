@@ -9,7 +9,7 @@ import { type EndedRequest, RECENT_MAX, hello, recent, role } from "./store";
 import { Copy, Drawer, Empty, Facts, Icon, Page, Problem, Select, Skeleton } from "./ui";
 
 const WELL = new Set(["stop", "length", "tool_calls", "budget"]);
-const SHOWN_MAX = 100;
+const SHOWN_MAX = 50;
 
 const isWell = (each: EndedRequest): boolean => WELL.has(each.outcome);
 const time = (value: number | undefined): string => (value === undefined || value < 0 ? "–" : format.ms(value));
@@ -117,6 +117,17 @@ export function Requests(): JSX.Element {
         ) : (
           <div class="scroll">
             <table class="requests">
+              <colgroup>
+                <col class="w-time" />
+                <col class="w-id" />
+                <col class="w-how" />
+                <col />
+                {isAdmin && <col />}
+                <col class="w-in" />
+                <col class="w-num" />
+                <col class="w-num" />
+                <col class="shape-cell" />
+              </colgroup>
               <thead>
                 <tr>
                   <th scope="col">Ended</th>

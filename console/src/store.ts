@@ -189,7 +189,7 @@ let ttftSeen: { sum: number; count: number; at: number }[] = [];
 let running: AbortController | null = null;
 
 export function kvShare(worker: WorkerLine): number | null {
-  if (!worker.kv_blocks_total || worker.kv_blocks_used === null) return null;
+  if (!worker.kv_blocks_total || worker.kv_blocks_used == null) return null;
   return worker.kv_blocks_used / worker.kv_blocks_total;
 }
 

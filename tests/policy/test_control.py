@@ -1,6 +1,7 @@
 from collections import Counter
 from random import Random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -209,18 +210,19 @@ def test_a_stream_whose_worker_died_goes_on_elsewhere_at_its_old_place_with_one_
     assert record.queue_us == (5 * S - 4) // 1000, "it waited twice, the first time for a nanosecond"
 
 
-def test_streams_move_only_so_often() -> None:
-    made = control(parts=Policies(migrations_max=2))
+@pytest.mark.parametrize(("most", "parts"), [(2, Policies(migrations_max=2)), (3, Policies())])
+def test_streams_move_only_so_often(most: int, parts: Policies) -> None:
+    made = control(parts=parts)
     accept(made, "a")
-    for number in range(3):
+    for number in range(most + 1):
         assert started(made) == ["a"]
         if number != 1:  # One worker dies before it has gone on.
             made.output(0, RequestId("a"), 1)
         answer = made.failed(0, RequestId("a"), StreamBroken("gone"), retry=True, usage=so_far(number))
-        assert isinstance(answer, Requeued if number < 2 else Settled)
+        assert isinstance(answer, Requeued if number < most else Settled)
     assert isinstance(answer, Settled)
     record = answer.request.record(0)
-    assert (record.outcome, record.error, record.attempts) == (Outcome.FAILED, "StreamBroken", 3)
+    assert (record.outcome, record.error, record.attempts) == (Outcome.FAILED, "StreamBroken", most + 1)
     assert record.prompt_tokens == 32
 
 

@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.errors import InvalidRequest, Overloaded
+from penstock.policy.limits.bucket import Bucket
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal, LimitReservation, RateTerms, duration
 from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.types import TenantId
@@ -44,6 +45,27 @@ def test_without_limits_everything_passes_and_no_headers_are_made() -> None:
     for _ in range(1000):
         admitted(limiter.reserve(0, ANONYMOUS, 10**9, 10**9))
     assert limiter.headers(0, ANONYMOUS) == ()
+
+
+def test_the_store_is_asked_for_one_request_and_its_tokens() -> None:
+    asked = []
+
+    class Source(Bucket):
+        def lacks(self, now_ns: int, amount: int) -> bool:
+            asked.append(amount)
+            return amount == 1
+
+    limiter = Limiter(CONFIG, lambda now_ns, tenant, unit, rate, burst: Source(now_ns, rate, burst))
+    assert limiter.lacks(0, tenant(tokens_per_minute=6000, requests_per_minute=60), 100)
+    assert asked == [100, 1]
+
+
+def test_one_over_the_concurrent_ones_waits_for_the_first_place() -> None:
+    limiter, who = Limiter(CONFIG), tenant(concurrent_max=2)
+    for _ in range(2):
+        admitted(limiter.reserve(0, who, 1, 1))
+    waits = [refused(limiter.reserve(0, who, 1, 1)).retry_after_ns for _ in range(2)]
+    assert waits == [NS_PER_S // 2, NS_PER_S], "two places in the second that each is taken to run"
 
 
 def test_what_was_reserved_and_not_used_comes_back() -> None:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.policy.estimates.speed import Ran, Speed, Speeds
-from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
+from penstock.policy.placement.score import RequestFacts, WorkerFacts, pressure, score_policy
 from penstock.policy.placement_terms import PlacementTerms, WeightedTerms
 from penstock.types import WorkerId
 
@@ -42,6 +42,11 @@ workers = st.builds(
     has_adapter=st.booleans(),
     speed=st.just(SPEED),
 )
+
+
+def test_a_worker_that_tells_of_no_memory_is_under_no_pressure() -> None:
+    request = RequestFacts(prompt_tokens=1000, output_tokens=1000)
+    assert pressure(request, WorkerFacts(worker=WorkerId("w"), number=0)) == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)

@@ -1,13 +1,16 @@
-"""A scripted provider and a real vLLM as its fallback, behind `penstock serve`: which of them answers, and
-what is counted.
+"""A scripted provider and a real vLLM, each as the other's fallback, behind `penstock serve`: which of them
+answers, and what is counted.
 """
 
 import json
+import os
+import signal
 import sqlite3
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import pytest
 from provider_process import ProviderProcess
@@ -17,19 +20,23 @@ pytestmark = [pytest.mark.workers, pytest.mark.timeout(600)]
 
 
 class Route:
-    """`big` is the provider's and falls back to `local`, a real vLLM's."""
+    """`big` is the provider's and falls back to `local`, a real vLLM's; `turned`: the other way round."""
 
-    def __init__(self, place: Path, provider: ProviderProcess, vllm_url: str, model: Path) -> None:
+    def __init__(
+        self, place: Path, provider: ProviderProcess, vllm_url: str, model: Path, *, turned: bool = False
+    ) -> None:
         self.place, self.provider = place, provider
         file = place / "penstock.yaml"
+        engines = (provider.url, "openai"), (vllm_url, "vllm")
+        first, second = reversed(engines) if turned else engines
         worker = "replicas: 0, workers: [{url: '%s', engine: %s, served_model: served, max_model_len: 512}]"
         file.write_text(
             "server: {port: 0, trust_local: true}\n"
             "admission: {ttft_target_ms: 20000}\n"
             f"ledger: {{directory: {place / 'ledger'}}}\n"
             "models:\n"
-            f"  - {{path: {model}, name: big, {worker % (provider.url, 'openai')}}}\n"
-            f"  - {{path: {model}, name: local, {worker % (vllm_url, 'vllm')}}}\n"
+            f"  - {{path: {model}, name: big, {worker % first}}}\n"
+            f"  - {{path: {model}, name: local, {worker % second}}}\n"
             "routing: {models: [{model: big, fallback: local}]}\n"
             "prices: {models: [{model: big, output: 5}, {model: local, output: 2}]}\n"
         )
@@ -105,3 +112,64 @@ def test_a_provider_that_is_slow_to_its_first_byte_leaves_time_for_the_vllm(rout
     assert route.ask()[:2] == ("big", "")
     rows = route.stop()
     assert [row[:5] for row in rows if row[0] == "local"] == [("local", "timeout", "finished", 2, 8)] * 3
+
+
+def test_a_provider_answers_for_a_real_vllm_that_stands_still_until_it_goes_on(
+    tmp_path: Path, vllm_url: str, model_28m: Path
+) -> None:
+    with ProviderProcess() as provider, Frozen(vllm_url) as vllm:
+        route = Route(tmp_path, provider, vllm_url, model_28m, turned=True)
+        try:
+            assert route.ask()[:2] == ("big", "")
+            vllm.freeze()
+            model, why, took_s = route.ask(x_penstock_max_wait_ms="4000")
+            assert (model, why) == ("local", "timeout")
+            assert took_s < 4, "within what the client waits"
+            answered = [route.ask(x_penstock_max_wait_ms="4000")[:2] for _ in range(8)]
+            assert {model for model, _ in answered} == {"local"}
+            assert {why for _, why in answered} <= {"timeout", "breaker", "unavailable"}
+            vllm.thaw()
+            route.server.until(lambda: route.ask()[0] == "big", "it is found well again")
+            rows = route.stop()
+        finally:
+            route.server.close()
+    assert {row[2] for row in rows} == {"finished"}
+    assert all(row[4] == 8 for row in rows), "tokens count once"
+    for served_model, _, _, attempts, _, cost in rows:
+        assert cost == 8 * (5 if served_model == "big" else 2), "the model that answered is paid for, once"
+        assert attempts <= 2
+
+
+class Frozen:
+    """Whatever listens at an address of this machine, to be stopped (SIGSTOP) for a while: its connections
+    stay, and nothing is answered.
+    """
+
+    def __init__(self, url: str) -> None:
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        self._pid = _listening(port)
+
+    def freeze(self) -> None:
+        os.kill(self._pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.thaw()
+
+
+def _listening(port: int) -> int:
+    """The process that listens on that port, by /proc."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    names = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port}
+    for place in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if str(place.readlink()) in names:
+                return int(place.parts[2])
+        except OSError:
+            continue  # It is gone, or another user's.
+    raise AssertionError(f"no process listens on port {port}")

@@ -236,7 +236,7 @@ class _Kind:
 
     def learn(self, ran: Ran) -> None:
         """Take in what one request took."""
-        if ran.service_ns > 0:
+        if ran.service_ns:
             self._num_ended += 1
             service_s = ran.service_ns / NS_PER_S
             if self._num_ended > 1:
@@ -247,7 +247,7 @@ class _Kind:
             return
         self._learned_ns = ran.at_ns
         self._learn_prefill(ran)
-        if ran.step_ns > 0:
+        if ran.step_ns:
             self._step.observe((1.0, ran.step_streams), ran.step_ns)
         self.speed = self._read()
 

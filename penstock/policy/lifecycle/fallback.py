@@ -14,7 +14,6 @@ other model lets in what it can answer in time. Nothing falls back that has give
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import msgspec
 
@@ -76,12 +75,13 @@ class Fallbacks:
         elsewhere, which could not, and whether there are more to ask. Each is asked once while that lasts.
         """
         found, stay = list[FallBack](), list[Request]()
-        why, since_ns = _unusable(now_ns, lane, self._policies.health)
+        unusable = _unusable(now_ns, lane, self._policies.health)
         entered = lane.queue.take_entered()
-        if not why:
+        if unusable is None:
             if self._rounds:
                 self._rounds.pop(lane.route, None)
             return found, stay, False
+        why, since_ns = unusable
         assert since_ns <= now_ns, "trouble that has not begun is none"
         asking = self._rounds.get(lane.route)
         if asking is None or asking.since_ns != since_ns:
@@ -192,9 +192,9 @@ class Fallbacks:
         return Moved(facts, lane, work, holds)
 
 
-def _unusable(now_ns: int, lane: ModelQueue, health: Health) -> tuple[DowngradeReason | Literal[""], int]:
-    """Why none of a model's workers may be used, and since when; empty: one may."""
+def _unusable(now_ns: int, lane: ModelQueue, health: Health) -> tuple[DowngradeReason, int] | None:
+    """Why none of a model's workers may be used, and since when; None: one may."""
     if lane.down_ns is not None:
         return "unavailable", lane.down_ns
     trouble = health.trouble(now_ns, lane.route)
-    return (trouble.why, trouble.since_ns) if trouble is not None else ("", 0)
+    return (trouble.why, trouble.since_ns) if trouble is not None and trouble.why else None

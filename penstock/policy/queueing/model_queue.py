@@ -364,8 +364,9 @@ class ModelQueue:
         blocked = self._health.blocked(now_ns, self.route, strict=strict or work.is_strict)
         if self._deployments:
             blocked |= self._deployments.spent(now_ns, work)
-        barred = self._apart.barred(self.route, work.id) if self._apart is not None else None
-        return blocked | barred if barred else blocked
+        if self._apart is not None:
+            blocked |= self._apart.barred(self.route, work.id)
+        return blocked
 
     def _place(
         self, now_ns: int, work: Work, avoid: Collection[WorkerId], blocked: frozenset[WorkerId]
