@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.config.keys import RETIRED as RETIRED_SETTINGS
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("penstock", "tests", "bench", "training", "scripts")
+FOLDERS = ("penstock", "examples", "tests", "bench", "training", "scripts")
 RETIRED = {
     "Witness": "RunRecorder",
     "KVNews": "KVUpdate",
