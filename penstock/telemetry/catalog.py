@@ -54,6 +54,62 @@ class Metric:
     shared: bool = False
     """Every gateway process in front of one engine tells the same number of it."""
 
+    @property
+    def unit(self) -> str:
+        """The base unit, which the name ends in; else what is counted."""
+        word = self.name.removesuffix("_total").rpartition("_")[2]
+        return word if word in _UNITS else ""
+
+    @property
+    def needed_by(self) -> str:
+        """Who reads it, in words."""
+        return next(who for prefix, who in NEEDED_BY if self.name.startswith(f"penstock_{prefix}"))
+
+
+_UNITS = ("seconds", "bytes", "ratio", "tokens", "records", "requests")
+NEEDED_BY = (
+    ("slo", "on call: burn rates"),
+    ("disk", "on call"),
+    ("tenant", "owners of tenants; capacity"),
+    ("request", "on call: objectives; dashboards"),
+    ("prompt_tokens", "capacity; finance"),
+    ("cached_tokens", "capacity; routing"),
+    ("generated_tokens", "capacity; finance"),
+    ("accelerator", "finance"),
+    ("engine", "capacity; autoscalers"),
+    ("worker", "capacity; autoscalers; endpoint pickers"),
+    ("kv_index", "routing"),
+    ("kv", "capacity; endpoint pickers"),
+    ("host_kv", "capacity"),
+    ("http", "on call"),
+    ("connections", "capacity"),
+    ("streams", "capacity; autoscalers"),
+    ("client", "on call"),
+    ("slow_client", "on call"),
+    ("event_loop", "capacity: a gateway process that is full"),
+    ("ledger", "finance; on call"),
+    ("budget", "finance; owners of tenants"),
+    ("shared", "on call"),
+    ("queue", "on call; autoscalers"),
+    ("refused", "on call; owners of tenants"),
+    ("evicted", "on call"),
+    ("diverted", "on call; routing"),
+    ("route", "routing"),
+    ("prefix", "routing"),
+    ("template", "capacity"),
+    ("traces", "on call: what traces lack"),
+    ("retr", "on call"),
+    ("attempt", "on call"),
+    ("breaker", "on call"),
+    ("hedges", "on call; capacity"),
+    ("migrations", "on call"),
+    ("ttft_prediction", "routing"),
+    ("backend", "on call: workers of other engines"),
+    ("scrape", "on call: workers of other engines"),
+    ("build", "releases"),
+)
+"""Readers by the beginning of the name; the first row that fits counts."""
+
 
 TTFT_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0,
@@ -71,6 +127,7 @@ ERROR_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 LAG_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 MODEL = ("model",)
+WORKER = ("model", "worker")
 
 CATALOG = (
     # Requests, as the gateway sees them.
@@ -94,6 +151,14 @@ CATALOG = (
         "penstock_request_queue_seconds", "histogram", "Time in queues before the first engine step.", MODEL,
         TTFT_BUCKETS
     ),
+    Metric(
+        "penstock_request_prefill_seconds", "histogram",
+        "Time from the first engine step to the first token: TTFT is queue and prefill.", MODEL, TTFT_BUCKETS
+    ),
+    Metric(
+        "penstock_request_decode_seconds", "histogram", "Time from the first token to the end.", MODEL,
+        DURATION_BUCKETS
+    ),
     Metric("penstock_prompt_tokens_total", "counter", "Prompt tokens of completed requests.", MODEL),
     Metric(
         "penstock_cached_tokens_total", "counter", "Prompt tokens served from the prefix cache.", MODEL
@@ -103,6 +168,16 @@ CATALOG = (
     Metric("penstock_engine_running", "gauge", "Running requests in the engine's batch.", MODEL, shared=True),
     Metric("penstock_engine_waiting", "gauge", "Requests waiting in the engine's queue.", MODEL, shared=True),
     Metric("penstock_kv_blocks", "gauge", "KV blocks by state.", ("model", "state"), shared=True),
+    Metric("penstock_kv_block_tokens", "gauge", "Tokens that a KV block holds.", MODEL, shared=True),
+    Metric("penstock_worker_running", "gauge", "Running requests of one worker.", WORKER, shared=True),
+    Metric("penstock_worker_waiting", "gauge", "Requests waiting in one worker's queue.", WORKER,
+        shared=True),
+    Metric("penstock_worker_kv_usage_ratio", "gauge", "Share of one worker's KV blocks that is in use.",
+        WORKER, shared=True),
+    Metric("penstock_worker_generated_tokens_total", "counter", "Output tokens of one worker.", WORKER,
+        shared=True),
+    Metric("penstock_worker_step_seconds_total", "counter", "Time that one worker spent in engine steps.",
+        WORKER, shared=True),
     Metric("penstock_host_kv_blocks", "gauge", "KV blocks stored in host memory.", MODEL, shared=True),
     Metric("penstock_host_kv_stores_total", "counter", "KV blocks copied to host memory.", MODEL,
         shared=True),
@@ -257,6 +332,9 @@ CATALOG = (
     ),
     Metric("penstock_budget_warnings_total", "counter", "Budget warning thresholds that were crossed.",
         ("period",)),
+    # Tenants: those that use most by name, all others as "other" (telemetry/tenant_labels.py).
+    Metric("penstock_tenant_requests_total", "counter", "Ended requests by tenant.", ("tenant",)),
+    Metric("penstock_tenant_tokens_total", "counter", "Prompt and output tokens by tenant.", ("tenant",)),
     # Objectives (telemetry/alerts.py).
     Metric("penstock_slo_requests_total", "counter", "Ended requests that had to meet an objective.",
         ("model", "band", "objective")),

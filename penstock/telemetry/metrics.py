@@ -4,12 +4,6 @@ Each `Metrics` has a registry of its own. Label children are resolved once, wher
 counting on the hot path is one method call; nothing here is called per token.
 
 What is counted of workers that are not ours, by engine.
-
-The sum of several processes' metrics, from their texts (Prometheus' exposition format 0.0.4).
-
-Counters, histograms and the gauges of what each process has for itself are added. What all of them tell of
-one and the same engine (`Metric.shared`) is taken once: the largest, for one of them may just have lost sight
-of it.
 """
 
 from collections import Counter as Counts
@@ -27,6 +21,7 @@ from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, OutcomeLabel
 from penstock.telemetry.ledger import LedgerStatistics
+from penstock.telemetry.tenant_labels import TenantLabels
 
 
 class BackendMeters:
@@ -75,6 +70,7 @@ class RequestMeasurement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    tenant: str = ""
     tier: str = ""
     band: str = ""
     """Its tenant's."""
@@ -131,6 +127,9 @@ class Metrics:
         self._store_gateways = self._table.gauge("penstock_shared_gateways")
         self._costs: dict[tuple[str, str], _Followed] = {}
         """By model and part of the cost."""
+        self._tenants = TenantLabels()
+        self._tenant_requests = self._table.counter("penstock_tenant_requests_total")
+        self._tenant_tokens = self._table.counter("penstock_tenant_tokens_total")
         self._slo_due = self._table.counter("penstock_slo_requests_total")
         self._slo_missed = self._table.counter("penstock_slo_missed_total")
         self._slo: dict[tuple[str, str, str], tuple[Counter, Counter]] = {}
@@ -273,6 +272,13 @@ class Metrics:
         if missed:
             found[1].inc()
 
+    def tenant(self, record: RequestMeasurement) -> None:
+        """Count one request of a tenant; of those that use little as of "other"."""
+        tokens = record.prompt_tokens + record.generated_tokens
+        label = self._tenants.label(record.tenant, tokens)
+        self._tenant_requests.labels(label).inc()
+        self._tenant_tokens.labels(label).inc(tokens)
+
     def disk_free(self, share: float) -> None:
         """Of the disk that has the usage ledger."""
         self._disk_free.set(share)
@@ -302,6 +308,8 @@ class ModelMetrics:
         self._tpot = table.histogram("penstock_request_tpot_seconds").labels(model)
         self._duration = table.histogram("penstock_request_duration_seconds").labels(model)
         self._queue = table.histogram("penstock_request_queue_seconds").labels(model)
+        self._prefill = table.histogram("penstock_request_prefill_seconds").labels(model)
+        self._decode = table.histogram("penstock_request_decode_seconds").labels(model)
         self._prompt = table.counter("penstock_prompt_tokens_total").labels(model)
         self._cached = table.counter("penstock_cached_tokens_total").labels(model)
         self._generated = table.counter("penstock_generated_tokens_total").labels(model)
@@ -309,6 +317,8 @@ class ModelMetrics:
         self._waiting = table.gauge("penstock_engine_waiting").labels(model)
         blocks = table.gauge("penstock_kv_blocks")
         self._blocks = {state: blocks.labels(model, state.value) for state in BlockState}
+        self._block_tokens = table.gauge("penstock_kv_block_tokens").labels(model)
+        self._by_worker = _WorkerMeters(table, model)
         self._host_blocks = table.gauge("penstock_host_kv_blocks").labels(model)
         self._followed = {
             "host_stores": _Followed(table.counter("penstock_host_kv_stores_total").labels(model)),
@@ -332,6 +342,8 @@ class ModelMetrics:
         if record.ttft_ns is not None:
             ttft_s = record.ttft_ns / NS_PER_S
             self._ttft.observe(ttft_s)
+            self._prefill.observe(ttft_s - min(record.queue_ns or 0, record.ttft_ns) / NS_PER_S)
+            self._decode.observe(max(0, record.duration_ns - record.ttft_ns) / NS_PER_S)
             self.ttft_sum_s += ttft_s
             self.ttft_count += 1
         if record.tpot_ns is not None:
@@ -364,10 +376,47 @@ class ModelMetrics:
         for name, counter in self._followed.items():
             counter.follow_all({worker: getattr(stats, name) for worker, stats in known.items()})
             counter.keep(by_worker)
+        self._by_worker.follow(by_worker)
+
+    def block_tokens(self, count: int) -> None:
+        """How many tokens a KV block holds."""
+        self._block_tokens.set(count)
 
     def engine_restarted(self) -> None:
         """An engine's process was started anew."""
         self._restarts.inc()
+
+
+class _WorkerMeters:
+    """What each worker of a model says; series of workers that are gone go, too."""
+
+    def __init__(self, table: "_Table", model: str) -> None:
+        self._model = model
+        self._gauges = [
+            table.gauge(f"penstock_worker_{name}") for name in ("running", "waiting", "kv_usage_ratio")
+        ]
+        self._tokens = table.counter("penstock_worker_generated_tokens_total")
+        self._steps = table.counter("penstock_worker_step_seconds_total")
+        self._followed: dict[str, tuple[_Followed, _Followed]] = {}
+
+    def follow(self, by_worker: Mapping[str, Stats | None]) -> None:
+        for worker in [each for each in self._followed if each not in by_worker]:
+            del self._followed[worker]
+            for metric in (*self._gauges, self._tokens, self._steps):
+                metric.remove(self._model, worker)
+        for worker, stats in by_worker.items():
+            if worker not in self._followed:
+                labels = (self._model, worker)
+                steps = _Followed(self._steps.labels(*labels), NS_PER_S)
+                self._followed[worker] = (_Followed(self._tokens.labels(*labels)), steps)
+            used = 0.0 if stats is None or not stats.blocks_total else stats.blocks_used / stats.blocks_total
+            values = (stats.running if stats else 0, stats.waiting if stats else 0, used)
+            for gauge, value in zip(self._gauges, values, strict=True):
+                gauge.labels(self._model, worker).set(value)
+            if stats is not None:
+                tokens, steps = self._followed[worker]
+                tokens.follow(stats.generated_tokens)
+                steps.follow(stats.step_ns)
 
 
 class _Followed:
@@ -426,52 +475,3 @@ class _Table:
         metric = self._metrics[name]
         assert isinstance(metric, Histogram), name
         return metric
-
-
-SHARED = frozenset(metric.name.encode() for metric in CATALOG if metric.shared)
-
-_Family = tuple[list[bytes], dict[bytes, float], bool]
-"""Comment lines, values by series, and whether it is a gauge."""
-
-
-def merged(texts: Sequence[bytes], shared: Collection[bytes] = SHARED) -> bytes:
-    """One text for all; families and series in the order in which they are first seen."""
-    families: dict[bytes, _Family] = {}
-    for text in texts:
-        for name, (comments, values, is_gauge) in _parsed(text).items():
-            _, total, _ = families.setdefault(name, (comments, {}, is_gauge))
-            for series, value in values.items():
-                known = total.get(series, 0.0)
-                total[series] = max(known, value) if name in shared else known + value
-    return _written(families)
-
-
-def lasting(text: bytes, shared: Collection[bytes] = SHARED) -> bytes:
-    """What stays true of a process that has ended: its own counters and histograms."""
-    families = _parsed(text)
-    return _written({n: each for n, each in families.items() if not each[2] and n not in shared})
-
-
-def _parsed(text: bytes) -> dict[bytes, _Family]:
-    families: dict[bytes, _Family] = {}
-    comments: list[bytes] = []
-    values: dict[bytes, float] = {}
-    for line in text.splitlines():
-        if line.startswith(b"# TYPE "):
-            _, _, name, kind = line.split()
-            comments, values = [*comments, line], {}
-            families[name] = (comments, values, kind == b"gauge")
-        elif line.startswith(b"#"):
-            comments = [line]
-        elif line:
-            series, _, value = line.rpartition(b" ")
-            values[series] = float(value)
-    return families
-
-
-def _written(families: dict[bytes, _Family]) -> bytes:
-    lines: list[bytes] = []
-    for comments, values, _ in families.values():
-        lines += comments
-        lines += [b"%b %b" % (series, repr(value).encode()) for series, value in values.items()]
-    return b"\n".join([*lines, b""])

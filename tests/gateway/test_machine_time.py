@@ -18,7 +18,8 @@ from penstock.policy.requests.request import Holds, request_of
 from penstock.protocol.worker import Submit
 from penstock.rng import stream
 from penstock.schedule.plan import StepPlan, StepResult
-from penstock.telemetry.metrics import Metrics, merged
+from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.pages import merged
 from penstock.types import RequestId, SamplingParams, Usage, WorkerId
 
 WORKER = WorkerId("w")

@@ -1,4 +1,5 @@
-from penstock.telemetry.metrics import Metrics, lasting, merged
+from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.pages import lasting, merged
 from penstock.types import ModelName
 
 SHARED = {b"s_total", b"s"}

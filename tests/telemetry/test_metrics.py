@@ -1,3 +1,4 @@
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from penstock.telemetry.metrics import Metrics, RequestMeasurement
 from penstock.types import FinishReason
 
 GOLDEN = Path(__file__).with_name("golden_metrics.txt")
+ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 MS = 1_000_000
 
 
@@ -35,6 +38,10 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     metrics = Metrics(["m"], version="1.2.3")
     metrics.http_response(200)
     metrics.budget_warning("day")
+    metrics.model("m").engine_stats({"m-0": None})
+    metrics.tenant(
+        RequestMeasurement(endpoint=Endpoint.CHAT, outcome=OutcomeLabel.STOP, duration_ns=1, prompt_tokens=1)
+    )
     metrics.judged("m", "default", "ttft", missed=True)
     metrics.queue_waiting("m", 1)
     for count in (metrics.refused, metrics.evicted, metrics.diverted):
@@ -56,6 +63,15 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     metrics.matched("m", 0.5)
     metrics.shared_limits(is_away=True, failures=2, num_gateways=3)
     assert exposed_names(metrics) == GOLDEN.read_text().splitlines()
+
+
+def test_the_page_has_the_catalog() -> None:
+    spec = importlib.util.spec_from_file_location("metrics_page", ROOT / "scripts" / "metrics_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    assert page.PAGE.read_text() == page.written(), "run: python scripts/metrics_page.py"
 
 
 def test_the_catalog_is_well_formed() -> None:

@@ -13,6 +13,7 @@ from penstock.cli.main import main
 from penstock.config.tree import SloConfig
 from penstock.telemetry.alerting import runbook
 from penstock.telemetry.alerts import names, rules
+from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.rules import rules_file
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +71,14 @@ def test_promtool_takes_the_shipped_rules() -> None:
         [program("promtool"), "check", "rules", str(SHIPPED)], check=False, capture_output=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_takes_our_metrics() -> None:
+    metrics = Metrics(["m"], version="1")
+    metrics.model("m").engine_stats({"m-0": None})
+    command = [program("promtool"), "check", "metrics"]
+    done = subprocess.run(command, check=False, capture_output=True, input=metrics.render())
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
 @pytest.mark.prometheus

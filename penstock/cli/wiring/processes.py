@@ -50,7 +50,7 @@ from penstock.protocol.peers import (
 from penstock.protocol.worker import FrameDecoder, ProtocolError
 from penstock.telemetry.counts import decode_rows
 from penstock.telemetry.log import Log
-from penstock.telemetry.metrics import lasting, merged
+from penstock.telemetry.pages import lasting, merged
 from penstock.telemetry.watch import Watch
 
 COMMAND = (sys.executable, "-m", "penstock.cli.wiring.gateway_process")

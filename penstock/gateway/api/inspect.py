@@ -43,6 +43,7 @@ from penstock.protocol.openai import (
 from penstock.protocol.openai_validate import decoded, parse_tokenize
 from penstock.protocol.peers import ModelNumbers, Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
+from penstock.telemetry.aliases import aliases
 from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
 from penstock.telemetry.watch import free_share
@@ -285,6 +286,7 @@ class Inspect:
                 code="not_a_scrape_key",
             )
         body = self.rendered() if self._peers is None else (await self._peers.sum()).metrics
+        body += aliases(body)
         exchange.respond(Response(body=body, content_type=CONTENT_TYPE.encode()))
 
     def snapshot(self) -> Snapshot:
@@ -389,6 +391,8 @@ class Inspect:
         metrics, workers = self._metrics.model(model.name), list(model.workers)
         metrics.workers(worker.state for worker in workers)
         metrics.engine_stats({worker.id: worker.backend.status.stats for worker in workers})
+        if (info := model.workers.info) is not None:
+            metrics.block_tokens(info.block_tokens)
         restarts = {str(worker.id): worker.backend.status.restarts for worker in workers}
         before, self._restarts[model.name] = self._restarts.get(model.name, {}), restarts
         for _ in range(sum(max(0, count - before.get(worker, 0)) for worker, count in restarts.items())):

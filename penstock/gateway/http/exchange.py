@@ -284,6 +284,7 @@ class Exchange:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             generated_tokens=usage.completion_tokens,
+            tenant=served.tenant.id,
             tier=served.tenant.tier,
             band=served.tenant.band,
         )

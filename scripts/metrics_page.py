@@ -1,0 +1,59 @@
+"""Writes docs/metrics.md from the catalog and the aliases. `python scripts/metrics_page.py` after one has
+changed; tests/telemetry/test_metrics.py compares.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.telemetry.aliases import COMPUTED, RENAMED
+from penstock.telemetry.catalog import CATALOG
+
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+HEAD = """# Metrics
+
+`GET /metrics`, of all gateway processes together; [the API](api.md) says who may read it. Written by
+`scripts/metrics_page.py` from `penstock/telemetry/catalog.py`, where names and labels are an interface.
+TTFT is queue and prefill, which are counted apart. Labels have values from closed sets: configured models
+and bands, workers that are there, outcomes; of tenants the 32 that use most have their names and all others
+are `other`, so nothing that a client invents adds a series. [The runbook](runbook.md) explains objectives;
+`GET /admin/history` has the last 15 minutes and 24 hours without a Prometheus.
+
+[`examples/observability/`](../examples/observability/) starts Prometheus and Alertmanager beside a server.
+
+| name | kind | unit | labels | what | for |
+|---|---|---|---|---|---|
+"""
+ALIASES = """
+## The same under other names
+
+For dashboards, autoscalers and endpoint pickers that know vLLM's metrics, the Gateway API inference
+extension's model server protocol (which uses vLLM's names) or OpenTelemetry's GenAI conventions. All workers
+of a model are one engine, `engine="0"`.
+
+| theirs | ours |
+|---|---|
+"""
+_SOURCES = ("penstock_kv_blocks", "penstock_kv_block_tokens", "penstock_requests_total")
+
+
+def written() -> str:
+    """The whole page."""
+    return "".join([HEAD, *_rows(), ALIASES, *_aliases()])
+
+
+def _rows() -> Iterator[str]:
+    for metric in CATALOG:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        row = (f"`{metric.name}`", metric.kind, metric.unit, labels, metric.help, metric.needed_by)
+        yield f"| {' | '.join(row)} |\n"
+
+
+def _aliases() -> Iterator[str]:
+    for source, names in RENAMED.items():
+        yield from (f"| `{name}` | `{source}` |\n" for name in names)
+    for name, source in zip(COMPUTED, _SOURCES, strict=True):
+        yield f"| `{name}` | computed from `{source}` |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written())
