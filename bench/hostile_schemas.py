@@ -2,6 +2,8 @@
 
 `python bench/hostile_schemas.py --json FILE`: CPU of compiling on the threads of
 this process and in the trial process, per form. `--limit-ms` fails the run if one costs more.
+`--stream` measures something else: the gaps between the tokens of another stream of the same engine, with
+nothing to compile and with every form, one after the other, in turns.
 """
 
 import argparse
@@ -15,11 +17,19 @@ from pathlib import Path
 import msgspec
 from provenance import add_json_option, write_result
 
+from penstock.clock import SystemClock
+from penstock.config.engine_settings import EngineSettings
+from penstock.engine.core import build_core
 from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens
+from penstock.engine.runner import build_runner
 from penstock.errors import InvalidRequest
+from penstock.kv.hashing import token_array
 from penstock.protocol.grammar import Grammar
+from penstock.protocol.worker import Submit
 from penstock.rng import stream
+from penstock.types import RequestId, SamplingParams
 
+CLOCK = SystemClock()
 MODEL = Path(__file__).parents[1] / "models" / "penstock-demo-mini"
 
 
@@ -92,15 +102,69 @@ def cpu_ns() -> int:
 _trial_pid = 0
 
 
+class Stream:
+    """An endless answer of an engine in this process."""
+
+    def __init__(self) -> None:
+        config = EngineSettings(prefix_cache=False, kv_memory_bytes=64 << 20)
+        runner = build_runner(MODEL, config, CLOCK, lambda _stage, _done, _total: None)
+        runner.warm_up()
+        self._core = build_core(runner, config, b"bench" * 8, CLOCK)
+        self._number = 0
+
+    def gap_ms(self) -> float:
+        """One token's time."""
+        if not self._core.has_work:
+            self._number += 1
+            self._core.submit(0, Submit(
+                request_id=RequestId(str(self._number)), prompt=token_array((1, 2, 3)).tobytes(),
+                sampling=SamplingParams(max_tokens=400),
+            ), CLOCK.now_ns())  # fmt: skip
+            self._core.step()  # The prompt is no gap.
+        began = time.monotonic_ns()
+        self._core.step()
+        return (time.monotonic_ns() - began) / 1e6
+
+
+def gaps(compiler: GrammarCompiler) -> dict[str, object]:
+    """Of a stream: rounds of quiet, and of compiling, as long as each other's number of tokens."""
+    stream, todo = Stream(), [Grammar(form=msgspec.json.encode(form)) for _, form in forms()]
+    for _ in range(200):
+        stream.gap_ms()
+    found: dict[str, list[float]] = {"quiet": [], "hostile": []}
+    while todo:
+        part, todo = todo[:50], todo[50:]
+        num_before = len(found["hostile"])
+        for grammar in part:
+            future = compiler.compile(b"", grammar)
+            while not future.done():
+                found["hostile"].append(stream.gap_ms())
+        found["quiet"] += [stream.gap_ms() for _ in range(len(found["hostile"]) - num_before)]
+    report: dict[str, object] = {"forms": len(forms()), "tokens": len(found["quiet"])}
+    p99: dict[str, float] = {}
+    for kind, values in found.items():
+        ranked = sorted(values)
+        p99[kind] = ranked[len(ranked) * 99 // 100]
+        report[kind] = {"gap_ms_p50": round(ranked[len(ranked) // 2], 2), "gap_ms_p99": round(p99[kind], 2)}
+    return report | {"p99_ratio": round(p99["hostile"] / p99["quiet"], 2)}
+
+
 def main() -> None:
     global _trial_pid
     parser = argparse.ArgumentParser(description=__doc__)
     add_json_option(parser)
     parser.add_argument("--limit-ms", type=float, default=0)
+    parser.add_argument("--stream", action="store_true")
     args = parser.parse_args()
     tokens = GrammarTokens.load(MODEL, 4096)
     assert tokens is not None
     compiler = GrammarCompiler(tokens)
+    if args.stream:
+        report = gaps(compiler)
+        compiler.close()
+        print(report)
+        write_result(args.json, report)
+        return
     _trial_pid = compiler.trial_pid
     results: list[dict[str, object]] = []
     slow: list[str] = []

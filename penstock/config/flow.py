@@ -73,7 +73,7 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
 
 
 class SharedConfig(Branch, frozen=True, kw_only=True):
-    """Rate limits and budgets that several gateways share.
+    """Rate limits, budgets and fair shares that several gateways share.
 
     A store that is late delays no request by more than 50 ms; see docs/limits.md and docs/ledger.md.
     """

@@ -38,11 +38,13 @@ from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable, ServedModel
-from penstock.gateway.shared.peers import FairCounters, GatewayPeers
+from penstock.gateway.shared.fair import FairExchange
+from penstock.gateway.shared.peers import GatewayPeers
 from penstock.gateway.tracing import RequestTraces
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS
 from penstock.policy.admission.admit import Promises
+from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.rng import fresh_key
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.history import Recorder
@@ -111,6 +113,10 @@ class Gateway:
             locality=locality,
             log=log,
         )
+        self._counters = FairCounters(
+            [model.name for model in self._services.models], self._dispatcher.control.lane
+        )
+        self._fair = FairExchange(self._counters, config.shared, peers, gateway=name)
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         self._recorder = Recorder(Promises(config.admission), metrics)
@@ -145,9 +151,8 @@ class Gateway:
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
         if self._peers is not None:
-            models = [model.name for model in self._services.models]
-            counters = FairCounters(models, self._dispatcher.control.lane)
-            await self._peers.start(self._inspect.snapshot, counters, self._recorder)
+            await self._peers.start(self._inspect.snapshot, self._counters, self._recorder)
+        self._fair.start()
         return address
 
     async def stop(self, *, lameduck_s: float = 0.0, listens: bool = True) -> None:
@@ -184,6 +189,7 @@ class Gateway:
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._fair.close()
         if self._peers is not None:
             self._peers.close()
         await self._server.stop()

@@ -1,21 +1,26 @@
-"""Two gateway processes share a worker by one fair share, whichever process a tenant's connections are in."""
+"""Two gateways share a worker by one fair share, whichever of them a tenant's connections are in: processes
+of one server, and machines that share a Redis.
+"""
 
 import asyncio
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from engine_stand_ins import StandIn
+from redis_process import RedisProcess
 from stand_in_thread import MODEL, Serve, stand_in_engine
 
 pytestmark = pytest.mark.timeout(120)
 
 SLOTS = 8
 """Of the worker, in each process: its rows, and the credit."""
-EVEN, UNEVEN = (12, 12), (12, 3)
-"""Connections of a tenant in each process. In the second one, the uneven tenant has less than its half to
+WANTED = {"even": (16, 16), "uneven": (16, 2)}
+"""Connections of a tenant in each place. In the second one, the uneven tenant has less than its half to
 ask."""
 ANSWERS, WARM_UP = 400, 120
 
@@ -60,11 +65,14 @@ class Flood:
                 self.is_over.set()
 
 
-async def share_of(port: int, keys: dict[str, str], stack: contextlib.ExitStack) -> float:
-    """The share of the tenant whose connections are mostly in one process."""
+Askers = list[tuple[str, Asker]]
+
+
+async def in_processes(port: int, keys: dict[str, str], stack: contextlib.ExitStack) -> Askers:
+    """As many connections as wanted in each of two processes, which share a port."""
     processes: dict[str, int] = {}
-    askers = list[tuple[str, Asker]]()
-    for tenant, wanted in (("even", EVEN), ("uneven", UNEVEN)):
+    askers = Askers()
+    for tenant, wanted in WANTED.items():
         missing = list(wanted)
         while any(missing):
             asker = await Asker.connect(port, keys[tenant], stack)
@@ -72,6 +80,21 @@ async def share_of(port: int, keys: dict[str, str], stack: contextlib.ExitStack)
             if missing[place]:
                 missing[place] -= 1
                 askers.append((tenant, asker))
+    return askers
+
+
+async def at_machines(gateways: list[Serve], stack: contextlib.ExitStack) -> Askers:
+    """The same at two servers."""
+    return [
+        (tenant, await Asker.connect(port_of(gateway), gateway.keys[tenant], stack))
+        for tenant, wanted in WANTED.items()
+        for gateway, number in zip(gateways, wanted, strict=True)
+        for _ in range(number)
+    ]
+
+
+async def share_of(askers: Askers) -> float:
+    """The share of the tenant whose connections are mostly in one place."""
     flood = Flood()
     tasks = [asyncio.create_task(flood.ask(*each)) for each in askers]
     while flood.num_answers.total() < WARM_UP:
@@ -82,22 +105,60 @@ async def share_of(port: int, keys: dict[str, str], stack: contextlib.ExitStack)
     return counted["uneven"] / counted.total()
 
 
-async def shares(port: int, keys: dict[str, str]) -> float:
-    with contextlib.ExitStack() as stack:
-        return await share_of(port, keys, stack)
+def port_of(gateway: Serve) -> int:
+    return int(gateway.server.url.rpartition(":")[2].split("/")[0])
+
+
+def served(place: Path, engine: StandIn, *sections: str, processes: int = 1) -> Serve:
+    return Serve(
+        place, engine, dict.fromkeys(WANTED, "weight: 1"),
+        "admission: {ttft_target_ms: 0, tpot_target_ms: 0}", *sections,
+        processes=processes, worker=f"max_running: {SLOTS // 2}",
+    )  # fmt: skip
 
 
 def test_tenants_share_evenly_however_their_connections_are_spread(tmp_path: Path) -> None:
-    with stand_in_engine(step_s=0.01) as engine:
-        gateway = Serve(
-            tmp_path / "gateway", engine,
-            {"even": "weight: 1", "uneven": "weight: 1"},
-            "admission: {ttft_target_ms: 0, tpot_target_ms: 0}",
-            processes=2, worker=f"max_running: {SLOTS // 2}",
-        )  # fmt: skip
+    async def main(gateway: Serve) -> float:
+        with contextlib.ExitStack() as stack:
+            return await share_of(await in_processes(port_of(gateway), gateway.keys, stack))
+
+    with stand_in_engine(step_s=0.02) as engine:
+        gateway = served(tmp_path / "gateway", engine, processes=2)
         try:
             gateway.server.wait_ready()
-            port = int(gateway.server.url.rpartition(":")[2].split("/")[0])
-            assert asyncio.run(shares(port, gateway.keys)) == pytest.approx(0.5, abs=0.05)
+            assert asyncio.run(main(gateway)) == pytest.approx(0.5, abs=0.05)
         finally:
             gateway.kill()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisProcess]:
+    if not RedisProcess.is_installed():
+        pytest.skip("redis-server is not installed")
+    process = RedisProcess(tmp_path)
+    process.start()
+    yield process
+    process.kill()
+
+
+def test_machines_that_share_a_redis_share_as_one_and_go_on_when_it_freezes(
+    tmp_path: Path, redis: RedisProcess
+) -> None:
+    async def main(gateways: list[Serve]) -> float:
+        with contextlib.ExitStack() as stack:
+            askers = await at_machines(gateways, stack)
+            share = await share_of(askers)
+            redis.freeze()
+            await asyncio.gather(*(asker.ask(1) for _, asker in askers))
+            return share
+
+    with stand_in_engine(step_s=0.02) as engine:
+        shared = f"shared: {{url: '{redis.url}', prefix: fair, gateways: 2}}"
+        gateways = [served(tmp_path / name, engine, shared) for name in ("one", "two")]
+        try:
+            for each in gateways:
+                each.server.wait_ready()
+            assert asyncio.run(main(gateways)) == pytest.approx(0.5, abs=0.05)
+        finally:
+            for each in gateways:
+                each.kill()

@@ -1,6 +1,8 @@
 from collections import Counter
 from itertools import count
 from random import Random
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.clock import NS_PER_S
 from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.policy.queueing.terms import BandTerms, QueueTerms
 from penstock.schedule.fair_share import UNIT, cost, share
@@ -67,6 +70,73 @@ def test_two_queues_that_tell_each_other_share_as_one() -> None:
                 other.served_elsewhere(level, tenant, units)
     assert abs(started["a"] - started["b"]) <= 2, started
     here.bands[0].check_invariants()
+
+
+class Sharing(NamedTuple):
+    """Queues that tell each other every so many starts what they have charged."""
+
+    queues: list[FairQueue]
+    counters: list[FairCounters]
+
+    @classmethod
+    def of(cls, num_gateways: int) -> "Sharing":
+        queues = [FairQueue(QueueTerms()) for _ in range(num_gateways)]
+        lanes = [SimpleNamespace(queue=queue) for queue in queues]
+        made = cls(queues, [FairCounters(["m"], lambda _, lane=lane: lane) for lane in lanes])
+        made.tell()
+        return made
+
+    def tell(self) -> None:
+        told = [each.take() for each in self.counters]
+        for i, each in enumerate(self.counters):
+            for j, served in enumerate(told):
+                if i != j:
+                    each.heed(served)
+
+    def flood(self, waiting: list[dict[str, int]], sizes: Random, starts: int, pause: int) -> Counter[str]:
+        """Tokens that each tenant was started with while it always waits: by gateway, tenant -> weight."""
+
+        def ask(queue: FairQueue, tenant: str, weight: int) -> None:
+            pushed(queue, work(tenant=tenant, weight=weight, prompt_tokens=sizes.randint(10, 400)))
+
+        for queue, tenants in zip(self.queues, waiting, strict=True):
+            for tenant, weight in tenants.items():
+                for _ in range(2):  # With one alone a tenant would be idle for a moment at each start.
+                    ask(queue, tenant, weight)
+        served = Counter[str]()
+        for number in range(starts):
+            for queue, tenants in zip(self.queues, waiting, strict=True):
+                got = queue.pop(0, always)
+                assert got is not None
+                served[got.tenant] += got.prompt_tokens
+                queue.end(got)
+                ask(queue, got.tenant, tenants[got.tenant])
+            if pause and number % pause == 0:
+                self.tell()
+        return served
+
+
+@given(
+    num_gateways=st.integers(2, 4), weight=st.integers(1, 3), pause=st.integers(1, 8), seed=st.integers(0, 99)
+)
+@settings(max_examples=10, deadline=None)
+def test_shares_hold_over_all_gateways_whichever_of_them_a_tenant_asks(
+    num_gateways, weight, pause, seed
+) -> None:
+    """Tenant a asks at all of them, b at the first alone; there is room there for all that b is to have."""
+    sharing = Sharing.of(num_gateways)
+    weights = {"a": weight * num_gateways, "b": 1}
+    waiting = [dict(weights), *({"a": weights["a"]} for _ in range(num_gateways - 1))]
+    served = sharing.flood(waiting, Random(seed), 300, pause)
+    assert served["b"] / served.total() == pytest.approx(1 / (weight * num_gateways + 1), rel=0.05)
+    for queue in sharing.queues:
+        queue.check_invariants()
+
+
+def test_gateways_that_do_not_hear_each_other_are_fair_by_themselves() -> None:
+    waiting = [{"a": 1, "b": 1}, {"a": 1}]
+    served = Sharing.of(2).flood(waiting, Random(1), 300, pause=0)
+    assert served["b"] / served.total() == pytest.approx(0.25, rel=0.05)
 
 
 def test_a_correction_is_told_as_what_it_changes() -> None:

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from penstock.clock import sleep
 from penstock.errors import Overloaded
-from penstock.policy.queueing.model_queue import ModelQueue
+from penstock.policy.queueing.fair_counters import FairCounters, ServedUnits
 from penstock.protocol.peers import (
     Ask,
     EndedRequests,
@@ -24,38 +24,10 @@ from penstock.protocol.worker import FrameDecoder
 from penstock.telemetry.history import Recorder
 
 TELL_S = 1.0
-SHARE_S = 0.2
-"""Tenants' shares over all processes are as even as what is served in this time."""
+UNREAD_BYTES_MAX = 1 << 20
+"""A parent that does not read for a while misses what tenants were served."""
 ANSWER_TIMEOUT_S = 2.0
 READ_BYTES = 1 << 16
-
-
-class FairCounters:
-    """The fair share counters of this process's queues, as other processes of the server see and change
-    them.
-    """
-
-    def __init__(self, models: Sequence[str], lane: Callable[[str], ModelQueue | None]) -> None:
-        """`lane` finds a model's queue; None if nothing has come for it yet."""
-        self._models, self._lane = models, lane
-
-    def take(self) -> ServedTokens:
-        """What tenants were served here since the last time."""
-        lanes = ((model, self._lane(model)) for model in self._models)
-        return ServedTokens(
-            tuple(
-                (model, *each)
-                for model, lane in lanes
-                if lane is not None
-                for each in lane.queue.take_untold()
-            )
-        )
-
-    def heed(self, served: ServedTokens) -> None:
-        """Count what another process has served."""
-        for model, level, tenant, units in served.units:
-            if (lane := self._lane(model)) is not None:
-                lane.queue.served_elsewhere(level, tenant, units)
 
 
 class GatewayPeers:
@@ -66,7 +38,8 @@ class GatewayPeers:
 
     def __init__(self, path: str, leases: str = "") -> None:
         """`path` is the parent's Unix socket; `leases` is that of its store of limits, if it has one."""
-        self._path, self.leases = path, leases
+        self.site, self.leases = path, leases
+        """Names the server among all: the path is of a directory with a random name."""
         self._asked: deque[asyncio.Future[ToChild]] = deque()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -80,9 +53,14 @@ class GatewayPeers:
             OSError: the parent does not listen.
         """
         self._snapshot, self._counters, self._recorder = snapshot, counters, recorder
-        reader, self._writer = await asyncio.open_unix_connection(self._path)
-        tasks = (self._tell(), self._share(), self._read(reader))
+        reader, self._writer = await asyncio.open_unix_connection(self.site)
+        tasks = (self._tell(), self._read(reader))
         self._tasks = [asyncio.create_task(each) for each in tasks]
+
+    def tell(self, served: tuple[ServedUnits, ...]) -> None:
+        """Let the other processes of this server count what tenants were served here; see `FairLink`."""
+        if self._writer.transport.get_write_buffer_size() < UNREAD_BYTES_MAX:
+            self._writer.write(frame(ServedTokens(served)))
 
     async def sum(self) -> Sum:
         """The numbers of all processes; of this one alone if the parent does not answer."""
@@ -158,20 +136,13 @@ class GatewayPeers:
         book = self._recorder.take()
         return frame(EndedRequests(book.encode())) if book else b""
 
-    async def _share(self) -> None:
-        while True:
-            await sleep(SHARE_S)
-            if (served := self._counters.take()).units:
-                self._writer.write(frame(served))
-                await self._writer.drain()
-
     async def _read(self, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()
         while data := await reader.read(READ_BYTES):
             for body in decoder.feed(data):
                 message = decode_to_child(body)
                 if isinstance(message, ServedTokens):
-                    self._counters.heed(message)
+                    self._counters.heed(message.units)
                     continue
                 answer = self._asked.popleft()
                 if not answer.done():

@@ -178,6 +178,7 @@ class _Period:
 
     def learn(self, process: str, micros: int) -> None:
         """The ledger says that another process has spent so much."""
+        assert micros >= 0, "the ledger has no negative costs"
         more = micros - self.past.get(process, 0)
         if more > 0:
             self.past[process] = micros

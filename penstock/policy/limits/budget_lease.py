@@ -226,6 +226,7 @@ class BudgetLease:
         ask, self.pending = self.pending, None
         assert ask is not None, "an answer without a question"
         assert 0 <= grant.granted <= ask.want, "no more than was asked for"
+        assert grant.spent >= 0, "what was spent is counted upwards"
         self.held += grant.granted
         self._unanswered = 0
         self._known, self._known_spent, self._said_spent = grant.level, grant.spent, ask.spent
@@ -241,6 +242,7 @@ class BudgetLease:
 
     def _short(self, micros: int) -> int:
         """What so much more would be beyond what the store knows to be held."""
+        assert self._unanswered >= 0, "credit is not given back"
         return self._spender.reserved + micros - self.held + self._unanswered
 
     def _ahead(self, now_ns: int) -> int:

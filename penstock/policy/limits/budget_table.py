@@ -78,6 +78,7 @@ class BudgetTable:
         return len(self._budgets)
 
     def _of(self, now_ns: int, key: str, epoch: int) -> _Budget:
+        assert epoch > 0, "0 is no life"
         budget = self._budgets.get(key)
         if budget is None:
             if len(self._budgets) >= self._collect_at:

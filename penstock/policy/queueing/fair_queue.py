@@ -194,7 +194,7 @@ class FairQueue:
 
     def served_elsewhere(self, level: int, tenant: TenantId, units: int) -> None:
         """Count what another gateway process has charged a tenant of a band."""
-        if level < len(self.bands):
+        if 0 <= level < len(self.bands):
             self.bands[level].served_elsewhere(tenant, units)
 
     def charge(self, work: Work, tenths: int) -> None:

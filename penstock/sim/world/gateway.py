@@ -24,9 +24,9 @@ from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import build_policies
-from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
+from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.requests.request import Request
 from penstock.sim.traffic.prompts import LazyTokens
@@ -44,7 +44,7 @@ from penstock.sim.world.messages import (
     WorkerLoadReport,
     WorkerMessage,
 )
-from penstock.sim.world.store import SharedStore, SimLeaseKeeper
+from penstock.sim.world.store import SharedStore, SimFairExchange, SimLeaseKeeper
 from penstock.sim.world.worker import SimWorker
 from penstock.types import FinishReason, RequestId, Usage, WorkerId
 
@@ -95,15 +95,12 @@ class SimGateway:
         skew_ns = facts.skews_ns.get(number, 0)
         self.clock = LocalClock(wall_offset_ns=timeline.wall_ns() - timeline.now_ns() + skew_ns)
         self.clock.time_ns = timeline.now_ns()
-        self._keeper: SimLeaseKeeper | None = None
-        limiter = Limiter(config.limits)
+        self._links: list[SimLeaseKeeper | SimFairExchange] = []
+        limiter, name = Limiter(config.limits), f"{number}-{life}"
         if store is not None:
-            leases = Leases(config.shared)
-            self._keeper = SimLeaseKeeper(
-                leases, store, timeline, actor=actor, name=f"{number}-{life}", link_ns=facts.link_ns
-            )
-            limiter = Limiter(config.limits, leases.make_bucket)
-            self._keeper.start(timeline.now_ns())
+            keeper = SimLeaseKeeper(config, store, timeline, actor=actor, name=name, link_ns=facts.link_ns)
+            limiter = keeper.limiter
+            self._links.append(keeper)
         self.caches = Caches(config, hash_key=facts.hash_key, seed=facts.seed, gateway=number)
         self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)
         """By what came of them."""
@@ -117,6 +114,9 @@ class SimGateway:
             on_hedge=self._count_hedge,
         )
         self.control = self.policies.control
+        if store is not None:
+            counters = FairCounters(tuple(facts.models), self.control.lane)
+            self._links.append(SimFairExchange(counters, store, timeline, actor=actor, link_ns=facts.link_ns))
         self._driver = Driver(self.control, self, self, self, Meters(self.policies.prices))
         self._known: dict[WorkerId, str] = {}
         self._timer_ns: int | None = None
@@ -156,8 +156,8 @@ class SimGateway:
         """Be gone at once. Returns the requests that are cut off; the ledger finds them in its journal."""
         cut_off = self.requests()
         self.is_gone, self._timer_ns = True, None
-        if self._keeper is not None:
-            self._keeper.close()
+        for link in self._links:
+            link.close()
         for request in cut_off:
             self._lose(now_ns, request)
         return [ticket_of(request).request for request in cut_off]

@@ -1,14 +1,17 @@
-"""The store of shared limits on virtual time: the real table of buckets, and what carries a gateway's
-questions to it.
+"""The store that gateways share on virtual time: the real table of buckets, and what carries a gateway's
+questions to it; and what carries fair shares between gateways.
 
-The other driver of the same two objects is gateway/shared/keeper.py.
+The other drivers of the same objects are gateway/shared/keeper.py and gateway/shared/fair.py.
 """
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import SharedConfig
+from penstock.config.tree import Config
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.lease_messages import LeaseReply
 from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.rate_limit import Limiter
+from penstock.policy.queueing.fair_counters import SHARE_S, FairCounters, ServedUnits
 from penstock.sim.world.events import Rank, Timeline
 
 _HELLOS_PER_TTL = 3
@@ -21,12 +24,14 @@ class SharedStore:
     While it is `down` it answers nobody; it may come back without its memory.
     """
 
-    __slots__ = ("_config", "_epoch", "down", "table")
+    __slots__ = ("_config", "_epoch", "down", "listeners", "table")
 
     def __init__(self, config: SharedConfig) -> None:
         self._config, self._epoch = config, 1
         self.table = LeaseTable(config)
         self.down = False
+        self.listeners: list[SimFairExchange] = []
+        """Of the channel on which gateways tell each other what tenants were served."""
 
     def forget(self) -> None:
         """Lose all that it knew."""
@@ -39,25 +44,23 @@ class SimLeaseKeeper:
 
     __slots__ = (
         "_actor", "_asked", "_config", "_due_ns", "_leases", "_link_ns", "_name", "_said_ns", "_store",
-        "_timeline",
+        "_timeline", "limiter",
     )  # fmt: skip
 
     def __init__(
-        self, leases: Leases, store: SharedStore, timeline: Timeline, *, actor: int, name: str, link_ns: int
+        self, config: Config, store: SharedStore, timeline: Timeline, *, actor: int, name: str, link_ns: int
     ) -> None:
         """`name` is the gateway's, for all time."""
-        self._leases, self._store, self._timeline = leases, store, timeline
+        self._leases, self._store, self._timeline = Leases(config.shared), store, timeline
         self._actor, self._name, self._link_ns = actor, name, link_ns
-        self._config = leases.config
+        self._config = self._leases.config
+        self.limiter = Limiter(config.limits, self._leases.make_bucket)
         self._asked = 0
         """Numbers questions: answers to older ones come too late."""
         self._said_ns = 0
         self._due_ns: int | None = None
-        leases.on_want = self._on_want
-
-    def start(self, now_ns: int) -> None:
-        """Say hello."""
-        self._wake_at(now_ns)
+        self._leases.on_want = self._on_want
+        self._wake_at(timeline.now_ns())  # To say hello.
 
     def _on_want(self) -> None:
         self._wake_at(self._timeline.now_ns() + _GATHER_NS)
@@ -106,3 +109,36 @@ class SimLeaseKeeper:
     def close(self) -> None:
         """Ask nothing any more."""
         self._asked, self._due_ns = -1, -1
+
+
+class SimFairExchange:
+    """Tells the other gateways what one has served, and counts what they tell, while the store is there."""
+
+    __slots__ = ("_actor", "_counters", "_link_ns", "_store", "_timeline")
+
+    def __init__(
+        self, counters: FairCounters, store: SharedStore, timeline: Timeline, *, actor: int, link_ns: int
+    ) -> None:
+        self._counters, self._store, self._timeline = counters, store, timeline
+        self._actor, self._link_ns = actor, link_ns
+        store.listeners.append(self)
+        self._tell(timeline.now_ns(), None)
+
+    def close(self) -> None:
+        """Tell nothing more."""
+        self._store.listeners.remove(self)
+
+    def _tell(self, now_ns: int, _: None) -> None:
+        if self not in self._store.listeners:
+            return
+        served, timeline = self._counters.take(), self._timeline
+        if served and not self._store.down:
+            for other in self._store.listeners:
+                if other is not self:
+                    when_ns = now_ns + 2 * self._link_ns
+                    timeline.at(when_ns, other._actor, Rank.MESSAGE, other._heed, served)
+        timeline.at(now_ns + int(SHARE_S * NS_PER_S), self._actor, Rank.TIMER, self._tell, None)
+
+    def _heed(self, now_ns: int, served: tuple[ServedUnits, ...]) -> None:
+        del now_ns
+        self._counters.heed(served)

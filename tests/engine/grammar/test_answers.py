@@ -4,7 +4,6 @@ import json
 import re
 from array import array
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,11 +14,13 @@ from engine_driver import Answer, tiny_runner
 
 pytest.importorskip("llguidance")
 
+from demo_grammars import MODEL, tokens
+
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine import runner as runner_module
 from penstock.engine.core import EngineCore, build_core
-from penstock.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarTokens, compile_grammar
+from penstock.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, compile_grammar
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 from penstock.engine.runner import Runner
 from penstock.errors import InvalidRequest
@@ -28,7 +29,6 @@ from penstock.protocol.worker import Submit
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, SamplingParams
 
-MODEL = Path(__file__).parents[3] / "models" / "penstock-demo-mini"
 PERSON = {
     "type": "object",
     "properties": {
@@ -51,13 +51,6 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"grammar": 'start: "x" ("+" NUMBER)* "."\nNUMBER: /[0-9]{1,3}/'},
 )
 PROMPTS = ("Hello", "Tell me about a person who lives in a small town and has a pet.", "x", "A list:")
-
-
-@cache
-def tokens() -> GrammarTokens:
-    found = GrammarTokens.load(MODEL, 4096)
-    assert found is not None
-    return found
 
 
 @cache

@@ -4,7 +4,6 @@ import json
 import random
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,14 +13,15 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from demo_grammars import tokens
+
 from penstock.engine.grammar.answer import GrammarAnswer
-from penstock.engine.grammar.compiler import CompiledGrammar, GrammarTokens, compile_grammar
+from penstock.engine.grammar.compiler import CompiledGrammar, compile_grammar
 from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import Grammar
 from penstock.text.tool_formats import TOOL_FORMAT_NAMES, tool_format
 from penstock.text.tools import ParsedToolCall, Text, WholeEvent, joined
 
-MODEL = Path(__file__).parents[3] / "models" / "penstock-demo-mini"
 WEATHER = {
     "type": "object",
     "properties": {
@@ -60,13 +60,6 @@ BEGINS = {  # What a model writes, as the format's marks are, before the grammar
     "gemma": "Sure. <start_function_call>",
     "tool_code": "Sure. ```tool_code",
 }
-
-
-@cache
-def tokens() -> GrammarTokens:
-    found = GrammarTokens.load(MODEL, 4096)
-    assert found is not None
-    return found
 
 
 @cache

@@ -5,13 +5,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 import msgspec
 import pytest
 
 pytest.importorskip("llguidance")
+
+from demo_grammars import tokens
 
 from penstock.config.tree import LimitsConfig
 from penstock.engine.grammar import trial
@@ -19,7 +19,6 @@ from penstock.engine.grammar.compiler import (
     CACHED_PER_TENANT_MAX,
     CompiledGrammar,
     GrammarCompiler,
-    GrammarTokens,
     compile_grammar,
 )
 from penstock.engine.grammar.trial import Trials
@@ -27,15 +26,6 @@ from penstock.errors import InvalidRequest, WorkerUnavailable
 from penstock.protocol.grammar import Grammar
 from penstock.protocol.needs import calls_schema
 from penstock.protocol.openai_validate import parse_chat
-
-MODEL = Path(__file__).parents[3] / "models" / "penstock-demo-mini"
-
-
-@cache
-def tokens() -> GrammarTokens:
-    found = GrammarTokens.load(MODEL, 4096)
-    assert found is not None
-    return found
 
 
 def pattern(text: str) -> Grammar:

@@ -4,8 +4,6 @@
 """
 
 import json
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,20 +13,14 @@ import random_schemas
 
 llguidance = pytest.importorskip("llguidance")
 
-from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens, compile_grammar
+from demo_grammars import tokens
+
+from penstock.engine.grammar.compiler import GrammarCompiler, compile_grammar
 from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import Grammar
 from penstock.rng import stream
 
-MODEL = Path(__file__).parents[3] / "models" / "penstock-demo-mini"
 TOKENS_MAX = 120
-
-
-@cache
-def tokens() -> GrammarTokens:
-    found = GrammarTokens.load(MODEL, 4096)
-    assert found is not None
-    return found
 
 
 def walk(matcher: Any, seed: int) -> bytes | None:

@@ -3,8 +3,6 @@
 import datetime
 import json
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -13,18 +11,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("llguidance")
 
-from penstock.engine.grammar.compiler import GrammarTokens, compile_grammar
+from demo_grammars import tokens
+
+from penstock.engine.grammar.compiler import compile_grammar
 from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import Grammar
-
-MODEL = Path(__file__).parents[3] / "models" / "penstock-demo-mini"
-
-
-@cache
-def tokens() -> GrammarTokens:
-    found = GrammarTokens.load(MODEL, 4096)
-    assert found is not None
-    return found
 
 
 def maker(form: dict[str, object]) -> Callable[[object], bool]:

@@ -2,7 +2,6 @@
 
 import threading
 from functools import cache
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -10,23 +9,17 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from demo_grammars import tokens
+
 from penstock.engine.grammar.answer import GrammarAnswer
-from penstock.engine.grammar.compiler import CompiledGrammar, GrammarTokens, compile_grammar
+from penstock.engine.grammar.compiler import CompiledGrammar, compile_grammar
 from penstock.engine.grammar.rows import KEPT_MAX, GrammarRows
 from penstock.protocol.grammar import Grammar
 from penstock.schedule.plan import NewRow
 from penstock.types import RequestId, SamplingParams
 
-MODEL = Path(__file__).parents[3] / "models" / "penstock-demo-mini"
 PROMPT = [5, 6, 7]
 FORM = msgspec.json.encode({"regex": "([ab][cd])*"})
-
-
-@cache
-def tokens() -> GrammarTokens:
-    found = GrammarTokens.load(MODEL, 4096)
-    assert found is not None
-    return found
 
 
 @cache

@@ -1,0 +1,46 @@
+"""The fair share counters of one gateway's queues, as gateways that share see and change them.
+
+    gateway a   charges acme 500 ──take──> (model, band, acme, 500) ──heed──>   gateway b counts 500 for acme
+
+Every `SHARE_S` a gateway tells the others what it has charged each tenant since the last time. So each one
+starts next what was served least by all of them together, and shares are as even as what is served in that
+time. What is lost on the way is never said again: gateways that cannot hear each other are fair by themselves
+until they can.
+
+Pure: what carries the words is in gateway/shared/ and in sim/world/store.py.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from penstock.policy.queueing.model_queue import ModelQueue
+from penstock.types import TenantId
+
+SHARE_S = 0.2
+
+ServedUnits = tuple[str, int, TenantId, int]
+"""Model, band by its place in the configuration, tenant, and what its counter grew by
+(schedule/fair_share.py)."""
+
+
+class FairCounters:
+    """The counters of all models."""
+
+    __slots__ = ("_lane", "_models")
+
+    def __init__(self, models: Sequence[str], lane: Callable[[str], ModelQueue | None]) -> None:
+        """`lane` finds a model's queue; None if nothing has come for it yet."""
+        assert len(set(models)) == len(models), "what a model's tenants were served is told once"
+        self._models, self._lane = models, lane
+
+    def take(self) -> tuple[ServedUnits, ...]:
+        """What tenants were served here since the last time."""
+        lanes = ((model, self._lane(model)) for model in self._models)
+        return tuple(
+            (model, *each) for model, lane in lanes if lane is not None for each in lane.queue.take_untold()
+        )
+
+    def heed(self, served: Iterable[ServedUnits]) -> None:
+        """Count what another gateway has served."""
+        for model, level, tenant, units in served:
+            if (lane := self._lane(model)) is not None:
+                lane.queue.served_elsewhere(level, tenant, units)

@@ -1,0 +1,73 @@
+"""What gateways tell each other of their tenants through a real Redis."""
+
+import asyncio
+from collections.abc import Iterable
+
+import redis as client
+from redis_process import RedisProcess
+
+from penstock.gateway.shared import redis_shares
+from penstock.gateway.shared.redis_shares import RedisShares
+from penstock.policy.limits.store_terms import SharedTerms
+from penstock.policy.queueing.fair_counters import ServedUnits
+from penstock.types import TenantId
+
+
+def served(units: int) -> tuple[ServedUnits, ...]:
+    return (("m", 0, TenantId("acme"), units),)
+
+
+class Process:
+    """One gateway process, and what it has heard."""
+
+    def __init__(self, redis: RedisProcess, site: str) -> None:
+        self.heard: list[int] = []
+        config = SharedTerms(url=redis.url, prefix="shares", timeout_s=10, retry_s=0.01)
+        self.shares = RedisShares(config, site=site, heed=self._heed)
+        self.shares.start()
+
+    def _heed(self, told: Iterable[ServedUnits]) -> None:
+        self.heard += [units for model, level, tenant, units in told]
+
+
+async def until_heard(one: Process, other: Process, units: int) -> None:
+    """Tell it as often as it takes: what is told before the other one listens is lost."""
+    while units not in other.heard:
+        one.shares.tell(served(units))
+        await asyncio.sleep(0.01)
+
+
+def test_other_servers_hear_it_and_siblings_do_not(redis: RedisProcess) -> None:
+    async def check() -> None:
+        one, sibling, other = (Process(redis, site) for site in ("a", "a", "b"))
+        await until_heard(one, other, 1)
+        await until_heard(other, sibling, 2)
+        await until_heard(other, one, 3)
+        assert 1 not in one.heard + sibling.heard
+        with client.Redis.from_url(redis.url) as stranger:
+            assert stranger.publish("shares:served", b"\xc1 nonsense") == 3
+        await until_heard(one, other, 4)
+        many = tuple(("m", 0, TenantId(f"t{i}"), 1000 + i) for i in range(redis_shares.UNITS_MAX + 1))
+        one.shares.tell(many)
+        while other.heard[-1] != 1000 + redis_shares.UNITS_MAX:
+            await asyncio.sleep(0.01)
+        for each in (one, sibling, other):
+            await each.shares.close()
+
+    asyncio.run(check())
+
+
+def test_a_redis_that_dies_is_found_again_and_keeps_nothing_waiting(redis: RedisProcess) -> None:
+    async def check() -> None:
+        one, other = Process(redis, "a"), Process(redis, "b")
+        await until_heard(one, other, 1)
+        redis.kill()
+        for _ in range(10 * redis_shares.UNSENT_MAX):
+            one.shares.tell(served(2))  # Returns at once, and keeps no more than it may.
+        redis.start()
+        await until_heard(one, other, 3)
+        assert len(other.heard) < 10 * redis_shares.UNSENT_MAX
+        for each in (one, other):
+            await each.shares.close()
+
+    asyncio.run(check())
