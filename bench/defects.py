@@ -9,165 +9,25 @@ does, and says what was seen and whether that is right. docs/design/019-defects.
 import argparse
 import http.client
 import json
-import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from checkout import ENGINE, KEY, Seen, Tree, code
+from defects_smaller import SMALLER
 from provenance import REPOSITORY, write_result
 
-START_S = 90.0
 WHEEL_FLAGS = ("-q", "--no-deps", "--no-build-isolation")
 PYTEST_FLAGS = ("-q", "-p", "no:cacheprovider", "-n0")
-KEY = "sk-defects-0123456789abcdef"
-ENGINE = "{threads: 1, kv_memory_bytes: 33554432}"
-
-
-class Seen(NamedTuple):
-    """What a question found."""
-
-    is_right: bool
-    what: str
-
-
-class Tree:
-    """A checkout."""
-
-    def __init__(self, root: Path, place: Path) -> None:
-        self.root, self.place = root, place
-        self.model = root / "models" / "penstock-demo-mini"
-        self._count = 0
-
-    def environment(self, **more: str) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-        state = self.place / "state"
-        return {
-            **kept,
-            "PYTHONPATH": str(self.root),
-            "PENSTOCK_STATE_DIR": str(state),
-            "COLUMNS": "80",
-            **more,
-        }
-
-    def run(self, *args: str, timeout_s: float = 30.0) -> tuple[int, str]:
-        """A command's exit status (124: it was ended) and what it printed."""
-        command = [sys.executable, "-m", "penstock", *args]
-        try:
-            done = subprocess.run(
-                command, env=self.environment(), cwd=self.place, capture_output=True, text=True,
-                timeout=timeout_s, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            return 124, str(error.stdout or "")
-        return done.returncode, done.stdout + done.stderr
-
-    def checkpoint(self, **changed: dict[str, Any]) -> Path:
-        """The demo model with fields of its files changed (`config`, `tokenizer_config`)."""
-        self._count += 1
-        place = self.place / f"model-{self._count}"
-        shutil.copytree(self.model, place)
-        for name, fields in changed.items():
-            file = place / f"{name}.json"
-            file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-        return place
-
-    @contextmanager
-    def serve(self, models: str = "", more: str = "auth: {disabled: true}") -> Iterator["Server"]:
-        self._count += 1
-        place = self.place / f"server-{self._count}"
-        place.mkdir()
-        models = models or f"  - {{path: {self.model}, name: m, engine: {ENGINE}}}"
-        server = Server(self, place, f"models:\n{models}\n{more}\n")
-        try:
-            yield server
-        finally:
-            server.close()
-
-
-class Server:
-    """A `penstock serve` that is ready."""
-
-    def __init__(self, tree: Tree, place: Path, config: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        (place / "penstock.yaml").write_text(config)
-        self.log = place / "log"
-        self._tree, self._place = tree, place
-        self.start()
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "penstock", "serve", "-c", str(self._place / "penstock.yaml")]
-        with self.log.open("ab") as out:
-            self.child = subprocess.Popen(
-                [*command, "--port", str(self.port)], stdout=out, stderr=out, cwd=self._place,
-                env=self._tree.environment(PENSTOCK_STATE_DIR=str(self._place / "state")),
-                start_new_session=True,
-            )  # fmt: skip
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                if self.ask("GET", "/ready")[0] == 200:
-                    return
-            except OSError:
-                pass
-            if self.child.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(self.log.read_text()[-400:])
-            time.sleep(0.2)
-
-    def ask(
-        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, Any]:
-        """Status and body: JSON where it is."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        connection.close()
-        try:
-            return answer.status, json.loads(text)
-        except ValueError:
-            return answer.status, text
-
-    def chat(
-        self,
-        content: str | list[dict[str, Any]] = "Hello",
-        headers: dict[str, str] | None = None,
-        **more: object,
-    ) -> tuple[int, Any]:
-        messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
-        body = {"model": "m", "messages": messages, "max_tokens": 2, **more}
-        return self.ask("POST", "/v1/chat/completions", body, headers)
-
-    def kill(self) -> None:
-        """All of it, at once."""
-        os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.wait()
-
-    def close(self) -> None:
-        if self.child.poll() is None:
-            os.killpg(self.child.pid, signal.SIGTERM)
-            try:
-                self.child.wait(15)
-            except subprocess.TimeoutExpired:
-                self.kill()
-
-
-def code(body: object) -> str:
-    error = body.get("error", {}) if isinstance(body, dict) else {}
-    return str(error.get("code") or error.get("message", ""))[:80]
 
 
 # --- the questions ------------------------------------------------------------------------------------
@@ -369,97 +229,12 @@ def wheel(tree: Tree) -> Seen:
     return Seen(has and "py3-none" in made.name, f"{made.name}, demo model inside: {has}")
 
 
-def content_type(tree: Tree) -> Seen:
-    """A body of the wrong type gets 415."""
-    with tree.serve() as server:
-        status = server.chat(headers={"Content-Type": "application/xml"})[0]
-    return Seen(status == 415, str(status))
-
-
-def half_closed(tree: Tree) -> Seen:
-    """A client that shuts its side gets its answer."""
-    with tree.serve() as server, socket.create_connection(("127.0.0.1", server.port), 30) as client:
-        body = json.dumps({"model": "m", "prompt": "Once", "max_tokens": 60, "ignore_eos": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
-        kind = "Content-Type: application/json"
-        client.sendall(f"{head}{kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        client.shutdown(socket.SHUT_WR)
-        got = b""
-        while chunk := client.recv(65536):
-            got += chunk
-    return Seen(b"HTTP/1.1 200" in got, f"{len(got)} bytes came")  # Behind interim responses.
-
-
-def short_keys(tree: Tree) -> Seen:
-    """A key of one letter is refused."""
-    file = tree.place / "short.yaml"
-    file.write_text(f"models:\n  - {{path: {tree.model}}}\nauth: {{keys: [e]}}\n")
-    status, said = tree.run("serve", "-c", str(file), "--print-config")
-    return Seen(status == 2, f"exit {status}: {said.strip().splitlines()[-1][:100]}")
-
-
-def did_you_mean(tree: Tree) -> Seen:
-    """A mistyped command gets a hint."""
-    said = tree.run("serv")[1]
-    return Seen(bool(re.search(r"[Dd]id you mean|serve'\?", said)), said.strip().splitlines()[-1][:120])
-
-
-def completion(tree: Tree) -> Seen:
-    """The shell can complete."""
-    status, said = tree.run("completion", "bash")
-    return Seen(status == 0 and "complete" in said, f"exit {status}")
-
-
-def tiny_context(tree: Tree) -> Seen:
-    """`--max-model-len 1` gives a message."""
-    status, said = tree.run("serve", str(tree.model), "--port", "0", "--no-auth", "--max-model-len", "1")
-    words = said.strip().splitlines()
-    is_said = status in (1, 2) and "Traceback" not in said and len(words) < 12
-    return Seen(is_said, f"exit {status}: {(words or [''])[-1][:100]}")
-
-
-def gguf(tree: Tree) -> Seen:
-    """A GGUF directory is named for what it is."""
-    place = tree.place / "gguf"
-    place.mkdir()
-    (place / "model.gguf").write_bytes(b"GGUF" + bytes(64))
-    status, said = tree.run("serve", str(place), "--port", "0", "--no-auth")
-    return Seen("GGUF" in said and status != 0, f"exit {status}: {said.strip().splitlines()[-1][:100]}")
-
-
-def cors(tree: Tree) -> Seen:
-    """There is a setting for pages of other origins."""
-    more = "auth: {disabled: true}\nserver: {cors_origins: ['https://chat.example']}"
-    try:
-        with tree.serve(more=more) as server:
-            status = server.ask("OPTIONS", "/v1/chat/completions", None, {
-                "Origin": "https://chat.example", "Access-Control-Request-Method": "POST",
-            })[0]  # fmt: skip
-    except RuntimeError as error:
-        return Seen(False, str(error).strip().splitlines()[-1][:100])
-    return Seen(status < 300, f"preflight: {status}")
-
-
-def polls(tree: Tree) -> Seen:
-    """Polls are no lines of the log."""
-    with tree.serve() as server:
-        before = server.log.read_text().count("/ready") + server.log.read_text().count("/metrics")
-        for _ in range(5):
-            server.ask("GET", "/metrics")
-        time.sleep(0.5)
-        lines = server.log.read_text().count("/ready") + server.log.read_text().count("/metrics") - before
-    return Seen(lines == 0, f"{lines} lines for 5 polls")
-
-
 QUESTIONS: dict[str, tuple[str, Callable[[Tree], Seen]]] = {
     each.__name__: (item, each)
     for item, each in (
         ("1", rows_invariant), ("2", renamed), ("4", provider_gets_it), ("5", tool_loop),
         ("6", damaged_ledger), ("7", hostile_template), ("7", many_layers), ("7", special_tokens),
-        ("8", foreign_pages), ("8", disclosure), ("9", wheel), ("10 API", content_type),
-        ("10 API", half_closed), ("10 security", short_keys), ("10 operator", did_you_mean),
-        ("10 operator", completion), ("10 operator", tiny_context), ("10 operator", gguf),
-        ("10 operator", cors), ("10 operator", polls),
+        ("8", foreign_pages), ("8", disclosure), ("9", wheel), *SMALLER,
     )
 }  # fmt: skip
 
