@@ -12,7 +12,7 @@ COVERED := protocol kv schedule policy sim
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console console console-check check format bench bench-engine bench-relay bench-schemas soak train-demo clean
+.PHONY: help serve observe chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console console console-check check format bench bench-engine bench-relay bench-schemas soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,11 @@ help:  ## list the targets
 serve:  ## install what is needed and serve the demo model on http://127.0.0.1:8000/v1 (PENSTOCK_PORT, PENSTOCK_API_KEY; ARGS="MODEL --flags")
 	@$(ENGINE)
 	@exec $(BIN)/penstock serve $(ARGS)
+
+observe:  ## Prometheus and Alertmanager beside a running server, with its alerts (unpacks both first; http://127.0.0.1:9090)
+	@$(ENGINE)
+	@scripts/install_prometheus.sh
+	@examples/observability/run.sh
 
 chat:  ## talk to a running server in the terminal
 	@$(ENGINE)

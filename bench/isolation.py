@@ -1,7 +1,7 @@
 """What one tenant's flood does to another tenant, over sockets: a real gateway and the real engine with a
 demo model, 16 rows unless said otherwise.
 
-    python bench/isolation.py [--neighbours streams waves deaf] [--rounds 3] [--seconds 10] [--rows 16]
+    python bench/isolation.py [--neighbours streams waves deaf crowd] [--rounds 3] [--seconds 10] [--rows 16]
                               [--processes 1] [--tree DIR ...] [--json FILE]
 
 The polite tenant sends one short request after the other and records the time to each first token: alone, and
@@ -10,6 +10,7 @@ beside a neighbour that keeps
     streams   as many streams as there are rows, of 2,000 tokens each
     waves     40 streams of 300 tokens each, so that some always wait
     deaf      24 streams of 2,000 tokens that it never reads
+    crowd     as many streams as there are rows and eight more, each of another tenant
 
 With several `--tree`, source trees of this project are served in turns within each round, so that a build is
 held against the one before on the same machine in the same minutes. Tokens are those of both tenants that
@@ -35,6 +36,7 @@ from provenance import add_json_option, write_result
 from penstock.bench.measure import percentile
 
 NOISY, POLITE = "sk-noisy-neighbour-0001", "sk-polite-tenant-0002"
+CROWD = [f"sk-one-of-a-crowd-{number:04}" for number in range(64)]
 STREAM_TOKENS, WAVE_TOKENS, POLITE_TOKENS = 2000, 300, 8
 WAVES, DEAF = 40, 24
 PAUSE_S, RETRY_S = 0.05, 0.25
@@ -73,7 +75,7 @@ class Served:
                 }
             ],
             "server": {"port": self.port, "processes": args.processes},
-            "auth": {"keys": [NOISY, POLITE]},
+            "auth": {"keys": [NOISY, POLITE, *CROWD]},
             "log": {"access": False},
         }  # fmt: skip
         file = place / "config.yaml"
@@ -154,10 +156,10 @@ async def stream(port: int, key: str, tokens: int, number: int, window: Window) 
         writer.close()
 
 
-async def keep_streaming(port: int, tokens: int, number: int, window: Window) -> None:
+async def keep_streaming(port: int, tokens: int, number: int, window: Window, key: str = NOISY) -> None:
     while True:
         failed = window.failed
-        await stream(port, NOISY, tokens, number, window)
+        await stream(port, key, tokens, number, window)
         await asyncio.sleep(RETRY_S if window.failed > failed else 0)
 
 
@@ -190,6 +192,12 @@ async def measure(port: int, neighbour: str, args: argparse.Namespace) -> Window
     streams = {"streams": (args.rows, STREAM_TOKENS), "waves": (WAVES, WAVE_TOKENS)}.get(neighbour)
     if streams is not None:
         tasks = [asyncio.create_task(keep_streaming(port, streams[1], i, window)) for i in range(streams[0])]
+    elif neighbour == "crowd":
+        keys = CROWD[: args.rows + 8]
+        tasks = [
+            asyncio.create_task(keep_streaming(port, STREAM_TOKENS, i, window, key))
+            for i, key in enumerate(keys)
+        ]
     elif neighbour == "deaf":
         tasks = [asyncio.create_task(never_read(port, i)) for i in range(DEAF)]
     await asyncio.sleep(1.0 if tasks else 0)
@@ -223,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--neighbours", nargs="*", default=["streams", "waves", "deaf"])
+    parser.add_argument("--neighbours", nargs="*", default=["streams", "waves", "deaf", "crowd"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rows", type=int, default=16)

@@ -1,13 +1,12 @@
 """The rules for Prometheus are the alerts that the server evaluates; each has its section in the runbook."""
 
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from alert_scenes import all_scenes, promtool_test
+from prometheus_programs import ROOT, SHIPPED, program
 
 from penstock.cli.main import main
 from penstock.config.tree import SloConfig
@@ -15,17 +14,6 @@ from penstock.telemetry.alerting import runbook
 from penstock.telemetry.alerts import names, rules
 from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.rules import rules_file
-
-ROOT = Path(__file__).parents[2]
-SHIPPED = ROOT / "examples" / "observability" / "rules.yaml"
-BIN = Path(os.environ.get("VENV", ROOT / ".venv")) / "prometheus" / "bin"
-
-
-def program(name: str) -> str:
-    found = shutil.which(name, path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
-    if found is None:
-        pytest.skip(f"no {name} here: scripts/install_prometheus.sh unpacks it")
-    return found
 
 
 def test_the_shipped_file_is_what_the_code_writes(capsys: pytest.CaptureFixture[str]) -> None:

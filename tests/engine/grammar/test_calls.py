@@ -124,7 +124,7 @@ def read(name: str, text: str, *, cut: int = 7, tools: dict[str, Any] = TOOLS) -
 @pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
 def test_whatever_is_drawn_behind_the_mark_are_calls_that_obey(name: str) -> None:
     whole = 0
-    for seed in range(12):
+    for seed in range(6):
         text, is_whole = written(compiled(name), BEGINS[name], seed)
         whole += is_whole
         events = read(name, text)
@@ -135,13 +135,13 @@ def test_whatever_is_drawn_behind_the_mark_are_calls_that_obey(name: str) -> Non
         for call in calls:
             jsonschema.validate(json.loads(call.arguments_json), TOOLS[call.name])
         assert [each.text for each in events if isinstance(each, Text)] in ([], ["Sure."]), text
-    assert whole >= 6
+    assert whole >= 3
 
 
 @pytest.mark.parametrize("name", ["phi", "functools", "mistral", "llama3_json", "pythonic", "tool_code"])
 def test_without_parallel_calls_there_is_one(name: str) -> None:
     one = compiled(name, several=False)
-    for seed in range(4):
+    for seed in range(2):
         text, is_whole = written(one, BEGINS[name], seed)
         assert not is_whole or sum(isinstance(event, ParsedToolCall) for event in read(name, text)) == 1
 
