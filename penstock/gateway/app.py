@@ -114,9 +114,8 @@ class Gateway:
             locality=locality,
             log=log,
         )
-        self._counters = FairCounters(
-            [model.name for model in self._services.models], self._dispatcher.control.lane
-        )
+        names = [model.name for model in self._services.models]
+        self._counters = FairCounters(names, self._dispatcher.control.lane)
         self._fair = FairExchange(self._counters, config.shared, peers, gateway=name)
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
