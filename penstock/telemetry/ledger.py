@@ -175,8 +175,8 @@ class Ledger:
             self._journal.flush()
 
     async def spent(self) -> list[Spent]:
-        """What every tenant has spent this day and month, all gateways of this directory together: for
-        `Budgets.restore`.
+        """What every tenant has spent this day and month, by each process that wrote to this directory: for
+        `TenantBudgets.restore`.
 
         Raises:
             LedgerError: the ledger cannot be read.
