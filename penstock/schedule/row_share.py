@@ -4,7 +4,7 @@ Rows are shared by tenant (`fairness_key`), in proportion to weights; a tenant t
 
     share    the waiting tenant takes a row from one that then still has as many rows as it has itself
     turn     a waiting tenant without a row takes that of a request that has had its row for `TURN_TOKENS`:
-             so rows go round when there are more tenants than rows
+             so rows go round when there are more tenants than rows; for a first token `BLOCK_TOKENS` are enough
 
 A lower class never takes from a better one, and nothing is taken for a tenant from itself.
 
@@ -27,7 +27,8 @@ from penstock.types import BLOCK_TOKENS
 
 TURN_TOKENS = 64
 """Tokens of an answer for which a request has its row before tenants without a row may take it. It then
-yields at the end of a block, and computes nothing again."""
+yields at the end of a block, and computes nothing again. One that waits for its first token takes a row that
+was had for a block: its client sees nothing meanwhile."""
 _ROUNDING = 1 + 1e-9
 """Two quotients compare as their products do, but for so much."""
 
@@ -97,7 +98,7 @@ class RowOffers:
         self._most: list[tuple[float, str, float]] = []
         """For the first so many: the most rows that one of their tenants has left for its weight, that
         tenant, and the most that another one has."""
-        self._found: dict[tuple[str | None, int, float], Request | None] = {}
+        self._found: dict[tuple[str | None, int, float, int], Request | None] = {}
         self._count_most()
 
     def num_for(self, taker: Request) -> int:
@@ -120,13 +121,14 @@ class RowOffers:
             most, tenant, next_most = self._most[count - 1]
             if (next_most if tenant == own else most) * weight * _ROUNDING < num_own + 1:
                 return None
-        like = (own if num_own else None, taker.priority, weight)
+        turn_tokens = TURN_TOKENS if taker.num_generated else BLOCK_TOKENS
+        like = (own if num_own else None, taker.priority, weight, turn_tokens)
         if like not in self._found:
             found = (
                 each
                 for each in islice(self._ranked, count)
                 if each.fairness_key != own
-                and (self._has_more(each, num_own + 1, weight) or (by_turns and _had_its_turn(each)))
+                and (self._has_more(each, num_own + 1, weight) or (by_turns and _had_turn(each, turn_tokens)))
             )
             self._found[like] = next(found, None)
         return self._found[like]
@@ -172,5 +174,5 @@ def _is_ready(each: Request) -> bool:
     return each.num_tokens_max - len(each.tokens) > BLOCK_TOKENS  # Else its row is free soon.
 
 
-def _had_its_turn(each: Request) -> bool:
-    return each.num_drawn_here >= TURN_TOKENS and not each.num_planned % BLOCK_TOKENS
+def _had_turn(each: Request, turn_tokens: int) -> bool:
+    return each.num_drawn_here >= turn_tokens and not each.num_planned % BLOCK_TOKENS

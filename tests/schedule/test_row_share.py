@@ -164,6 +164,17 @@ def test_rows_go_round_when_there_are_more_tenants_than_rows(overlap: bool) -> N
     assert engine.scheduler.statistics().yields > 12
 
 
+def test_with_more_tenants_than_rows_a_first_token_waits_for_a_block_at_most() -> None:
+    engine = engine_of()
+    for number in range(8):
+        submit(engine, f"r{number}", f"t{number}")
+    for _ in range(100):
+        engine.step()
+    submit(engine, "new", "new", 10)
+    assert steps_to_first(engine, "new") <= 2 * BLOCK_TOKENS
+    finish(engine)
+
+
 def test_a_tenant_that_waits_for_memory_gets_that_of_one_that_has_more_than_its_share() -> None:
     engine = engine_of(8, num_blocks=28)
     flood(engine, 4, steps=88)  # 4 streams of 7 blocks are all that there is.
@@ -221,7 +232,8 @@ def slow_victim(rows: Rows, taker: Request) -> Request | None:
         left, more = by_tenant[each.fairness_key] - 1, by_tenant.get(own, 0) + 1
         if left * taker.fairness_weight >= more * each.fairness_weight:
             return True
-        return not by_tenant[own] and drawn >= TURN_TOKENS and not each.num_planned % BLOCK_TOKENS
+        turn = TURN_TOKENS if taker.num_generated else BLOCK_TOKENS
+        return not by_tenant[own] and drawn >= turn and not each.num_planned % BLOCK_TOKENS
 
     def rank(each: Request) -> tuple[object, ...]:
         share = by_tenant[each.fairness_key] / each.fairness_weight
