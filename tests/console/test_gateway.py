@@ -84,7 +84,7 @@ def test_the_playground_streams_two_answers_and_one_is_found_in_requests(
 def test_a_key_is_made_shown_once_and_revoked(page, until, served, findings) -> None:
     opened = page(served.url + "/console#/tenants")
     sign_in(opened, ADMIN_KEY)
-    opened.get_by_label("Tenant").fill("acme")
+    opened.get_by_label("Tenant", exact=True).fill("acme")
     opened.get_by_role("button", name="Make a key").click()
     made = opened.locator(".fresh-key code").inner_text()
     assert made.startswith("sk-")
