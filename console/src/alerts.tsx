@@ -49,10 +49,27 @@ const toneOf = (severity: string): string => (severity === "page" ? "bad" : seve
 
 const about = (labels: Record<string, string>): string =>
   Object.entries(labels)
-    .map(([name, value]) => (name === "model" || name === "band" ? value : `${name} ${value}`))
+    .map(([name, value]) => (name === "model" || name === "band" ? value : `${name} ${value}${name === "burn" ? "×" : ""}`))
     .join(" · ");
 
-function One({ alert, now }: { alert: Alert; now: number }): JSX.Element {
+/** What tells one of an alert's rules from the others: its windows. */
+const RULE = ["burn", "window"];
+
+const without = (labels: Record<string, string>, names: string[]): Record<string, string> => Object.fromEntries(Object.entries(labels).filter(([name]) => !names.includes(name)));
+
+const only = (labels: Record<string, string>, names: string[]): Record<string, string> => Object.fromEntries(Object.entries(labels).filter(([name]) => names.includes(name)));
+
+/** Alerts by what they are about, each with all of its rules that fire: the most severe first, as they come. */
+function grouped(alerts: Alert[]): Alert[][] {
+  const groups = new Map<string, Alert[]>();
+  for (const each of alerts) {
+    const key = `${each.name} ${JSON.stringify(without(each.labels, RULE))}`;
+    groups.set(key, [...(groups.get(key) ?? []), each]);
+  }
+  return [...groups.values()];
+}
+
+function One({ alert, others = [], now }: { alert: Alert; others?: Alert[]; now: number }): JSX.Element {
   return (
     <li class={`alert ${alert.ended ? "over" : toneOf(alert.severity)}`}>
       <p class="alert-head">
@@ -61,10 +78,22 @@ function One({ alert, now }: { alert: Alert; now: number }): JSX.Element {
           {alert.ended ? "over" : alert.severity}
         </span>
         <b>{alert.name}</b>
-        <span class="soft">{about(alert.labels)}</span>
+        <span class="soft">{about(alert.ended ? alert.labels : without(alert.labels, RULE))}</span>
         <span class="soft num alert-since">{alert.ended ? `${format.date(alert.ended * 1000)}, after ${format.duration(alert.ended - alert.since)}` : `for ${format.duration(Math.max(0, now - alert.since))}`}</span>
       </p>
       <p>{alert.why}</p>
+      {others.length > 0 && (
+        <details>
+          <summary>{format.plural(others.length, "more rule")} of it {others.length === 1 ? "fires" : "fire"}</summary>
+          <ul class="plain">
+            {others.map((each, i) => (
+              <li key={i} class="soft">
+                {each.severity}, {about(only(each.labels, RULE))}: {each.why}
+              </li>
+            ))}
+          </ul>
+        </details>
+      )}
       {!alert.ended && (
         <p class="soft">
           {alert.summary} Runbook: <code>{alert.runbook}</code>
@@ -149,7 +178,7 @@ export function Alerts(): JSX.Element {
   }, [again.value]);
   const found = told.value;
   return (
-    <Page title="Alerts" note={found ? (found.firing.length ? `${format.plural(found.firing.length, "alert")} firing` : "Nothing fires") : undefined}>
+    <Page title="Alerts" note={found ? (found.firing.length ? `${format.plural(grouped(found.firing).length, "alert")} firing` : "Nothing fires") : undefined}>
       {problem.value && <Problem message={problem.value} again={() => (again.value += 1)} />}
       {!found && !problem.value && <Skeleton lines={4} />}
       {found && (
@@ -159,9 +188,7 @@ export function Alerts(): JSX.Element {
               <Empty title="Nothing fires">Every promise is kept, as far as this server sees it.</Empty>
             ) : (
               <ol class="alerts">
-                {found.firing.map((each, i) => (
-                  <One key={i} alert={each} now={found.now} />
-                ))}
+                {grouped(found.firing).map(([first, ...others], i) => first && <One key={i} alert={first} others={others} now={found.now} />)}
               </ol>
             )}
           </section>

@@ -58,6 +58,9 @@ function matches(each: EndedRequest, filter: Filter): boolean {
 
 const names = (list: EndedRequest[], of: (each: EndedRequest) => string | undefined): [string, string][] => [...new Set(list.map(of))].filter((each): each is string => !!each).sort().map((each) => [each, each]);
 
+/** The ends of a long id: ids of one process differ in their last digits. */
+const short = (id: string): string => (id.length > 24 ? `${id.slice(0, 10)}…${id.slice(-10)}` : id);
+
 export function Requests(): JSX.Element {
   const filter = useSignal<Filter>({ text: "", model: "", tenant: "", outcome: "" });
   const held = useSignal<EndedRequest[] | null>(null);
@@ -151,11 +154,13 @@ export function Requests(): JSX.Element {
                     <td class="num soft">{format.clock(each.came_ms + each.total_ms)}</td>
                     <th scope="row">
                       {isAdmin ? (
-                        <a class="mono" href={href("requests", each.id)}>
-                          {each.id}
+                        <a class="mono" href={href("requests", each.id)} title={each.id}>
+                          {short(each.id)}
                         </a>
                       ) : (
-                        <span class="mono">{each.id}</span>
+                        <span class="mono" title={each.id}>
+                          {short(each.id)}
+                        </span>
                       )}
                     </th>
                     <td>
