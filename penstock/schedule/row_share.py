@@ -4,7 +4,7 @@ Rows are shared by tenant (`fairness_key`), in proportion to weights; a tenant t
 
     share    the waiting tenant takes a row from one that then still has as many rows as it has itself
     turn     a waiting tenant without a row takes that of a request that has had its row for `TURN_TOKENS`:
-             so rows go round when there are more tenants than rows; for a first token `BLOCK_TOKENS` are enough
+             so rows go round when there are more tenants than rows. For a first token a block is enough
 
 A lower class never takes from a better one, and nothing is taken for a tenant from itself.
 

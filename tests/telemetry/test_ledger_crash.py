@@ -77,7 +77,7 @@ def run_with_kills(directory: Path, recorder: Path, seed: int) -> int:
 
 
 async def recover(directory: Path) -> int:
-    """Start and stop a ledger, as whoever comes next does; the month's spending of all processes as it has it."""
+    """Start and stop a ledger, as the next process does; what all processes spent in the month."""
     clock = SystemClock()
     ledger = Ledger(LedgerConfig(directory=str(directory)), clock, Log(LogConfig(level="error"), clock))
     await ledger.start()
