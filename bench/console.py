@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 from provenance import write_result
 
 from penstock.clock import SystemClock

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 EACH_MAX = 25
 """Schemas of one package, evenly from all that it has."""
@@ -70,7 +71,7 @@ def bundled(schema: dict[str, object], beside: Path) -> dict[str, object]:
 
 def of_models(module: str) -> Iterator[tuple[str, object]]:
     found = inspect.getmembers(importlib.import_module(module), inspect.isclass)
-    models = [each for _, each in found if hasattr(each, "model_json_schema")]
+    models: list[Any] = [each for _, each in found if hasattr(each, "model_json_schema")]
     for model in evenly(models):
         try:
             yield model.__name__, model.model_json_schema()
