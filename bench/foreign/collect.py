@@ -71,7 +71,8 @@ def bundled(schema: dict[str, object], beside: Path) -> dict[str, object]:
 
 def of_models(module: str) -> Iterator[tuple[str, object]]:
     found = inspect.getmembers(importlib.import_module(module), inspect.isclass)
-    models: list[Any] = [each for _, each in found if hasattr(each, "model_json_schema")]
+    models = [each for _, each in found if hasattr(each, "model_json_schema")]
+    model: Any
     for model in evenly(models):
         try:
             yield model.__name__, model.model_json_schema()
