@@ -138,12 +138,13 @@ class Planner:
     def _share_rows(self, step: StepBuilder) -> None:
         """Let waiting requests that may take a row have those of tenants with more (`RowShare`).
 
-        Whoever yields waits again only afterwards, behind the others that may take one: so rows go round.
+        Whoever yields waits again only afterwards, behind the others that may take one: so rows go round. Those
+        without a first token ask first: less is asked of the row that they may take.
         """
         yielded: list[Request] = []
         worst, reserved = _NO_BOUND, -1
         self._row_share.look_again()
-        for taker in [*self._takers.values()]:
+        for taker in sorted(self._takers.values(), key=_has_output):
             if self._cap.is_lowered or not self._lacks_rows():
                 break
             if taker.priority >= worst:
@@ -448,3 +449,7 @@ def _is_forced(request: Request, known: int) -> bool:
         and request.num_planned >= request.num_prompt
         and known - request.num_planned <= FORCED_TOKENS_MAX
     )
+
+
+def _has_output(request: Request) -> bool:
+    return request.num_generated > 0
