@@ -138,8 +138,8 @@ class Planner:
     def _share_rows(self, step: StepBuilder) -> None:
         """Let waiting requests that may take a row have those of tenants with more (`RowShare`).
 
-        Whoever yields waits again only afterwards, behind the others that may take one: so rows go round. Those
-        without a first token ask first: less is asked of the row that they may take.
+        A request that yields waits again only afterwards, behind the others that may take one: so rows go
+        round. Those without a first token ask first: less is asked of the row that they may take.
         """
         yielded: list[Request] = []
         worst, reserved = _NO_BOUND, -1
