@@ -3,7 +3,8 @@
     python bench/defects.py [--tree DIR] [--only NAME] [--json FILE]
 
 Each question starts `python -m penstock` of that checkout, with this environment's packages, does what a user
-does, and says what was seen and whether that is right. docs/design/019-a-look-from-outside.md has the tests beside them.
+does, and says what was seen and whether that is right. docs/design/019-a-look-from-outside.md has the tests
+beside them.
 """
 
 import argparse
