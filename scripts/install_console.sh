@@ -11,7 +11,7 @@ if ! command -v chromium >/dev/null; then
     DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq --no-install-recommends chromium >&2
 fi
 "$venv/bin/python" -c "import playwright" 2>/dev/null ||
-    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "playwright>=1.50"
+    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet -c constraints.txt playwright
 if [ ! -e console/node_modules/axe-core/axe.min.js ]; then
     (cd console && npm ci --ignore-scripts --no-fund --no-audit --loglevel=error >&2)
 fi

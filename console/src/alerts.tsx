@@ -1,9 +1,7 @@
 // What fires, what has fired, and how fast every promise's error budget burns.
-import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect } from "preact/hooks";
-import { ApiError, get } from "./api";
 import * as format from "./format";
+import { usePolled } from "./poll";
 import { Empty, Page, Problem, Skeleton } from "./ui";
 
 interface Alert {
@@ -154,32 +152,11 @@ function Budgets({ rows }: { rows: SloRow[] }): JSX.Element {
 }
 
 export function Alerts(): JSX.Element {
-  const told = useSignal<Report | null>(null);
-  const problem = useSignal("");
-  const again = useSignal(0);
-  useEffect(() => {
-    const stop = new AbortController();
-    let timer = 0;
-    const look = async (): Promise<void> => {
-      try {
-        told.value = await get<Report>("/admin/alerts", { signal: stop.signal });
-        problem.value = "";
-      } catch (error) {
-        if (stop.signal.aborted) return;
-        problem.value = error instanceof ApiError ? error.message : String(error);
-      }
-      if (!stop.signal.aborted) timer = window.setTimeout(() => void look(), EVERY_MS);
-    };
-    void look();
-    return () => {
-      stop.abort();
-      clearTimeout(timer);
-    };
-  }, [again.value]);
+  const { told, problem, again } = usePolled<Report>("/admin/alerts", EVERY_MS);
   const found = told.value;
   return (
     <Page title="Alerts" note={found ? (found.firing.length ? `${format.plural(grouped(found.firing).length, "alert")} firing` : "Nothing fires") : undefined}>
-      {problem.value && <Problem message={problem.value} again={() => (again.value += 1)} />}
+      {problem.value && <Problem message={problem.value} again={again} />}
       {!found && !problem.value && <Skeleton lines={4} />}
       {found && (
         <>

@@ -4,6 +4,7 @@ import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { ApiError, get } from "./api";
 import * as format from "./format";
+import { usePolled } from "./poll";
 import { own, role } from "./store";
 import { Copy, Empty, Facts, Page, Problem, Skeleton } from "./ui";
 
@@ -287,35 +288,13 @@ function Own(): JSX.Element {
 }
 
 export function Tenants(): JSX.Element {
-  const told = useSignal<{ tenants: TenantLine[]; total: number } | null>(null);
-  const problem = useSignal("");
-  const again = useSignal(0);
   const isAdmin = role.value === "admin";
-  useEffect(() => {
-    if (!isAdmin) return;
-    const stop = new AbortController();
-    let timer = 0;
-    const look = async (): Promise<void> => {
-      try {
-        told.value = await get("/admin/tenants", { signal: stop.signal });
-        problem.value = "";
-      } catch (error) {
-        if (stop.signal.aborted) return;
-        problem.value = error instanceof ApiError ? error.message : String(error);
-      }
-      if (!stop.signal.aborted) timer = window.setTimeout(() => void look(), EVERY_MS);
-    };
-    void look();
-    return () => {
-      stop.abort();
-      clearTimeout(timer);
-    };
-  }, [isAdmin, again.value]);
+  const { told, problem, again } = usePolled<{ tenants: TenantLine[]; total: number }>(isAdmin ? "/admin/tenants" : "", EVERY_MS);
   if (!isAdmin) return <Own />;
   const found = told.value;
   return (
     <Page title="Tenants" note={found ? format.plural(found.total, "tenant") : undefined}>
-      {problem.value && <Problem message={problem.value} again={() => (again.value += 1)} />}
+      {problem.value && <Problem message={problem.value} again={again} />}
       {!found && !problem.value && <Skeleton />}
       {found && (
         <>

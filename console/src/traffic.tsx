@@ -2,10 +2,9 @@
 // the numbers, so they are there when the page is opened.
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect } from "preact/hooks";
-import { ApiError, get } from "./api";
 import { Chart, type Line } from "./chart";
 import * as format from "./format";
+import { usePolled } from "./poll";
 import { hello } from "./store";
 import { Empty, Page, Problem, Segmented, Select, Skeleton } from "./ui";
 
@@ -221,30 +220,9 @@ function Breakdown({ told, pick }: { told: Window; pick: (model: string, band: s
 
 export function Traffic(): JSX.Element {
   const range = useSignal<"15m" | "24h">("15m");
-  const told = useSignal<Window | null>(null);
-  const problem = useSignal("");
   const pair = useSignal("");
-  const again = useSignal(0);
-  useEffect(() => {
-    const stop = new AbortController();
-    const { seconds, every_ms } = RANGES[range.value]!;
-    let timer = 0;
-    const look = async (): Promise<void> => {
-      try {
-        told.value = await get<Window>(`/admin/history?seconds=${seconds}`, { signal: stop.signal });
-        problem.value = "";
-      } catch (error) {
-        if (stop.signal.aborted) return;
-        problem.value = error instanceof ApiError ? error.message : String(error);
-      }
-      if (!stop.signal.aborted) timer = window.setTimeout(() => void look(), document.hidden ? every_ms * 4 : every_ms);
-    };
-    void look();
-    return () => {
-      stop.abort();
-      clearTimeout(timer);
-    };
-  }, [range.value, again.value]);
+  const { seconds, every_ms } = RANGES[range.value]!;
+  const { told, problem, again } = usePolled<Window>(`/admin/history?seconds=${seconds}`, every_ms);
 
   const shown = told.value;
   const index = shown ? shown.series.findIndex((each) => `${each.model}\n${each.band}` === pair.value) : -1;
@@ -279,7 +257,7 @@ export function Traffic(): JSX.Element {
         </>
       }
     >
-      {problem.value && <Problem message={problem.value} again={() => (again.value += 1)} />}
+      {problem.value && <Problem message={problem.value} again={again} />}
       {!shown && !problem.value && <Skeleton lines={8} />}
       {shown && columns && summary && (
         <>
