@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from penstock.gateway.shared.limits import open_store
 from penstock.gateway.shared.local_store import LeaseServer, LocalStore
 from penstock.gateway.shared.redis_store import RedisStore
 from penstock.policy.limits.lease import Leases
-from penstock.policy.limits.lease_messages import BudgetAsk, LeaseAsk
+from penstock.policy.limits.lease_messages import Ask, BudgetAsk, LeaseAsk, LeaseReply
 from penstock.policy.limits.lease_table import LeaseTable
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal
 from penstock.policy.limits.store_terms import SharedTerms
@@ -322,6 +322,32 @@ def test_a_store_that_is_not_there_is_said_once_and_delays_nothing(tmp_path: Pat
         await server.close()
         assert stream.getvalue().count("is away") == 1
         assert stream.getvalue().count("is back") == 1
+
+    asyncio.run(check())
+
+
+class SlowAtFirst(LocalStore):
+    """The first answer takes longer than the timeout of those that follow."""
+
+    delay_s = 0.4
+
+    async def lease(self, asks: Sequence[Ask]) -> LeaseReply:
+        delay_s, self.delay_s = self.delay_s, 0.0
+        await asyncio.sleep(delay_s)
+        return await super().lease(asks)
+
+
+def test_a_store_that_is_busy_with_its_own_start_is_not_away(tmp_path: Path) -> None:
+    async def check() -> None:
+        config, path, clock = SharedTerms(timeout_s=0.3), tmp_path / "s", SystemClock()
+        server = LeaseServer(config, path, clock)
+        await server.start()
+        leases = Leases(config)
+        keeper = LeaseKeeper(config, leases, SlowAtFirst(str(path), "g"), clock, Log(LogConfig(), clock))
+        await keeper.start()
+        assert leases.down_ns is None
+        await keeper.close()
+        await server.close()
 
     asyncio.run(check())
 

@@ -46,6 +46,9 @@ class LeaseStore(Protocol):
 _HELLOS_PER_TTL = 3
 _GATHER_S = 0.002
 """Questions that come this close together travel in one message."""
+_START_PATIENCE = 4
+"""The first question has so many times as long: the parent of the processes may be busy with its own start,
+and while the store is away a tenant has nothing yet to spend. (A Redis' client ends sooner by itself.)"""
 
 
 class LeaseKeeper:
@@ -67,9 +70,9 @@ class LeaseKeeper:
     async def start(self) -> None:
         """Ask once, so that this gateway is counted before it serves; then keep asking in the background.
 
-        A store that does not answer delays the start by `timeout_s` at most.
+        A store that does not answer delays the start by four times `timeout_s` at most.
         """
-        await self._ask()
+        await self._ask(_START_PATIENCE)
         self._task = asyncio.create_task(self._run(), name="lease keeper")
 
     async def close(self) -> None:
@@ -109,25 +112,25 @@ class LeaseKeeper:
                 await self._wanted.wait()
         return None
 
-    async def _ask(self) -> None:
+    async def _ask(self, patience: int = 1) -> None:
         """Ask one batch, which may be empty: then it only says that this gateway is there."""
-        await self._ask_once()
+        await self._ask_once(patience * self._config.timeout_s)
         self.answer.set()
         self.answer = asyncio.Event()
 
-    async def _ask_once(self) -> None:
+    async def _ask_once(self, timeout_s: float) -> None:
         self._said_ns = self._clock.now_ns()
         asks = self._leases.asks(self._said_ns)
         was_down = self._leases.down_ns is not None
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 reply = await self._store.lease(asks)
             if len(reply.grants) != len(asks):
                 raise StoreError(f"{len(reply.grants)} answers to {len(asks)} questions")
         except (StoreError, TimeoutError, OSError) as error:
             self._leases.failed(self._clock.now_ns())
             if not was_down:
-                why = str(error) or f"no answer within {self._config.timeout_s:g}s"
+                why = str(error) or f"no answer within {timeout_s:g}s"
                 self._log.warning("the shared store is away", why=why, limits=self._config.on_store_down)
             return
         self._leases.granted(self._clock.now_ns(), reply)
