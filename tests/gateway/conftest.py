@@ -31,7 +31,7 @@ from penstock.gateway.app import Gateway
 from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.http.terms import WireLimits
 from penstock.gateway.models.served import PublicPrefixes, ServedModel
-from penstock.policy.queueing.terms import queue_terms
+from penstock.policy.terms import queue_terms
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics

@@ -8,8 +8,8 @@ from redis_process import RedisProcess
 
 from penstock.gateway.shared import redis_shares
 from penstock.gateway.shared.redis_shares import RedisShares
-from penstock.policy.limits.store_terms import SharedTerms
 from penstock.policy.queueing.fair_counters import ServedUnits
+from penstock.policy.terms import SharedTerms
 from penstock.types import TenantId
 
 

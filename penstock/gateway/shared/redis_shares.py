@@ -16,8 +16,8 @@ import msgspec
 from penstock.clock import sleep
 from penstock.config.flow import SharedConfig
 from penstock.gateway.shared.redis_store import connect
-from penstock.policy.limits.store_terms import shared_terms
 from penstock.policy.queueing.fair_counters import ServedUnits
+from penstock.policy.terms import shared_terms
 
 UNITS_MAX = 2048
 """Tenants in one message; more are sent in several."""

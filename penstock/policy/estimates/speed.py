@@ -29,7 +29,7 @@ from operator import mul
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.terms import PlacementTerms
 
 _RIDGE = 1e-3
 """Pull towards the prior, in units of one observation: decides only what nothing has shown yet."""

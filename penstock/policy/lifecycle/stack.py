@@ -20,8 +20,8 @@ from penstock.policy.limits.price import PriceList
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import Placement
 from penstock.policy.queueing.pace import Pace
-from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.resilience.health import FleetHealth
+from penstock.policy.terms import queue_terms
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from penstock.config.flow import SharedConfig
 from penstock.policy.limits.bucket import UNIT, Bucket
 from penstock.policy.limits.budget_table import BudgetTable
 from penstock.policy.limits.lease_messages import Ask, LeaseAsk, LeaseGrant, LeaseReply
-from penstock.policy.limits.store_terms import shared_terms
+from penstock.policy.terms import shared_terms
 
 _COLLECT_MIN = 1024
 _GRACE_NS = 2 * NS_PER_S

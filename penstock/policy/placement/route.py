@@ -31,7 +31,6 @@ from penstock.kv.index.prefix_index import NOTHING_HELD, Held
 from penstock.policy.estimates.speed import Ran, Speeds
 from penstock.policy.placement.pick import Choice, Decision, DecisionLog, Draw, choose, choose_only, score_all
 from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
-from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import (
     CapacityTable,
@@ -40,6 +39,7 @@ from penstock.policy.queueing.capacity import (
     can_resume_at,
     uncached_tokens,
 )
+from penstock.policy.terms import PlacementTerms
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
 
 

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from penstock.policy.estimates.speed import Speed
-from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.terms import PlacementTerms
 from penstock.types import BLOCK_TOKENS, WorkerId
 
 _FULL_MAX = 0.99

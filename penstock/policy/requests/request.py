@@ -16,8 +16,8 @@ from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.queueing.band import Work, cost
 from penstock.policy.queueing.capacity import WorkerCapacity
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome, UsageRecord
+from penstock.policy.terms import QueueTerms
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
 
 
