@@ -143,7 +143,7 @@ end
 reply[#reply + 1] = now
 return reply
 """
-"""policy/limits/budget_table.py in Lua. Amounts are exact below 2^53."""
+"""policy/limits/lease_table.py in Lua. Amounts are exact below 2^53."""
 
 
 class RedisStore:
