@@ -152,5 +152,5 @@ RETIRED: dict[str, str] = {
     "limits.tokenize_waiting_max": _TOKENIZE,
     "rate_limits.burst_s": "now `limits.burst_s`",
     "rate_limits.*": "a constant now (penstock/policy/limits/rate_limit.py, "
-    "penstock/policy/estimates/output_length.py)",
+    "penstock/policy/estimates.py)",
 }  # fmt: skip

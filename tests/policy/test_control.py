@@ -11,7 +11,7 @@ from penstock.config.flow import LimitsConfig
 from penstock.errors import Draining, Evicted, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Diverted, Queued, Refused, Requeued, Start, Stop
 from penstock.policy.contracts import Pass
-from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.estimates import OutputLengths
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import AdmitAll, Policies

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.config.tree import Config
 from penstock.policy.admission.gate import BudgetDowngrade, Gate, ModelFacts
-from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.estimates import OutputLengths
 from penstock.policy.extras.hedging import Hedges, Tell
 from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.flow import SLICE_TOKENS

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from penstock.policy.estimates.speed import Speed
+from penstock.policy.estimates import Speed
 from penstock.policy.terms import PlacementTerms
 from penstock.types import BLOCK_TOKENS, WorkerId
 
