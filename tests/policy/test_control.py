@@ -19,7 +19,7 @@ from penstock.policy.limits.levels import LimitLevels
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.record import Outcome
-from penstock.policy.requests.endings import Evict, Settled
+from penstock.policy.requests.request import Evict, Settled
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import BandTerms, QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId

@@ -15,7 +15,7 @@ from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.record import Outcome
 from penstock.policy.requests import request as request_module
-from penstock.policy.requests.endings import Evict, Settled
+from penstock.policy.requests.request import Evict, Settled
 from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId
 

@@ -31,9 +31,17 @@ from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.record import Outcome
-from penstock.policy.requests.endings import Action, Evict, Settled
 from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Request, charge, request_of, victims, work_of
+from penstock.policy.requests.request import (
+    Action,
+    Evict,
+    Request,
+    Settled,
+    charge,
+    request_of,
+    victims,
+    work_of,
+)
 from penstock.policy.terms import queue_terms
 from penstock.types import RequestId, Usage, WorkerId
 
