@@ -52,7 +52,7 @@ Latency = Annotated[float, Meta(ge=0)]
 
 
 Scheduling = Literal["fair", "priority", "fcfs"]
-"""Orders of the engine's queue (schedule/order.py)."""
+"""Orders of the engine's queue (schedule/queue.py)."""
 
 
 class EngineConfig(Branch, frozen=True, kw_only=True):

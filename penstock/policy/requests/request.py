@@ -441,7 +441,7 @@ def victims(
     return chosen
 
 
-# How requests end, as `FlowControl` answers it. The other answers are in answers.py, which knows no `Request`.
+# How requests end, as `FlowControl` answers it. Its other answers are in answers.py, which knows no request.
 
 
 class Settled(msgspec.Struct, frozen=True):
