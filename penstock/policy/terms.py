@@ -67,7 +67,7 @@ class QueueTerms(QueueConfig, frozen=True, kw_only=True):
     """Streams that a worker is given which does not tell how many it runs."""
     extra_per_row: int = 4
     """Streams that an engine of ours is given beyond its slots, per row, each the only one of its tenant: its
-    rows go round among them (schedule/row_share.py)."""
+    rows go round among them (schedule/shares.py)."""
     kept_share: float = 0.125
     """Streams that any other worker is given beyond its slots, as a share of those, at least one: each is the
     only stream of its tenant."""

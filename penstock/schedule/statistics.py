@@ -36,7 +36,7 @@ class SchedulerStatistics:
     generated_tokens: int
     preemptions: int
     yields: int
-    """How often a request gave its row to another tenant's (`row_share.py`)."""
+    """How often a request gave its row to another tenant's (`shares.py`)."""
     rows_max: int
     """Requests that would run at once at most: fewer than the batch has rows where a target bounds them
     (`schedule/prefill_budget.py`)."""
