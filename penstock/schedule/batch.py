@@ -1,9 +1,11 @@
-"""The requests that run: in which order, with which rows, holding which blocks."""
+"""The requests that run: in which order, with which rows, holding which blocks. And the scheduler's counters."""
 
 from bisect import bisect_left, insort
 from collections import Counter
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from penstock.kv.cache.host_tier import HostStatistics
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.cache.prefix_cache import PrefixMatch
 from penstock.schedule.request import Request, Status
@@ -128,3 +130,42 @@ class RowTable:
         assert all(self._requests[request.row] is request for request in running), "a row is mixed up"
         rows = sorted([*self._free, *(request.row for request in taken)])
         assert rows == list(range(len(self._requests))), "a row is lost or taken twice"
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counted since the start."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    host_cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    yields: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class SchedulerStatistics:
+    """Gauges, and counters since the start."""
+
+    step: int
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    prompt_tokens: int
+    """Of requests that started."""
+    cached_tokens: int
+    """Of `prompt_tokens`, what the prefix cache had."""
+    host_cached_tokens: int
+    """Of `cached_tokens`, what came back from host memory."""
+    generated_tokens: int
+    preemptions: int
+    yields: int
+    """How often a request gave its row to another tenant's (`shares.py`)."""
+    rows_max: int
+    """Requests that would run at once at most: fewer than the batch has rows where a target bounds them
+    (`schedule/prefill_budget.py`)."""
+    host: HostStatistics
+    """The KV cache's host tier."""

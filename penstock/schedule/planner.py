@@ -3,13 +3,12 @@
 from penstock.clock import Clock
 from penstock.kv.cache.manager import blocks_for
 from penstock.kv.cache.prefix_cache import PrefixMatch
-from penstock.schedule.batch import Batch
+from penstock.schedule.batch import Batch, Counters
 from penstock.schedule.limits import BatchLimits, StepCap
 from penstock.schedule.prefill_budget import PrefillBudget, RowBound
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
 from penstock.schedule.shares import AdmissionReserve, KVQuota, RowShare, VictimChoice
-from penstock.schedule.statistics import Counters
 from penstock.schedule.step import StepBuilder
 from penstock.types import BLOCK_TOKENS, RequestId
 

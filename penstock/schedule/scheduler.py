@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from penstock.clock import Clock
 from penstock.errors import InvalidRequest
 from penstock.kv.cache.manager import KVManager
-from penstock.schedule.batch import Batch
+from penstock.schedule.batch import Batch, Counters, SchedulerStatistics
 from penstock.schedule.fast_forward import DecodeFastForward, Draw
 from penstock.schedule.limits import BatchLimits, StepCap
 from penstock.schedule.plan import Forced, RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
@@ -42,7 +42,6 @@ from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
 from penstock.schedule.shares import KVQuota
-from penstock.schedule.statistics import Counters, SchedulerStatistics
 from penstock.schedule.step import FLIGHTS_MAX, Flight, StepBuilder
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, TokenLogprob
 
