@@ -18,7 +18,7 @@ from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
 from penstock.kv.cache.manager import KVManager, blocks_for
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.schedule.limits import BatchLimits
+from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import Sampled, StepPlan, StepResult
 from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request

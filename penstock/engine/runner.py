@@ -40,7 +40,7 @@ from penstock.engine.scoring import score_chunks
 from penstock.engine.wiring import StepModel, choose_computing, wire_model
 from penstock.models.registry import read_spec
 from penstock.protocol.worker import ModelInfo
-from penstock.schedule.limits import BatchLimits, resolve_max_running
+from penstock.schedule.batch import BatchLimits, resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX, Forced, Sampled, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS, CPU_CAPABILITIES
 

@@ -3,8 +3,7 @@
 from penstock.clock import Clock
 from penstock.kv.cache.manager import blocks_for
 from penstock.kv.cache.prefix_cache import PrefixMatch
-from penstock.schedule.batch import Batch, Counters
-from penstock.schedule.limits import BatchLimits, StepCap
+from penstock.schedule.batch import Batch, BatchLimits, Counters, StepCap
 from penstock.schedule.prefill_budget import PrefillBudget, RowBound
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status

@@ -33,9 +33,8 @@ from collections.abc import Sequence
 from penstock.clock import Clock
 from penstock.errors import InvalidRequest
 from penstock.kv.cache.manager import KVManager
-from penstock.schedule.batch import Batch, Counters, SchedulerStatistics
+from penstock.schedule.batch import Batch, BatchLimits, Counters, SchedulerStatistics, StepCap
 from penstock.schedule.fast_forward import DecodeFastForward, Draw
-from penstock.schedule.limits import BatchLimits, StepCap
 from penstock.schedule.plan import Forced, RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
 from penstock.schedule.planner import Planner
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget

@@ -10,7 +10,7 @@ from penstock.clock import ManualClock
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.schedule.limits import BatchLimits, resolve_max_running
+from penstock.schedule.batch import BatchLimits, resolve_max_running
 from penstock.schedule.plan import RequestOutput, StepPlan
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import FCFSQueue, WaitingQueue
