@@ -10,8 +10,7 @@ from heapq import heappop, heappush
 from penstock.config.tree import EngineConfig
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.kv.cache.host_tier import HostStatistics
-from penstock.kv.cache.manager import KVManager, blocks_for
-from penstock.kv.cache.prefix_cache import PrefixMatch
+from penstock.kv.cache.manager import KVManager, PrefixMatch, blocks_for
 from penstock.schedule.plan import SCORED_TOKENS_MAX
 from penstock.schedule.request import Request, Status
 from penstock.types import BLOCK_TOKENS

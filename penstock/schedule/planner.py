@@ -1,8 +1,7 @@
 """Chooses a step's work: who is computed, how many tokens of whom, and who must give way."""
 
 from penstock.clock import Clock
-from penstock.kv.cache.manager import blocks_for
-from penstock.kv.cache.prefix_cache import PrefixMatch
+from penstock.kv.cache.manager import PrefixMatch, blocks_for
 from penstock.schedule.batch import Batch, BatchLimits, Counters, StepCap
 from penstock.schedule.prefill_budget import PrefillBudget, RowBound
 from penstock.schedule.queue import WaitingQueue

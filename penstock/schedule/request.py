@@ -5,7 +5,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from penstock.kv.cache.block_pool import NEVER, Epoch
-from penstock.kv.cache.prefix_cache import BlockTable
+from penstock.kv.cache.manager import BlockTable
 from penstock.types import RequestId, SamplingParams, TokenLogprob, Usage
 
 

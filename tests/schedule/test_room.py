@@ -7,7 +7,7 @@ from scheduled_engine import ScheduledEngine
 
 from penstock.errors import KVQuotaExceeded
 from penstock.kv.cache.block_pool import BlockPool
-from penstock.kv.cache.prefix_cache import BlockTable
+from penstock.kv.cache.manager import BlockTable
 from penstock.kv.hashing import BlockHash, token_array
 from penstock.schedule.queue import ClassQueue, FCFSQueue, by_class
 from penstock.schedule.request import Request
