@@ -40,8 +40,7 @@ from penstock.engine.memory import (
 )
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
-from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results
-from penstock.engine.scoring import score_chunks
+from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
 from penstock.errors import ConfigError
 from penstock.models.registry import read_spec
 from penstock.models.spec import DecoderSpec

@@ -3,17 +3,13 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.arrays import as_tensor
-from penstock.engine.attention.base import Int32Array
+from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
 from penstock.engine.attention.tiles import TILE_BLOCKS, TILE_TOKENS, TileShape, logsumexp_of, merge_factors
 from penstock.engine.kv_cache import KVCache
 from penstock.types import BLOCK_TOKENS
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
