@@ -100,6 +100,7 @@ class StepSums:
 
     def since(self, before: "StepSums") -> tuple[StepLoad, int]:
         """What came after `before`, and the time that it took."""
+        assert self.steps >= before.steps, "steps are only added"
         load = StepLoad(
             self.tokens - before.tokens,
             self.sequences - before.sequences,

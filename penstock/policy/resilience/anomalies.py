@@ -113,6 +113,7 @@ class Anomalies:
 
     def __init__(self, beat_ns: int) -> None:
         """`beat_ns`: between two probes of a worker; 0: nothing is probed, and nothing is judged."""
+        assert beat_ns >= 0, beat_ns
         self._beat_ns = beat_ns
         self._workers: dict[WorkerId, Watched] = {}
         self._groups: dict[str, Peers] = {}
@@ -170,11 +171,13 @@ class Anomalies:
         found = self._workers.get(worker_id)
         if found is None:
             return "gone"
+        assert answer is None or not (fault or why), "a probe ends in one way"
         found.is_probing, found.probe_due_ns = False, now_ns + self._beat_ns
         if answer is not None:
-            num_peers = sum(
-                each.is_ready and each.identity == found.identity for each in self._workers.values()
+            peers = (
+                each for each in self._workers.values() if each.is_ready and each.identity == found.identity
             )
+            num_peers = max(1, sum(1 for _ in peers))
             right, found.distance = self._goldens.judge(found.identity, worker_id, answer, num_peers)
             found.answer = answer
             if right is None:
@@ -297,6 +300,7 @@ class Anomalies:
 
     def _eject(self, now_ns: int, worker_id: WorkerId, found: Watched) -> None:
         """Take it out, if one more may be out."""
+        assert found.is_certain, "a doubt is confirmed first"
         pool = [(w, each) for w, each in self._workers.items() if each.route == found.route and each.is_ready]
         out = [(w, each) for w, each in pool if each.standing is Standing.EJECTED]
         allowed = max(1, int(EJECTED_SHARE * len(pool))) if len(pool) >= READY_MIN else 0
@@ -307,6 +311,7 @@ class Anomalies:
                     self._move(now_ns, other_id, other, Sign.RELEASE, f"{worker_id} is out in its place")
                     num_out -= 1
                     break
+        assert num_out >= 0, num_out
         if num_out < allowed:
             found.out_ns = min(OUT_MAX_NS, 2 * found.out_ns) if found.out_ns else OUT_NS
             self._move(now_ns, worker_id, found, Sign.CONFIRM, found.why)

@@ -90,6 +90,8 @@ class Goldens:
         """Whether the answer is right (None: too few have answered to know), and how far it is from the
         golden one. `num_workers` of this identity are ready.
         """
+        assert identity, "an answer is judged by that of the same computation"
+        assert num_workers > 0, "it has answered, so it was ready"
         answers = self._answers.setdefault(identity, {})
         answers[worker] = answer
         golden = self._golden.setdefault(identity, answer)

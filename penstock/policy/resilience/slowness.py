@@ -74,6 +74,7 @@ class Peers:
             peer = self._peers[worker] = _Peer()
         if peer.sums is not None and sums.steps < peer.sums.steps:
             peer.since = None  # A new process.
+        assert 0 <= sums.sequences <= sums.tokens, "every row computes a token at least"
         peer.sums = sums
         if peer.since is None:
             peer.since = sums
@@ -95,6 +96,7 @@ class Peers:
             if peer.sums is None or peer.since is None or peer.sums.steps - peer.since.steps < STEPS_MIN:
                 continue
             load, took_ns = peer.sums.since(peer.since)
+            assert load.num_steps >= STEPS_MIN, "a window of one process only grows"
             peer.since = peer.sums
             if took_ns <= 0:
                 continue
@@ -125,6 +127,7 @@ class Peers:
                 self._deviations.append(-deviation)
             peer.shown = deviation if peer.shown is None else peer.shown + _SHOWN * (deviation - peer.shown)
             peer.cusum = max(0.0, peer.cusum + min(deviation / scale, DEVIATION_MAX) - EXCESS)
+            assert peer.cusum >= 0, "being fast saves nothing up"
             peer.num_quiet = peer.num_quiet + 1 if not peer.cusum else 0
             if peer.cusum >= ALARM:
                 peer.cusum = 0.0
@@ -137,6 +140,7 @@ class Peers:
 
 def _median_of_others(ranked: Sequence[float], one: float) -> float:
     """The median without `one` of the values, which are in order."""
+    assert len(ranked) > 1, "without others there is no median of them"
     place, num = bisect_left(ranked, one), len(ranked) - 1
     low, high = (num - 1) // 2, num // 2
     return (ranked[low + (low >= place)] + ranked[high + (high >= place)]) / 2
