@@ -13,6 +13,7 @@ from penstock.kv.cache.host_tier import HostStatistics
 from penstock.kv.cache.manager import KVManager, PrefixMatch, blocks_for
 from penstock.schedule.plan import SCORED_TOKENS_MAX
 from penstock.schedule.request import Request, Status
+from penstock.schedule.step_time import StepSums
 from penstock.types import BLOCK_TOKENS
 
 
@@ -288,3 +289,5 @@ class SchedulerStatistics:
     (`schedule/prefill_budget.py`)."""
     host: HostStatistics
     """The KV cache's host tier."""
+    sums: StepSums
+    """What all steps computed, and in which time; goes on counting."""

@@ -54,7 +54,8 @@ class FlowControl:
 
     __slots__ = (
         "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_extras", "_fallbacks", "_lanes",
-        "_pending", "_policies", "_quarantine", "_requests", "_timers", "_timers_set", "_transitions", "hedging",
+        "_pending", "_policies", "_quarantine", "_requests", "_timers", "_timers_set", "_transitions",
+        "hedging",
     )  # fmt: skip
 
     def __init__(self, config: QueueConfig, policies: Policies | None = None) -> None:
