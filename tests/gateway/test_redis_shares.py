@@ -7,7 +7,7 @@ import redis as client
 from redis_process import RedisProcess
 
 from penstock.gateway.shared import redis_shares
-from penstock.gateway.shared.redis_shares import RedisShares
+from penstock.gateway.shared.fair import RedisShares
 from penstock.policy.queueing.fair_counters import ServedUnits
 from penstock.policy.terms import SharedTerms
 from penstock.types import TenantId
