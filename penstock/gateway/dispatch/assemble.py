@@ -20,8 +20,7 @@ from penstock.fleet.registry import Registry
 from penstock.gateway.dispatch.dispatcher import Dispatcher
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.relay.reply import StreamSlots
-from penstock.gateway.shared.limits import SharedLimits
-from penstock.gateway.shared.spending import Spending
+from penstock.gateway.shared.limits import SharedLimits, Spending
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.admit import IDLE_FACTOR
 from penstock.policy.admission.gate import Gate, ModelFacts
