@@ -7,8 +7,8 @@ The workers that the configuration names: replicas to launch, and workers at add
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.backend import BackendDependencies
+from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import Clock
 from penstock.config.checkpoints import served_name
 from penstock.config.engine_settings import EngineSettings, share_of
