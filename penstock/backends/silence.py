@@ -1,5 +1,5 @@
-"""How long may a worker be silent? Heartbeats of our own workers (`Heartbeat`), and what their last silences say
-of the streams of others (`Gaps`).
+"""How long may a worker be silent? Heartbeats of our own workers (`Heartbeat`), and what is known of the
+silences of other workers' streams (`Gaps`).
 
 Pure: counts beats and takes times, knows no sockets.
 """

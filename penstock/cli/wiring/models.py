@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock import rng
+from penstock.backends.http.address import HttpBackendLimits, HttpLimits
 from penstock.backends.http.backend import BackendDependencies
-from penstock.backends.http.limits import HttpBackendLimits, HttpLimits
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.checkpoints import check_loads, resolve, served_name
 from penstock.config.tree import Config, ModelConfig
