@@ -134,7 +134,7 @@ def test_what_happens_in_a_process_is_in_the_parents_audit_trail(tmp_path) -> No
         assert not await made.reload(msgspec.structs.replace(made._config, auth=AuthConfig()))
         told = json.loads(await peers.look(LookAt("audit", most=10)))["events"]
         assert [(each["kind"], each["what"]) for each in told] == [
-            ("admin", "drained"), ("config", "was read again and not taken"), ("server", "started"),
+            ("admin", "drained"), ("config", "refused"), ("server", "started"),
         ]  # fmt: skip
         assert told[1]["why"].startswith("auth: it names nobody")
         peers.close()
