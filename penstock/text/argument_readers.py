@@ -286,7 +286,7 @@ class LiteralArguments:
                 self._bare_closers += 1
             elif char in ")]}":
                 self._bare_closers -= 1
-            elif char in "'\"" and not self._bare_last.isalnum():  # Not as in John's.
+            elif char in "'\"" and not (self._bare_last.isalnum() or self._bare_last in "'\""):
                 self._bare_quote = char
             self._bare_last = char
         self._bare.append(self._buffer)
