@@ -217,6 +217,12 @@ class EngineCore:
             step_ns=self._step_ns,
             host_ns=self._step_ns - self._waited_ns,
             busy_ns=self._busy_ns + (self._clock.now_ns() - self._busy_since_ns if self._live else 0),
+            timed_steps=now.sums.steps,
+            timed_tokens=now.sums.tokens,
+            timed_sequences=now.sums.sequences,
+            timed_kv_read=now.sums.kv_read,
+            timed_pairs=now.sums.pairs,
+            timed_ns=now.sums.ns,
         )
 
     def _share_time(self, now_ns: int) -> None:

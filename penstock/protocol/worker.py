@@ -238,6 +238,14 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Of `step_ns`, what was not waiting for the model's forward pass and sampling."""
     busy_ns: int = 0
     """Nanoseconds in which it had a request, all told: what the requests' `device_ns` are shares of."""
+    timed_steps: int = 0
+    """Steps with work. The fields below are sums over them (`schedule.step_time.StepSums`), by which gateways
+    see a worker that is slower than its peers."""
+    timed_tokens: int = 0
+    timed_sequences: int = 0
+    timed_kv_read: int = 0
+    timed_pairs: int = 0
+    timed_ns: int = 0
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
