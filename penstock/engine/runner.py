@@ -39,10 +39,10 @@ from penstock.engine.memory import (
     scoring_step,
 )
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
-from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
+from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, Type
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
 from penstock.errors import ConfigError
-from penstock.models.registry import read_spec
+from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.batch import BatchLimits, resolve_max_running
@@ -128,6 +128,14 @@ class Computing:
     """Of activations and the KV cache, and of weights that are not quantized."""
     precision: Precision = "native"
     """Of the weights."""
+
+    @property
+    def kept_bits(self) -> frozenset[int]:
+        """Widths of a checkpoint's own integers that are computed with; others are made dense."""
+        if self.native is None or self.precision != "native":
+            return frozenset()
+        widths = ((4, Type.I4), (8, Type.I8))
+        return frozenset(bits for bits, kind in widths if self.native.supports(kind))
 
     @property
     def kernels(self) -> str:
@@ -334,6 +342,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     device = torch.device("cpu")
     on_progress("reading the configuration", 0, 0)
     spec, names = read_spec(model_path)
+    stored = None if config.load_format == "random" else stored_quantization(model_path)
     computing = choose_computing(config, spec)
     dtype = computing.dtype
 
@@ -343,7 +352,15 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     if config.load_format == "random":
         weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes)
     else:
-        weights = load_weights(model_path, spec, names, dtype, on_bytes)
+        weights = load_weights(
+            model_path,
+            spec,
+            names,
+            dtype,
+            on_bytes,
+            quantization=stored,
+            kept_bits=computing.kept_bits,
+        )
     # Memory for the weights is reserved: they are read when the decoder is built.
     size, free = dtype.itemsize, free_memory_bytes() - weights.num_bytes_left
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
@@ -352,7 +369,9 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         identity=identify(model_path, config, dtype=name_of(dtype), kernels=computing.kernels),
         architecture=spec.architecture,
         dtype=name_of(dtype),
-        quantization=config.quantization,
+        quantization=stored.name
+        if stored is not None and config.quantization == "none"
+        else config.quantization,
         num_parameters=spec.num_parameters,
         vocab_size=spec.vocab_size,
         max_model_len=budget.max_model_len,
