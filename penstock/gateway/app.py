@@ -103,6 +103,7 @@ class Gateway:
             clock=clock,
             tokenize=TokenizePool(metrics, log),
             dispatcher=self._dispatcher,
+            anomalies=self._policies.prober.anomalies,
             gate=self._policies.gate,
             limiter=self._policies.limits.limiter,
             ask_store=self._policies.ask_store,
@@ -327,6 +328,7 @@ class Gateway:
             self._metrics.connections.set(self._server.num_connections)
             self._inspect.num_connections = self._server.num_connections
             self._dispatcher.tick()
+            self._policies.prober.tick()
             self._report_spending()
             self._metrics.traces(self._traces.exported, self._traces.dropped)
             if (leases := self._policies.limits.leases) is not None:

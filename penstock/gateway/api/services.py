@@ -17,6 +17,7 @@ from penstock.policy.flow import RequestFacts
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.placement.pick import ComplexityChoice, DecisionLog
+from penstock.policy.resilience.anomalies import Anomalies
 from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
 from penstock.telemetry.decision_files import DecisionKeeper
@@ -34,6 +35,7 @@ class Services:
     clock: Clock
     tokenize: TokenizePool
     dispatcher: Dispatcher
+    anomalies: Anomalies
     gate: Gate
     limiter: Limiter
     ask_store: Callable[[RequestFacts], Awaitable[None]]

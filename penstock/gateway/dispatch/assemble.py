@@ -18,6 +18,7 @@ from penstock.config.routing import AdmissionConfig, PlacementConfig
 from penstock.config.tree import Config
 from penstock.fleet.registry import Registry
 from penstock.gateway.dispatch.dispatcher import Dispatcher
+from penstock.gateway.dispatch.prober import Prober
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.limits import SharedLimits
@@ -40,6 +41,7 @@ from penstock.telemetry.decision_files import DecisionFiles, DecisionKeeper
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
+from penstock.text.tokenizer import Tokenizer
 from penstock.types import ModelName
 
 
@@ -107,6 +109,7 @@ class GatewayPolicies:
     """What decides about this gateway's requests, and what keeps it in touch with the world."""
 
     dispatcher: Dispatcher
+    prober: Prober
     limits: SharedLimits
     lacks: Callable[[RequestFacts], bool]
     """Whether the store of shared limits is asked before this request is submitted."""
@@ -145,6 +148,7 @@ class GatewayPolicies:
 
     async def stop(self) -> None:
         """Nothing is dispatched any more; what was used is written down."""
+        self.prober.close()
         self.dispatcher.close()
         await self.spending.close()
         await self.limits.close()
@@ -212,8 +216,18 @@ def make_policies(
         log=log,
         is_shared=config.server.processes > 1,
     )
+    prober = Prober(
+        policies.anomalies,
+        registry,
+        partial(_tokenizer, models),
+        name=gateway,
+        meters=metrics.anomalies(),
+        clock=clock,
+        log=log,
+    )
     return GatewayPolicies(
         dispatcher=dispatcher,
+        prober=prober,
         limits=limits,
         lacks=lambda facts: policies.control.lacks(clock.now_ns(), facts),
         budgets=policies.budgets,
@@ -238,6 +252,11 @@ def _facts(models: Mapping[ModelName, ServedModel], name: str) -> ModelFacts | N
         capabilities=model.workers.capabilities,
         kinds=model.workers.kinds,
     )
+
+
+def _tokenizer(models: Mapping[ModelName, ServedModel], name: str) -> Tokenizer | None:
+    model = models.get(ModelName(name))
+    return None if model is None else model.tokenizer
 
 
 PROMPT_TOKENS = 256
