@@ -20,6 +20,7 @@ from penstock.policy.placement.pick import ComplexityChoice, DecisionLog
 from penstock.policy.resilience.anomalies import Anomalies
 from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
+from penstock.telemetry.audit import Notes
 from penstock.telemetry.decision_files import DecisionKeeper
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -53,6 +54,8 @@ class Services:
     locality: KVLocality
     """Where prompts are cached; makes their keys."""
     log: Log
+    notes: Notes
+    """For the audit trail."""
     leaving: bool = False
     """The server was told to stop: `/ready` says no."""
     draining: bool = False
