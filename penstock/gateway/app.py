@@ -109,7 +109,6 @@ class Gateway:
             clock=clock,
             tokenize=TokenizePool(metrics, log),
             dispatcher=self._dispatcher,
-            anomalies=self._policies.prober.anomalies,
             gate=self._policies.gate,
             limiter=self._policies.limits.limiter,
             ask_store=self._policies.ask_store,

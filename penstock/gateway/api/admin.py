@@ -84,7 +84,7 @@ class Admin:
         left_alone = dict[WorkerId, str]()
         for model in self._services.models:
             left_alone |= self._services.dispatcher.left_alone(model.name)
-        anomalies = self._services.anomalies
+        anomalies = self._services.dispatcher.anomalies
         workers = [
             _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, ""), anomalies)
             for worker in self._registry

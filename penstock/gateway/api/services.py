@@ -17,7 +17,6 @@ from penstock.policy.flow import RequestFacts
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.placement.pick import ComplexityChoice, DecisionLog
-from penstock.policy.resilience.anomalies import Anomalies
 from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
 from penstock.telemetry.audit import Notes
@@ -36,7 +35,6 @@ class Services:
     clock: Clock
     tokenize: TokenizePool
     dispatcher: Dispatcher
-    anomalies: Anomalies
     gate: Gate
     limiter: Limiter
     ask_store: Callable[[RequestFacts], Awaitable[None]]

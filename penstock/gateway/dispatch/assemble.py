@@ -36,6 +36,7 @@ from penstock.policy.placement.score import score_policy
 from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.capacity import LeastLoaded, Placement
 from penstock.policy.queueing.model_queue import ModelQueue
+from penstock.policy.resilience.anomalies import Anomalies
 from penstock.rng import IdSource, fresh_seed, stream
 from penstock.telemetry.decision_files import DecisionFiles, DecisionKeeper
 from penstock.telemetry.ledger import Ledger
@@ -216,18 +217,9 @@ def make_policies(
         log=log,
         is_shared=config.server.processes > 1,
     )
-    prober = Prober(
-        policies.anomalies,
-        registry,
-        partial(_tokenizer, models),
-        name=gateway,
-        meters=metrics.anomalies(),
-        clock=clock,
-        log=log,
-    )
     return GatewayPolicies(
         dispatcher=dispatcher,
-        prober=prober,
+        prober=_prober(policies.anomalies, models, registry, tools, gateway),
         limits=limits,
         lacks=lambda facts: policies.control.lacks(clock.now_ns(), facts),
         budgets=policies.budgets,
@@ -251,6 +243,24 @@ def _facts(models: Mapping[ModelName, ServedModel], name: str) -> ModelFacts | N
         adapters=model.workers.adapters,
         capabilities=model.workers.capabilities,
         kinds=model.workers.kinds,
+    )
+
+
+def _prober(
+    anomalies: Anomalies,
+    models: Mapping[ModelName, ServedModel],
+    registry: Registry,
+    tools: GatewayTools,
+    gateway: str,
+) -> Prober:
+    return Prober(
+        anomalies,
+        registry,
+        partial(_tokenizer, models),
+        name=gateway,
+        meters=tools.metrics.anomalies(),
+        clock=tools.clock,
+        log=tools.log,
     )
 
 

@@ -150,7 +150,7 @@ class Dispatcher:
         is_shared: bool = False,
     ) -> None:
         """`is_shared`: other gateways use the same workers."""
-        self.control = policies.control
+        self.control, self.anomalies = policies.control, policies.anomalies
         self._limiter, self._slots, self._clock, self._log = policies.limiter, slots, clock, log
         self._metrics, self._health, self._registry = metrics, policies.health, registry
         self._slice_tokens, self._hedges = policies.slice_tokens, policies.hedges is not None

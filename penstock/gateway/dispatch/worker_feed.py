@@ -25,7 +25,6 @@ from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.resilience.anomalies import Anomalies, Standing
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
-from penstock.schedule.step_time import StepSums
 from penstock.types import TenantId, WorkerId
 
 
@@ -125,15 +124,7 @@ class WorkerFeed:
             kind=worker.kind,
         )
         if (stats := status.stats) is not None:
-            sums = StepSums(
-                stats.timed_steps,
-                stats.timed_tokens,
-                stats.timed_sequences,
-                stats.timed_kv_read,
-                stats.timed_pairs,
-                stats.timed_ns,
-            )
-            self._anomalies.stepped(worker.id, sums)
+            self._anomalies.stepped(worker.id, stats.timed)
 
     def _view(self, worker: Worker) -> WorkerView:
         info, stats = worker.backend.status.info, worker.backend.status.stats
