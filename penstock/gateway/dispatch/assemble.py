@@ -21,8 +21,7 @@ from penstock.gateway.dispatch.dispatcher import Dispatcher
 from penstock.gateway.dispatch.prober import Prober
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.relay.reply import StreamSlots
-from penstock.gateway.shared.limits import SharedLimits
-from penstock.gateway.shared.spending import Spending
+from penstock.gateway.shared.limits import SharedLimits, Spending
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.admit import IDLE_FACTOR
 from penstock.policy.admission.gate import Gate, ModelFacts
@@ -33,10 +32,10 @@ from penstock.policy.limits.price import PriceList
 from penstock.policy.placement.pick import Decision, DecisionLog
 from penstock.policy.placement.route import Locality, Router
 from penstock.policy.placement.score import score_policy
-from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.capacity import LeastLoaded, Placement
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.resilience.anomalies import Anomalies
+from penstock.policy.terms import PlacementTerms
 from penstock.rng import IdSource, fresh_seed, stream
 from penstock.telemetry.decision_files import DecisionFiles, DecisionKeeper
 from penstock.telemetry.ledger import Ledger

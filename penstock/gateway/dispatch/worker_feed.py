@@ -21,9 +21,9 @@ from penstock.gateway.models.served import ServedModel
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.resilience.anomalies import Anomalies, Standing
 from penstock.policy.resilience.worker_state import WorkerState
+from penstock.policy.terms import queue_terms
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import TenantId, WorkerId
 
