@@ -49,7 +49,7 @@ class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     what: str
     """"drained", "alert fires", "left" ..."""
     about: str = ""
-    """The worker, the key's id, the alert."""
+    """The worker, the key's id, the alert, the file."""
     why: str = ""
     by: str = ""
     """The id of the key that did it; empty: the server by itself."""

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.clock import Clock, sleep
+from penstock.config.checkpoints import with_members
 from penstock.config.checks import check
 from penstock.config.machine import is_loopback
-from penstock.config.presets import with_members
 from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config, ServerConfig
 from penstock.errors import ConfigError, Forbidden, Unauthenticated
@@ -190,14 +190,14 @@ class Tenancy:
                 await asyncio.to_thread(_check_token_library, merged)
             except ConfigError as error:
                 self._log.error("the new configuration was not taken; the old one stays", error=error)
-                self._notes.note("config", "was read again and not taken", why=str(error))
+                self._notes.note("config", "refused", "configuration", why=str(error))
                 return False
             self._stamp = mark
             self._put_in_force(merged, table)
             self._log.info(
                 "the new configuration is in force", tenants=len(merged.tenants), num_accepted=table.num_keys
             )
-            self._notes.note("config", "was read again and is in force")
+            self._notes.note("config", "in force", "configuration")
             return True
 
     def _mergeable(self, config: Config) -> Config:
@@ -269,13 +269,13 @@ class Tenancy:
             self._check_shrinking(config, table)
         except ConfigError as error:
             self._log.error("the changed keys file was not taken; the old keys stay", error=error)
-            self._notes.note("config", "the changed keys file was not taken", why=str(error))
+            self._notes.note("config", "refused", "keys file", why=str(error))
         except Exception as error:  # noqa: BLE001 - the next change of the file must still be seen.
             self._log.bug("the changed keys file could not be read", error)
         else:
             self._put_in_force(config, table)
             self._log.info("the changed keys file is in force", count=table.num_keys)
-            self._notes.note("config", "the changed keys file is in force", why=f"{table.num_keys} keys")
+            self._notes.note("config", "in force", "keys file", why=f"{table.num_keys} keys")
 
     def _check_shrinking(self, config: Config, table: TenantTable) -> None:
         """Raises ConfigError: most keys are gone from the same file."""
