@@ -24,6 +24,7 @@ from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.placement.pick import explain, explain_choice, without_waits
+from penstock.policy.resilience.anomalies import Anomalies
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
 from penstock.protocol.peers import LookAt, ModelNumbers, Sum
 from penstock.telemetry.audit import LISTED_MAX, Kind
@@ -83,8 +84,10 @@ class Admin:
         left_alone = dict[WorkerId, str]()
         for model in self._services.models:
             left_alone |= self._services.dispatcher.left_alone(model.name)
+        anomalies = self._services.dispatcher.anomalies
         workers = [
-            _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, "")) for worker in self._registry
+            _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, ""), anomalies)
+            for worker in self._registry
         ]
         return FleetReport(
             version=__version__,
@@ -93,8 +96,8 @@ class Admin:
         )
 
     async def requests(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /admin/requests`: the last requests that ended in this gateway process, newest first."""
-        answer(exchange, {"requests": self._services.recent.latest()})
+        """`GET /admin/requests`: the last requests that ended, newest first."""
+        answer(exchange, {"requests": (await self._services.all_requests.look()).latest()})
 
     async def request(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/requests/{id}`: one of them, by its `x-request-id` or the id of its answer, and what
@@ -104,11 +107,11 @@ class Admin:
             NotFound: it is not known, or not any more.
         """
         name = unquote(exchange.path.removeprefix(REQUESTS))
-        ended = self._services.recent.find(name)
+        ended = await self._services.all_requests.find(name)
         body = await self._decided(name)
         if ended is None and len(body) == 1 and not body["decisions"]:
             raise NotFound(
-                f"No request {name[:128]!r} is known to this gateway process (any more).",
+                f"No request {name[:128]!r} is known (any more).",
                 code="unknown_request",
             )
         answer(exchange, {"request": ended, **body})
@@ -193,16 +196,19 @@ class Admin:
 
     async def worker(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/workers/{id}/history`: a worker's last 15 minutes by five seconds, as this gateway
-        process saw it: output tokens per second, requests, share of KV blocks in use. The id may hold
-        slashes.
+        process saw it: output tokens per second, requests, share of KV blocks in use; `/log`: the last lines
+        that it printed, if this server launched it, else null. The id may hold slashes.
 
         Raises:
             NotFound: there is no such worker, or nothing of that name about it.
         """
         shown, _, what = exchange.path.removeprefix(WORKERS).rstrip("/").rpartition("/")
         worker_id = WorkerId(unquote(shown))
+        if what == "log" and shown:
+            await self._show(exchange, LookAt("log", about=worker_id))
+            return
         if what != "history" or not shown:
-            raise NotFound("Unknown path. There is /history of a worker.", code="unknown_path")
+            raise NotFound("Unknown path. There are /history and /log of a worker.", code="unknown_path")
         found = self._trails.of(worker_id)
         if found is None:
             raise NotFound(f"Nothing is known of a worker {worker_id[:128]}.", code="unknown_worker")
@@ -301,9 +307,9 @@ def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
     )
 
 
-def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str) -> WorkerReport:
-    status = worker.backend.status
-    stats = status.stats
+def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str, anomalies: Anomalies) -> WorkerReport:
+    status, watched = worker.backend.status, anomalies.get(worker.id)
+    stats, slowness = status.stats, anomalies.slowness(worker.id)
     return WorkerReport(
         id=worker.id,
         model=worker.route,
@@ -311,6 +317,9 @@ def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str) -> Worke
         state=worker.state.value,
         stage=worker.stage,
         left_alone=left_alone,
+        standing=watched.standing.value if watched is not None else "",
+        slowness=None if slowness is None else round(slowness, 3),
+        probe=watched.verdict if watched is not None else "",
         epoch=worker.epoch,
         address=worker.address,
         identity=status.info.identity if status.info is not None else "",
