@@ -221,7 +221,7 @@ def test_the_cap_grows_again_when_memory_was_enough_for_a_while() -> None:
 
 
 def test_prompts_wait_with_the_row_that_waits_for_memory() -> None:
-    """A row that decodes needs a block and there is none: the step in flight ends before one gives way, and no
+    """A row that decodes needs a block and there is none: the step in flight ends before one gives way. No
     prompt takes a part of the plan in between.
     """
     engine = ScheduledEngine(
