@@ -19,6 +19,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import EngineConfig
 from penstock.engine.arrays import Int64Array, as_tensor
 from penstock.engine.decoder import DecoderLimits
+from penstock.engine.device_speed import cost_floor, device_name
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
@@ -39,6 +40,7 @@ from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSam
 from penstock.engine.scoring import score_chunks
 from penstock.engine.wiring import StepModel, choose_computing, wire_model
 from penstock.models.registry import read_spec
+from penstock.planning.roofline import CostFloor
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.limits import BatchLimits, resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX, Forced, Sampled, StepPlan, StepResult
@@ -62,13 +64,14 @@ class RunnerParts:
     sampler: TokenSampler
     step_tokens: int
     host: HostStore
+    floor: CostFloor
 
 
 class Runner:
     """One model on one device. Not thread-safe: one step at a time."""
 
     def __init__(self, parts: RunnerParts) -> None:
-        self.info = parts.info
+        self.info, self.floor = parts.info, parts.floor
         self._model, self._cache = parts.model, parts.cache
         self._host = parts.host
         self._step_tokens = parts.step_tokens
@@ -212,6 +215,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         max_running=resolve_max_running(config.max_running, config.step_tokens),
         num_host_blocks=plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free),
         capabilities=CPU_CAPABILITIES,
+        device=device_name(device),
     )
     limits = DecoderLimits(
         step_tokens=config.step_tokens,
@@ -231,5 +235,6 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             sampler=sampler,
             step_tokens=config.step_tokens,
             host=host_store(cache, info.num_host_blocks),
+            floor=cost_floor(spec, info, device, itemsize=size),
         )
     )

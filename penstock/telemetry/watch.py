@@ -15,6 +15,7 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import Config
 from penstock.protocol.peers import LookAt
 from penstock.telemetry.alerting import EVALUATE_S, Alerts
+from penstock.telemetry.costs import COSTS_DIRECTORY, CostDays
 from penstock.telemetry.counts import Counts, Series
 from penstock.telemetry.history import DAY_S, History
 from penstock.telemetry.history_files import HistoryFiles, HistoryKeeper
@@ -37,6 +38,11 @@ class Watch:
         if config.ledger.enabled:  # An operator who keeps no records keeps no counts either.
             files = HistoryFiles(ledger_directory(config.ledger) / "history")
         self._keeper = HistoryKeeper(self.history, files, log)
+        self._costs: CostDays | None = None
+        if config.ledger.enabled:
+            directory = ledger_directory(config.ledger) / COSTS_DIRECTORY
+            self._costs = CostDays(directory, clock, keep_days=config.ledger.keep_days)
+        self._writing: asyncio.Future[None] | None = None
         self._clock, self._log, self._metrics = clock, log, metrics
         self._take: Callable[[], Rows] = tuple
         self._due_ns = 0
@@ -56,6 +62,11 @@ class Watch:
             self._task = None
             self.history.add(self._take())
             await self._keeper.stop()
+            if self._writing is not None:
+                await asyncio.wait([self._writing])
+            self._take_costs(self._metrics())
+            if self._writing is not None:
+                await asyncio.wait([self._writing])
 
     def look(self, at: LookAt) -> bytes:
         """A view as JSON, as of now."""
@@ -73,7 +84,9 @@ class Watch:
 
     def _evaluate(self) -> None:
         self._due_ns = self._clock.now_ns() + round(EVALUATE_S * NS_PER_S)
-        for alert in self.alerts.evaluate(self._metrics()):
+        page = self._metrics()
+        self._take_costs(page)
+        for alert in self.alerts.evaluate(page):
             write = self._log.info if alert.ended else self._log.warning
             write(
                 "an alert is over" if alert.ended else "an alert fires",
@@ -83,6 +96,18 @@ class Watch:
                 runbook=alert.runbook,
                 **alert.labels,
             )
+
+    def _take_costs(self, page: bytes) -> None:
+        """Count what the machines cost since the last time, and write it down beside the event loop."""
+        costs = self._costs
+        if costs is not None and costs.take(page) and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.ensure_future(asyncio.to_thread(self._write_costs, costs))
+
+    def _write_costs(self, costs: CostDays) -> None:
+        try:
+            costs.write()
+        except OSError as error:
+            self._log.warning("what the machines cost cannot be written down", error=error)
 
 
 def free_share(directory: Path) -> float:

@@ -81,7 +81,8 @@ class Admin:
         for model in self._services.models:
             left_alone |= self._services.dispatcher.left_alone(model.name)
         workers = [
-            _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, "")) for worker in self._registry
+            _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, ""), self._inspect.mbu(worker))
+            for worker in self._registry
         ]
         return FleetReport(
             version=__version__,
@@ -259,7 +260,7 @@ def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
     )
 
 
-def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str) -> WorkerReport:
+def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str, mbu: float | None) -> WorkerReport:
     status = worker.backend.status
     stats = status.stats
     return WorkerReport(
@@ -280,6 +281,8 @@ def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str) -> Worke
         age_s=round((now_ns - worker.heard_ns) / NS_PER_S, 3) if worker.heard_ns else None,
         adapters=sorted(status.adapters.served),
         adapters_loaded=sorted(status.adapters.loaded),
+        device=status.info.device if status.info is not None else "",
+        mbu=mbu if mbu is None else round(mbu, 3),
         restarts=status.restarts,
         notes=worker.notes(wall_ns),
     )

@@ -26,6 +26,9 @@ from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import TenantId, WorkerId
 
+_LOST = (WorkerState.STARTING, WorkerState.LOADING, WorkerState.WARMING)
+"""Nothing runs there: its process is a new one, or cannot be reached."""
+
 
 class WorkerFeed:
     """Between the registry and flow control."""
@@ -48,8 +51,6 @@ class WorkerFeed:
         self._control, self._meters, self._is_shared = control, meters, is_shared
         self._shed_kv_above, self._on_news = shed_kv_above, on_news
         self._changed: dict[WorkerId, Worker] = {worker.id: worker for worker in registry}
-        self._ready: dict[WorkerId, int] = {}
-        """Workers that flow control counts as ready, and in which of their lives."""
         self._routes: dict[str, None] = {}
         registry.listen(self._note)
 
@@ -83,18 +84,17 @@ class WorkerFeed:
         route = worker.route
         self._routes[route] = None
         if worker.state is WorkerState.GONE:
-            self._ready.pop(worker.id, None)
             self._meters.left(now_ns, worker.id)
             self._control.set_worker(now_ns, route, worker.id, None)
             return
-        if not worker.is_ready:
-            self._ready.pop(worker.id, None)
-        elif self._ready.get(worker.id) != worker.epoch:
-            self._ready[worker.id] = worker.epoch
-            self._meters.has_worker(now_ns, route, worker.id, tells=worker.engine == "penstock")
+        self._meters.has_worker(now_ns, route, worker.id, tells=worker.engine == "penstock")
+        lost = worker.state in _LOST
+        self._meters.serves(now_ns, worker.id, in_service=worker.is_ready, is_lost=lost)
         if (stats := worker.backend.status.stats) is not None:
             num = stats.running + stats.waiting
-            self._meters.reported(now_ns, worker.id, busy_ns=stats.busy_ns, num_requests=num)
+            self._meters.reported(
+                now_ns, worker.id, busy_ns=stats.busy_ns, num_requests=num, floor_ns=stats.floor_ns
+            )
         self._control.set_worker(now_ns, route, worker.id, self._view(worker))
 
     def _view(self, worker: Worker) -> WorkerView:
