@@ -56,6 +56,13 @@ def test_a_worker_out_of_service_costs_reserve(tells: bool) -> None:
     assert meters.costs(9 * S)["m"].reserve == 7 * DOLLAR
 
 
+def test_what_a_worker_did_before_it_was_first_heard_counts_if_it_can_be_new() -> None:
+    meters = made(tells=True)
+    meters.reported(4 * S, W, busy_ns=3 * S, floor_ns=1 * S, num_requests=0)
+    meters.reported(4 * S, V, busy_ns=5 * S, floor_ns=1 * S, num_requests=0)
+    assert (meters.costs(4 * S)["m"].busy, meters.costs(4 * S)["m"].floor) == (3 * DOLLAR, 1 * DOLLAR)
+
+
 def test_a_worker_that_died_with_work_was_busy_until_then_and_its_next_life_counts_anew() -> None:
     meters = made(tells=True)
     meters.left(0, V)

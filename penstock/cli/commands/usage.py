@@ -148,9 +148,9 @@ def costs_as_table(
 ) -> Fitted:
     """For people: the bill, what share of it is what, and a million tokens beside its floor."""
     columns = [Column(head=name, right=False) for name in by]
-    columns.append(Column(head=f"bill ({currency})"))
-    columns += [Column(head=name) for name in _PARTS]
-    columns += [Column(head="per 1M"), Column(head="floor", rank=1), Column(head="times", rank=2)]
+    columns.append(Column(head=f"bill {currency}"))
+    columns += [Column(head=name, rank=2 if name == "platform" else 0) for name in _PARTS]
+    columns += [Column(head="per 1M"), Column(head="floor"), Column(head="times", rank=3)]
     lines = [table_row(*(value or "-" for value in group), *_cost_cells(found)) for group, found in rows]
     return Fitted(columns, lines)
 
@@ -161,7 +161,8 @@ def _cost_cells(found: CostAccount) -> list[str]:
         "-" if each is None else f"{each:,.3g}" if each < 1000 else f"{each:,.0f}"
         for each in (found.per_million, found.floor_per_million, found.over_floor)
     ]
-    return [f"{found.bill:,.4f}", *shares, *per_million]
+    bill = f"{found.bill:,.2f}" if found.bill >= 1 else f"{found.bill:.6f}"
+    return [bill, *shares, *per_million]
 
 
 def _costs(args: argparse.Namespace, directory: Path, currency: str) -> int:

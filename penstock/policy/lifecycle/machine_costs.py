@@ -229,6 +229,8 @@ class ReportedCost:
         """It says that it had work for `busy_ns` since its start, which would have taken `floor_ns` at the
         least; less than before: it was started anew.
         """
+        if self._reported_ns is None and busy_ns <= now_ns - self._began_ns:
+            self._reported_ns = self._floor_ns = 0  # All of it was done since this gateway knows it.
         new_ns = _growth(self._reported_ns, busy_ns)
         self._reported_ns, self._has_work = busy_ns, has_work
         self._counted_ns += new_ns
@@ -267,7 +269,7 @@ class ReportedCost:
 
 
 def _growth(before: int | None, now: int) -> int:
-    """What a worker's counter grew by: nothing when it is first heard, all of it after a new start."""
+    """What a worker's counter grew by: nothing if it was not heard before, all of it after a new start."""
     if before is None:
         return 0
     grown = now - before if now >= before else now

@@ -117,7 +117,9 @@ class SimGateway:
         if store is not None:
             counters = FairCounters(tuple(facts.models), self.control.lane)
             self._links.append(SimFairExchange(counters, store, timeline, actor=actor, link_ns=facts.link_ns))
-        self._driver = Driver(self.control, self, self, self, Meters(self.policies.prices))
+        self.meters = Meters(self.policies.prices)
+        """What the workers cost: nothing where the configuration has no `prices.accelerators`."""
+        self._driver = Driver(self.control, self, self, self, self.meters)
         self._known: dict[WorkerId, str] = {}
         self._timer_ns: int | None = None
 
@@ -216,6 +218,8 @@ class SimGateway:
         if worker_id not in self._known:
             self._known[worker_id] = route
             self.caches.joined(worker_id, route, worker.identity)
+            self.meters.has_worker(now_ns, route, worker_id, tells=False)
+        self.meters.serves(now_ns, worker_id, in_service=ready)
         self.control.set_worker(now_ns, route, worker_id, view)
         self._dispatch(now_ns)
 
@@ -233,6 +237,7 @@ class SimGateway:
                 self._failed(now_ns, request, attempt, kind("the worker is gone", died=died))
         self.control.set_worker(now_ns, route, worker_id, None)
         self.caches.left(worker_id)
+        self.meters.left(now_ns, worker_id)
         self._dispatch(now_ns)
         return num_lost
 
@@ -323,7 +328,10 @@ class SimGateway:
     def closed(self, request: Request, machine_micros: int) -> None:
         """See `driver.Records`."""
         self.clock.time_ns = request.ended_ns
-        self._recorder.billed(request.record(self.clock.wall_ns()))
+        record = request.record(self.clock.wall_ns())
+        if machine_micros:
+            record = msgspec.structs.replace(record, accelerator_cost_micros=machine_micros)
+        self._recorder.billed(record)
 
     def predicted(self, request: Request, error: float) -> None:
         """See `driver.Records`."""
