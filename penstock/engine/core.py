@@ -232,6 +232,12 @@ class EngineCore:
             busy_ns=self._busy_ns + (self._clock.now_ns() - self._busy_since_ns if self._live else 0),
             memory_ns=int(self._floor.memory_ns) if self._floor is not None else 0,
             floor_ns=int(self._floor.floor_ns) if self._floor is not None else 0,
+            timed_steps=now.sums.steps,
+            timed_tokens=now.sums.tokens,
+            timed_sequences=now.sums.sequences,
+            timed_kv_read=now.sums.kv_read,
+            timed_pairs=now.sums.pairs,
+            timed_ns=now.sums.ns,
         )
 
     def _share_time(self, now_ns: int) -> None:

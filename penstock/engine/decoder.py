@@ -26,6 +26,7 @@ from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.mlp import DenseMlp, Mlp, MoeMlp, MoeScratch
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
 from penstock.engine.layers.rowwise import Embedding, ScaledEmbedding, soft_cap_
+from penstock.engine.quantized import QuantizedMatrix
 from penstock.models.spec import DecoderSpec
 
 
@@ -36,7 +37,7 @@ class WeightSource(Protocol):
         """The weight, which now belongs to the caller."""
         ...
 
-    def take_parts(self, key: str) -> tuple[Tensor, ...]:
+    def take_parts(self, key: str) -> tuple[Tensor | QuantizedMatrix, ...]:
         """The weight as the checkpoint has it, in one or more parts to be stacked; for who copies it at once.
 
         What is handed out may lie in a mapped file: it must be neither changed nor kept.

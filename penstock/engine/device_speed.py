@@ -35,10 +35,15 @@ def device_name(device: torch.device) -> str:
     return names[0] if names else "cpu"
 
 
-def cost_floor(spec: DecoderSpec, info: ModelInfo, device: torch.device, *, itemsize: int) -> CostFloor:
-    """The floor of a model's cost on this device. `itemsize` is that of its activations and KV cache."""
+def cost_floor(
+    spec: DecoderSpec, info: ModelInfo, device: torch.device, *, itemsize: int, kept_bits: int = 0
+) -> CostFloor:
+    """The floor of a model's cost on this device. `itemsize` is that of its activations and KV cache,
+    `kept_bits` the width of weights that are computed with as the checkpoint has them; 0: they are not.
+    """
     dtype = "fp32" if itemsize == 4 else "bf16"
-    weights = dtype if info.quantization == "none" else info.quantization
+    weights = f"int{kept_bits}" if kept_bits else info.quantization
+    weights = weights if weights in ("int8", "int4") else dtype
     bandwidth, rate = measured_speed(device)
     speed = Accelerator(
         name=info.device,

@@ -39,7 +39,7 @@ from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results
 from penstock.engine.scoring import score_chunks
 from penstock.engine.wiring import StepModel, choose_computing, wire_model
-from penstock.models.registry import read_spec
+from penstock.models.registry import read_spec, stored_quantization
 from penstock.planning.roofline import CostFloor
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.limits import BatchLimits, resolve_max_running
@@ -188,8 +188,10 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     device = torch.device("cpu")
     on_progress("reading the configuration", 0, 0)
     spec, names = read_spec(model_path)
+    stored = None if config.load_format == "random" else stored_quantization(model_path)
     computing = choose_computing(config, spec)
     dtype = computing.dtype
+    kept_bits = stored.bits if stored is not None and stored.bits in computing.kept_bits else 0
 
     def on_bytes(done: int, total: int) -> None:
         on_progress("loading weights", done, total)
@@ -197,7 +199,15 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     if config.load_format == "random":
         weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes)
     else:
-        weights = load_weights(model_path, spec, names, dtype, on_bytes)
+        weights = load_weights(
+            model_path,
+            spec,
+            names,
+            dtype,
+            on_bytes,
+            quantization=stored,
+            kept_bits=computing.kept_bits,
+        )
     # Memory for the weights is reserved: they are read when the decoder is built.
     size, free = dtype.itemsize, free_memory_bytes() - weights.num_bytes_left
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
@@ -206,7 +216,9 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         identity=identify(model_path, config, dtype=name_of(dtype), kernels=computing.kernels),
         architecture=spec.architecture,
         dtype=name_of(dtype),
-        quantization=config.quantization,
+        quantization=stored.name
+        if stored is not None and config.quantization == "none"
+        else config.quantization,
         num_parameters=spec.num_parameters,
         vocab_size=spec.vocab_size,
         max_model_len=budget.max_model_len,
@@ -235,6 +247,6 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             sampler=sampler,
             step_tokens=config.step_tokens,
             host=host_store(cache, info.num_host_blocks),
-            floor=cost_floor(spec, info, device, itemsize=size),
+            floor=cost_floor(spec, info, device, itemsize=size, kept_bits=kept_bits),
         )
     )

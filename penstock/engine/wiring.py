@@ -21,7 +21,7 @@ from penstock.engine.fingerprint import torch_kernels
 from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
-from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
+from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, Type
 from penstock.errors import ConfigError
 from penstock.models.spec import DecoderSpec
 
@@ -95,6 +95,14 @@ class Computing:
     """Of activations and the KV cache, and of weights that are not quantized."""
     precision: Precision = "native"
     """Of the weights."""
+
+    @property
+    def kept_bits(self) -> frozenset[int]:
+        """Widths of a checkpoint's own integers that are computed with; others are made dense."""
+        if self.native is None or self.precision != "native":
+            return frozenset()
+        widths = ((4, Type.I4), (8, Type.I8))
+        return frozenset(bits for bits, kind in widths if self.native.supports(kind))
 
     @property
     def kernels(self) -> str:

@@ -29,6 +29,7 @@ from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.tenants import TenantsAdmin
+from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.http.errors import error_response, failure_of
@@ -47,6 +48,7 @@ from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS
 from penstock.policy.admission.admit import Promises
 from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.rng import fresh_key
+from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import AccessLine
@@ -80,7 +82,11 @@ class Gateway:
         assert names_callers(config.auth), "whoever wires the gateway makes a key"
         metrics, clock, ids, log = tools.metrics, tools.clock, tools.ids, tools.log
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
-        self.tenancy = Tenancy(config, clock=clock, log=log)
+        watch = peers or Watch(config, clock, log, lambda: self._inspect.rendered())
+        self._watch = watch if isinstance(watch, Watch) else None
+        self.notes = Notes(clock, watch.keep)
+        """For the audit trail."""
+        self.tenancy = Tenancy(config, clock=clock, log=log, notes=self.notes if peers is None else None)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
@@ -113,6 +119,7 @@ class Gateway:
             kept=self._policies.kept,
             locality=locality,
             log=log,
+            notes=self.notes,
         )
         names = [model.name for model in self._services.models]
         self._counters = FairCounters(names, self._dispatcher.control.lane)
@@ -120,15 +127,21 @@ class Gateway:
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         self._recorder = Recorder(Promises(config.admission), metrics)
-        watch = peers or Watch(config, clock, log, self._inspect.rendered)
-        self._watch = watch if isinstance(watch, Watch) else None
-        admin = Admin(self._services, self._inspect, registry, members, watch)
-        self._console = Console(self._services, self._inspect, admin)
-        self._responses = Responses(self._services, generate := Generate(self._services))
-        tenants = TenantsAdmin(self._services, self.tenancy)
-        self._routes = Routes(generate, self._responses, self._inspect, admin, tenants, self._console)
+        self._left_alone = LeftAlone(self._dispatcher.left_alone, self.notes)
+        self._routes = self._make_routes(registry, members, watch)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
+
+    def _make_routes(
+        self, registry: Registry, members: Members | None, watch: Watch | GatewayPeers
+    ) -> Routes:
+        services = self._services
+        self._trails = WorkerTrails(registry, self._clock)
+        admin = Admin(services, self._inspect, registry, members, watch, self._trails)
+        self._console = Console(services, self._inspect, admin)
+        self._responses = Responses(services, generate := Generate(services))
+        tenants = TenantsAdmin(services, self.tenancy)
+        return Routes(generate, self._responses, self._inspect, admin, tenants, self._console)
 
     @property
     def num_accepted(self) -> int:
@@ -338,8 +351,10 @@ class Gateway:
             if before_ns - told_ns >= NS_PER_S:  # Counting takes a millisecond.
                 told_ns = before_ns
                 self._metrics.kv_index_stats(self._kv.statistics(before_ns))
+                self._trails.sample()
                 for model in self._services.models:
                     stretched.look(model.name, self._dispatcher.control.lane(model.name))
+                    self._left_alone.look(model.name)
             if heartbeat_s > 0:
                 self._dispatcher.heartbeat(ticks)
 

@@ -246,6 +246,14 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     floor_ns: int = 0
     """The least time in which the device could have done that work in full batches
     (`planning/roofline.py`)."""
+    timed_steps: int = 0
+    """Steps with work. The fields below are sums over them (`schedule.step_time.StepSums`), by which gateways
+    see a worker that is slower than its peers."""
+    timed_tokens: int = 0
+    timed_sequences: int = 0
+    timed_kv_read: int = 0
+    timed_pairs: int = 0
+    timed_ns: int = 0
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):

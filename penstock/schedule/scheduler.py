@@ -266,6 +266,7 @@ class Scheduler:
             yields=self._counters.yields,
             rows_max=self._planner.row_bound.rows_max,
             host=self._manager.host.statistics(),
+            sums=self._prefill.sums,
         )
 
     def check_invariants(self) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.kv.cache.host_tier import HostStatistics
+from penstock.schedule.step_time import StepSums
 
 
 @dataclass(slots=True)
@@ -42,3 +43,5 @@ class SchedulerStatistics:
     (`schedule/prefill_budget.py`)."""
     host: HostStatistics
     """The KV cache's host tier."""
+    sums: StepSums
+    """What all steps computed, and in which time; goes on counting."""

@@ -136,6 +136,8 @@ class CostDays:
         self._seen: dict[str, CostSums] = {}
         self._days: dict[str, dict[str, CostSums]] = {}
         """Today, and a day before that is not written yet."""
+        self.has_news = False
+        """Something was taken and is not written yet."""
         self._name = f"{os.getpid()}-{clock.wall_ns():x}"
 
     def take(self, page: bytes) -> bool:
@@ -147,6 +149,7 @@ class CostDays:
         today = self._days.setdefault(_day(self._clock.wall_ns() // NS_PER_S), {})
         for model, sums in now.items():
             today.setdefault(model, CostSums()).add(sums.since(before.get(model, CostSums())))
+        self.has_news = True
         return True
 
     def write(self) -> None:
@@ -155,6 +158,7 @@ class CostDays:
         Raises:
             OSError: it cannot be written.
         """
+        self.has_news = False  # Of what does not reach the disk the next time has all.
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for day in sorted(self._days):
             path = self._directory / f"{day}-{self._name}.json"

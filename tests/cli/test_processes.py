@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import os
 
 import msgspec
@@ -11,21 +12,29 @@ from penstock.cli.wiring.gateway_process import read_launch
 from penstock.cli.wiring.processes import GatewayProcesses, ProcessStats
 from penstock.clock import SystemClock
 from penstock.config.flow import SharedConfig
+from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig, TenantConfig, TracesConfig
 from penstock.errors import OperatorError
-from penstock.protocol.peers import ChildLaunch, ChildReport, Snapshot
+from penstock.gateway.shared.peers import GatewayPeers
+from penstock.policy.admission.admit import Promises
+from penstock.policy.queueing.fair_counters import FairCounters
+from penstock.protocol.peers import ChildLaunch, ChildReport, LookAt, Snapshot
+from penstock.telemetry.audit import Notes
+from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
 
 NO_TRACES = TracesConfig()
 TEXT = b"# HELP a_total A.\n# TYPE a_total counter\na_total %d.0\n# HELP g G.\n# TYPE g gauge\ng %d.0\n"
 
 
-def processes(traces: TracesConfig = NO_TRACES, **shared: object) -> GatewayProcesses:
+def processes(traces: TracesConfig = NO_TRACES, ledger: str = "", **shared: object) -> GatewayProcesses:
     config = Config(
         server=ServerConfig(port=0, processes=3),
         auth=AuthConfig(disabled=True),
         shared=SharedConfig(**shared),
         traces=traces,
+        ledger=LedgerConfig(directory=ledger),
     )
     clock = SystemClock()
     return GatewayProcesses(
@@ -109,6 +118,26 @@ def test_a_configuration_that_no_process_would_take_replaces_nothing() -> None:
         assert made._config.server == running.server  # That waits for a restart.
         (news,) = told
         assert msgspec.json.decode(news.config, type=Config) == made._config
+        await made.kill()
+
+    asyncio.run(check())
+
+
+def test_what_happens_in_a_process_is_in_the_parents_audit_trail(tmp_path) -> None:
+    async def check() -> None:
+        made = processes(ledger=str(tmp_path))
+        await made.start([])
+        peers = GatewayPeers(made._path)
+        recorder = Recorder(Promises(made._config.admission), Metrics(["m"], version="1"))
+        await peers.start(lambda: snapshot(1, 1), FairCounters([], lambda _: None), recorder)
+        Notes(SystemClock(), peers.keep).note("admin", "drained", "m-0", by="sk-abc")
+        assert not await made.reload(msgspec.structs.replace(made._config, auth=AuthConfig()))
+        told = json.loads(await peers.look(LookAt("audit", most=10)))["events"]
+        assert [(each["kind"], each["what"]) for each in told] == [
+            ("admin", "drained"), ("config", "refused"), ("server", "started"),
+        ]  # fmt: skip
+        assert told[1]["why"].startswith("auth: it names nobody")
+        peers.close()
         await made.kill()
 
     asyncio.run(check())

@@ -314,6 +314,50 @@ def told_of_alerts(now: int = NOW_MS // 1000) -> dict:
     }
 
 
+def told_of_events(now: int = NOW_MS // 1000) -> dict:
+    """As `GET /admin/audit` answers."""
+    events = (
+        (
+            "alert",
+            "fires (page)",
+            "TtftBurn, model chat-70b",
+            "17.2 % of requests had a late first token",
+            "",
+            340,
+        ),
+        (
+            "worker",
+            "is left alone",
+            "chat-8b-23",
+            "its breaker is open: 3 of its last 10 requests failed",
+            "",
+            900,
+        ),
+        ("admin", "drained", "chat-70b-05", "", "admin-4be1a07c", 1500),
+        ("config", "in force", "configuration", "", "", 4000),
+        ("admin", "key made", "sk-k2v7q2mwz5ta", "tenant initech", "sk-opsboss2k7xq", 5200),
+        ("alert", "is over", "QueueSustained, model chat-8b", "41 requests wait and 12 run", "", 7200),
+        ("worker", "is ready", "chat-8b-29", "model chat-8b", "", 8000),
+        (
+            "worker",
+            "is not ready",
+            "chat-8b-29",
+            "the worker was killed by SIGKILL; restart 1 in 1 s",
+            "",
+            8030,
+        ),
+        ("server", "started", "0.1.0", "", "", 93_784),
+    )
+    return {
+        "events": [
+            {"number": -i, "at_ms": (now - ago) * 1000}
+            | dict(zip(("kind", "what", "about", "why", "by"), named, strict=True))
+            for i, (*named, ago) in enumerate(events, -len(events))
+        ],
+        "total": len(events),
+    }  # fmt: skip
+
+
 def told_of_tenants() -> dict:
     """As `GET /admin/tenants` answers."""
     return {
@@ -360,6 +404,7 @@ class Replay(ThreadingHTTPServer):
         self.orders: list[str] = []
         self.answers: dict[str, object] = {
             "/admin/alerts": told_of_alerts(),
+            "/admin/audit": told_of_events(),
             "/admin/tenants": told_of_tenants(),
             "/admin/keys": told_of_keys(),
         }

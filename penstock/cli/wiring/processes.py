@@ -35,6 +35,7 @@ from penstock.protocol.peers import (
     ChildReport,
     Done,
     EndedRequests,
+    Happened,
     LookAt,
     ModelNumbers,
     Order,
@@ -48,6 +49,7 @@ from penstock.protocol.peers import (
     frame,
 )
 from penstock.protocol.worker import FrameDecoder, ProtocolError
+from penstock.telemetry.audit import AuditEvent, Notes
 from penstock.telemetry.counts import decode_rows
 from penstock.telemetry.log import Log
 from penstock.telemetry.pages import lasting, merged
@@ -126,7 +128,11 @@ class GatewayProcesses:
         self._clock, self._log, self._hash_key = clock, log, hash_key
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-gateways-")  # Mode 0700.
         self._path = f"{self._directory.name}/parent.sock"
-        self._tenancy = Tenancy(config, clock=clock, log=log)
+        self._stats, self._children = ProcessStats(), set[asyncio.StreamWriter]()
+        self._watch = Watch(config, clock, log, lambda: self._stats.sum().metrics)
+        self.notes = Notes(clock, self._watch.keep)
+        """For the audit trail."""
+        self._tenancy = Tenancy(config, clock=clock, log=log, notes=self.notes)
         self._leases = None
         if not config.shared.url:
             self._leases = LeaseServer(config.shared, Path(f"{self._directory.name}/leases.sock"), clock)
@@ -136,8 +142,6 @@ class GatewayProcesses:
         self.on_order: Callable[[Order], Awaitable[None]] = _ignore_order
         """Called when somebody has told one of the processes to take a worker out of service, or to bring it
         back, before the others hear of it."""
-        self._stats, self._children = ProcessStats(), set[asyncio.StreamWriter]()
-        self._watch = Watch(config, clock, log, lambda: self._stats.sum().metrics)
         self._told = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._running: dict[int, Process] = {}
@@ -272,6 +276,7 @@ class GatewayProcesses:
                 return
             delay_s = budget.take() or BACKOFF_MAX_S
             self._log.error("a gateway process ended", index=index, code=code, restart_in_s=delay_s)
+            self.notes.note("server", "a gateway process ended", str(index), why=f"exit code {code}")
             await sleep(delay_s)
 
     async def _spawn(self, index: int) -> Process:
@@ -315,6 +320,8 @@ class GatewayProcesses:
                         self._pass_on(message, writer)
                     elif isinstance(message, EndedRequests):
                         self._watch.history.add(decode_rows(message.body))
+                    elif isinstance(message, Happened):
+                        self._watch.keep(msgspec.json.decode(message.body, type=AuditEvent))
                     elif isinstance(message, LookAt):
                         writer.write(frame(View(self._watch.look(message))))
                     else:

@@ -266,7 +266,7 @@ class Stack:
             for task in tasks:
                 task.cancel()
         await wait_for_attached(self._registry, self._models, self._log)
-        self._fleet_log = FleetLog(self._registry, self._log)
+        self._fleet_log = FleetLog(self._registry, self._log, self._gateway.notes)
 
     async def _wait_for(self, worker: LaunchedWorker, display: LoadingDisplay) -> None:
         name = worker.spec.model_name

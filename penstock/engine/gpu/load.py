@@ -3,6 +3,7 @@ for the KV cache.
 """
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,12 +38,14 @@ from penstock.engine.memory import (
     plan_kv,
 )
 from penstock.errors import ConfigError
-from penstock.models.registry import read_spec
+from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.limits import resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX
 from penstock.types import BLOCK_TOKENS
+
+_log = logging.getLogger(__name__)
 
 OnStage = Callable[[str, int, int], None]
 """Called with (stage in words, done, total)."""
@@ -108,7 +111,10 @@ def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> De
     if config.load_format == "random":
         weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes, device)
     else:
-        weights = load_weights(model_path, spec, names, dtype, on_bytes, device)
+        stored = stored_quantization(model_path)
+        if stored is not None:
+            _log.warning("%s: %s weights are made dense on a GPU", model_path, stored.name)
+        weights = load_weights(model_path, spec, names, dtype, on_bytes, device, quantization=stored)
     on_progress("preparing kernels", 0, 0)
     kernels = f"{torch_kernels()} {_device_name(device)} {target.ops.name}"
     identity = identify(model_path, config, dtype=name_of(dtype), kernels=kernels)

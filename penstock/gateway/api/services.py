@@ -19,6 +19,7 @@ from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.placement.pick import ComplexityChoice, DecisionLog
 from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
+from penstock.telemetry.audit import Notes
 from penstock.telemetry.decision_files import DecisionKeeper
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -51,6 +52,8 @@ class Services:
     locality: KVLocality
     """Where prompts are cached; makes their keys."""
     log: Log
+    notes: Notes
+    """For the audit trail."""
     leaving: bool = False
     """The server was told to stop: `/ready` says no."""
     draining: bool = False

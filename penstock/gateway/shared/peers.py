@@ -4,12 +4,15 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from penstock.clock import sleep
 from penstock.errors import Overloaded
 from penstock.policy.queueing.fair_counters import FairCounters, ServedUnits
 from penstock.protocol.peers import (
     Ask,
     EndedRequests,
+    Happened,
     LookAt,
     Order,
     ServedTokens,
@@ -21,6 +24,7 @@ from penstock.protocol.peers import (
     frame,
 )
 from penstock.protocol.worker import FrameDecoder
+from penstock.telemetry.audit import AuditEvent
 from penstock.telemetry.history import Recorder
 
 TELL_S = 1.0
@@ -61,6 +65,10 @@ class GatewayPeers:
         """Let the other processes of this server count what tenants were served here; see `FairLink`."""
         if self._writer.transport.get_write_buffer_size() < UNREAD_BYTES_MAX:
             self._writer.write(frame(ServedTokens(served)))
+
+    def keep(self, event: AuditEvent) -> None:
+        """Let the parent keep what happened here."""
+        self._writer.write(frame(Happened(msgspec.json.encode(event))))
 
     async def sum(self) -> Sum:
         """The numbers of all processes; of this one alone if the parent does not answer."""
