@@ -39,6 +39,7 @@ from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results
 from penstock.engine.scoring import score_chunks
 from penstock.engine.wiring import StepModel, choose_computing, wire_model
+from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.planning.roofline import CostFloor
 from penstock.protocol.worker import ModelInfo
@@ -178,6 +179,10 @@ def build_runner(
     return runner
 
 
+def _weights_name(config: EngineConfig, stored: Quantization | None) -> str:
+    return stored.name if stored is not None and config.quantization == "none" else config.quantization
+
+
 def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> Runner:
     """Load the model in `model_path` and wire a runner on the CPU for it. `warm_up` is left to the caller.
 
@@ -216,9 +221,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         identity=identify(model_path, config, dtype=name_of(dtype), kernels=computing.kernels),
         architecture=spec.architecture,
         dtype=name_of(dtype),
-        quantization=stored.name
-        if stored is not None and config.quantization == "none"
-        else config.quantization,
+        quantization=_weights_name(config, stored),
         num_parameters=spec.num_parameters,
         vocab_size=spec.vocab_size,
         max_model_len=budget.max_model_len,

@@ -5,8 +5,6 @@
 
 This is what the driver's ports are here; gateway/dispatch/dispatcher.py has those on an event loop, with
 bytes.
-
-What a simulated gateway keeps with each accepted request.
 """
 
 from collections.abc import Sequence
@@ -33,7 +31,7 @@ from penstock.sim.traffic.prompts import LazyTokens
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches
 from penstock.sim.world.events import LocalClock, Rank, Timeline
-from penstock.sim.world.facts import Facts, Network, RunRecorder
+from penstock.sim.world.facts import Facts, Network, RunRecorder, Ticket, ticket_of
 from penstock.sim.world.messages import (
     Began,
     Failed,
@@ -47,27 +45,6 @@ from penstock.sim.world.messages import (
 from penstock.sim.world.store import SharedStore, SimFairExchange, SimLeaseKeeper
 from penstock.sim.world.worker import SimWorker
 from penstock.types import FinishReason, RequestId, Usage, WorkerId
-
-
-class Ticket:
-    """One request as its client sees it."""
-
-    __slots__ = ("first_ns", "num_told", "number", "request", "usage")
-
-    def __init__(self, request: SimRequest, number: int) -> None:
-        self.request, self.number = request, number
-        self.num_told = 0
-        """Tokens of the answer that the client has."""
-        self.first_ns = -1
-        self.usage = Usage()
-        """What the worker reported with the first token."""
-
-
-def ticket_of(request: Request) -> Ticket:
-    """The ticket that the gateway submitted it with."""
-    assert isinstance(request.io, Ticket), f"{request.id} is not a simulated request"
-    return request.io
-
 
 _TOKEN_BYTES = 4
 
@@ -329,9 +306,7 @@ class SimGateway:
         """See `driver.Records`."""
         self.clock.time_ns = request.ended_ns
         record = request.record(self.clock.wall_ns())
-        if machine_micros:
-            record = msgspec.structs.replace(record, accelerator_cost_micros=machine_micros)
-        self._recorder.billed(record)
+        self._recorder.billed(msgspec.structs.replace(record, accelerator_cost_micros=machine_micros))
 
     def predicted(self, request: Request, error: float) -> None:
         """See `driver.Records`."""
