@@ -30,10 +30,10 @@ from penstock.protocol.worker import (
     sampling_problem,
     weight_of,
 )
-from penstock.schedule.limits import BatchLimits
-from penstock.schedule.order import waiting_queue
+from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
+from penstock.schedule.queue import waiting_queue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.schedule.step import Flight

@@ -340,6 +340,7 @@ class Gateway:
             self._metrics.connections.set(self._server.num_connections)
             self._inspect.num_connections = self._server.num_connections
             self._dispatcher.tick()
+            self._policies.prober.tick()
             self._report_spending()
             self._metrics.traces(self._traces.exported, self._traces.dropped)
             if (leases := self._policies.limits.leases) is not None:

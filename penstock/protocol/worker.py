@@ -255,6 +255,18 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     timed_pairs: int = 0
     timed_ns: int = 0
 
+    @property
+    def timed(self) -> tuple[int, int, int, int, int, int]:
+        """Steps, tokens, sequences, KV tokens read, pairs and nanoseconds."""
+        return (
+            self.timed_steps,
+            self.timed_tokens,
+            self.timed_sequences,
+            self.timed_kv_read,
+            self.timed_pairs,
+            self.timed_ns,
+        )
+
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """The answer to `Ping`: the process runs and its socket is served.

@@ -218,6 +218,10 @@ def _in_state(state: str) -> Sum:
     return Sum("penstock_workers", match=(("state", state),))
 
 
+def _found(cause: str) -> Sum:
+    return Sum("penstock_anomalous_workers", match=(("cause", cause),))
+
+
 _READY = _in_state("ready")
 _BUSY = Ratio(Sum("penstock_engine_step_seconds_total", window_s=15 * MINUTE_S), _READY, 1 / (15 * MINUTE_S))
 _COST = Sum("penstock_accelerator_cost_total", window_s=15 * MINUTE_S)
@@ -251,6 +255,18 @@ _SYMPTOMS = (
             Test(_in_state("warming"), "==", 0.0),
         ),
         for_s=2 * MINUTE_S,
+    ),
+    Rule(
+        "WorkerWrong",
+        "page",
+        "A worker answers its probes wrongly again and again: its weights or its device are damaged.",
+        (Test(_found("wrong"), ">", 0.0, "{value:.0f} workers answer wrongly"),),
+    ),
+    Rule(
+        "WorkerSlow",
+        "page",
+        "A worker's steps take longer than its peers' at the same load, and go on doing so.",
+        (Test(_found("slow"), ">", 0.0, "{value:.0f} workers are slow"),),
     ),
     Rule(
         "QueueSustained",

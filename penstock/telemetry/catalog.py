@@ -102,6 +102,9 @@ NEEDED_BY = (
     ("attempt", "on call"),
     ("breaker", "on call"),
     ("hedges", "on call; capacity"),
+    ("probe", "on call: workers that compute wrongly"),
+    ("anomalous", "on call: workers that compute wrongly or slowly"),
+    ("ejections", "on call: workers that compute wrongly or slowly"),
     ("migrations", "on call"),
     ("ttft_prediction", "routing"),
     ("backend", "on call: workers of other engines"),
@@ -326,6 +329,23 @@ CATALOG = (
         "token.",
         MODEL, ERROR_BUCKETS,
     ),
+    # Probes and anomalies (policy/resilience/).
+    Metric("penstock_probes_total", "counter", "Probes by verdict: right, wrong, undecided, none.",
+        ("model", "verdict")),
+    Metric("penstock_probe_ttft_seconds", "gauge", "Time to first token of a worker's last probe.", WORKER,
+        shared=True),
+    Metric("penstock_probe_tpot_seconds", "gauge", "Time per further token of a worker's last probe.", WORKER,
+        shared=True),
+    Metric("penstock_probe_logprob_distance", "gauge", "Largest difference between log-probabilities of a "
+    "worker's last probe and its golden answer, in nats.", WORKER, shared=True),
+    Metric("penstock_worker_slowness_ratio", "gauge", "Step times of a worker over those of its peers at the "
+    "same load; 1 if not known.", WORKER, shared=True),
+    Metric("penstock_worker_weight_ratio", "gauge", "Share of its capacity that a worker is given: 1, 0.5 in "
+    "doubt, 0 ejected.", WORKER, shared=True),
+    Metric("penstock_anomalous_workers", "gauge", "Workers found slow or wrong for certain, by cause.",
+        ("model", "cause"), shared=True),
+    Metric("penstock_ejections_total", "counter", "Workers that were given nothing more, by cause.",
+        ("model", "cause")),
     # External workers.
     Metric(
         "penstock_backend_requests_total", "counter", "Completed streams of external workers, by outcome.",

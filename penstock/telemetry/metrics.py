@@ -20,6 +20,7 @@ from penstock.policy.lifecycle.machine_costs import Costs
 from penstock.policy.limits.price import MICROS
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
+from penstock.telemetry.anomaly_meters import AnomalyMeters
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, OutcomeLabel
 from penstock.telemetry.ledger import LedgerStatistics
 from penstock.telemetry.tenant_labels import TenantLabels
@@ -144,6 +145,10 @@ class Metrics:
     def model(self, name: str) -> "ModelMetrics":
         """The handles of one configured model."""
         return self._models[name]
+
+    def anomalies(self) -> AnomalyMeters:
+        """Those of probes, and of workers that are slow or wrong."""
+        return AnomalyMeters(self._table.gauge, self._table.counter)
 
     def backend(self, engine: str) -> BackendMeters:
         """The counters of one engine that is not ours."""

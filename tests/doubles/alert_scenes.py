@@ -89,6 +89,7 @@ COST_BUSY, COST_IDLE = (
 FLOOR = 'penstock_accelerator_floor_total{model="m"}'
 PENDING, LOST = "penstock_ledger_pending_records", "penstock_ledger_lost_records_total"
 DISK = "penstock_disk_free_ratio"
+WRONG, SLOW = (f'penstock_anomalous_workers{{model="m",cause="{each}"}}' for each in ("wrong", "slow"))
 
 
 def workers(*spans: tuple[int, float]) -> dict[str, Sequence[tuple[int, float]]]:
@@ -148,6 +149,16 @@ SYMPTOMS = (
         "a model loads for ten minutes",
         gauges=workers((10, 0), (20, 1)) | {LOADING: [(10, 1), (20, 0)]},
         fires={9: NONE, 20: NONE},
+    ),
+    Scene(
+        "a worker answers wrongly",
+        gauges={WRONG: [(10, 0), (5, 1), (10, 0)], SLOW: [(25, 0)]},
+        fires={10: NONE, 12: alert("WorkerWrong", "page"), 20: NONE},
+    ),
+    Scene(
+        "a worker is slow",
+        gauges={SLOW: [(10, 0), (5, 1), (10, 0)], WRONG: [(25, 0)]},
+        fires={10: NONE, 12: alert("WorkerSlow", "page"), 20: NONE},
     ),
     Scene(
         "a queue that stays",

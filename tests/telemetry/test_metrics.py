@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.policy.lifecycle.machine_costs import Costs
+from penstock.policy.resilience.probes import ProbeAnswer
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
@@ -64,6 +65,11 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     meters.scrape_failed()
     metrics.placed("m", "ttft", "best")
     metrics.matched("m", 0.5)
+    anomalies = metrics.anomalies()
+    anomalies.probed("m", "m-0", "right", ProbeAnswer(tokens=()), 0.0)
+    anomalies.ejected("m", "slow")
+    anomalies.workers([("m", "m-0", None, 1.0)])
+    anomalies.certain([("m", "slow")])
     metrics.shared_limits(is_away=True, failures=2, num_gateways=3)
     metrics.accelerator_costs({"m": Costs()})
     told = [stats(1), msgspec.structs.replace(stats(2), memory_ns=MS)]

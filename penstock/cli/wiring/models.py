@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock import rng
+from penstock.backends.http.address import HttpBackendLimits, HttpLimits
 from penstock.backends.http.backend import BackendDependencies
-from penstock.backends.http.limits import HttpBackendLimits, HttpLimits
 from penstock.clock import NS_PER_S, Clock
-from penstock.config.presets import resolve, served_name
+from penstock.config.checkpoints import resolve, served_name
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import CheckpointError
 from penstock.fleet.members import worker_id_at

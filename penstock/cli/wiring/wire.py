@@ -25,10 +25,10 @@ from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, 
 from penstock.cli.wiring.processes import GatewayProcesses
 from penstock.cli.wiring.progress import FleetLog, LoadingDisplay
 from penstock.clock import Clock
+from penstock.config.checkpoints import with_members
 from penstock.config.engine_settings import promised, with_quota
 from penstock.config.fleet import FleetConfig
 from penstock.config.machine import state_directory
-from penstock.config.presets import with_members
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError
 from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerStopped

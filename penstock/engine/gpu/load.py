@@ -41,7 +41,7 @@ from penstock.errors import ConfigError
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
 from penstock.protocol.worker import ModelInfo
-from penstock.schedule.limits import resolve_max_running
+from penstock.schedule.batch import resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX
 from penstock.types import BLOCK_TOKENS
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from penstock.clock import NS_PER_MS, Clock
 from penstock.engine.decoder import Decoder
-from penstock.engine.gpu.attention import DeviceAttention
 from penstock.engine.gpu.graphs import GraphCache, GraphLimits, StepKind
+from penstock.engine.gpu.layers import DeviceAttention
 from penstock.engine.gpu.ops import Ops
 from penstock.engine.gpu.platform import Platform
 from penstock.engine.gpu.results import DeviceFlight, scored_targets

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.arrays import Int64Array
-from penstock.engine.attention.base import AttentionBatch, Int32Array
+from penstock.engine.arrays import Int32Array, Int64Array
+from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import rotary_angles

@@ -24,6 +24,7 @@ from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.placement.pick import explain, explain_choice, without_waits
+from penstock.policy.resilience.anomalies import Anomalies
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
 from penstock.protocol.peers import LookAt, ModelNumbers, Sum
 from penstock.telemetry.audit import LISTED_MAX, Kind
@@ -83,8 +84,11 @@ class Admin:
         left_alone = dict[WorkerId, str]()
         for model in self._services.models:
             left_alone |= self._services.dispatcher.left_alone(model.name)
+        anomalies = self._services.dispatcher.anomalies
         workers = [
-            _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, ""), self._inspect.mbu(worker))
+            _worker(
+                worker, now_ns, wall_ns, left_alone.get(worker.id, ""), anomalies, self._inspect.mbu(worker)
+            )
             for worker in self._registry
         ]
         return FleetReport(
@@ -302,9 +306,16 @@ def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
     )
 
 
-def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str, mbu: float | None) -> WorkerReport:
-    status = worker.backend.status
-    stats = status.stats
+def _worker(
+    worker: Worker,
+    now_ns: int,
+    wall_ns: int,
+    left_alone: str,
+    anomalies: Anomalies,
+    mbu: float | None,
+) -> WorkerReport:
+    status, watched = worker.backend.status, anomalies.get(worker.id)
+    stats, slowness = status.stats, anomalies.slowness(worker.id)
     return WorkerReport(
         id=worker.id,
         model=worker.route,
@@ -312,6 +323,9 @@ def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str, mbu: flo
         state=worker.state.value,
         stage=worker.stage,
         left_alone=left_alone,
+        standing=watched.standing.value if watched is not None else "",
+        slowness=None if slowness is None else round(slowness, 3),
+        probe=watched.verdict if watched is not None else "",
         epoch=worker.epoch,
         address=worker.address,
         identity=status.info.identity if status.info is not None else "",

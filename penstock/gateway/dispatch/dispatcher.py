@@ -150,7 +150,7 @@ class Dispatcher:
         is_shared: bool = False,
     ) -> None:
         """`is_shared`: other gateways use the same workers."""
-        self.control = policies.control
+        self.control, self.anomalies = policies.control, policies.anomalies
         self._limiter, self._slots, self._clock, self._log = policies.limiter, slots, clock, log
         self._metrics, self._health, self._registry = metrics, policies.health, registry
         self._slice_tokens, self._hedges = policies.slice_tokens, policies.hedges is not None
@@ -165,6 +165,7 @@ class Dispatcher:
             self.control,
             registry,
             self.meters,
+            policies.anomalies,
             is_shared=is_shared,
             shed_kv_above=policies.shed_kv_above,
             on_news=self._dispatch_soon,
@@ -222,7 +223,7 @@ class Dispatcher:
 
     def left_alone(self, model: str) -> Mapping[WorkerId, str]:
         """Workers of a model that are ready and given nothing, or little, and why."""
-        return self._health.left_alone(self._clock.now_ns(), model)
+        return self._health.left_alone(self._clock.now_ns(), model) | self._workers.left_alone(model)
 
     def heartbeat(self, ticks: int) -> None:
         """Let every reply that was silent for `ticks` calls show that it lives."""
