@@ -30,13 +30,21 @@ TICK_S = 1.0
 LOOK_S = 5.0
 """Alerts that somebody looks at are not older."""
 Rows = Iterable[tuple[Series, Counts]]
+Tail = Callable[[str], Any]
+"""A worker's last lines, by its id; None if another machine, or nothing, has them."""
+
+
+def no_tail(_: str) -> None:
+    """Where no workers are launched."""
 
 
 class Watch:
     """`start` it once, `look` at it."""
 
-    def __init__(self, config: Config, clock: Clock, log: Log, metrics: Callable[[], bytes]) -> None:
-        """`metrics` is the page of all gateway processes."""
+    def __init__(
+        self, config: Config, clock: Clock, log: Log, metrics: Callable[[], bytes], tail: Tail = no_tail
+    ) -> None:
+        """`metrics` is the page of all gateway processes; `tail` gives the last lines of a worker's log."""
         self.history = History(clock)
         self.alerts = Alerts(config.slo, self.history, clock)
         place, self._costs = None, None
@@ -47,7 +55,7 @@ class Watch:
         self._audit = Audit(place and place / "audit.jsonl", log)
         self._notes = Notes(clock, self._audit.keep)
         self._keeper = HistoryKeeper(self.history, place and HistoryFiles(place), log)
-        self._clock, self._log, self._metrics = clock, log, metrics
+        self._clock, self._log, self._metrics, self._tail = clock, log, metrics, tail
         self._take: Callable[[], Rows] = tuple
         self._due_ns = 0
         self._task: asyncio.Task[None] | None = None
@@ -82,6 +90,8 @@ class Watch:
         return msgspec.json.encode(self._view(at))
 
     def _view(self, at: LookAt) -> Any:  # noqa: ANN401
+        if at.view == "log":
+            return {"worker": at.about, "lines": self._tail(at.about)}
         if at.view == "audit":
             return self._audit.report(kind=at.about, before=at.before, most=at.most)
         self.history.add(self._take())
