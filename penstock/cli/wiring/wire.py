@@ -41,7 +41,7 @@ from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.found import attached, launched
 from penstock.gateway.app import Gateway
 from penstock.gateway.dispatch.assemble import GatewayTools
-from penstock.gateway.http.server import bound_sockets
+from penstock.gateway.http.server import bound_sockets, refuse_the_rest
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.peers import LaunchNote, Order, WorkerAt
 from penstock.telemetry.log import Log
@@ -284,6 +284,8 @@ class Stack:
     async def drain(self, *, lameduck_s: float, listens: bool) -> None:
         """Stop as `Gateway.stop` says, then stop everything."""
         await self._gateway.stop(lameduck_s=lameduck_s, listens=listens)
+        if listens:
+            await refuse_the_rest(self.listeners, self._config.server, self._clock)
         await self._close(timeout_s=0.0)
 
     def hurry(self) -> None:
@@ -304,6 +306,8 @@ class Stack:
         self._discovery.stop()
         if self._processes is not None:
             await self._processes.kill()
+        for listener in self.listeners:
+            listener.close()
         await self._members.close(timeout_s)
         await self._launcher.close(timeout_s=timeout_s)
 
