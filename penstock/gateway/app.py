@@ -33,7 +33,7 @@ from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, 
 from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.http.errors import error_response, failure_of
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
-from penstock.gateway.http.server import HttpServer, tick_s
+from penstock.gateway.http.server import LAST_ANSWERS_S, LAST_BYTES_S, HttpServer, tick_s
 from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller
@@ -188,7 +188,7 @@ class Gateway:
         await self._until(lambda: not (self._dispatcher or begun & self._tasks), drain_s)
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         await self._responses.close()
-        await self._server.finish()
+        await self._server.finish(LAST_BYTES_S if self._hurried.is_set() else LAST_ANSWERS_S)
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -77,9 +77,13 @@ def test_the_worked_example(tmp_path: Path) -> None:
     assert found
     file = tmp_path / "fleet.yaml"
     file.write_text(found[1])
-    server = Server(tmp_path, "-c", str(file), "--port", "0", "--no-auth")
+    port = free_port()
+    server = Server(tmp_path, "-c", str(file), "--port", str(port), "--no-auth")
     try:
+        one_dies_while_it_loads(server, port)
         server.wait_ready()
+        server.wait_said("a worker does not come up; its model has others")
+        server.until(lambda: set(states(server).values()) == {"ready"}, "it did not come back")
         assert states(server) == {"tiny-0": "ready", "tiny-1": "ready"}
         assert len(server.workers) == 2
         os.kill(server.workers[0], signal.SIGKILL)
@@ -98,6 +102,26 @@ def test_the_worked_example(tmp_path: Path) -> None:
         assert "Traceback" not in server.err.read_text()
     finally:
         server.close()
+
+
+def one_dies_while_it_loads(server: Server, port: int) -> None:
+    """Both stand still until the server has told them what to load: then one dies, and one goes on."""
+    server.until(lambda: len(server.workers) == 2, "no workers")
+    first, second = server.workers
+    for pid in (first, second):
+        os.kill(pid, signal.SIGSTOP)
+    server.until(lambda: len(workers_at(port)) == 2, "they are not known")
+    os.kill(first, signal.SIGKILL)
+    os.kill(second, signal.SIGCONT)
+
+
+def workers_at(port: int) -> list[dict[str, Any]]:
+    """What a server says of its workers, before it is ready; nothing before it listens."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/admin/workers", timeout=60) as response:
+            return json.load(response)["workers"]
+    except OSError:
+        return []
 
 
 def history(server: Server) -> dict[str, list[int]]:

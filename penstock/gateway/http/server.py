@@ -19,7 +19,7 @@ from penstock.gateway.http.terms import WIRE_LIMITS, RelayTerms, WireLimits
 
 BACKLOG = 2048
 TICK_S_MAX = 1.0
-LAST_ANSWERS_S, LAST_BYTES_S = 1.0, 0.5
+LAST_ANSWERS_S, LAST_BYTES_S = 2.0, 0.5
 """When a server stops: for clients that are here to get their answers, and for connections to end."""
 HANDSHAKE_S = 0.1
 """For clients that were connecting when the door was shut."""
@@ -92,7 +92,7 @@ class HttpServer:
         for connection in list(self._connections):
             connection.close_if_idle()
 
-    async def finish(self) -> None:
+    async def finish(self, answers_s: float = LAST_ANSWERS_S) -> None:
         """Accept nothing new, and let clients that are here get their answers, and the last bytes leave."""
         self.close_listeners()
         self.close_idle()
@@ -100,7 +100,7 @@ class HttpServer:
         while self._connections:
             waited_s = (self._clock.now_ns() - began_ns) / NS_PER_S
             is_owed = any(connection.is_owed() for connection in self._connections)
-            if waited_s >= (LAST_ANSWERS_S if is_owed else LAST_BYTES_S):
+            if waited_s >= (answers_s if is_owed else LAST_BYTES_S):
                 return
             await sleep(POLL_S)
 
