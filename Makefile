@@ -95,11 +95,12 @@ check:  ## format, lint and type check
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyright
 
-format:  ## rewrite the sources in the house format, and the page of the configuration keys
+format:  ## rewrite the sources in the house format, and the pages of configuration keys and models
 	@$(DEV)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/python scripts/config_page.py
+	@$(BIN)/python scripts/models_page.py
 
 bench:  ## TTFT, TPOT and throughput of the demo model at concurrency 1, 8, 32, and the relay's CPU per chunk
 	@$(DEV)

@@ -24,7 +24,7 @@ from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import KVIndexLimits
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, LeastLoaded, Placement, WorkerCapacity
-from penstock.policy.queueing.terms import QueueTerms
+from penstock.policy.terms import QueueTerms
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.traffic.traces import Trace

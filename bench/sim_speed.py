@@ -55,12 +55,10 @@ PARTS = {
     "sim/traffic/request": "records and "
     "digest",
     "kv/cache/block_pool": "blocks and prefix cache", "kv/cache/manager": "blocks and prefix cache",
-    "kv/cache/prefix_cache": "blocks and prefix cache", "kv/hashing": "blocks and prefix cache",
+    "kv/hashing": "blocks and prefix cache",
     "policy/placement/route": "router",
-    "policy/placement/score": "router", "policy/placement/pick": "router", "policy/estimates/speed": "router",
-    "policy/estimates/online_linear_model": "models of waiting "
-    "and speed",
-    "policy/wait_time": "models of waiting and speed", "schedule/": "scheduler", "kv/": "KV index and its "
+    "policy/placement/score": "router", "policy/placement/pick": "router",
+    "policy/estimates": "models of waiting and speed", "schedule/": "scheduler", "kv/": "KV index and its "
     "events",
     "policy/": "flow control, limits, ledger",
 }  # fmt: skip

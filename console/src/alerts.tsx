@@ -1,5 +1,6 @@
-// What fires, what has fired, and how fast every promise's error budget burns.
+// What fires, how fast every promise's error budget burns, and what else happened.
 import type { JSX } from "preact";
+import { Trail } from "./audit";
 import * as format from "./format";
 import { usePolled } from "./poll";
 import { Empty, Page, Problem, Skeleton } from "./ui";
@@ -9,7 +10,6 @@ interface Alert {
   severity: string;
   labels: Record<string, string>;
   since: number;
-  ended?: number;
   why: string;
   summary: string;
   runbook: string;
@@ -33,7 +33,6 @@ interface SloRow {
 interface Report {
   now: number;
   firing: Alert[];
-  ended: Alert[];
   slo: SloRow[];
 }
 
@@ -69,15 +68,15 @@ function grouped(alerts: Alert[]): Alert[][] {
 
 function One({ alert, others = [], now }: { alert: Alert; others?: Alert[]; now: number }): JSX.Element {
   return (
-    <li class={`alert ${alert.ended ? "over" : toneOf(alert.severity)}`}>
+    <li class={`alert ${toneOf(alert.severity)}`}>
       <p class="alert-head">
-        <span class={`state ${alert.ended ? "off" : toneOf(alert.severity)}`}>
+        <span class={`state ${toneOf(alert.severity)}`}>
           <i aria-hidden="true" />
-          {alert.ended ? "over" : alert.severity}
+          {alert.severity}
         </span>
         <b>{alert.name}</b>
-        <span class="soft">{about(alert.ended ? alert.labels : without(alert.labels, RULE))}</span>
-        <span class="soft num alert-since">{alert.ended ? `${format.date(alert.ended * 1000)}, after ${format.duration(alert.ended - alert.since)}` : `for ${format.duration(Math.max(0, now - alert.since))}`}</span>
+        <span class="soft">{about(without(alert.labels, RULE))}</span>
+        <span class="soft num alert-since">{`for ${format.duration(Math.max(0, now - alert.since))}`}</span>
       </p>
       <p>{alert.why}</p>
       {others.length > 0 && (
@@ -92,11 +91,9 @@ function One({ alert, others = [], now }: { alert: Alert; others?: Alert[]; now:
           </ul>
         </details>
       )}
-      {!alert.ended && (
-        <p class="soft">
-          {alert.summary} Runbook: <code>{alert.runbook}</code>
-        </p>
-      )}
+      <p class="soft">
+        {alert.summary} Runbook: <code>{alert.runbook}</code>
+      </p>
     </li>
   );
 }
@@ -155,7 +152,7 @@ export function Alerts(): JSX.Element {
   const { told, problem, again } = usePolled<Report>("/admin/alerts", EVERY_MS);
   const found = told.value;
   return (
-    <Page title="Alerts" note={found ? (found.firing.length ? `${format.plural(grouped(found.firing).length, "alert")} firing` : "Nothing fires") : undefined}>
+    <Page title="Alerts and decisions" note={found ? (found.firing.length ? `${format.plural(grouped(found.firing).length, "alert")} firing` : "Nothing fires") : undefined}>
       {problem.value && <Problem message={problem.value} again={again} />}
       {!found && !problem.value && <Skeleton lines={4} />}
       {found && (
@@ -170,18 +167,9 @@ export function Alerts(): JSX.Element {
             )}
           </section>
           {found.slo.length > 0 && <Budgets rows={found.slo} />}
-          {found.ended.length > 0 && (
-            <section>
-              <h2 class="section-title">Over</h2>
-              <ol class="alerts">
-                {found.ended.map((each, i) => (
-                  <One key={i} alert={each} now={found.now} />
-                ))}
-              </ol>
-            </section>
-          )}
         </>
       )}
+      <Trail />
     </Page>
   );
 }

@@ -1,14 +1,18 @@
-"""What lies in a model's place that our engine cannot load: named for what it is, with what to do, before
-anything starts.
+"""Which directory a model argument means: a built-in demo model, a directory, or a hub id; and what
+lies there that holds no Hugging Face model.
 
-Looks at names, at `config.json` and at the first bytes of a file, never at weights. Whether a checkpoint that
-passes can be loaded is the engine's to say.
+Looks at names, at `config.json` and at the first bytes of a file, never at weights. `models/loadable.py` says
+whether the engine reads the weights of one that passes.
 """
 
+import difflib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
+
+from msgspec.structs import replace
 
 from penstock.config.tree import ModelConfig
 from penstock.errors import CheckpointError, ConfigError
@@ -16,20 +20,11 @@ from penstock.errors import CheckpointError, ConfigError
 GGUF_MAGIC = b"GGUF"
 JSON_BYTES_MAX = 16 * 1024 * 1024
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-_BY_VLLM = "or let a vLLM worker serve it (`workers`, docs/backends.md)"
-_GGUF = (
+BY_VLLM = "or let a vLLM worker serve it (`workers`, docs/backends.md)"
+GGUF_ADVICE = (
     "GGUF, llama.cpp's format, which our engine does not read: give the directory with the *.safetensors "
     "that it was made from; --quantization int8 or int4 rounds them while loading"
 )
-_METHODS = {
-    "awq": "AWQ",
-    "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors",
-    "fbgemm_fp8": "FP8",
-    "fp8": "FP8",
-    "gptq": "GPTQ",
-    "mxfp4": "MXFP4",
-}
 
 
 def refuse_file(path: str) -> ConfigError:
@@ -40,7 +35,7 @@ def refuse_file(path: str) -> ConfigError:
     except OSError:
         is_gguf = False
     if is_gguf:
-        return ConfigError(f"{path}: is {_GGUF}")
+        return ConfigError(f"{path}: is {GGUF_ADVICE}")
     return ConfigError(f"{path}: is a file; give the Hugging Face model directory")
 
 
@@ -50,19 +45,19 @@ def check_is_model(directory: Path) -> None:
     Raises:
         CheckpointError: it has no `config.json`; the message says what it has.
     """
-    if (directory / "adapter_config.json").is_file() and not _has_any(directory, WEIGHTS):
+    if (directory / "adapter_config.json").is_file() and not has_any(directory, WEIGHTS):
         base = str(
-            _json(directory / "adapter_config.json").get("base_model_name_or_path") or "its base model"
+            json_object(directory / "adapter_config.json").get("base_model_name_or_path") or "its base model"
         )
         raise CheckpointError(
             f"{directory}: is an adapter (LoRA) of {base[:128]}, not a whole model: merge it into that "
-            f"(peft: merge_and_unload, save_pretrained), {_BY_VLLM}"
+            f"(peft: merge_and_unload, save_pretrained), {BY_VLLM}"
         )
     if (directory / "config.json").is_file():
         return
-    if gguf := _first(directory, "*.gguf"):
-        raise CheckpointError(f"{directory}: {gguf} is {_GGUF}")
-    if (directory / "params.json").is_file() and _first(directory, "consolidated*"):
+    if gguf := first_match(directory, "*.gguf"):
+        raise CheckpointError(f"{directory}: {gguf} is {GGUF_ADVICE}")
+    if (directory / "params.json").is_file() and first_match(directory, "consolidated*"):
         raise CheckpointError(
             f"{directory}: is in the layout of Meta's and Mistral's own tools (params.json); give the "
             f"directory of the same model "
@@ -71,71 +66,17 @@ def check_is_model(directory: Path) -> None:
     raise CheckpointError(f"{directory}: no config.json there, so not a Hugging Face model directory")
 
 
-def check_loads(directory: Path, *, needs_weights: bool = True) -> None:
-    """Refuse weights in a form that our engine does not read.
-
-    Raises:
-        CheckpointError: they are quantized, or no safetensors.
-    """
-    config = _json(directory / "config.json")
-    quantized = config.get("quantization_config")
-    if isinstance(quantized, dict):
-        method = str(cast(dict[str, Any], quantized).get("quant_method") or "an unnamed method")
-        raise CheckpointError(
-            f"{directory}: is quantized with {_METHODS.get(method, method[:64])} (quantization_config in "
-            f"config.json), which our engine "
-            "does not read: give the model's plain weights, which --quantization int8 or int4 rounds while "
-            "loading, "
-            f"{_BY_VLLM}"
-        )
-    if not needs_weights or _has_any(directory, WEIGHTS):
-        return
-    if found := _first(directory, "pytorch_model*.bin"):
-        raise CheckpointError(
-            f"{directory}: has its weights in {found}, a pickle, which is not read because loading one runs "
-            f"code: convert it with transformers "
-            f"(AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(DIRECTORY), and copy "
-            f"the "
-            "tokenizer's files)"
-        )
-    if found := _first(directory, "*.gguf"):
-        raise CheckpointError(f"{directory}: {found} is {_GGUF}")
-    if found := _first(directory, "tf_model*.h5") or _first(directory, "flax_model*.msgpack"):
-        raise CheckpointError(
-            f"{directory}: has its weights in {found}, of TensorFlow or Flax: our engine reads *.safetensors"
-        )
-    raise CheckpointError(f"{directory}: has neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
-
-
-def check_local_models(models: Iterable[ModelConfig]) -> None:
-    """Of every model that this process is to launch and that is a directory here: what can be said before
-    anything starts.
-
-    Hub ids and demo models are looked at when they are there.
-
-    Raises:
-        CheckpointError: one is something that our engine does not load.
-        ConfigError: one is a file.
-    """
-    for model in models:
-        path = Path(model.path).expanduser()
-        if path.is_file():
-            raise refuse_file(str(path))
-        if model.replicas and path.is_dir():
-            check_is_model(path)
-            check_loads(path, needs_weights=model.engine.load_format == "safetensors")
-
-
-def _has_any(directory: Path, names: Iterable[str]) -> bool:
+def has_any(directory: Path, names: Iterable[str]) -> bool:
+    """Whether one of the files is there."""
     return any((directory / name).is_file() for name in names)
 
 
-def _first(directory: Path, pattern: str) -> str:
+def first_match(directory: Path, pattern: str) -> str:
     """The name of the first file that matches; empty if none does."""
     return min((path.name for path in directory.glob(pattern)), default="")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
     """The object in a file; empty where it cannot be read: the tokenizer's and the engine's readers say why,
     and better.
     """
@@ -145,3 +86,116 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+
+
+# The directory that a model argument means.
+
+DEMO_MODELS = ("penstock-demo", "penstock-demo-mini")
+REPOSITORY = Path(__file__).parents[2]
+"""The checkout; of an installed package, the directory of all packages."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,128})?")
+_WANTED = ["*.json", "*.jinja", "*.safetensors"]
+
+
+def served_name(model: ModelConfig) -> str:
+    """The name that clients use: the one given, else the last part of the path."""
+    if model.name:
+        return model.name
+    path = model.path.split("@")[0] if _HUB_ID.fullmatch(model.path) else model.path
+    return Path(path).name or Path(path).resolve().name
+
+
+def resolve(path: str) -> Path:
+    """The directory that holds the model; fetches it from the hub if it is a hub id.
+
+    A demo model's name means the demo model even where a directory has that name; write `./name` for that.
+
+    Raises:
+        ConfigError: it is none of those, or the hub cannot give it.
+        CheckpointError: the directory is no Hugging Face model directory.
+    """
+    if path in DEMO_MODELS:
+        return _demo(path)
+    try:
+        found = _directory(path)
+    except (OSError, RuntimeError) as error:  # No permission, a name too long, no such user after `~`.
+        raise ConfigError(f"{path}: {error}") from error
+    if found is not None:
+        return found
+    if path.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(path):
+        raise ConfigError(_no_such_model(path))
+    return _from_hub(path)
+
+
+def _directory(path: str) -> Path | None:
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        check_is_model(directory)
+        return directory.resolve()
+    if directory.exists():
+        raise refuse_file(path)
+    return None
+
+
+def _demo(name: str) -> Path:
+    """A wheel has the demo models within the package, a checkout beside it."""
+    for place in _demo_places():
+        if (place / name / "config.json").is_file():
+            return place / name
+    places = " nor in ".join(str(place) for place in _demo_places())
+    remedy = "`make train-demo` makes it" if _in_checkout() else "name a model: penstock serve DIRECTORY"
+    raise ConfigError(f"{name}: the demo model is not in {places}; {remedy}")
+
+
+def _demo_places() -> Iterator[Path]:
+    yield REPOSITORY / "penstock" / "demo_models"
+    if _in_checkout():
+        yield REPOSITORY / "models"
+
+
+def _in_checkout() -> bool:
+    """Whether what lies beside the package is ours: an installed package lies among others."""
+    return (REPOSITORY / "pyproject.toml").is_file()
+
+
+def _no_such_model(path: str) -> str:
+    if near := difflib.get_close_matches(path, DEMO_MODELS, n=1):
+        return f"{path}: no such directory; did you mean `{near[0]}`?"
+    known = " and ".join(DEMO_MODELS)
+    return f"{path}: no such directory, and not a hub id (owner/name); the built-in models are {known}"
+
+
+def _from_hub(hub_id: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ImportError:
+        raise ConfigError(
+            f"{hub_id}: no such directory; to fetch models by hub id install `penstock[hub]`"
+        ) from None
+    repo, _, revision = hub_id.partition("@")
+    try:
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=_WANTED))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"{hub_id}: no such directory, and the hub does not give it: {reason}") from error
+
+
+# What of the models a running server takes from a new configuration: who computes them, and nothing else.
+
+MEMBERS = ("replicas", "workers", "discover")
+"""Fields of a model that say who its workers are."""
+
+
+def with_members(running: Sequence[ModelConfig], new: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
+    """The running models, each with the workers that `new` gives the model of its name.
+
+    Models that come or go, and all other settings, wait for a restart.
+    """
+    by_name = {served_name(model): model for model in new}
+
+    def member(model: ModelConfig) -> ModelConfig:
+        wanted = by_name.get(served_name(model), model)
+        return replace(model, **{name: getattr(wanted, name) for name in MEMBERS})
+
+    return tuple(member(model) for model in running)

@@ -26,6 +26,7 @@ from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.mlp import DenseMlp, Mlp, MoeMlp, MoeScratch
 from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
 from penstock.engine.layers.rowwise import Embedding, ScaledEmbedding, soft_cap_
+from penstock.engine.quantized import QuantizedMatrix
 from penstock.models.spec import DecoderSpec
 
 
@@ -36,7 +37,7 @@ class WeightSource(Protocol):
         """The weight, which now belongs to the caller."""
         ...
 
-    def take_parts(self, key: str) -> tuple[Tensor, ...]:
+    def take_parts(self, key: str) -> tuple[Tensor | QuantizedMatrix, ...]:
         """The weight as the checkpoint has it, in one or more parts to be stacked; for who copies it at once.
 
         What is handed out may lie in a mapped file: it must be neither changed nor kept.
@@ -108,7 +109,7 @@ class Decoder:
             spec.num_heads,
             spec.num_kv_heads,
         )
-        """What attention needs of the weights; wiring.py passes it on."""
+        """What attention needs of the weights; runner.py passes it on."""
         self._buffers = _buffers(spec, table, limits.step_tokens)
         self._samples = table.new_empty(2, limits.max_samples, spec.hidden_size)
         self._raw_logits = table.new_empty(limits.max_samples, spec.vocab_size)

@@ -2,8 +2,9 @@
 
 Every tensor's name, type and shape is checked against the spec before anything is read. Each is read when the
 decoder that is being built takes it: copied once into its place in a fused weight of the dtype that is
-wanted, or, for who packs it anyway, handed out as it lies in the mapped file. So at no time is more than one
-weight in memory twice. Also makes weights up, for benchmarks that have only a `config.json`.
+wanted, or, where it is packed next, handed out as it lies in the mapped file, quantized layers as integers
+if the kernels compute with those. So at no time is more than one weight in memory twice. Also makes weights
+up, for benchmarks that have only a `config.json`.
 """
 
 import hashlib
@@ -18,16 +19,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.engine.quantized import IGNORED, QuantizedMatrix, StoredMatrix, dense, find_stored
 from penstock.errors import CheckpointError
 from penstock.models.config import CONFIG_FILE
 from penstock.models.names import CheckpointNames, TensorPart, Weight, decoder_weights
+from penstock.models.quantization import Quantization
 from penstock.models.spec import DecoderSpec
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 CPU = torch.device("cpu")
 _SIZE_FACTOR_MAX = 2
+_PACKED_MAX = 8
 _DTYPES = ("F32", "F16", "BF16", "F64")
+
+Part = Tensor | QuantizedMatrix
 
 OnProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total)."""
@@ -40,13 +46,13 @@ class Weights:
         self,
         wanted: Sequence[Weight],
         whole: Callable[[Weight], Tensor],
-        parts: Callable[[Weight], tuple[Tensor, ...]],
-        itemsize: int,
+        parts: Callable[[Weight], tuple[Part, ...]],
+        num_bytes: Callable[[Weight], int],
         on_progress: OnProgress,
     ) -> None:
         self._wanted = {weight.key: weight for weight in wanted}
-        self._whole, self._parts, self._itemsize, self._on_progress = whole, parts, itemsize, on_progress
-        self._total = sum(prod(weight.shape) for weight in wanted) * itemsize
+        self._whole, self._parts, self._num_bytes, self._on_progress = whole, parts, num_bytes, on_progress
+        self._total = sum(map(num_bytes, wanted))
         self.num_bytes_left = self._total
         """Of those that were not taken yet, in memory."""
 
@@ -61,7 +67,7 @@ class Weights:
         self._taken(weight)
         return tensor
 
-    def take_parts(self, key: str) -> tuple[Tensor, ...]:
+    def take_parts(self, key: str) -> tuple[Part, ...]:
         """See `WeightSource`.
 
         Raises:
@@ -73,7 +79,7 @@ class Weights:
         return tensors
 
     def _taken(self, weight: Weight) -> None:
-        self.num_bytes_left -= prod(weight.shape) * self._itemsize
+        self.num_bytes_left -= self._num_bytes(weight)
         self._on_progress(self._total - self.num_bytes_left, self._total)
 
 
@@ -97,6 +103,16 @@ class _Stored:
     path: Path
     file: _File
 
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and type."""
+        header = self.file.get_slice(name)
+        return tuple(header.get_shape()), header.get_dtype()
+
+    def num_weights(self, name: str) -> int:
+        """Numbers that it holds at most: a word of a packed layer has eight."""
+        shape, dtype = self.header(name)
+        return prod(shape) * (_PACKED_MAX if dtype == "I32" else 1)
+
 
 def load_weights(
     directory: Path,
@@ -105,26 +121,68 @@ def load_weights(
     dtype: torch.dtype,
     on_progress: OnProgress,
     device: torch.device = CPU,
+    *,
+    quantization: Quantization | None = None,
+    kept_bits: frozenset[int] = frozenset(),
 ) -> Weights:
     """The weights of the model in `directory`: checked now, read into the device's memory when they are
     taken.
+
+    Args:
+        directory: of the checkpoint.
+        spec: the decoder that its config describes.
+        names: of its tensors.
+        dtype: of dense weights, and of quantized ones that are made dense.
+        on_progress: called as bytes are read.
+        device: where weights go.
+        quantization: how linear layers are stored, if its config says so.
+        kept_bits: widths of integers that the kernels compute with; `take_parts` hands those out as they are.
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt; a tensor is missing, unknown, or has
             a shape or type that the config does not call for.
     """
-    stored = _open_all(directory)
-    _check_size(directory, stored, spec)
+    files = _open_all(directory)
+    _check_size(directory, files, spec)
     wanted = decoder_weights(spec, names)
-    _check(directory, wanted, stored, spec, names)
+    stored = _quantized_layers(directory, wanted, files, quantization)
+    _check(directory, wanted, files, stored, (spec, names))
+
+    def read(part: TensorPart) -> Part:
+        """As it is in the file, which is mapped: the pages are read when they are looked at."""
+        matrix = stored.get(part.name)
+        if matrix is None:
+            return _read_tensor(part.name, files)
+        try:
+            found = matrix.read(lambda name: _read_tensor(name, files))
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}") from error
+        group = matrix.kept_group(kept_bits)
+        if isinstance(found, Tensor):
+            return found
+        return found.dense(dtype) if group is None else found.with_group(group)
 
     def whole(weight: Weight) -> Tensor:
-        return _read(weight, stored, dtype, device)
+        target = torch.empty(weight.shape, dtype=dtype, device=device)
+        start = 0
+        for part in weight.parts:
+            target[start : start + part.shape[0]].copy_(dense(read(part), dtype))
+            start += part.shape[0]
+        return target
 
-    def parts(weight: Weight) -> tuple[Tensor, ...]:
-        return tuple(_read_part(part, stored).to(device, dtype) for part in weight.parts)
+    def parts(weight: Weight) -> tuple[Part, ...]:
+        found = map(read, weight.parts)
+        return tuple(part.to(device, dtype) if isinstance(part, Tensor) else part for part in found)
 
-    return Weights(wanted, whole, parts, dtype.itemsize, on_progress)
+    def num_bytes(weight: Weight) -> int:
+        return sum(
+            stored[part.name].num_bytes(kept_bits, dtype.itemsize)
+            if part.name in stored
+            else prod(part.shape) * dtype.itemsize
+            for part in weight.parts
+        )
+
+    return Weights(wanted, whole, parts, num_bytes, on_progress)
 
 
 def random_weights(
@@ -138,8 +196,11 @@ def random_weights(
     def whole(weight: Weight) -> Tensor:
         return _random(weight, dtype, seed, device)
 
+    def num_bytes(weight: Weight) -> int:
+        return prod(weight.shape) * dtype.itemsize
+
     wanted = decoder_weights(spec, CheckpointNames())
-    return Weights(wanted, whole, lambda weight: (whole(weight),), dtype.itemsize, on_progress)
+    return Weights(wanted, whole, lambda weight: (whole(weight),), num_bytes, on_progress)
 
 
 def _random(weight: Weight, dtype: torch.dtype, seed: int, device: torch.device) -> Tensor:
@@ -152,22 +213,12 @@ def _random(weight: Weight, dtype: torch.dtype, seed: int, device: torch.device)
     return torch.empty(weight.shape, dtype=dtype, device=device).uniform_(-bound, bound, generator=generator)
 
 
-def _read(weight: Weight, stored: dict[str, _Stored], dtype: torch.dtype, device: torch.device) -> Tensor:
-    target = torch.empty(weight.shape, dtype=dtype, device=device)
-    start = 0
-    for part in weight.parts:
-        target[start : start + part.shape[0]].copy_(_read_part(part, stored))
-        start += part.shape[0]
-    return target
-
-
-def _read_part(part: TensorPart, stored: dict[str, _Stored]) -> Tensor:
-    """As it is in the file, which is mapped: the pages are read when they are looked at."""
-    source = stored[part.name]
+def _read_tensor(name: str, files: dict[str, _Stored]) -> Tensor:
+    source = files[name]
     try:
-        return source.file.get_tensor(part.name)
+        return source.file.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{source.path}: {part.name} cannot be read: {error}") from error
+        raise CheckpointError(f"{source.path}: {name} cannot be read: {error}") from error
 
 
 def _open_all(directory: Path) -> dict[str, _Stored]:
@@ -220,7 +271,7 @@ def _check_size(directory: Path, stored: dict[str, _Stored], spec: DecoderSpec) 
 
     Smaller differences are reported tensor by tensor.
     """
-    num_stored = sum(prod(each.file.get_slice(name).get_shape()) for name, each in stored.items())
+    num_stored = sum(each.num_weights(name) for name, each in stored.items())
     if spec.num_layers > len(stored) or spec.num_parameters > _SIZE_FACTOR_MAX * num_stored:
         raise CheckpointError(
             f"{directory}: {CONFIG_FILE} describes a {spec.architecture} of {spec.num_layers} layers and "
@@ -229,40 +280,79 @@ def _check_size(directory: Path, stored: dict[str, _Stored], spec: DecoderSpec) 
         )
 
 
+def _quantized_layers(
+    directory: Path, wanted: Sequence[Weight], files: dict[str, _Stored], quantization: Quantization | None
+) -> dict[str, StoredMatrix]:
+    """How each layer that is not dense is stored, by the name that its dense weight would have."""
+    if quantization is None:
+        return {}
+    headers = {name: each.header(name) for name, each in files.items()}
+    found: dict[str, StoredMatrix] = {}
+    try:
+        for part in (part for weight in wanted for part in weight.parts):
+            matrix = find_stored(part, quantization, headers)
+            if matrix is not None:
+                found[part.name] = matrix
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    return found
+
+
 def _check(
     directory: Path,
     wanted: Sequence[Weight],
-    stored: dict[str, _Stored],
-    spec: DecoderSpec,
-    names: CheckpointNames,
+    files: dict[str, _Stored],
+    stored: dict[str, StoredMatrix],
+    expected: tuple[DecoderSpec, CheckpointNames],
 ) -> None:
     """Refuse the checkpoint before reading if any tensor is not as the config says."""
-    parts = {part.name: part for weight in wanted for part in weight.parts}
-    for name, part in parts.items():
-        if name not in stored:
-            raise CheckpointError(
-                f"{directory}: tensor {name} is missing; expected one of shape {list(part.shape)}"
-            )
-        _check_tensor(stored[name], part)
+    spec, names = expected
     # Some checkpoints repeat the embedding as the head although the config ties the two.
-    known = parts.keys() | ({names.head} if spec.tied_head else set[str]())
-    for name, found in stored.items():
-        ignored = name.endswith(names.ignored_suffixes) or name.startswith(names.ignored_prefixes)
+    known = {names.head} if spec.tied_head else set[str]()
+    for part in (part for weight in wanted for part in weight.parts):
+        if part.name in stored:
+            known |= _check_quantized(directory, stored[part.name], files)
+            continue
+        known.add(part.name)
+        if part.name not in files:
+            raise CheckpointError(
+                f"{directory}: tensor {part.name} is missing; expected one of shape {list(part.shape)}"
+            )
+        _check_tensor(files[part.name], part.name, (part.shape,), _DTYPES)
+    ignored_suffixes = names.ignored_suffixes + (IGNORED if stored else ())
+    for name, found in files.items():
+        ignored = name.endswith(ignored_suffixes) or name.startswith(names.ignored_prefixes)
         if name not in known and not ignored:
             raise CheckpointError(
                 f"{found.path}: tensor {name} is not part of a {spec.architecture} of this config"
             )
 
 
-def _check_tensor(stored: _Stored, part: TensorPart) -> None:
-    header = stored.file.get_slice(part.name)
-    shape, dtype = tuple(header.get_shape()), header.get_dtype()
-    if shape != part.shape:
+def _check_quantized(directory: Path, stored: StoredMatrix, files: dict[str, _Stored]) -> set[str]:
+    """The names of the layer's tensors, all of which are as they must be."""
+    known: set[str] = set()
+    for needed in stored.needed():
+        known.add(needed.name)
+        if needed.name in files:
+            _check_tensor(files[needed.name], needed.name, needed.shapes, needed.dtypes)
+        elif not needed.optional:
+            raise CheckpointError(
+                f"{directory}: tensor {needed.name} is missing; expected one of shape "
+                f"{list(needed.shapes[0])}"
+            )
+    return known
+
+
+def _check_tensor(
+    stored: _Stored, name: str, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...]
+) -> None:
+    shape, dtype = stored.header(name)
+    if shape not in shapes:
+        calls_for = " or ".join(str(list(each)) for each in shapes)
         raise CheckpointError(
-            f"{stored.path}: tensor {part.name} has shape {list(shape)}, the config calls for "
-            f"{list(part.shape)}"
+            f"{stored.path}: tensor {name} has shape {list(shape)}, the config calls for {calls_for}"
         )
-    if dtype not in _DTYPES:
+    if dtype not in dtypes:
         raise CheckpointError(
-            f"{stored.path}: tensor {part.name} has type {dtype}, expected one of {', '.join(_DTYPES)}"
+            f"{stored.path}: tensor {name} has type {dtype}, expected one of {', '.join(dtypes)}"
         )

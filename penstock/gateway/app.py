@@ -29,6 +29,7 @@ from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.tenants import TenantsAdmin
+from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.http.errors import error_response, failure_of
@@ -47,10 +48,11 @@ from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS
 from penstock.policy.admission.admit import Promises
 from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.rng import fresh_key
+from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import AccessLine
-from penstock.telemetry.watch import Watch
+from penstock.telemetry.watch import Tail, Watch, no_tail
 from penstock.types import ModelName, RequestId
 
 
@@ -70,30 +72,30 @@ class Gateway:
         peers: GatewayPeers | None = None,
         hash_key: bytes = b"",
         limits: WireLimits = WIRE_LIMITS,
+        tail: Tail = no_tail,
     ) -> None:
         """`config.auth` must say who may call, or that everybody may.
 
         With `members` workers can be drained by hand; `peers` are of several processes that share an address.
-        Workers that share `hash_key` name their KV blocks with it. Raises ConfigError: the keys file cannot
-        be read, or does not go with the tiers.
+        Workers that share `hash_key` name their KV blocks with it; `tail` gives the last lines of those that
+        were launched. Raises ConfigError: the keys file cannot be read, or does not go with the tiers.
         """
         assert names_callers(config.auth), "whoever wires the gateway makes a key"
         metrics, clock, ids, log = tools.metrics, tools.clock, tools.ids, tools.log
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
-        self.tenancy = Tenancy(config, clock=clock, log=log)
+        watch = peers or Watch(config, clock, log, lambda: self._inspect.rendered(), tail)
+        self._watch = watch if isinstance(watch, Watch) else None
+        self.notes = Notes(clock, watch.keep)
+        """For the audit trail."""
+        self.tenancy = Tenancy(config, clock=clock, log=log, notes=self.notes if peers is None else None)
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
         self._limits, self._peers, name = limits, peers, ids.take("gw")
         self._traces = RequestTraces(config.traces, instance=name, clock=clock, log=log)
+        leases = peers.leases if peers is not None else ""
         self._policies = make_policies(
-            config,
-            models,
-            registry,
-            tools,
-            gateway=name,
-            locality=locality,
-            leases=peers.leases if peers is not None else "",
+            config, models, registry, tools, gateway=name, locality=locality, leases=leases
         )
         self._dispatcher, self._entrance = self._policies.dispatcher, Entrance(self.tenancy, config.server)
         self._services = Services(
@@ -113,22 +115,29 @@ class Gateway:
             kept=self._policies.kept,
             locality=locality,
             log=log,
+            notes=self.notes,
+            peers=peers,
         )
-        names = [model.name for model in self._services.models]
-        self._counters = FairCounters(names, self._dispatcher.control.lane)
+        self._counters = FairCounters([*map(str, models)], self._dispatcher.control.lane)
         self._fair = FairExchange(self._counters, config.shared, peers, gateway=name)
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         self._recorder = Recorder(Promises(config.admission), metrics)
-        watch = peers or Watch(config, clock, log, self._inspect.rendered)
-        self._watch = watch if isinstance(watch, Watch) else None
-        admin = Admin(self._services, self._inspect, registry, members, watch)
-        self._console = Console(self._services, self._inspect, admin)
-        self._responses = Responses(self._services, generate := Generate(self._services))
-        tenants = TenantsAdmin(self._services, self.tenancy)
-        self._routes = Routes(generate, self._responses, self._inspect, admin, tenants, self._console)
+        self._left_alone = LeftAlone(self._dispatcher.left_alone, self.notes)
+        self._routes = self._make_routes(registry, members, watch)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
+
+    def _make_routes(
+        self, registry: Registry, members: Members | None, watch: Watch | GatewayPeers
+    ) -> Routes:
+        services = self._services
+        self._trails = WorkerTrails(registry, self._clock)
+        admin = Admin(services, self._inspect, registry, members, watch, self._trails)
+        self._console = Console(services, self._inspect, admin)
+        self._responses = Responses(services, generate := Generate(services))
+        tenants = TenantsAdmin(services, self.tenancy)
+        return Routes(generate, self._responses, self._inspect, admin, tenants, self._console)
 
     @property
     def num_accepted(self) -> int:
@@ -152,7 +161,8 @@ class Gateway:
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
         if self._peers is not None:
-            await self._peers.start(self._inspect.snapshot, self._counters, self._recorder)
+            latest = self._services.recent.take_untold
+            await self._peers.start(self._inspect.snapshot, self._counters, self._recorder, latest)
         self._fair.start()
         return address
 
@@ -329,6 +339,7 @@ class Gateway:
             self._metrics.connections.set(self._server.num_connections)
             self._inspect.num_connections = self._server.num_connections
             self._dispatcher.tick()
+            self._policies.prober.tick()
             self._report_spending()
             self._metrics.traces(self._traces.exported, self._traces.dropped)
             if (leases := self._policies.limits.leases) is not None:
@@ -340,8 +351,10 @@ class Gateway:
             if before_ns - told_ns >= NS_PER_S:  # Counting takes a millisecond.
                 told_ns = before_ns
                 self._metrics.kv_index_stats(self._kv.statistics(before_ns))
+                self._trails.sample()
                 for model in self._services.models:
                     stretched.look(model.name, self._dispatcher.control.lane(model.name))
+                    self._left_alone.look(model.name)
             if heartbeat_s > 0:
                 self._dispatcher.heartbeat(ticks)
 

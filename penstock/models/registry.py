@@ -22,6 +22,7 @@ from penstock.models.families.multimodal import (
 from penstock.models.families.phi3 import PHI3_NAMES, phi3_spec
 from penstock.models.families.qwen import qwen2_spec, qwen3_moe_spec, qwen3_spec
 from penstock.models.names import CheckpointNames
+from penstock.models.quantization import Quantization, read_quantization
 from penstock.models.spec import DecoderSpec
 
 
@@ -50,6 +51,16 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def stored_quantization(directory: Path) -> Quantization | None:
+    """How a checkpoint's linear layers are quantized; None: they are dense.
+
+    Raises:
+        CheckpointError: no config, or a method or width that is not read.
+    """
+    given = read_config(directory).quantization_config
+    return None if given is None else read_quantization(given, str(directory / CONFIG_FILE))
+
+
 def read_spec(directory: Path) -> tuple[DecoderSpec, CheckpointNames]:
     """The decoder in a model directory, and the names of its tensors.
 
@@ -58,11 +69,6 @@ def read_spec(directory: Path) -> tuple[DecoderSpec, CheckpointNames]:
     """
     config = read_config(directory)
     path = directory / CONFIG_FILE
-    if config.quantization_config is not None:
-        method = config.quantization_config.get("quant_method", "unnamed")
-        raise CheckpointError(
-            f"{path}: quantization_config ({method}) is not supported; expected plain weights"
-        )
     architectures = config.architectures or []
     family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
     if family is None:

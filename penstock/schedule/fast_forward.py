@@ -11,11 +11,10 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from penstock.kv.cache.manager import KVManager
-from penstock.schedule.batch import Batch
+from penstock.schedule.batch import Batch, Counters
 from penstock.schedule.planner import Planner
 from penstock.schedule.prefill_budget import PrefillBudget
 from penstock.schedule.request import Request, Status
-from penstock.schedule.statistics import Counters
 from penstock.schedule.step_time import StepLoad
 from penstock.types import BLOCK_TOKENS
 
@@ -99,9 +98,12 @@ class DecodeFastForward:
         """Let the prefill budget learn what it would have."""
         rows, prefill = len(self._batch.running), self._prefill
         kv_read = sum([request.num_planned for request in self._batch.running])
-        for index in range(len(times_ns) - 1):
+        count = len(times_ns) - 1
+        all_read = count * kv_read + rows * count * (count + 1) // 2
+        for index in range(count):
             kv_read += rows
             if prefill.learns_decoding(step + index + 1):
                 load = StepLoad(rows, rows, kv_read, 0)
                 prefill.observe_decoding(load, times_ns[index], times_ns[index + 1])
-        prefill.step_over(times_ns[-1])
+        together = StepLoad(rows * count, rows * count, all_read, 0, count)
+        prefill.steps_over(together, times_ns[0], times_ns[-1])

@@ -30,10 +30,10 @@ from math import inf, sqrt
 
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import TPOT_TARGET_MS
-from penstock.schedule.block_share import OutputEstimate
 from penstock.schedule.plan import StepPlan
 from penstock.schedule.request import Request
-from penstock.schedule.step_time import Overrun, StepLoad, StepTimeModel
+from penstock.schedule.shares import OutputEstimate
+from penstock.schedule.step_time import Overrun, StepLoad, StepSums, StepTimeModel
 
 STRETCH = 0.4
 """What every waiting prompt but the first may add to a step, in steps without prompts."""
@@ -111,10 +111,12 @@ class LatencyTargets:
 class PrefillBudget:
     """Learns what steps cost, and opens a `PromptShare` for every step that has prompts."""
 
-    __slots__ = ("_last_ns", "model", "overrun", "targets")
+    __slots__ = ("_last_ns", "model", "overrun", "sums", "targets")
 
     def __init__(self, targets: LatencyTargets) -> None:
         self.targets, self.model, self.overrun = targets, StepTimeModel(), Overrun()
+        self.sums = StepSums()
+        """Of all steps, for who compares engines."""
         self._last_ns = 0
 
     def observe(self, plan: StepPlan, load: StepLoad, now_ns: int) -> None:
@@ -123,9 +125,9 @@ class PrefillBudget:
         It took the time since it was planned; or since the step before it was over, if that ran meanwhile.
         """
         began_ns, self._last_ns = max(plan.planned_ns, self._last_ns), now_ns
-        has_chunk = plan.work[-1].num_tokens > 1
+        has_chunk, step_ns = plan.work[-1].num_tokens > 1, now_ns - began_ns
+        self.sums.add(load, step_ns)
         if has_chunk or self.learns_decoding(plan.step):
-            step_ns = now_ns - began_ns
             if has_chunk and plan.work[0].num_tokens == 1 and self.model.num_observed >= _KNOWN_STEPS:
                 self.overrun.observe(step_ns / self.model.predict_ns(load))
             self.model.observe(load, step_ns)
@@ -138,10 +140,11 @@ class PrefillBudget:
         """`observe` for a step that only decoded, right after the one before."""
         self.model.observe(load, now_ns - began_ns)
 
-    def step_over(self, now_ns: int) -> None:
-        """A step that is not learnt from is over."""
+    def steps_over(self, load: StepLoad, began_ns: int, now_ns: int) -> None:
+        """Steps that only decoded are over, whether or not some of them were learned from."""
         assert now_ns >= self._last_ns, "steps end in order"
         self._last_ns = now_ns
+        self.sums.add(load, now_ns - began_ns)
 
     @property
     def stretch(self) -> float:

@@ -52,6 +52,8 @@ class StepLoad:
     """Tokens whose KV is read, once per row: the row's context with this step's tokens."""
     chunk_pairs: int = 0
     """(token, token before it) pairs in the attention of chunks; 0 for rows that decode."""
+    num_steps: int = 1
+    """More where the numbers are sums over several steps: the law is linear, so it holds for sums too."""
 
     @classmethod
     def of(cls, rows: Sequence[RowWork]) -> "StepLoad":
@@ -76,6 +78,39 @@ class StepLoad:
         )
 
 
+@dataclass(slots=True)
+class StepSums:
+    """What an engine has computed since its start, and in which time."""
+
+    steps: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    kv_read: int = 0
+    pairs: int = 0
+    ns: int = 0
+
+    def add(self, load: StepLoad, step_ns: int) -> None:
+        """One or several steps more."""
+        self.steps += load.num_steps
+        self.tokens += load.num_tokens
+        self.sequences += load.num_sequences
+        self.kv_read += load.kv_read
+        self.pairs += load.chunk_pairs
+        self.ns += step_ns
+
+    def since(self, before: "StepSums") -> tuple[StepLoad, int]:
+        """What came after `before`, and the time that it took."""
+        assert self.steps >= before.steps, "steps are only added"
+        load = StepLoad(
+            self.tokens - before.tokens,
+            self.sequences - before.sequences,
+            self.kv_read - before.kv_read,
+            self.pairs - before.pairs,
+            self.steps - before.steps,
+        )
+        return load, self.ns - before.ns
+
+
 @dataclass(slots=True, frozen=True)
 class StepCost:
     """The fitted coefficients, in nanoseconds; none is negative."""
@@ -89,7 +124,7 @@ class StepCost:
     def predict_ns(self, load: StepLoad) -> float:
         """The law at a load."""
         return (
-            self.fixed_ns
+            self.fixed_ns * load.num_steps
             + self.token_ns * load.num_tokens
             + self.sequence_ns * load.num_sequences
             + self.kv_read_ns * load.kv_read
@@ -217,7 +252,7 @@ def chunk_pairs(num_computed: int, num_tokens: int) -> int:
 def _row(load: StepLoad, weight: float) -> Vector:
     """The terms of a load in their units, times `weight`."""
     return (
-        weight,
+        load.num_steps * weight,
         load.num_tokens * _SCALES[1] * weight,
         load.num_sequences * _SCALES[2] * weight,
         load.kv_read * _SCALES[3] * weight,

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.clock import sleep
 from penstock.telemetry.counts import Counts, Series, decode_rows
 from penstock.telemetry.history import MINUTE_S, SLO_S, History
 from penstock.telemetry.log import Log
@@ -29,7 +28,6 @@ BYTES_MAX = 64 * 1024 * 1024
 FILE_MINUTES = 360
 """A file takes records for so long."""
 RECORD_BYTES_MAX = 4 * 1024 * 1024
-TICK_S = 1.0
 
 _HEAD = struct.Struct("<IIQ")
 
@@ -116,13 +114,10 @@ class HistoryKeeper:
                 first=str(damaged[0]),
             )
 
-    async def run(self, tick: Callable[[], None]) -> None:
-        """Every second `tick`, and write down each minute that is over, until cancelled."""
-        while True:
-            tick()
-            if closed := self.history.take_closed():
-                await asyncio.to_thread(self.write, closed)
-            await sleep(TICK_S)
+    async def write_closed(self) -> None:
+        """Write down each minute that is over."""
+        if closed := self.history.take_closed():
+            await asyncio.to_thread(self.write, closed)
 
     async def stop(self) -> None:
         """Write down the minute that is not over."""

@@ -6,8 +6,6 @@ from typing import NoReturn, cast
 
 import msgspec
 
-from penstock.text.tools import CallPiece, ToolEvent
-
 HEAD_CHARS_MAX = 256
 """A call whose name comes first and whose arguments begin within this is told while it is written; another
 one when it is whole."""
@@ -53,21 +51,6 @@ class JsonScan:
                     self.is_over = True
                     return start
         return -1
-
-
-class Arguments:
-    """Passes on a call's arguments, a JSON object, up to its end."""
-
-    __slots__ = ("_index", "_scan")
-
-    def __init__(self, index: int) -> None:
-        self._index, self._scan = index, JsonScan()
-
-    def push(self, text: str) -> tuple[list[ToolEvent], str | None]:
-        """Take more text; the events, and what comes behind the object if it has ended."""
-        end = self._scan.end_in(text)
-        own = text if end < 0 else text[:end]
-        return [CallPiece(self._index, arguments=own)] if own else [], None if end < 0 else text[end:]
 
 
 def head_of(text: str, chars_max: int = HEAD_CHARS_MAX) -> tuple[str, int] | None:
@@ -116,15 +99,6 @@ def _finite(digits: str) -> float:
     if found - found != 0:
         raise ValueError(f"{digits[:16]} is too large")
     return found
-
-
-def is_json(text: str) -> bool:
-    """Whether it is JSON, whatever the size of its numbers."""
-    try:
-        msgspec.json.decode(text, type=msgspec.Raw)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        return False
-    return True
 
 
 class _Call(msgspec.Struct):

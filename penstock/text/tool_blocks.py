@@ -1,35 +1,37 @@
 """Tool calls between an opening and a closing mark: Hermes and Qwen, Qwen3-Coder, Phi, Gemma."""
 
-import ast
-import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.text.json_calls import (
-    HEAD_CHARS_MAX,
-    Arguments,
-    JsonScan,
-    head_of,
-    is_json,
-    json_of,
-    parse_call,
-    parse_calls,
-    value_of,
-)
-from penstock.text.tool_types import STRING, fits, kinds_of, resolved
+from penstock.text.argument_readers import ArgumentReader, JsonArguments, LiteralArguments
+from penstock.text.json_calls import HEAD_CHARS_MAX, JsonScan, head_of, parse_call, parse_calls
 from penstock.text.tools import CallPiece, Text, ToolEvent, held, split_space
+from penstock.text.xml_arguments import XmlArguments
 
 Calls = list[tuple[str, str]]
 """Names and arguments, the latter as JSON."""
 CALL_CHARS_MAX = 65_536
-_NESTED = frozenset({"object", "array"})
-_BEHIND_A_CALL = " \t\r\n}"
-"""Dropped in front of a closing mark: models like to write a bracket too many."""
+_JSON_ARRAY = re.compile(r"\s*\[?")
+PYTHON_CALL = re.compile(
+    r"\s*(?:print\(\s*)?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\(\s*(?=\)|[A-Za-z_]\w*\s*=[^=])", re.ASCII
+)
+"""Up to the first argument. A call with an argument that has no name is none."""
+
+
+class Head(NamedTuple):
+    """The beginning of a call."""
+
+    name: str
+    start: int
+    """Where its arguments begin."""
+    reader: ArgumentReader
+    rest: JsonScan | None = None
+    """Of the object that the call is, behind its arguments."""
 
 
 class BlockParser:
-    """Calls between `OPEN` and `CLOSE`, told when a block is whole.
+    """Calls between `OPEN` and `CLOSE`, told while they are written, or else when a block is whole.
 
     White space around a call belongs to the syntax and is dropped. A block that is no valid call, or is over
     `call_chars_max`, is given back as text, to the character. A last block may lack its closing mark
@@ -38,6 +40,10 @@ class BlockParser:
 
     OPEN = ""
     CLOSE = ""
+    BEHIND = " \t\r\n}"
+    """Dropped behind a call's arguments: models like to write a bracket too many."""
+    HAS_SEVERAL = False
+    """A block may have several calls."""
 
     @property
     def STOP(self) -> str:
@@ -49,21 +55,21 @@ class BlockParser:
         self._buffer: str = ""
         self._inside = False
         self._searched = 0  # Characters of a block that hold no closing mark.
-        self._arguments: Arguments | None = None  # Of a call that is told while it is written.
+        self._reader: ArgumentReader | None = None  # Of a call that is told while it is written.
         self._told = False
-        self._rest = JsonScan()  # Of the call's own object, behind its arguments.
+        self._rest: JsonScan | None = None  # Of the call's own object, behind its arguments.
+        self._open: str = self.OPEN  # The mark of the block, which is text if no call follows it.
         self._space = ""  # White space that is dropped if a call follows it, and shown if text does.
         self._after_call = False
         self._num_calls: int = 0
 
     def calls_of(self, body: str) -> Calls | None:
-        """The calls of a block; None: it is none."""
-        raise NotImplementedError
+        """The calls of a block that does not begin as `head_of` has it; None: it is none."""
+        del body
+        return None
 
-    def head_of(self, body: str) -> tuple[str, int] | None:
-        """The call that a block begins with, if it can be told already: its name, and where its arguments
-        start.
-        """
+    def head_of(self, body: str) -> Head | None:
+        """The call that a block begins with, if it can be told already."""
         del body
         return None
 
@@ -80,7 +86,9 @@ class BlockParser:
         events: list[ToolEvent] = []
         rest, self._buffer = self._buffer, ""
         if self._told:
-            self._arguments, self._told = None, False
+            if self._reader is not None and (written := self._reader.close()):
+                events.append(CallPiece(self._num_calls - 1, arguments=written))
+            self._reader, self._told = None, False
         elif self._inside:
             self._block(rest, "", events)
         else:
@@ -99,7 +107,7 @@ class BlockParser:
         cut = start if self._inside else len(buffer) - held(buffer, self.OPEN)
         self._prose(buffer[:cut], events)
         self._buffer = buffer[cut + len(self.OPEN) :] if self._inside else buffer[cut:]
-        self._searched = 0
+        self._searched, self._open = 0, self.OPEN
         return self._inside
 
     def _read_block(self, events: list[ToolEvent]) -> bool:
@@ -110,11 +118,9 @@ class BlockParser:
             and self._searched <= HEAD_CHARS_MAX
             and (head := self.head_of(buffer[: min(self._max, HEAD_CHARS_MAX + 1)])) is not None
         ):
-            name, start = head
-            self._call(events, CallPiece(self._num_calls, name))
-            self._arguments, self._told = Arguments(self._num_calls - 1), True
-            self._rest = JsonScan(depth=1)
-            self._buffer = buffer = buffer[start:]
+            self._call(events, CallPiece(self._num_calls, head.name))
+            self._reader, self._rest, self._told = head.reader, head.rest, True
+            self._buffer = buffer = buffer[head.start :]
         if self._told:
             return self._read_told(events)
         end = buffer.find(self.CLOSE, self._searched, self._max + len(self.CLOSE))
@@ -122,7 +128,7 @@ class BlockParser:
             self._block(buffer[:end], self.CLOSE, events)
             self._buffer = buffer[end + len(self.CLOSE) :]
         elif len(buffer) >= self._max + len(self.CLOSE):
-            self._prose(self.OPEN + buffer[: self._max], events)
+            self._prose(self._open + buffer[: self._max], events)
             self._buffer = buffer[self._max :]
         else:
             self._searched = max(0, len(buffer) - len(self.CLOSE))
@@ -134,36 +140,39 @@ class BlockParser:
         """Pass the arguments on, and drop what is left of the call: the end of its object and its closing
         mark, where it has one.
         """
-        if self._arguments is not None:
-            found, rest = self._arguments.push(self._buffer)
-            events += found
+        if self._reader is not None:
+            written, rest = self._reader.push(self._buffer)
+            if written:
+                events.append(CallPiece(self._num_calls - 1, arguments=written))
             self._buffer = rest or ""
             if rest is None:
                 return False
-            self._arguments = None
-        if not self._rest.is_over and not self._read_rest():
+            self._reader = None
+        if self._rest is not None and not self._rest.is_over and not self._read_rest(self._rest):
             return False
-        self._buffer = self._buffer.lstrip(_BEHIND_A_CALL)
+        self._buffer = self._buffer.lstrip(self.BEHIND)
+        if not self._buffer.startswith(self.CLOSE) and self.CLOSE.startswith(self._buffer):
+            return False
+        self._told = False
         if self._buffer.startswith(self.CLOSE):
-            self._buffer = self._buffer[len(self.CLOSE) :]
-        elif self.CLOSE.startswith(self._buffer):
-            return False
-        self._inside = self._told = False
+            self._buffer, self._inside = self._buffer[len(self.CLOSE) :], False
+        else:
+            self._inside, self._searched, self._open = self.HAS_SEVERAL, 0, ""
         return True
 
-    def _read_rest(self) -> bool:
+    def _read_rest(self, scan: JsonScan) -> bool:
         """Drop what stands between the arguments and the end of their call's object, or its closing mark."""
         buffer = self._buffer
         close = buffer.find(self.CLOSE)
         cut = close if close >= 0 else len(buffer) - held(buffer, self.CLOSE)
-        end = self._rest.end_in(buffer[:cut])
+        end = scan.end_in(buffer[:cut])
         self._buffer = buffer[end if end >= 0 else cut :]
         return end >= 0 or close >= 0
 
     def _block(self, body: str, close: str, events: list[ToolEvent]) -> None:
         calls = self.calls_of(body)
         if not calls:
-            self._prose(self.OPEN + body + close, events)
+            self._prose(self._open + body + (close if self._open else ""), events)
             return
         for name, arguments in calls:
             self._call(events, CallPiece(self._num_calls, name))
@@ -195,9 +204,30 @@ class HermesToolParser(BlockParser):
         call = parse_call(body)
         return None if call is None else [call]
 
-    def head_of(self, body: str) -> tuple[str, int] | None:
+    def head_of(self, body: str) -> Head | None:
         """Its name comes first, nearly always."""
-        return head_of(body)
+        return _json_head(body)
+
+
+class PhiToolParser(BlockParser):
+    """Phi-4-mini: `<|tool_call|>[{"name": .., "arguments": {..}}]<|/tool_call|>`."""
+
+    OPEN = "<|tool_call|>"
+    CLOSE = "<|/tool_call|>"
+    BEHIND = " \t\r\n},]"
+    HAS_SEVERAL = True
+
+    def calls_of(self, body: str) -> Calls | None:
+        """An array of calls, or the rest of one."""
+        is_rest = not self._open and body.rstrip().endswith("]")
+        return parse_calls("[" + body if is_rest else body)
+
+    def head_of(self, body: str) -> Head | None:
+        """Of the next call in the array."""
+        begin = _JSON_ARRAY.match(body)
+        assert begin is not None, "it matches nothing too"
+        head = _json_head(body[begin.end() :])
+        return head and head._replace(start=begin.end() + head.start)
 
 
 class Qwen3CoderToolParser(BlockParser):
@@ -208,8 +238,7 @@ class Qwen3CoderToolParser(BlockParser):
 
     OPEN = "<tool_call>"
     CLOSE = "</tool_call>"
-    _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
-    _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+    _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
 
     def __init__(
         self, schemas: Mapping[str, Mapping[str, Any]], *, call_chars_max: int = CALL_CHARS_MAX
@@ -218,31 +247,13 @@ class Qwen3CoderToolParser(BlockParser):
         super().__init__(call_chars_max=call_chars_max)
         self._schemas = schemas
 
-    def calls_of(self, body: str) -> Calls | None:
-        """One call."""
+    def head_of(self, body: str) -> Head | None:
+        """The function's tag."""
         match = self._FUNCTION.match(body)
         if match is None:
             return None
         name = match[1].strip()
-        root = self._schemas.get(name, {})
-        properties: Mapping[str, Any] = resolved(root, root).get("properties") or {}
-        arguments = {
-            found[1].strip(): _json_text(found[2], kinds_of(properties.get(found[1].strip()), root))
-            for found in self._PARAMETER.finditer(match[2])
-        }
-        members = ", ".join(f"{json_of(key)}: {text}" for key, text in arguments.items())
-        return [(name, f"{{{members}}}")]
-
-
-class PhiToolParser(BlockParser):
-    """Phi-4-mini: `<|tool_call|>[{"name": .., "arguments": {..}}]<|/tool_call|>`."""
-
-    OPEN = "<|tool_call|>"
-    CLOSE = "<|/tool_call|>"
-
-    def calls_of(self, body: str) -> Calls | None:
-        """An array of calls."""
-        return parse_calls(body)
+        return Head(name, match.end(), XmlArguments(self._schemas.get(name, {})))
 
 
 class GemmaToolParser(BlockParser):
@@ -252,70 +263,33 @@ class GemmaToolParser(BlockParser):
 
     OPEN = "<start_function_call>"
     CLOSE = "<end_function_call>"
-    _CALL = re.compile(r"\s*call:([^{\s]+)\s*(\{.*\})\s*\Z", re.DOTALL)
-    _KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]*)(\s*:)")
+    _CALL = re.compile(r"\s*call:([^{\s]+)\s*\{")
 
-    def calls_of(self, body: str) -> Calls | None:
-        """One call: keys are bare and strings stand between `<escape>`."""
+    def head_of(self, body: str) -> Head | None:
+        """Up to the bracket: keys are bare, and strings stand between `<escape>`."""
         match = self._CALL.match(body)
-        if match is None:
-            return None
-        parts = match[2].split("<escape>")
-        written = "".join(
-            json.dumps(part) if i % 2 else self._KEY.sub(r'\1"\2"\3', part) for i, part in enumerate(parts)
-        )
-        try:
-            return [(match[1], json_of(value_of(written)))]
-        except ValueError:
-            return None
+        return None if match is None else Head(match[1], match.end(), LiteralArguments())
 
 
 class ToolCodeParser(BlockParser):
-    """Gemma 3, as Google describes it: a block of Python, "tool_code", with calls in it."""
+    """Gemma 3, as Google describes it: a block of Python, "tool_code", with calls in it, one in each line."""
 
     OPEN = "```tool_code"
     CLOSE = "```"
+    BEHIND = " \t\r\n)"
+    HAS_SEVERAL = True
 
     @property
     def STOP(self) -> str:
         """None: other code ends so too, and the opening mark begins so."""
         return ""
 
-    def calls_of(self, body: str) -> Calls | None:
-        """Each line that is a call."""
-        try:
-            lines = [ast.parse(line.strip(), mode="eval").body for line in body.strip().splitlines()]
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
-        return python_calls(lines)
+    def head_of(self, body: str) -> Head | None:
+        """Of the next line."""
+        match = PYTHON_CALL.match(body)
+        return None if match is None else Head(match[1], match.end(), LiteralArguments())
 
 
-def python_calls(nodes: list[ast.expr]) -> Calls | None:
-    """What these expressions call; None if one is no call with plain values by their names."""
-    found: Calls = []
-    for node in nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
-            node = node.args[0] if len(node.args) == 1 else node
-        if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
-            return None
-        try:
-            arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
-            found.append((ast.unparse(node.func), json_of(arguments)))
-        except (ValueError, TypeError, RecursionError):
-            return None
-    return found or None
-
-
-def _json_text(value: str, kinds: frozenset[str]) -> str:
-    """A bare value as one of these types, in JSON; what does not fit is a string."""
-    found: object = value
-    if kinds != STRING:
-        try:
-            found = value_of(value.strip())
-        except ValueError:
-            if kinds <= _NESTED and is_json(value.strip()):
-                return value.strip()  # A number within is out of range.
-            found = {"true": True, "false": False, "none": None, "null": None}.get(
-                value.strip().lower(), value
-            )
-    return json_of(value if "string" in kinds and not fits(found, kinds - STRING) else found)
+def _json_head(body: str) -> Head | None:
+    found = head_of(body)
+    return found and Head(*found, JsonArguments(), JsonScan(depth=1))

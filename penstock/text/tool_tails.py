@@ -2,19 +2,21 @@
 functools.
 """
 
-import ast
 import re
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
-from penstock.text.json_calls import Arguments, JsonScan, head_of, parse_call
-from penstock.text.tool_blocks import CALL_CHARS_MAX, python_calls
+from penstock.text.argument_readers import ArgumentReader, JsonArguments, LiteralArguments
+from penstock.text.json_calls import HEAD_CHARS_MAX, JsonScan, head_of, parse_call
+from penstock.text.tool_blocks import CALL_CHARS_MAX, PYTHON_CALL
 from penstock.text.tools import SPACE_CHARS_MAX, CallPiece, Text, ToolEvent, held, split_space
 
 _BETWEEN = " \t\r\n,;"
 _MISTRAL_NAME = re.compile(r"([\w.-]{1,64})(?:\[CALL_ID\][\w-]{1,64})?\[ARGS\]\s*(?=\{)")
 _MISTRAL_NAME_CHARS_MAX = 160
-_PYTHON_START = "<|python_start|>"
+_PYTHON_START, _PYTHON_END = "<|python_start|>", "<|python_end|>"
+_LIST = re.compile(rf"\s*(?:{re.escape(_PYTHON_START)}\s*)?\[\s*")
+_HALF_HEAD = re.compile(r"\s*(?:[A-Za-z_][\w.]*(?:\(\s*(?:[A-Za-z_]\w*\s*=?)?)?)?\Z", re.ASCII)
 
 
 class JsonTailParser:
@@ -44,7 +46,7 @@ class JsonTailParser:
         self._state: Callable[[list[ToolEvent]], bool] = self._read_prose
         self._began = False  # Some text was shown.
         self._shown_if_none: str = ""  # The mark, which is text if no call follows it.
-        self._arguments: Arguments | None = None
+        self._arguments: ArgumentReader | None = None
         self._rest_of_call: JsonScan | None = None
         self._scan = JsonScan()
         self._scanned = 0
@@ -159,15 +161,16 @@ class JsonTailParser:
     def _begin(self, name: str, start: int, events: list[ToolEvent]) -> None:
         """A call is certain; its arguments start there."""
         events.append(CallPiece(self._num_calls, name))
-        self._arguments = Arguments(self._num_calls)
+        self._arguments = JsonArguments()
         self._num_calls += 1
         self._buffer, self._shown_if_none = self._buffer[start:], ""
         self._state = self._read_arguments
 
     def _read_arguments(self, events: list[ToolEvent]) -> bool:
         if self._arguments is not None:
-            found, rest = self._arguments.push(self._buffer)
-            events += found
+            written, rest = self._arguments.push(self._buffer)
+            if written:
+                events.append(CallPiece(self._num_calls - 1, arguments=written))
             self._buffer = rest or ""
             if rest is None:
                 return False
@@ -197,56 +200,105 @@ class JsonTailParser:
 
 
 class PythonicToolParser:
-    """An answer that is a Python list of calls: `[f(a=1), g()]` (Llama 3.2 and 4). Told when it is whole."""
+    """An answer that is a Python list of calls: `[f(a=1), g()]` (Llama 3.2 and 4)."""
 
     STOP = ""
 
-    def __init__(self, *, held: re.Pattern[str] | None = None, call_chars_max: int = CALL_CHARS_MAX) -> None:
+    def __init__(self, *, held: re.Pattern[str] | None = None) -> None:
         """`held`: what the calls begin with, else they are text."""
-        self._begins, self._max = held, call_chars_max
-        self._held: list[str] | None = []
-        """None: it is prose."""
-        self._num_held = 0
-        self._is_list = False
-        """It begins as a list does."""
+        self._held = held
+        self._buffer = ""
+        self._state: Callable[[list[ToolEvent]], bool] = self._read_start
+        self._shown_if_none = ""
+        """What stands before the first call; text if there is none."""
+        self._reader: ArgumentReader | None = None
+        self._num_calls = 0
 
     def push(self, text: str) -> list[ToolEvent]:
         """Take more text; return what is certain now."""
-        if self._held is None:
-            return [Text(text)] if text else []
-        self._held.append(text)
-        self._num_held += len(text)
-        if not self._is_list:
-            self._held = ["".join(self._held)]
-            start = self._held[0].replace(_PYTHON_START, "", 1).lstrip()
-            if self._num_held - len(start) > 2 * SPACE_CHARS_MAX:
-                start = "-"  # Too far behind for what is looked for.
-            self._is_list = start.startswith("[")
-            if not self._is_list and not _PYTHON_START.startswith(start):
-                return self._give_up()
-        return [] if self._num_held <= self._max else self._give_up()
-
-    def _give_up(self) -> list[ToolEvent]:
-        shown, self._held = "".join(self._held or ()), None
-        return [Text(shown)]
+        self._buffer += text
+        events: list[ToolEvent] = []
+        while self._state(events):
+            pass  # Each turn that goes on has changed the state.
+        return events
 
     def finish(self) -> list[ToolEvent]:
-        """The stream is over: its calls."""
-        text, self._held = "".join(self._held or ()), None
-        body = text.replace(_PYTHON_START, "", 1).strip().removesuffix("<|python_end|>").strip()
-        try:
-            node = ast.parse(body, mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            node = None
-        if self._begins is not None and not self._begins.match(text):
-            node = None
-        calls = python_calls(node.elts) if isinstance(node, ast.List) else None
-        if not calls:
-            return [Text(text)] if text else []
-        events: list[ToolEvent] = []
-        for i, (name, arguments) in enumerate(calls):
-            events += [CallPiece(i, name), CallPiece(i, arguments=arguments)]
-        return events
+        """The stream is over: return what was held back."""
+        rest, self._buffer = self._shown_if_none + self._buffer, ""
+        is_told = self._reader is not None or (self._num_calls and not rest.strip(_BETWEEN + "]"))
+        self._reader, self._shown_if_none = None, ""
+        return [] if is_told or not rest else [Text(rest)]
+
+    def _read_start(self, events: list[ToolEvent]) -> bool:
+        del events
+        match = _LIST.match(self._buffer)
+        if match is not None:
+            self._shown_if_none, self._buffer = match[0], self._buffer[match.end() :]
+            self._state = self._read_head
+            return True
+        begun = self._buffer.lstrip()
+        is_near = len(self._buffer) - len(begun) <= 2 * SPACE_CHARS_MAX
+        if is_near and (_PYTHON_START.startswith(begun) or begun.rstrip() == _PYTHON_START):
+            return False
+        return self._give_up()
+
+    def _read_head(self, events: list[ToolEvent]) -> bool:
+        match = PYTHON_CALL.match(self._buffer)
+        if match is None or "print(" in match[0]:
+            is_half = len(self._buffer) <= HEAD_CHARS_MAX and _HALF_HEAD.match(self._buffer)
+            return False if is_half and match is None else self._give_up()
+        begins = None if self._num_calls else self._held
+        if begins is not None and not begins.match(self._shown_if_none + self._buffer):
+            return self._give_up()
+        events.append(CallPiece(self._num_calls, match[1]))
+        self._num_calls += 1
+        self._reader, self._buffer = LiteralArguments(), self._buffer[match.end() :]
+        self._shown_if_none, self._state = "", self._read_arguments
+        return True
+
+    def _read_arguments(self, events: list[ToolEvent]) -> bool:
+        assert self._reader is not None
+        written, rest = self._reader.push(self._buffer)
+        if written:
+            events.append(CallPiece(self._num_calls - 1, arguments=written))
+        self._buffer = rest or ""
+        if rest is None:
+            return False
+        self._reader, self._state = None, self._read_between
+        return True
+
+    def _read_between(self, events: list[ToolEvent]) -> bool:
+        """Look for the next call, or the end of the list."""
+        del events
+        self._buffer = self._buffer.lstrip()
+        if not self._buffer:
+            return False
+        if self._buffer[0] not in ",]":
+            return self._give_up()
+        self._state = self._read_head if self._buffer[0] == "," else self._read_end
+        self._buffer = self._buffer[1:]
+        return True
+
+    def _read_end(self, events: list[ToolEvent]) -> bool:
+        """Drop the mark behind the list."""
+        del events
+        self._buffer = self._buffer.lstrip()
+        if not self._buffer.startswith(_PYTHON_END) and _PYTHON_END.startswith(self._buffer):
+            return False
+        self._buffer = self._buffer.removeprefix(_PYTHON_END)
+        return self._give_up()
+
+    def _give_up(self) -> bool:
+        """What is left is text."""
+        self._buffer, self._shown_if_none = self._shown_if_none + self._buffer, ""
+        self._state = self._read_prose
+        return True
+
+    def _read_prose(self, events: list[ToolEvent]) -> bool:
+        if self._buffer:
+            events.append(Text(self._buffer))
+        self._buffer = ""
+        return False
 
 
 class ForcedCalls(JsonTailParser):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 
 MINI = resolve("penstock-demo-mini")
 
@@ -67,11 +67,10 @@ def quantized(method: str) -> Callable[[Path], None]:
         (metas_layout, ("params.json", "config.json, *.safetensors")),
         (no_weights, ("has neither model.safetensors nor model.safetensors.index.json",)),
         (keras, ("tf_model.h5, of TensorFlow or Flax",)),
-        (quantized("gptq"), ("is quantized with GPTQ", "--quantization int8 or int4", "vLLM")),
-        (quantized("awq"), ("is quantized with AWQ",)),
-        (quantized("fp8"), ("is quantized with FP8",)),
-        (quantized("bitsandbytes"), ("is quantized with bitsandbytes",)),
-        (quantized("something-new"), ("is quantized with something-new",)),
+        (quantized("gptq"), ("(gptq): bits 'None' is not read", "--quantization int8 or int4", "vLLM")),
+        (quantized("compressed-tensors"), ("config_groups must be an object",)),
+        (quantized("bitsandbytes"), ("bitsandbytes is not read; expected one of gptq, awq",)),
+        (quantized("something-new"), ("something-new is not read",)),
     ],
 )
 def test_it_is_named(
@@ -91,7 +90,7 @@ def test_it_is_named(
     monkeypatch.setattr("penstock.fleet.launchers.process.Spares.begin", lambda *args: began.append(args))
     assert main(["serve", str(place), "--port", "0"]) in (1, 2)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"penstock: {place}: ")
+    assert line.startswith((f"penstock: {place}: ", f"penstock: {place}/config.json: "))
     for word in words:
         assert word in line
     assert not began, "an engine was started for it"
@@ -107,8 +106,8 @@ def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_random_weights_need_no_files(tmp_path: Path) -> None:
-    from penstock.config.checkpoints import check_local_models
     from penstock.config.tree import EngineConfig, ModelConfig
+    from penstock.models.loadable import check_local_models
 
     shutil.copy(MINI / "config.json", tmp_path)
     check_local_models([ModelConfig(path=str(tmp_path), engine=EngineConfig(load_format="random"))])

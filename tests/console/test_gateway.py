@@ -94,3 +94,9 @@ def test_a_key_is_made_shown_once_and_revoked(page, until, served, findings) -> 
     opened.locator("tr", has_text=made.partition("_")[0]).get_by_role("button", name="Revoke…").click()
     opened.get_by_role("button", name="Revoke", exact=True).click()
     opened.locator("tr", has_text=made.partition("_")[0]).get_by_text("revoked").wait_for()
+    opened.get_by_role("link", name="Alerts").click()
+    opened.get_by_label("Show").select_option(label="What admins did")
+    until(opened, "document.querySelectorAll('tbody tr').length === 2")
+    rows = opened.locator("tbody tr").all_inner_texts()
+    assert [row.split("\t")[2] for row in rows] == ["key revoked", "key made"]
+    assert made not in opened.content()

@@ -50,6 +50,8 @@ class Fleet:
                 "model": model,
                 "engine": "penstock" if number % 7 else "vllm",
                 "epoch": 1,
+                "version": "0.1.0" if number % 7 else "0.11.2",
+                "residual": None if number % 7 == 0 else round(1 + self.random.gauss(0, 0.02), 3),
                 "address": f"tcp:10.0.{number // 32}.{number % 32}:9000",
                 "identity": f"{self.random.getrandbits(128):032x}",
                 "kv_blocks_total": 4096,
@@ -59,7 +61,8 @@ class Fleet:
                 **state_of(number),
             }
         self.ticks = 0
-        assert set(next(iter(self.workers.values()))) <= set(WorkerReport.__struct_fields__)
+        optional = {"version", "residual"}  # As far as a worker and its probes say them.
+        assert set(next(iter(self.workers.values()))) - optional <= set(WorkerReport.__struct_fields__)
 
     def step(self) -> dict:
         """One second: what changed."""
@@ -202,6 +205,33 @@ def whole(columns: dict) -> dict:
     return {name: each if isinstance(each, str) else one(each) for name, each in columns.items()}
 
 
+def trail(name: str, now: int = NOW_MS // 1000) -> dict:
+    """As `GET /admin/workers/{id}/history` answers."""
+    random = Random(name)
+    swing = [0.75 + 0.25 * math.sin(i / 13) + random.uniform(-0.05, 0.05) for i in range(180)]
+    swing[40:52] = [None] * 12
+    return {
+        "step_s": 5,
+        "times": [now - 5 * (180 - i) for i in range(180)],
+        "tokens_per_s": [each and round(840 * each) for each in swing],
+        "running": [each and round(40 * each) for each in swing],
+        "waiting": [each and max(0, round(60 * (each - 0.9))) for each in swing],
+        "kv_share": [each and round(0.8 * each, 3) for each in swing],
+    }
+
+
+def printed() -> list[dict]:
+    """What a worker printed last."""
+    lines = (
+        "loading 291 tensors from model-00001-of-00004.safetensors",
+        "weights: 16.1 GB in 8.2 s",
+        "KV cache: 4096 blocks of 16 tokens",
+        "captured 12 graphs, batches of 1 to 160",
+        "ready",
+    )
+    return [{"at_ms": NOW_MS - 9_000 * (len(lines) - i), "text": line} for i, line in enumerate(lines)]
+
+
 def added(rows: list[dict]) -> dict:
     """Several series as one."""
 
@@ -314,6 +344,50 @@ def told_of_alerts(now: int = NOW_MS // 1000) -> dict:
     }
 
 
+def told_of_events(now: int = NOW_MS // 1000) -> dict:
+    """As `GET /admin/audit` answers."""
+    events = (
+        (
+            "alert",
+            "fires (page)",
+            "TtftBurn, model chat-70b",
+            "17.2 % of requests had a late first token",
+            "",
+            340,
+        ),
+        (
+            "worker",
+            "is left alone",
+            "chat-8b-23",
+            "its breaker is open: 3 of its last 10 requests failed",
+            "",
+            900,
+        ),
+        ("admin", "drained", "chat-70b-05", "", "admin-4be1a07c", 1500),
+        ("config", "in force", "configuration", "", "", 4000),
+        ("admin", "key made", "sk-k2v7q2mwz5ta", "tenant initech", "sk-opsboss2k7xq", 5200),
+        ("alert", "is over", "QueueSustained, model chat-8b", "41 requests wait and 12 run", "", 7200),
+        ("worker", "is ready", "chat-8b-29", "model chat-8b", "", 8000),
+        (
+            "worker",
+            "is not ready",
+            "chat-8b-29",
+            "the worker was killed by SIGKILL; restart 1 in 1 s",
+            "",
+            8030,
+        ),
+        ("server", "started", "0.1.0", "", "", 93_784),
+    )
+    return {
+        "events": [
+            {"number": -i, "at_ms": (now - ago) * 1000}
+            | dict(zip(("kind", "what", "about", "why", "by"), named, strict=True))
+            for i, (*named, ago) in enumerate(events, -len(events))
+        ],
+        "total": len(events),
+    }  # fmt: skip
+
+
 def told_of_tenants() -> dict:
     """As `GET /admin/tenants` answers."""
     return {
@@ -360,6 +434,7 @@ class Replay(ThreadingHTTPServer):
         self.orders: list[str] = []
         self.answers: dict[str, object] = {
             "/admin/alerts": told_of_alerts(),
+            "/admin/audit": told_of_events(),
             "/admin/tenants": told_of_tenants(),
             "/admin/keys": told_of_keys(),
         }
@@ -396,6 +471,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._feed()
         elif path == "/admin/history":
             self._json(history(int(self.path.rpartition("=")[2])))
+        elif path.endswith("/history"):
+            self._json(trail(path.split("/")[3]))
+        elif path.endswith("/log"):
+            self._json({"worker": path.split("/")[3], "lines": printed()})
         elif path.startswith("/admin/requests/"):
             self._json(explained(self.server.known[path.rpartition("/")[2]], Random(3)))
         elif path in self.server.answers:

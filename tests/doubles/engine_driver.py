@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+from tiny_models import VOCAB_SIZE
+
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, build_core
 from penstock.engine.runner import Runner, load_runner
 from penstock.protocol.worker import Submit
-from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
+from penstock.rng import stream
+from penstock.schedule.plan import NewRow, RowWork, StepPlan
+from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 
 def tiny_runner(path: Path, **config: object) -> Runner:
@@ -74,3 +79,23 @@ class Driver:
                     answer.usage = output.finish.usage
                     answer.cached_tokens = output.finish.usage.cached_tokens
         return list(answers.values())
+
+
+def distributions(path: Path, **config: object) -> torch.Tensor:
+    """Log-probabilities [prompts, vocab] of the token after each of some fixed prompts."""
+    runner = tiny_runner(path, **{"dtype": "bfloat16", "kernels": "native"} | config)
+    random = stream(8, "prompts")
+    rows: list[torch.Tensor] = []
+    sampling = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE)
+    for length in (1, 16, 33, 130) * 8:
+        prompt = tuple(random.randrange(VOCAB_SIZE) for _ in range(length))
+        blocks = tuple(range(-(-length // BLOCK_TOKENS)))
+        new = NewRow(RequestId("r"), 0, prompt, length, sampling)
+        told = runner.run(StepPlan(1, (new,), (RowWork(0, 0, length, samples=True, new_blocks=blocks),)))
+        logprob = told.sampled[0].logprob
+        assert logprob is not None
+        row = torch.full((VOCAB_SIZE,), -torch.inf)
+        for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
+            row[token] = value
+        rows.append(row)
+    return torch.stack(rows)

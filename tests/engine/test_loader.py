@@ -148,7 +148,6 @@ def test_random_weights_do_not_depend_on_each_other(directory: Path) -> None:
             {"use_sliding_window": True, "sliding_window": None, "layer_types": None, "max_window_layers": 1},
             ["sliding_window"],
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
         ({"rope_parameters": {"rope_type": "spiral", "factor": 4.0}}, ["spiral", "dynamic", "llama3"]),
         ({"rope_parameters": {"rope_type": "yarn"}}, ["factor"]),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, ["short_factor", "8 numbers"]),

@@ -3,19 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
 from device_driver import device_runner
-from engine_driver import tiny_runner
-from tiny_models import VOCAB_SIZE
+from engine_driver import distributions, tiny_runner
 
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
 from penstock.engine.native.library import Type
 from penstock.errors import ConfigError
-from penstock.rng import stream
-from penstock.schedule.plan import NewRow, RowWork, StepPlan
-from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
 
-LENGTHS = (1, 16, 33, 130)
 BOUNDS = {"int8": (2e-3, 0.9), "int4": (0.1, 0.5)}
 """Mean KL divergence in nats to bfloat16 at most, and share of equal greedy tokens at least. The weights are
 random, so the likeliest tokens lie close together; a trained model is kinder."""
@@ -30,26 +24,6 @@ def quantization(request: pytest.FixtureRequest) -> str:
     if request.param == "int8" and not kernels.supports(Type.I8):
         pytest.skip(f"{kernels.isa} has no int8 dot products")
     return request.param
-
-
-def distributions(path: Path, **config: object) -> torch.Tensor:
-    """Log-probabilities [prompts, vocab] of the token after each of some fixed prompts."""
-    runner = tiny_runner(path, dtype="bfloat16", kernels="native", **config)
-    random = stream(8, "prompts")
-    rows: list[torch.Tensor] = []
-    sampling = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE)
-    for length in LENGTHS * 8:
-        prompt = tuple(random.randrange(VOCAB_SIZE) for _ in range(length))
-        blocks = tuple(range(-(-length // BLOCK_TOKENS)))
-        new = NewRow(RequestId("r"), 0, prompt, length, sampling)
-        told = runner.run(StepPlan(1, (new,), (RowWork(0, 0, length, samples=True, new_blocks=blocks),)))
-        logprob = told.sampled[0].logprob
-        assert logprob is not None
-        row = torch.full((VOCAB_SIZE,), -torch.inf)
-        for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
-            row[token] = value
-        rows.append(row)
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "mixtral"])

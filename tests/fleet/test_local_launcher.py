@@ -14,7 +14,7 @@ from scripted_runner import DIE, HANG, scripted_text
 from scripted_worker import Bench, bench
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.silence import HeartbeatTerms
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.types import FinishReason, RequestId, SamplingParams

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import urllib.error
 import urllib.request
 
@@ -9,6 +10,9 @@ import pytest
 from fleets import Prepared
 from told_script import NEVER_S
 
+from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
+from penstock.protocol.worker import Stats
+from penstock.telemetry.audit import Notes
 from penstock.types import WorkerId
 
 ADMIN_KEY = "sk-admin-0123456789"
@@ -135,6 +139,13 @@ def test_a_drained_worker_ends_its_streams_leaves_and_comes_back_when_asked(runn
     assert send(running, f"{path}/drain", method="POST")[0] == 200, "once more changes nothing"
     assert send(running, f"{path}/undrain", method="POST")[1]["state"] == "ready"
     assert workers_of(running)["m/x@h:1"]["epoch"] == 1, "it is a new one"
+    events = send(running, "/admin/audit?kind=admin&most=2")[1]["events"]
+    assert [(each["what"], each["about"]) for each in events] == [
+        ("brought back", "m/x@h:1"), ("drained", "m/x@h:1"),
+    ]  # fmt: skip
+    (by,) = {each["by"] for each in events}
+    assert re.fullmatch("admin-[0-9a-f]{8}", by), "an id that tells admins' keys apart, and is not one"
+    assert send(running, f"/admin/audit?before={events[-1]['number']}")[1]["events"][-1]["what"] == "started"
     assert send(running, "/v1/chat/completions", kit.chat(max_tokens=2), key=kit.KEY)[0] == 200
 
 
@@ -183,9 +194,61 @@ def test_orders_that_cannot_be_followed_are_refused(running, path, body, status,
     assert workers_of(running)["tiny-0"]["state"] == "ready"
 
 
+@pytest.mark.parametrize("query", ["kind=nothing", "most=0", "before=-1", "most=9999999999999999999"])
+def test_the_audit_trail_is_for_admins_and_takes_no_nonsense(running, kit, query):
+    assert send(running, "/admin/audit", key=kit.KEY)[0] == 403
+    status, body = send(running, f"/admin/audit?{query}")
+    assert (status, body["error"]["param"]) == (400, query.partition("=")[0])
+
+
+def test_a_workers_last_minutes_and_that_it_was_left_alone_are_remembered(running, kit):
+    now_s, sizes = 1_700_000_000, {"blocks_total": 8, "blocks_used": 2, "blocks_cached": 0}
+
+    class Clock:
+        wall_ns = now_ns = staticmethod(lambda: now_s * 10**9)
+
+    trails = WorkerTrails(running.registry, Clock())
+    status = running.registry.get("tiny-0").backend.status
+    for tokens in (0, 500, 1500, None, 100):
+        said = tokens is not None
+        status.stats = Stats(step=1, running=3, waiting=1, generated_tokens=tokens, **sizes) if said else None
+        now_s += 5
+        trails.sample()
+        trails.sample()
+    found = trails.of("tiny-0")
+    assert (found.step_s, len(found.times), found.times[-1]) == (5, 180, now_s)
+    assert found.tokens_per_s[-6:] == [None, None, 100, 200, None, None]
+    assert (found.running[-2:], found.kv_share[-1], found.kv_share[0]) == ([None, 3], 0.25, None)
+    now_s += 5 * 178
+    trails.sample()
+    assert trails.of("tiny-0").waiting[:3] == [None, 1, None]
+    now_s += 5 * 180
+    running.registry.remove("tiny-0")
+    trails.sample()
+    assert trails.of("tiny-0") is None
+    told, alone = [], {"m": {"m-0": "it fails"}}
+    left = LeftAlone(alone.__getitem__, Notes(Clock(), told.append))
+    left.look("m")
+    alone["m"] = {}
+    left.look("m")
+    left.look("m")
+    assert [(each.what, each.why) for each in told] == [
+        ("is left alone", "it fails"), ("is used again, or not ready", ""),
+    ]  # fmt: skip
+
+
+def test_a_workers_history_is_asked_for_by_its_name(running):
+    running.wait_until(lambda: running.gateway._trails.of("tiny-0") is not None)
+    status, told = send(running, f"{WORKERS}/tiny-0/history")
+    assert (status, told["step_s"], len(told["running"])) == (200, 5, 180)
+    for path, code in (("nobody/history", "unknown_worker"), ("tiny-0/nothing", "unknown_path")):
+        status, body = send(running, f"{WORKERS}/{path}")
+        assert (status, body["error"]["code"]) == (404, code)
+
+
 def test_a_tenant_may_not_drain(running, kit):
     assert send(running, f"{WORKERS}/tiny-0/drain", key=kit.KEY, method="POST")[0] == 403
-    assert send(running, f"{WORKERS}/tiny-0/drain", method="GET")[0] == 405
+    assert send(running, f"{WORKERS}/tiny-0/drain", method="GET")[0] == 404
     assert workers_of(running)["tiny-0"]["state"] == "ready"
 
 

@@ -71,6 +71,13 @@ def test_a_key_is_made_shown_once_used_rotated_and_revoked(running, path, kit):
     assert (states[made["prefix"]], states[fresh["prefix"]]) == (False, True)
     assert "a key was made" in running.log_text.getvalue()
     assert secret not in running.log_text.getvalue()
+    trail = send(running, "/admin/audit?kind=admin")[1]["events"]
+    assert [(each["what"], each["about"]) for each in trail] == [
+        ("key revoked", fresh["prefix"]), ("key rotated", fresh["prefix"]), ("key made", made["prefix"]),
+    ]  # fmt: skip
+    assert trail[1]["why"] == f"tenant acme, in place of {made['prefix']}"
+    for key in (made["key"], fresh["key"], ADMIN_KEY):
+        assert key not in json.dumps(trail)
 
 
 @pytest.mark.parametrize(

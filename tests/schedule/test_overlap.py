@@ -4,7 +4,7 @@ import pytest
 from scheduled_engine import ScheduledEngine
 
 from penstock.kv.hashing import token_array
-from penstock.schedule.limits import GROW_AFTER_STEPS, StepCap
+from penstock.schedule.batch import GROW_AFTER_STEPS, StepCap
 from penstock.types import FinishReason, RequestId
 
 

@@ -3,15 +3,27 @@
 import itertools
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.text.argument_readers import LiteralArguments
 from penstock.text.tool_formats import TOOL_FORMAT_NAMES, tool_format
 from penstock.text.tool_tails import ForcedCalls
-from penstock.text.tools import CallPiece, FirstCallOnly, ParsedToolCall, Text, ToolParser, WholeEvent, joined
+from penstock.text.tool_types import kind_of
+from penstock.text.tools import (
+    CallPiece,
+    FirstCallOnly,
+    ParsedToolCall,
+    Text,
+    ToolEvent,
+    ToolParser,
+    WholeEvent,
+    joined,
+)
 
 TEMPLATES = {
     "hermes": "{% for t in tools %}{{ t }}{% endfor %} within <tool_call></tool_call> tags",
@@ -213,14 +225,108 @@ def test_mistrals_newer_way() -> None:
     ]
 
 
-def test_names_come_before_arguments_and_arguments_in_pieces() -> None:
-    for name in ("hermes", "llama3_json", "mistral", "functools"):
-        parser = parser_of(name)
-        events = [event for char in ANSWERS[name][0] for event in parser.push(char)]
-        first = [event for event in events if isinstance(event, CallPiece) and event.index == 0]
-        assert first[0] == CallPiece(0, "weather")
-        assert len(first) > 10, name
-        assert all(not event.name for event in first[1:])
+VALUES_OF_ALL = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.sampled_from([0.5, -12.25])
+    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r`<"), max_size=12),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.from_regex(r"[A-Za-z_]\w{0,5}", fullmatch=True), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+ARGUMENTS = st.dictionaries(st.from_regex(r"[a-z]{1,6}_", fullmatch=True), VALUES_OF_ALL, max_size=4)
+
+
+def gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f"<escape>{value}<escape>"
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{gemma(each)}' for key, each in value.items())}}}"
+    return json.dumps(value)
+
+
+def spelled(name: str, calls: dict[str, dict[str, Any]]) -> str:
+    """Calls as a model writes them in this syntax."""
+    each_json = [json.dumps({"name": tool, "arguments": each}) for tool, each in calls.items()]
+    python = [f"{tool}({', '.join(f'{k}={v!r}' for k, v in each.items())})" for tool, each in calls.items()]
+    in_a_row, lines, xml = ", ".join(each_json), "\n".join(python), ""
+    for tool, each in calls.items():
+        said = (v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in each.values())
+        parts = (f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in zip(each, said, strict=True))
+        xml += f"<tool_call>\n<function={tool}>\n{''.join(parts)}</function>\n</tool_call>\n"
+    gemmas = (f"call:{tool}{gemma(each)}" for tool, each in calls.items())
+    return {
+        "hermes": "".join(f"<tool_call>\n{each}\n</tool_call>\n" for each in each_json),
+        "phi": f"<|tool_call|>[{in_a_row}]<|/tool_call|>",
+        "functools": f"functools[{in_a_row}]",
+        "mistral": f"[TOOL_CALLS] [{in_a_row}]",
+        "llama3_json": "; ".join(each_json),
+        "pythonic": f"[{', '.join(python)}]",
+        "tool_code": f"```tool_code\n{lines}\n```",
+        "gemma": "".join(f"<start_function_call>{each}<end_function_call>" for each in gemmas),
+        "qwen3_coder": xml,
+    }[name]
+
+
+def schemas_of(calls: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        tool: {"properties": {key: {"type": kind_of(value)} for key, value in each.items()}}
+        for tool, each in calls.items()
+    }
+
+
+@pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
+@settings(max_examples=15)
+@given(calls=st.dictionaries(st.sampled_from(["weather", "clock"]), ARGUMENTS, min_size=1), data=st.data())
+def test_streamed_deltas_are_the_whole_and_are_never_taken_back(
+    name: str, calls: dict[str, dict[str, Any]], data: st.DataObject
+) -> None:
+    text = spelled(name, calls)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12))
+    parser, told = tool_format([], name).parser(schemas_of(calls)), list[ToolEvent]()
+    for a, b in itertools.pairwise([0, *sorted(cuts), len(text)]):
+        told += parser.push(text[a:b])
+    told += parser.finish()
+    pieces = [each for each in told if isinstance(each, CallPiece)]
+    assert pieces == told, "the calls are all that there is"
+    for i, (tool, arguments) in enumerate(calls.items()):
+        first, *others = (each for each in pieces if each.index == i)
+        assert first == CallPiece(i, tool), "the name comes first, alone"
+        assert json.loads("".join(each.arguments for each in others)) == arguments
+        assert all(each.arguments and not each.name for each in others)
+    assert joined(told) == read(tool_format([], name).parser(schemas_of(calls)), [text])
+
+
+@pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
+def test_arguments_are_told_while_they_are_written(name: str) -> None:
+    line = "A line that is part of a long text, and of a list. "
+    calls = {"clock": {"text_": line * 40, "list_": [line] * 40}}
+    text, told_at = spelled(name, calls), 0
+    parser = tool_format([], name).parser(schemas_of(calls))
+    for i in range(0, len(text), 7):
+        if parser.push(text[i : i + 7]):
+            told_at = i
+        assert i - told_at < 70, "no more than the head of the call, or a mark, was held back"
+
+
+JUNK = st.sampled_from([*"[]{}()'\",:= \\\n1aé", "\\u12", "\\ud83d", "'''", "<escape>", "None"])
+
+
+@settings(max_examples=30)
+@given(text=st.lists(JUNK, max_size=24).map("".join), opened=st.sampled_from("{["))
+def test_arguments_that_end_are_json_whatever_is_written(text: str, opened: str) -> None:
+    one, each, text = LiteralArguments(opened), LiteralArguments(opened), f"{text} "
+    written, rest = one.push(text)
+    pieces, behind = list[str](), ""
+    for i, char in enumerate(text):
+        piece, after = each.push(char)
+        pieces.append(piece)
+        if after is not None:
+            behind = after + text[i + 1 :]
+            break
+    assert "".join(pieces) == written
+    assert rest in (None, behind)
+    json.loads(written if rest is not None else written + one.complete())
 
 
 def test_calls_behind_the_first_are_dropped() -> None:
@@ -278,7 +384,7 @@ VALUES = [
     "{1}",
     "b'x'",
     "9" * 5000,
-    "[" * 3000,
+    "[" * 3000 + "]" * 3000,
 ]
 
 

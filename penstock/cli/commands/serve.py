@@ -19,7 +19,6 @@ import uvloop
 
 from penstock.cli.flags import Commands, Help, number, size
 from penstock.clock import Clock, SystemClock
-from penstock.config.checkpoints import check_local_models
 from penstock.config.checks import check
 from penstock.config.engine_settings import share_of
 from penstock.config.load import dump_config, load_config, with_environment
@@ -27,6 +26,7 @@ from penstock.config.tenancy import AuthConfig
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, LogConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.process import Spares
+from penstock.models.loadable import check_local_models
 
 
 def serve_until_stopped(

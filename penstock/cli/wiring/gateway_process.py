@@ -22,8 +22,8 @@ from penstock.backends.http.backend import BackendDependencies
 from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, wait_for_attached
 from penstock.cli.wiring.progress import FleetLog
 from penstock.clock import SystemClock
+from penstock.config.checkpoints import with_members
 from penstock.config.fleet import WorkerConfig
-from penstock.config.presets import with_members
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.members import Attached, DesiredWorker, Members
@@ -35,6 +35,7 @@ from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.protocol.address import link_key_of
 from penstock.protocol.peers import EXIT_CANNOT_SERVE, ChildLaunch, ChildReport, StopOrder, WorkerAt
+from penstock.telemetry.audit import Notes
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import WorkerId
@@ -87,7 +88,9 @@ async def _serve(launch: ChildLaunch, behind: bytes) -> int:
         await wait_for_attached(registry, config.models, log)
     await gateway.start([socket.socket(fileno=number) for number in launch.listeners])
     gc_tuning.freeze_gc()
-    telling = asyncio.create_task(_tell_of_attached(config, registry, log)) if launch.index == 0 else None
+    telling = None
+    if launch.index == 0:
+        telling = asyncio.create_task(_tell_of_attached(config, registry, log, gateway.notes))
     await stop.asked.wait()
     if telling is not None:
         telling.cancel()
@@ -117,10 +120,10 @@ class _Stop:
         self.asked.set()
 
 
-async def _tell_of_attached(config: Config, registry: Registry, log: Log) -> None:
+async def _tell_of_attached(config: Config, registry: Registry, log: Log, notes: Notes) -> None:
     """What happens to workers at addresses, which the parent does not see: one process says it for all."""
     await wait_for_attached(registry, config.models, log)
-    news = FleetLog(registry, log, only_attached=True)
+    news = FleetLog(registry, log, notes, only_attached=True)
     try:
         await asyncio.Event().wait()
     finally:

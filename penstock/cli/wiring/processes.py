@@ -26,6 +26,7 @@ from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import OperatorError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
+from penstock.gateway.api.recent import RecentRequests
 from penstock.gateway.identity.tenancy import Tenancy
 from penstock.gateway.shared.local_store import LeaseServer
 from penstock.protocol.peers import (
@@ -35,6 +36,8 @@ from penstock.protocol.peers import (
     ChildReport,
     Done,
     EndedRequests,
+    Happened,
+    LatestRequests,
     LookAt,
     ModelNumbers,
     Order,
@@ -48,10 +51,11 @@ from penstock.protocol.peers import (
     frame,
 )
 from penstock.protocol.worker import FrameDecoder, ProtocolError
+from penstock.telemetry.audit import AuditEvent, Notes
 from penstock.telemetry.counts import decode_rows
 from penstock.telemetry.log import Log
 from penstock.telemetry.pages import lasting, merged
-from penstock.telemetry.watch import Watch
+from penstock.telemetry.watch import Tail, Watch, no_tail
 
 COMMAND = (sys.executable, "-m", "penstock.cli.wiring.gateway_process")
 RESTARTS_MAX = 10
@@ -117,8 +121,10 @@ class ProcessStats:
 class GatewayProcesses:
     """`start` takes the sockets, `open` starts the processes, `stop` drains them, `kill` leaves nothing."""
 
-    def __init__(self, config: Config, clock: Clock, log: Log, *, hash_key: bytes) -> None:
-        """`hash_key` is what the launched workers name their KV blocks with.
+    def __init__(
+        self, config: Config, clock: Clock, log: Log, *, hash_key: bytes, tail: Tail = no_tail
+    ) -> None:
+        """`hash_key` is what the launched workers name their KV blocks with; `tail` gives their last lines.
 
         Raises:
             ConfigError: the keys file cannot be read, or does not go with the tiers.
@@ -126,7 +132,12 @@ class GatewayProcesses:
         self._clock, self._log, self._hash_key = clock, log, hash_key
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-gateways-")  # Mode 0700.
         self._path = f"{self._directory.name}/parent.sock"
-        self._tenancy = Tenancy(config, clock=clock, log=log)
+        self._stats, self._children = ProcessStats(), set[asyncio.StreamWriter]()
+        self._watch = Watch(config, clock, log, lambda: self._stats.sum().metrics, tail)
+        self._recent = RecentRequests(clock)
+        self.notes = Notes(clock, self._watch.keep)
+        """For the audit trail."""
+        self._tenancy = Tenancy(config, clock=clock, log=log, notes=self.notes)
         self._leases = None
         if not config.shared.url:
             self._leases = LeaseServer(config.shared, Path(f"{self._directory.name}/leases.sock"), clock)
@@ -136,8 +147,6 @@ class GatewayProcesses:
         self.on_order: Callable[[Order], Awaitable[None]] = _ignore_order
         """Called when somebody has told one of the processes to take a worker out of service, or to bring it
         back, before the others hear of it."""
-        self._stats, self._children = ProcessStats(), set[asyncio.StreamWriter]()
-        self._watch = Watch(config, clock, log, lambda: self._stats.sum().metrics)
         self._told = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._running: dict[int, Process] = {}
@@ -270,6 +279,7 @@ class GatewayProcesses:
                 return
             delay_s = budget.take() or BACKOFF_MAX_S
             self._log.error("a gateway process ended", index=index, code=code, restart_in_s=delay_s)
+            self.notes.note("server", "a gateway process ended", str(index), why=f"exit code {code}")
             await sleep(delay_s)
 
     async def _spawn(self, index: int) -> Process:
@@ -313,8 +323,12 @@ class GatewayProcesses:
                         self._pass_on(message, writer)
                     elif isinstance(message, EndedRequests):
                         self._watch.history.add(decode_rows(message.body))
+                    elif isinstance(message, Happened):
+                        self._watch.keep(msgspec.json.decode(message.body, type=AuditEvent))
+                    elif isinstance(message, LatestRequests):
+                        self._recent.merge(message.body)
                     elif isinstance(message, LookAt):
-                        writer.write(frame(View(self._watch.look(message))))
+                        writer.write(frame(View(self._look(message))))
                     else:
                         self._stats.record(writer, message)
                         self._told.set()
@@ -324,6 +338,9 @@ class GatewayProcesses:
             self._children.discard(writer)
             self._stats.ended(writer)
             writer.close()
+
+    def _look(self, at: LookAt) -> bytes:
+        return self._recent.encoded(at.before) if at.view == "requests" else self._watch.look(at)
 
     def _pass_on(self, served: ServedTokens, writer: asyncio.StreamWriter) -> None:
         """Tell the other processes; one that does not read for a while misses it."""

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from penstock.backends.base import BackendStatus
 from penstock.fleet.registry import Registry, Worker
+from penstock.telemetry.audit import Notes
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 
@@ -69,8 +70,8 @@ def loading_display(console: Console) -> LoadingDisplay:
     return _Bars(console) if console.is_terminal else LoadingDisplay(console)
 
 
-# Says in the log what happens to workers, once things have calmed down for a moment. /ready tells
-# clients.
+# Says in the log what happens to workers, and notes it for the audit trail, once things have calmed down
+# for a moment. /ready tells clients.
 
 CALM_S = 0.3
 """What happens within this time is one line: a worker that is lost says why a moment later."""
@@ -79,9 +80,10 @@ CALM_S = 0.3
 class FleetLog:
     """Listens from the moment it is made."""
 
-    def __init__(self, registry: Registry, log: Log, *, only_attached: bool = False) -> None:
+    def __init__(self, registry: Registry, log: Log, notes: Notes, *, only_attached: bool = False) -> None:
         """`only_attached`: of the workers that were launched another process says it."""
         self._registry, self._log, self._only_attached = registry, log, only_attached
+        self._notes = notes
         self._changed: dict[WorkerId, Worker] = {}
         self._workers: dict[WorkerId, str] = {}
         """What was said last of each worker: "ready", or the stage that it is in instead."""
@@ -124,6 +126,7 @@ class FleetLog:
             self._workers.pop(worker.id, None)
         if not is_there:
             self._log.info("a worker has left", model=worker.route, worker=worker.id)
+            self._notes.note("worker", "left", worker.id, why=f"model {worker.route}")
         elif word == before:
             return
         elif word == "ready":
@@ -133,8 +136,13 @@ class FleetLog:
                 worker=worker.id,
                 restarts=worker.backend.status.restarts,
             )
-        elif len(self._registry.of(worker.route)) > 1:
-            self._log.warning("a worker is not ready", model=worker.route, worker=worker.id, why=word)
+            self._notes.note("worker", "is ready", worker.id, why=f"model {worker.route}")
+        else:
+            # The stages of a start are no news; that it begins, and that it was in vain, is.
+            if before in (None, "ready") or worker.problem or worker.backend.status.is_given_up:
+                self._notes.note("worker", "is not ready", worker.id, why=word)
+            if len(self._registry.of(worker.route)) > 1:
+                self._log.warning("a worker is not ready", model=worker.route, worker=worker.id, why=word)
 
     def _say_route(self, route: str) -> None:
         word, before = self._route_word(route), self._routes.get(route, "ready")

@@ -3,6 +3,7 @@ for the KV cache.
 """
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from penstock.clock import Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import EngineConfig
 from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
+from penstock.engine.device_speed import cost_floor, device_name, measured_speed
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of, torch_kernels
 from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.graphs import GraphLimits
@@ -36,12 +38,14 @@ from penstock.engine.memory import (
     plan_kv,
 )
 from penstock.errors import ConfigError
-from penstock.models.registry import read_spec
+from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
 from penstock.protocol.worker import ModelInfo
-from penstock.schedule.limits import resolve_max_running
+from penstock.schedule.batch import resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX
 from penstock.types import BLOCK_TOKENS
+
+_log = logging.getLogger(__name__)
 
 OnStage = Callable[[str, int, int], None]
 """Called with (stage in words, done, total)."""
@@ -107,7 +111,10 @@ def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> De
     if config.load_format == "random":
         weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes, device)
     else:
-        weights = load_weights(model_path, spec, names, dtype, on_bytes, device)
+        stored = stored_quantization(model_path)
+        if stored is not None:
+            _log.warning("%s: %s weights are made dense on a GPU", model_path, stored.name)
+        weights = load_weights(model_path, spec, names, dtype, on_bytes, device, quantization=stored)
     on_progress("preparing kernels", 0, 0)
     kernels = f"{torch_kernels()} {_device_name(device)} {target.ops.name}"
     identity = identify(model_path, config, dtype=name_of(dtype), kernels=kernels)
@@ -141,6 +148,7 @@ class _Builder:
         self, name: str, identity: str, spec: DecoderSpec, weights: WeightSource, target: Target
     ) -> None:
         self._name, self._identity, self._spec, self._target = name, identity, spec, target
+        measured_speed(target.platform.device)  # While there is memory for it.
         config = target.config
         self._max_running = resolve_max_running(config.max_running, config.step_tokens)
         # The longest context that may be asked for; what the memory allows may be less.
@@ -186,6 +194,7 @@ class _Builder:
             block_tokens=BLOCK_TOKENS,
             max_running=self._max_running,
             num_host_blocks=num_host_blocks,
+            device=device_name(target.platform.device),
         )
         graphs = GraphLimits(
             max_running=self._max_running,
@@ -205,6 +214,7 @@ class _Builder:
             limits=limits,
             graphs=graphs,
             clock=target.clock,
+            floor=cost_floor(spec, info, target.platform.device, itemsize=self._dtype.itemsize),
         )
         return DeviceRunner(parts)
 

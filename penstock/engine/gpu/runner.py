@@ -19,8 +19,8 @@ from torch import Tensor
 
 from penstock.clock import NS_PER_MS, Clock
 from penstock.engine.decoder import Decoder
-from penstock.engine.gpu.attention import DeviceAttention
 from penstock.engine.gpu.graphs import GraphCache, GraphLimits, StepKind
+from penstock.engine.gpu.layers import DeviceAttention
 from penstock.engine.gpu.ops import Ops
 from penstock.engine.gpu.platform import Platform
 from penstock.engine.gpu.results import DeviceFlight, scored_targets
@@ -30,6 +30,7 @@ from penstock.engine.gpu.worklist import WorkList
 from penstock.engine.host_store import HostStore
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.memory import largest_step
+from penstock.planning.roofline import CostFloor
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import NewRow, RowWork, StepPlan, StepResult
 from penstock.types import RequestId, SamplingParams
@@ -58,6 +59,7 @@ class DeviceParts:
     limits: StepLimits
     graphs: GraphLimits
     clock: Clock
+    floor: CostFloor
 
 
 class DeviceRunner:
@@ -65,7 +67,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def __init__(self, parts: DeviceParts) -> None:
-        self.info = parts.info
+        self.info, self.floor = parts.info, parts.floor
         self.kernels = f"{parts.platform.device.type} {parts.ops.name}"
         """What computes, for people."""
         self.cache = parts.cache

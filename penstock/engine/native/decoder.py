@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from ctypes import Array
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.arrays import Int64Array
-from penstock.engine.attention.base import AttentionBatch, Int32Array
+from penstock.engine.arrays import Int32Array, Int64Array
+from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import rotary_angles
@@ -33,7 +33,8 @@ from penstock.engine.native.library import (
     Type,
 )
 from penstock.engine.native.ops import HEAD_DIM_MAX, LayerCache
-from penstock.engine.native.weights import PackedWeight, exact, int4, int8, pack
+from penstock.engine.native.weights import Matrix, PackedWeight, exact, int4, int8, pack, quantized
+from penstock.engine.quantized import QuantizedMatrix, dense, stacked
 from penstock.models.spec import ActivationKind, DecoderSpec, RopeSpec
 
 Precision = Literal["native", "int8", "int4"]
@@ -65,7 +66,8 @@ class NativeAttention:
         self.rows = StepRows(np.ascontiguousarray(batch.block_tables, np.int32), starts, lens)
 
 
-_Pack = Callable[[Tensor, Tensor | None], PackedWeight]
+_Part = Tensor | QuantizedMatrix
+_Pack = Callable[[_Part, Tensor | None], PackedWeight]
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,32 +82,41 @@ class _Angles:
 class _Packer:
     """Rounds and packs weights; which precision is chosen once."""
 
-    def __init__(self, kernels: NativeLibrary, precision: Precision, activation: ActivationKind) -> None:
-        self._kernels = kernels
+    def __init__(
+        self, kernels: NativeLibrary, precision: Precision, activation: ActivationKind, dtype: torch.dtype
+    ) -> None:
+        self._kernels, self.dtype = kernels, dtype
         self._gate = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}[activation]
         rounded_8, rounded_4 = partial(int8, kernels), partial(int4, kernels)
         self._inner = {"native": exact, "int8": rounded_8, "int4": rounded_4}[precision]
         # A head in four bits costs more quality than it saves time.
         self._head = exact if precision == "native" else rounded_8 if kernels.supports(Type.I8) else exact
 
-    def plain(self, weight: Tensor, bias: Tensor | None) -> PackedWeight:
+    def plain(self, weight: _Part, bias: Tensor | None) -> PackedWeight:
         """A weight by itself."""
-        return pack(self._kernels, self._inner(weight, bias))
+        return pack(self._kernels, self._matrix(weight, bias))
 
-    def gate_up(self, gate: Tensor, up: Tensor, bias: Tensor | None) -> PackedWeight:
+    def gate_up(self, gate: _Part, up: _Part, bias: Tensor | None) -> PackedWeight:
         """Gate and up as one weight; the gate's bias comes first."""
         biases = (None, None) if bias is None else bias.chunk(2)
-        return pack(self._kernels, self._inner(gate, biases[0]), self._inner(up, biases[1]), self._gate)
+        if not _are_alike((gate, up)):
+            gate, up = (dense(part, self.dtype) for part in (gate, up))
+        return pack(self._kernels, self._matrix(gate, biases[0]), self._matrix(up, biases[1]), self._gate)
 
-    def router(self, weight: Tensor, bias: Tensor | None) -> PackedWeight:
+    def router(self, weight: _Part, bias: Tensor | None) -> PackedWeight:
         """What chooses experts: small, and never rounded, since a wrong choice costs more than a wrong
         digit.
         """
-        return pack(self._kernels, exact(weight, bias))
+        return pack(self._kernels, exact(dense(weight, self.dtype), bias))
 
-    def head(self, weight: Tensor) -> PackedWeight:
+    def head(self, weight: _Part) -> PackedWeight:
         """The output projection."""
+        if isinstance(weight, QuantizedMatrix):
+            return pack(self._kernels, quantized(weight))
         return pack(self._kernels, self._head(weight))
+
+    def _matrix(self, weight: _Part, bias: Tensor | None) -> Matrix:
+        return quantized(weight, bias) if isinstance(weight, QuantizedMatrix) else self._inner(weight, bias)
 
 
 def unsupported(
@@ -124,13 +135,26 @@ def unsupported(
     return None
 
 
-def _pieces(parts: Sequence[Tensor], count: int) -> Sequence[Tensor]:
+def _pieces(parts: Sequence[_Part], count: int, dtype: torch.dtype) -> Sequence[_Part]:
     """A weight cut into `count` equal pieces along the first dimension; without a copy where the checkpoint
     has it so.
     """
     if len(parts) == count:
         return parts
-    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).chunk(count)
+    if _are_alike(parts):
+        matrix = stacked(cast(Sequence[QuantizedMatrix], parts))
+        rows = matrix.shape[0] // count
+        return [matrix.rows(first, first + rows) for first in range(0, rows * count, rows)]
+    whole = [dense(part, dtype) for part in parts]
+    return (whole[0] if len(whole) == 1 else torch.cat(whole)).chunk(count)
+
+
+def _are_alike(parts: Sequence[_Part]) -> bool:
+    """Whether all are quantized, and so that they can be one matrix or the two sides of a gate."""
+    first = parts[0]
+    return isinstance(first, QuantizedMatrix) and all(
+        isinstance(part, QuantizedMatrix) and first.is_like(part) for part in parts
+    )
 
 
 class NativeDecoder:
@@ -152,8 +176,8 @@ class NativeDecoder:
         self._kept: list[
             Tensor | PackedWeight | Array[Layer] | Array[PsMlp]
         ] = []  # What the structs point into.
-        packer = _Packer(kernels, precision, spec.activation)
-        (embedding,) = _pieces(weights.take_parts("embedding"), 1)
+        embedding = dense(weights.take_parts("embedding")[0], cache.tensor.dtype)
+        packer = _Packer(kernels, precision, spec.activation, embedding.dtype)
         angles = self._angles(spec, limits.max_model_len)
         layers = (Layer * spec.num_layers)(
             *(
@@ -161,7 +185,7 @@ class NativeDecoder:
                 for i in range(spec.num_layers)
             )
         )
-        head = packer.head(embedding if spec.tied_head else _pieces(weights.take_parts("head"), 1)[0])
+        head = packer.head(embedding if spec.tied_head else weights.take_parts("head")[0])
         # A tied table is not kept twice: rows are read back out of the packed head, unless that was rounded.
         self._kept += [layers, head, cache.tensor]
         reads_head = spec.tied_head and head.kind is not Type.I8
@@ -233,14 +257,14 @@ class NativeDecoder:
 
         def packed(key: str, has_bias: bool, pack: _Pack, count: int = 1) -> Sequence[PackedWeight]:
             """A weight, or `count` of them that are stacked along the first dimension."""
-            pieces = _pieces(weights.take_parts(f"{i}.{key}"), count)
+            pieces = _pieces(weights.take_parts(f"{i}.{key}"), count, packer.dtype)
             made = [pack(piece, bias(key, has_bias)) for piece in pieces]
             self._kept += made
             return made
 
         def gates(has_bias: bool, count: int) -> Sequence[PackedWeight]:
             """Gate and up, or `count` pairs of them, gate first."""
-            pieces = _pieces(weights.take_parts(f"{i}.gate_up"), 2 * count)
+            pieces = _pieces(weights.take_parts(f"{i}.gate_up"), 2 * count, packer.dtype)
             pairs = zip(pieces[::2], pieces[1::2], strict=True)
             made = [packer.gate_up(gate, up, bias("gate_up", has_bias)) for gate, up in pairs]
             self._kept += made

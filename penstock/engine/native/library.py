@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 8
+ABI_VERSION = 9
 _OUT_OF_BOUNDS = -2
 
 
@@ -47,6 +47,7 @@ class PsWeight(Structure):
 
     _fields_ = [
         ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("offset", c_void_p), ("sums", c_void_p),
+        ("order", c_void_p),
         ("n", c_int64), ("k", c_int64), ("k_padded", c_int64), ("panels", c_int64),
         ("type", c_int32), ("epilogue", c_int32), ("group", c_int32), ("reserved", c_int32),
     ]  # fmt: skip

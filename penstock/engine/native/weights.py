@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.native.library import Epilogue, NativeLibrary, PsWeight, Type
+from penstock.engine.quantized import QuantizedMatrix
 
 PANEL = 32
 INT4_GROUPS = (32, 64, 128)
@@ -44,6 +45,8 @@ class Matrix:
     """Four bits with zero points: [n, groups], (8 - zero) * scale. None: symmetric."""
     group: int = 0
     """Four bits: inputs that share a scale, one of `INT4_GROUPS`."""
+    order: Tensor | None = None
+    """Four bits: [k] int32, input `order[i]` meets column i (GPTQ's act-order). None: input i."""
 
     def __post_init__(self) -> None:
         values = self.values
@@ -59,9 +62,16 @@ class Matrix:
             ("bias", self.bias, (n,)),
             ("scale", self.scale, per_group),
             ("offset", self.offset, per_group),
+            ("order", self.order, (k,)),
         ):
             if tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} of {show(values)} must be {list(shape)}, not {show(tensor)}")
+        if self.order is not None and (
+            self.kind is not Type.I4
+            or self.order.dtype != torch.int32
+            or not torch.equal(self.order.sort().values, torch.arange(k, dtype=torch.int32))
+        ):
+            raise ValueError(f"order must be an int32 permutation of {k} inputs of four-bit values")
 
     @property
     def kind(self) -> Type:
@@ -115,6 +125,24 @@ def int4(
     return Matrix(values=values, bias=bias, scale=scale, group=group)
 
 
+def quantized(matrix: QuantizedMatrix, bias: Tensor | None = None) -> Matrix:
+    """Integers of a checkpoint as they are: 4 bits in groups of `INT4_GROUPS`, or 8 with a scale per output.
+
+    Inputs are rounded as for `int4` and `int8`.
+    """
+    if matrix.bits == 8:
+        return Matrix(values=matrix.values, bias=bias, scale=matrix.scale.flatten())
+    order = None if matrix.order is None else matrix.order.to(torch.int32)
+    return Matrix(
+        values=matrix.values,
+        bias=bias,
+        scale=matrix.scale,
+        offset=matrix.offset,
+        group=matrix.group,
+        order=order,
+    )
+
+
 def _round(
     kernels: NativeLibrary, kind: Type, weight: Tensor, values: Tensor, scale: Tensor, group: int
 ) -> None:
@@ -163,6 +191,7 @@ def pack(
         "scale": _columns([each.scale for each in both], panels),
         "offset": _columns([each.offset for each in both], panels),
         "sums": _columns(sums, panels),
+        "order": matrix.order,
     }
     struct = PsWeight(
         data=data.data_ptr(), n=n, k=k, k_padded=k_padded, panels=panels, type=int(kind),
@@ -178,7 +207,8 @@ def show(tensor: Tensor) -> str:
 
 
 def _likeness(matrix: Matrix) -> tuple[object, ...]:
-    return matrix.values.shape, matrix.kind, matrix.group, matrix.bias is None, matrix.offset is None
+    order = None if matrix.order is None else bytes(matrix.order.numpy())
+    return matrix.values.shape, matrix.kind, matrix.group, matrix.bias is None, matrix.offset is None, order
 
 
 def _columns(parts: Sequence[Tensor | None], panels: int) -> Tensor | None:

@@ -3,8 +3,8 @@
 They want an admin key; a tenant's ordinary key is refused.
 """
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, get_args
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
@@ -18,13 +18,16 @@ from penstock.gateway.api.feed import ServerLine
 from penstock.gateway.api.inspect import Inspect, answer
 from penstock.gateway.api.job import ANSWER_IDS
 from penstock.gateway.api.services import Services
+from penstock.gateway.api.worker_trails import WorkerTrails
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.placement.pick import explain, explain_choice, without_waits
+from penstock.policy.resilience.anomalies import Anomalies
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
 from penstock.protocol.peers import LookAt, ModelNumbers, Sum
+from penstock.telemetry.audit import LISTED_MAX, Kind
 from penstock.telemetry.history import DAY_S, RECENT_S
 from penstock.telemetry.watch import Watch
 from penstock.types import RequestId, WorkerId
@@ -44,13 +47,14 @@ class Admin:
         registry: Registry,
         members: Members | None,
         watch: Watch | GatewayPeers,
+        trails: WorkerTrails,
     ) -> None:
         """Without `members` nobody can be drained from here.
 
         With other processes beside this one orders reach, and numbers count, all of them.
         """
         self._services, self._inspect = services, inspect
-        self._registry, self._members, self._watch = registry, members, watch
+        self._registry, self._members, self._watch, self._trails = registry, members, watch, trails
         self._peers = watch if isinstance(watch, GatewayPeers) else None
 
     async def workers(self, exchange: Exchange, caller: Caller) -> None:
@@ -80,8 +84,12 @@ class Admin:
         left_alone = dict[WorkerId, str]()
         for model in self._services.models:
             left_alone |= self._services.dispatcher.left_alone(model.name)
+        anomalies = self._services.dispatcher.anomalies
         workers = [
-            _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, "")) for worker in self._registry
+            _worker(
+                worker, now_ns, wall_ns, left_alone.get(worker.id, ""), anomalies, self._inspect.mbu(worker)
+            )
+            for worker in self._registry
         ]
         return FleetReport(
             version=__version__,
@@ -90,8 +98,8 @@ class Admin:
         )
 
     async def requests(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /admin/requests`: the last requests that ended in this gateway process, newest first."""
-        answer(exchange, {"requests": self._services.recent.latest()})
+        """`GET /admin/requests`: the last requests that ended, newest first."""
+        answer(exchange, {"requests": (await self._services.all_requests.look()).latest()})
 
     async def request(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/requests/{id}`: one of them, by its `x-request-id` or the id of its answer, and what
@@ -101,11 +109,11 @@ class Admin:
             NotFound: it is not known, or not any more.
         """
         name = unquote(exchange.path.removeprefix(REQUESTS))
-        ended = self._services.recent.find(name)
+        ended = await self._services.all_requests.find(name)
         body = await self._decided(name)
         if ended is None and len(body) == 1 and not body["decisions"]:
             raise NotFound(
-                f"No request {name[:128]!r} is known to this gateway process (any more).",
+                f"No request {name[:128]!r} is known (any more).",
                 code="unknown_request",
             )
         answer(exchange, {"request": ended, **body})
@@ -118,13 +126,33 @@ class Admin:
         Raises:
             InvalidRequest: `seconds` is no whole number of them.
         """
-        await self._show(exchange, LookAt("history", _seconds(exchange.head.query)))
+        query = dict(parse_qsl(exchange.head.query[:1024]))
+        seconds = whole_number(query, "seconds", RECENT_S, least=1, most=DAY_S)
+        await self._show(exchange, LookAt("history", seconds))
 
     async def alerts(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/alerts`: which alerts fire and why, the last ones that are over, and the burn rates of
         every objective, of all gateway processes (`telemetry.alerting.AlertsReport`).
         """
         await self._show(exchange, LookAt("alerts"))
+
+    async def audit(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/audit?kind=admin&before=120&most=100`: what happened and who did it, newest first:
+        admins' actions, alerts, workers that came and went, configurations; also of before a restart, of all
+        gateway processes (`telemetry.audit.AuditReport`). Each part of the query may be left out; `before` is
+        the number of an event.
+
+        Raises:
+            InvalidRequest: a part of the query is not what it should be.
+        """
+        query = dict(parse_qsl(exchange.head.query[:1024]))
+        kind = query.get("kind", "")
+        if kind and kind not in get_args(Kind):
+            message = f"Invalid value for 'kind': expected one of {', '.join(get_args(Kind))}."
+            raise InvalidRequest(message, param="kind", code="invalid_value")
+        most = whole_number(query, "most", LISTED_MAX, least=1, most=LISTED_MAX)
+        before = whole_number(query, "before", 0, least=0, most=2**53)
+        await self._show(exchange, LookAt("audit", about=kind, before=before, most=most))
 
     async def _show(self, exchange: Exchange, at: LookAt) -> None:
         watch = self._watch
@@ -168,6 +196,26 @@ class Admin:
             body["failure"] = failure
         return body
 
+    async def worker(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/workers/{id}/history`: a worker's last 15 minutes by five seconds, as this gateway
+        process saw it: output tokens per second, requests, share of KV blocks in use; `/log`: the last lines
+        that it printed, if this server launched it, else null. The id may hold slashes.
+
+        Raises:
+            NotFound: there is no such worker, or nothing of that name about it.
+        """
+        shown, _, what = exchange.path.removeprefix(WORKERS).rstrip("/").rpartition("/")
+        worker_id = WorkerId(unquote(shown))
+        if what == "log" and shown:
+            await self._show(exchange, LookAt("log", about=worker_id))
+            return
+        if what != "history" or not shown:
+            raise NotFound("Unknown path. There are /history and /log of a worker.", code="unknown_path")
+        found = self._trails.of(worker_id)
+        if found is None:
+            raise NotFound(f"Nothing is known of a worker {worker_id[:128]}.", code="unknown_worker")
+        answer(exchange, found)
+
     async def order(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /admin/workers/{id}/drain`: take a worker out of service; `/undrain` takes it back. The id
         may hold slashes.
@@ -186,6 +234,8 @@ class Admin:
             await self._peers.order(worker_id, timeout_s)
         elif timeout_s is None:
             await members.release(worker_id)
+        what = "brought back" if timeout_s is None else "drained"
+        self._services.notes.note("admin", what, worker_id, by=caller.key_prefix)
         worker = self._registry.get(worker_id)
         streams = 0 if worker is None else worker.backend.num_streams
         state = "gone" if worker is None else worker.state.value
@@ -235,16 +285,16 @@ def _names(name: str) -> list[RequestId]:
     return [RequestId(prefix + own) for prefix in (*ANSWER_IDS, "req-")] if own else [RequestId(name)]
 
 
-def _seconds(query: str) -> int:
-    """How far back, as the query says.
+def whole_number(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
+    """A number of a query.
 
     Raises:
-        InvalidRequest: it says something else.
+        InvalidRequest: it is something else.
     """
-    text = dict(parse_qsl(query[:1024])).get("seconds", str(RECENT_S))
-    if not (text.isascii() and text.isdigit() and len(text) < 8 and 0 < int(text) <= DAY_S):
-        message = f"Invalid value for 'seconds': expected a whole number from 1 to {DAY_S}."
-        raise InvalidRequest(message, param="seconds", code="invalid_value")
+    text = query.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) <= 16 and least <= int(text) <= most):
+        message = f"Invalid value for {name!r}: expected a whole number from {least} to {most}."
+        raise InvalidRequest(message, param=name, code="invalid_value")
     return int(text)
 
 
@@ -259,9 +309,16 @@ def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
     )
 
 
-def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str) -> WorkerReport:
-    status = worker.backend.status
-    stats = status.stats
+def _worker(
+    worker: Worker,
+    now_ns: int,
+    wall_ns: int,
+    left_alone: str,
+    anomalies: Anomalies,
+    mbu: float | None,
+) -> WorkerReport:
+    status, watched = worker.backend.status, anomalies.get(worker.id)
+    stats, slowness = status.stats, anomalies.slowness(worker.id)
     return WorkerReport(
         id=worker.id,
         model=worker.route,
@@ -269,6 +326,9 @@ def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str) -> Worke
         state=worker.state.value,
         stage=worker.stage,
         left_alone=left_alone,
+        standing=watched.standing.value if watched is not None else "",
+        slowness=None if slowness is None else round(slowness, 3),
+        probe=watched.verdict if watched is not None else "",
         epoch=worker.epoch,
         address=worker.address,
         identity=status.info.identity if status.info is not None else "",
@@ -280,6 +340,8 @@ def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str) -> Worke
         age_s=round((now_ns - worker.heard_ns) / NS_PER_S, 3) if worker.heard_ns else None,
         adapters=sorted(status.adapters.served),
         adapters_loaded=sorted(status.adapters.loaded),
+        device=status.info.device if status.info is not None else "",
+        mbu=mbu if mbu is None else round(mbu, 3),
         restarts=status.restarts,
         notes=worker.notes(wall_ns),
     )

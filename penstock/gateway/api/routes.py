@@ -17,7 +17,10 @@ from penstock.gateway.identity.tenancy import Access
 from penstock.gateway.identity.tenants import Caller
 
 _POLLED = frozenset(
-    {"/health", "/ready", "/metrics", "/status.json", "/admin/workers", "/admin/history", "/admin/alerts"}
+    (
+        *("/health", "/ready", "/metrics", "/status.json"),
+        *("/admin/workers", "/admin/history", "/admin/alerts", "/admin/audit"),
+    )
 )
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
 
@@ -107,6 +110,7 @@ class Routes:
             "/admin/workers": Route(Access.ADMIN, {"GET": admin.workers}),
             "/admin/history": Route(Access.ADMIN, {"GET": admin.history}),
             "/admin/alerts": Route(Access.ADMIN, {"GET": admin.alerts}),
+            "/admin/audit": Route(Access.ADMIN, {"GET": admin.audit}),
             "/admin/tenants": Route(Access.ADMIN, {"GET": tenants.tenants}),
             "/admin/keys": Route(Access.ADMIN, {"GET": tenants.keys, "POST": tenants.create}),
             "/admin/requests": Route(Access.ADMIN, {"GET": admin.requests}),
@@ -118,7 +122,7 @@ class Routes:
             ),
             "/v1/models/": Route(Access.KEY, {"GET": inspect.show_model}),
             "/admin/explain/": Route(Access.ADMIN, {"GET": admin.explain}),
-            WORKERS: Route(Access.ADMIN, {"POST": admin.order}),
+            WORKERS: Route(Access.ADMIN, {"GET": admin.worker, "POST": admin.order}),
             REQUESTS: Route(Access.ADMIN, {"GET": admin.request}),
             KEYS: Route(Access.ADMIN, {"POST": tenants.order}),
             CONSOLE: Route(Access.OPEN, {"GET": console.file}),

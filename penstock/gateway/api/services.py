@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from penstock.clock import Clock
 from penstock.config.tree import Config
 from penstock.errors import Draining
-from penstock.gateway.api.recent import RecentRequests
+from penstock.gateway.api.recent import AllRequests, RecentRequests
 from penstock.gateway.dispatch.dispatcher import Dispatcher
 from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable
+from penstock.gateway.shared.peers import GatewayPeers
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.gate import Gate
 from penstock.policy.flow import RequestFacts
@@ -19,6 +20,7 @@ from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.placement.pick import ComplexityChoice, DecisionLog
 from penstock.policy.tenant import Tenant
 from penstock.rng import IdSource
+from penstock.telemetry.audit import Notes
 from penstock.telemetry.decision_files import DecisionKeeper
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -46,11 +48,16 @@ class Services:
     """The same of the last hour, whichever process decided."""
     recent: RecentRequests = field(init=False)
     """The last requests that ended here."""
+    all_requests: AllRequests = field(init=False)
+    """And in all gateway processes."""
+    peers: GatewayPeers | None = None
     cold: ColdStarts
     """Where requests wait for a model's first worker."""
     locality: KVLocality
     """Where prompts are cached; makes their keys."""
     log: Log
+    notes: Notes
+    """For the audit trail."""
     leaving: bool = False
     """The server was told to stop: `/ready` says no."""
     draining: bool = False
@@ -58,6 +65,7 @@ class Services:
 
     def __post_init__(self) -> None:
         self.recent = RecentRequests(self.clock)
+        self.all_requests = AllRequests(self.recent, self.clock, self.peers)
 
     @property
     def falls_back(self) -> bool:

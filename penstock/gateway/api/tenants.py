@@ -131,7 +131,7 @@ class TenantsAdmin:
             return changed, issued
 
         issued = await self._edit(change)
-        self._log("made", caller, issued.record)
+        self._noted("made", caller, issued.record)
         answer(exchange, {"key": issued.key, **msgspec.to_builtins(_shown(issued.record, now_s))})
 
     async def order(self, exchange: Exchange, caller: Caller) -> None:
@@ -161,7 +161,7 @@ class TenantsAdmin:
             return [*kept, issued.record], (issued.record, issued.key)
 
         record, key = await self._edit(change)
-        self._log("rotated" if key else "revoked", caller, record)
+        self._noted("rotated" if key else "revoked", caller, record, of=prefix)
         shown = msgspec.to_builtins(_shown(record, now_s))
         answer(exchange, {"key": key, **shown} if key else shown)
 
@@ -202,9 +202,12 @@ class TenantsAdmin:
         except ConfigError as error:
             raise InvalidRequest(f"{error}.", code="invalid_key") from error
 
-    def _log(self, what: str, caller: Caller, record: ApiKey) -> None:
-        log = self._services.log
-        log.info(f"a key was {what}", key=record.prefix, tenant=record.tenant, by=caller.key_prefix)
+    def _noted(self, what: str, caller: Caller, record: ApiKey, of: str = "") -> None:
+        """In the log and in the audit trail; `of`: the key that it takes the place of."""
+        services, by = self._services, caller.key_prefix
+        services.log.info(f"a key was {what}", key_prefix=record.prefix, tenant=record.tenant, by=by)
+        why = f"tenant {record.tenant}" + (f", in place of {of}" if of not in ("", record.prefix) else "")
+        services.notes.note("admin", f"key {what}", record.prefix, why=why, by=by)
 
     def _now_s(self) -> int:
         return self._services.clock.wall_ns() // NS_PER_S

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.clock import Clock, sleep
+from penstock.config.checkpoints import with_members
 from penstock.config.checks import check
 from penstock.config.machine import is_loopback
-from penstock.config.presets import with_members
 from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config, ServerConfig
 from penstock.errors import ConfigError, Forbidden, Unauthenticated
@@ -48,6 +48,7 @@ from penstock.gateway.identity.tenants import (
     read_tenants,
 )
 from penstock.rng import fresh_key
+from penstock.telemetry.audit import Notes, keep_nothing
 from penstock.telemetry.log import Log
 
 if TYPE_CHECKING:
@@ -67,14 +68,15 @@ KEYS_FILE_CHECK_S = 2.0
 class Tenancy:
     """Answers who is calling. `start` it for tokens and for the keys file to be followed."""
 
-    def __init__(self, config: Config, *, clock: Clock, log: Log) -> None:
-        """Read the keys file.
+    def __init__(self, config: Config, *, clock: Clock, log: Log, notes: Notes | None = None) -> None:
+        """Read the keys file. Without `notes` another process notes what changes.
 
         Raises:
             ConfigError: it cannot be read, does not go with the tiers, or tokens are asked for and PyJWT is
                 missing.
         """
         self._clock, self._log = clock, log
+        self._notes = notes or Notes(clock, keep_nothing)
         self._config = config
         self._stamp = self._stamp_of(config)
         self._secret = fresh_key()  # Of this process, where the configuration has none.
@@ -188,12 +190,14 @@ class Tenancy:
                 await asyncio.to_thread(_check_token_library, merged)
             except ConfigError as error:
                 self._log.error("the new configuration was not taken; the old one stays", error=error)
+                self._notes.note("config", "refused", "configuration", why=str(error))
                 return False
             self._stamp = mark
             self._put_in_force(merged, table)
             self._log.info(
                 "the new configuration is in force", tenants=len(merged.tenants), num_accepted=table.num_keys
             )
+            self._notes.note("config", "in force", "configuration")
             return True
 
     def _mergeable(self, config: Config) -> Config:
@@ -265,11 +269,13 @@ class Tenancy:
             self._check_shrinking(config, table)
         except ConfigError as error:
             self._log.error("the changed keys file was not taken; the old keys stay", error=error)
+            self._notes.note("config", "refused", "keys file", why=str(error))
         except Exception as error:  # noqa: BLE001 - the next change of the file must still be seen.
             self._log.bug("the changed keys file could not be read", error)
         else:
             self._put_in_force(config, table)
             self._log.info("the changed keys file is in force", count=table.num_keys)
+            self._notes.note("config", "in force", "keys file", why=f"{table.num_keys} keys")
 
     def _check_shrinking(self, config: Config, table: TenantTable) -> None:
         """Raises ConfigError: most keys are gone from the same file."""

@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ class Caller:
 ANONYMOUS_CALLER = Caller(tenant=ANONYMOUS)
 """The caller where authentication is off, or does not matter."""
 OPERATOR = Caller(tenant=ANONYMOUS, key_prefix="admin", admin=True)
-"""The holder of a key that is for `/admin` alone."""
+"""The holder of a key that is for `/admin` alone, or where authentication is off a caller without one."""
 SCRAPER = Caller(tenant=ANONYMOUS, key_prefix="scrape", scrape=True)
 """The holder of a key that is for `/metrics` and `/status.json` alone, or a caller that needs none for
 them."""
@@ -284,7 +284,7 @@ class TenantTable:
             Unauthenticated: it is not one of ours, or not now.
         """
         if self._admin.has(key):
-            return OPERATOR
+            return _operator(key)
         return SCRAPER if self._scrape.has(key) else self.of_key(key)
 
     def admin_of_key(self, key: bytes) -> Caller:
@@ -295,7 +295,7 @@ class TenantTable:
             Forbidden: it is a tenant's ordinary key.
         """
         if self._admin.has(key):
-            return OPERATOR
+            return _operator(key)
         found = self.of_key(key)
         if not found.admin:
             raise Forbidden(
@@ -363,6 +363,12 @@ class _PlainKeys:
 
 def _digest(secret: bytes, key: bytes) -> bytes:
     return hashlib.blake2b(key, key=secret, digest_size=32, person=b"penstock-key").digest()
+
+
+def _operator(key: bytes) -> Caller:
+    """The holder of one of the configuration's admin keys: its id tells the keys apart in the audit trail."""
+    digest = hashlib.blake2b(key, digest_size=16, person=b"penstock-admin").hexdigest()
+    return replace(OPERATOR, key_prefix=f"{OPERATOR.key_prefix}-{digest[:PREFIX_CHARS]}")
 
 
 def _own_tenant(key: str, taken: set[str]) -> str:

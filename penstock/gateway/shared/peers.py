@@ -4,12 +4,16 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from penstock.clock import sleep
 from penstock.errors import Overloaded
 from penstock.policy.queueing.fair_counters import FairCounters, ServedUnits
 from penstock.protocol.peers import (
     Ask,
     EndedRequests,
+    Happened,
+    LatestRequests,
     LookAt,
     Order,
     ServedTokens,
@@ -21,6 +25,7 @@ from penstock.protocol.peers import (
     frame,
 )
 from penstock.protocol.worker import FrameDecoder
+from penstock.telemetry.audit import AuditEvent
 from penstock.telemetry.history import Recorder
 
 TELL_S = 1.0
@@ -44,15 +49,19 @@ class GatewayPeers:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(
-        self, snapshot: Callable[[], Snapshot], counters: FairCounters, recorder: Recorder
+        self,
+        snapshot: Callable[[], Snapshot],
+        counters: FairCounters,
+        recorder: Recorder,
+        latest: Callable[[], bytes],
     ) -> None:
-        """Connect, tell `snapshot()` and what `recorder` has now and every second, and keep `counters` those
-        of all processes.
+        """Connect, tell `snapshot()`, what `recorder` has and the `latest()` requests now and every second,
+        and keep `counters` those of all processes.
 
         Raises:
             OSError: the parent does not listen.
         """
-        self._snapshot, self._counters, self._recorder = snapshot, counters, recorder
+        self._snapshot, self._counters, self._recorder, self._latest = snapshot, counters, recorder, latest
         reader, self._writer = await asyncio.open_unix_connection(self.site)
         tasks = (self._tell(), self._read(reader))
         self._tasks = [asyncio.create_task(each) for each in tasks]
@@ -61,6 +70,10 @@ class GatewayPeers:
         """Let the other processes of this server count what tenants were served here; see `FairLink`."""
         if self._writer.transport.get_write_buffer_size() < UNREAD_BYTES_MAX:
             self._writer.write(frame(ServedTokens(served)))
+
+    def keep(self, event: AuditEvent) -> None:
+        """Let the parent keep what happened here."""
+        self._writer.write(frame(Happened(msgspec.json.encode(event))))
 
     async def sum(self) -> Sum:
         """The numbers of all processes; of this one alone if the parent does not answer."""
@@ -134,7 +147,9 @@ class GatewayPeers:
 
     def _ended(self) -> bytes:
         book = self._recorder.take()
-        return frame(EndedRequests(book.encode())) if book else b""
+        if not book:
+            return b""
+        return frame(EndedRequests(book.encode())) + frame(LatestRequests(self._latest()))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()

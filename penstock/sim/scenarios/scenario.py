@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.clock import NS_PER_S
+from penstock.config.checkpoints import served_name
 from penstock.config.checks import check
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.load import convert_config
-from penstock.config.presets import served_name
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, ModelConfig, Scheduling
 from penstock.errors import ConfigError

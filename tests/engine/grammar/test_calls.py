@@ -127,7 +127,7 @@ def test_whatever_is_drawn_behind_the_mark_are_calls_that_obey(name: str) -> Non
     for seed in range(6):
         text, is_whole = written(compiled(name), BEGINS[name], seed)
         whole += is_whole
-        events = read(name, text)
+        events = read(name, text, cut=2 * seed + 1)
         calls = [event for event in events if isinstance(event, ParsedToolCall)]
         if not is_whole:
             continue

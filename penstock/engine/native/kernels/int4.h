@@ -11,6 +11,7 @@
 
 namespace {
 
+constexpr int64_t kGroupMax = 128;
 constexpr int64_t kNibblesAhead = 4096;  // Weights come in bursts, too slow a stream for the hardware to run ahead of.
 
 // What the kernels know of a row's group of inputs.
@@ -125,14 +126,25 @@ static inline GroupInput quantize_group(const T *x, int64_t left, int64_t count,
   return made;
 }
 
-static void quantize_groups(const PsLinear *job, int64_t r, int8_t *out, GroupInput *x) {
-  const PsWeight *w = job->weight;
-  for (int64_t k = 0; k < w->k_padded; k += w->group, x++) {
-    if (job->x_type == PS_BF16)
-      *x = quantize_group((const bf16 *)job->x + r * job->ldx + k, w->k - k, w->group, out + k);
-    else
-      *x = quantize_group((const float *)job->x + r * job->ldx + k, w->k - k, w->group, out + k);
+// One row's inputs as the weight's columns want them.
+template <class T>
+static void quantize_row_groups(const PsWeight *w, const T *x, int8_t *out, GroupInput *made) {
+  alignas(64) T gathered[kGroupMax];
+  for (int64_t k = 0; k < w->k_padded; k += w->group, made++) {
+    const T *group = x + k;
+    if (w->order) {
+      for (int64_t i = 0; i < w->group; i++) gathered[i] = x[w->order[k + i]];
+      group = gathered;
+    }
+    *made = quantize_group(group, w->k - k, w->group, out + k);
   }
+}
+
+static void quantize_groups(const PsLinear *job, int64_t r, int8_t *out, GroupInput *x) {
+  if (job->x_type == PS_BF16)
+    quantize_row_groups(job->weight, (const bf16 *)job->x + r * job->ldx, out, x);
+  else
+    quantize_row_groups(job->weight, (const float *)job->x + r * job->ldx, out, x);
 }
 
 }  // namespace

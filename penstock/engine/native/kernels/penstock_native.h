@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 8
+#define PS_ABI_VERSION 9
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -30,6 +30,7 @@ struct PsWeight {
   const float *bias;    // [n_padded] in panel order, or null
   const float *offset;  // I4: like scale, or null: symmetric
   const int32_t *sums;  // I8: column sums [n_padded]; else null
+  const int32_t *order; // I4: input order[i] meets column i, k a multiple of the group; or null: input i
   int64_t n, k;         // logical outputs and inputs
   int64_t k_padded;     // k rounded up to the type's step
   int64_t panels;       // panels of 32 columns

@@ -1,0 +1,43 @@
+"""Writes the table of docs/models.md: every family and every form of weights that the engine loads.
+
+`make format` runs it; tests/engine/test_published_formats.py compares, and loads a checkpoint for each cell.
+"""
+
+from pathlib import Path
+
+from penstock.models.registry import FAMILIES
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- written by scripts/models_page.py -->\n", "<!-- end -->\n"
+FORMS = {
+    "dense": ("bf16, fp16, fp32", "as it is"),
+    "gptq": ("GPTQ 4 bit", "int4"),
+    "gptq-8bit": ("GPTQ 8 bit", "bf16"),
+    "awq": ("AWQ", "int4"),
+    "packed-int4": ("compressed-tensors int4", "int4"),
+    "packed-int8": ("compressed-tensors int8, packed", "bf16"),
+    "w8a8": ("compressed-tensors W8A8", "int8, else bf16"),
+    "fp8-tensor": ("FP8 per tensor", "bf16"),
+    "fp8-channel": ("FP8 per channel", "bf16"),
+    "fp8-block": ("FP8 in blocks", "bf16"),
+}
+"""By the name that the tests give a form: how it is published, and what the CPU's kernels multiply with."""
+
+
+def table() -> str:
+    """Forms as rows, families as columns: each cell loads."""
+    lines = ["| published as | computed on the CPU as |", "|---|---|"]
+    lines += [f"| {published} | {computed} |" for published, computed in FORMS.values()]
+    lines += ["", "Each of them for each of these architectures:", ""]
+    lines += [f"- `{name}`" for name in sorted(FAMILIES)]
+    return "\n".join(lines) + "\n"
+
+
+def page(text: str) -> str:
+    """The page with the table as it is now."""
+    head, _, rest = text.partition(BEGIN)
+    return head + BEGIN + table() + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,217 @@
+"""Quantized checkpoints as people publish them: they load to the numbers that they stand for."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import distributions
+from quantized_checkpoints import FORMATS, quantize
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, PHI3, WHOLES, save, tiny_model
+
+from penstock.engine.loader import load_weights
+from penstock.engine.native import KernelsUnavailable, NativeLibrary
+from penstock.engine.quantized import QuantizedMatrix
+from penstock.errors import CheckpointError
+from penstock.models.names import decoder_weights
+from penstock.models.registry import read_spec, stored_quantization
+from scripts.models_page import FORMS, PAGE, page
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""All inputs can be cut into groups of 32."""
+SHAPES = {
+    "phi3": PHI3 | {"num_attention_heads": 6},
+    "mixtral": {"num_local_experts": 2},
+    "qwen3_moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64},
+}
+KEPT = frozenset({4, 8})
+
+
+def checkpoint(tmp_path: Path, name: str, family: str = "qwen3", **changes: object) -> tuple[Path, Path]:
+    """A quantized checkpoint and its dense twin."""
+    dense = save(tiny_model(family, **SIZES | changes), tmp_path / "dense")
+    quantized, twin = tmp_path / "quantized", tmp_path / "twin"
+    quantize(dense, quantized, twin, FORMATS[name])
+    return quantized, twin
+
+
+def weights(directory: Path, kept: frozenset[int], dtype: torch.dtype = torch.float32):
+    spec, names = read_spec(directory)
+    stored = stored_quantization(directory)
+    source = load_weights(
+        directory, spec, names, dtype, lambda _done, _total: None, quantization=stored, kept_bits=kept
+    )
+    return source, [weight.key for weight in decoder_weights(spec, names)]
+
+
+def test_the_page_is_that_of_the_code() -> None:
+    text = PAGE.read_text()
+    assert page(text) == text, "make format"
+    assert FORMS.keys() - {"dense"} <= FORMATS.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES | WHOLES)
+def test_every_family_loads_every_form(family: str, tmp_path: Path) -> None:
+    """All that a decoder takes, and most of it in fewer bytes where integers are kept."""
+    shape = SHAPES.get(family, {})
+    dense = save(tiny_model(family, **SIZES | shape | {"num_hidden_layers": 1}), tmp_path / "dense")
+    for name in FORMS.keys() - {"dense"}:
+        quantized = tmp_path / name
+        quantize(dense, quantized, tmp_path / f"{name}-twin", FORMATS[name])
+        source, keys = weights(quantized, KEPT)
+        kept = [part for key in keys for part in source.take_parts(key) if isinstance(part, QuantizedMatrix)]
+        assert bool(kept) == FORMS[name][1].startswith("int")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_the_numbers_that_they_stand_for(name: str, tmp_path: Path) -> None:
+    quantized, twin = checkpoint(tmp_path, name)
+    (found, keys), (right, _) = weights(quantized, frozenset()), weights(twin, frozenset())
+    for key in keys:
+        torch.testing.assert_close(found.take(key), right.take(key), rtol=1e-5, atol=1e-6)
+    # As integers they are the same numbers again.
+    (found, keys), (right, _) = weights(quantized, KEPT), weights(twin, frozenset())
+    total, kept = found.num_bytes_left, 0
+    for key in keys:
+        for part, expected in zip(found.take_parts(key), right.take_parts(key), strict=True):
+            if isinstance(part, QuantizedMatrix):
+                kept += 1
+                part = part.dense(torch.float32)
+            torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-6)
+    assert found.num_bytes_left == 0
+    is_kept = not name.startswith("fp8") and name not in ("gptq-8bit", "packed-int8")
+    assert kept == (21 if is_kept else 0)
+    if is_kept:
+        assert total < 0.55 * right_bytes(twin)
+
+
+def right_bytes(twin: Path) -> int:
+    return sum(tensor.nbytes for tensor in load_file(twin / "model.safetensors").values())
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "family"),
+    [
+        ("gptq", "torch", "qwen3"),
+        ("gptq", "native", "qwen3"),
+        ("gptq-act-order", "native", "llama"),
+        ("awq", "torch", "gemma2"),
+        ("awq", "native", "phi3"),
+        ("packed-int4", "native", "mixtral"),
+        ("w8a8", "native", "qwen3"),
+        ("fp8-block", "native", "mistral"),
+    ],
+)
+def test_answers_are_those_of_the_dense_twin(name: str, kernels: str, family: str, tmp_path: Path) -> None:
+    """With torch to rounding; the native kernels round inputs too where they keep the integers."""
+    if kernels == "native":
+        try:
+            NativeLibrary()
+        except KernelsUnavailable as why:
+            pytest.skip(str(why))
+    quantized, twin = checkpoint(tmp_path, name, family, **SHAPES.get(family, {}))
+    found = distributions(quantized, dtype="float32", kernels=kernels)
+    right = distributions(twin, dtype="float32", kernels=kernels)
+    divergence = (right.exp() * (right - found)).sum(1).mean()
+    assert divergence < (1e-7 if kernels == "torch" else 1e-2)
+
+
+def test_layers_that_sort_their_inputs_otherwise_are_made_dense(tmp_path: Path) -> None:
+    """Q, k and v are one product, which reads its inputs in one order."""
+    quantized, twin = checkpoint(tmp_path, "gptq-act-order")
+    path = quantized / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.self_attn.k_proj.g_idx"
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, path)
+    spec, names = read_spec(quantized)
+    right = load_weights(
+        quantized, spec, names, torch.float32, lambda _done, _total: None,
+        quantization=stored_quantization(quantized),
+    ).take("0.qkv")  # fmt: skip
+    dense = load_file(twin / "model.safetensors")
+    rows = [right[:64], right[64:96], right[96:]]
+    for row, part in zip(rows, "qkv", strict=True):
+        dense[f"model.layers.0.self_attn.{part}_proj.weight"] = row.contiguous()
+    save_file(dense, twin / "model.safetensors", metadata={"format": "pt"})
+    found = distributions(quantized, dtype="float32", kernels="auto")
+    expected = distributions(twin, dtype="float32", kernels="auto")
+    assert (expected.exp() * (expected - found)).sum(1).mean() < 5e-3
+
+
+def take_all(directory: Path) -> None:
+    source, keys = weights(directory, KEPT)
+    for key in keys:
+        source.take_parts(key)
+
+
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "tensors", "words"),
+    [
+        ("gptq", {"bits": 3}, {}, "(gptq): bits '3' is not read; expected 4 or 8"),
+        ("gptq", {"group_size": 0}, {}, "group_size must be -1 or a positive number, not '0'"),
+        ("gptq", {"group_size": 36}, {}, "q_proj: its 64 inputs cannot be cut into groups of 36"),
+        ("gptq", {"checkpoint_format": "marlin"}, {}, "checkpoint_format 'marlin' is not read"),
+        ("gptq", {"quant_method": "bitsandbytes"}, {}, "bitsandbytes is not read; expected one of gptq, awq"),
+        ("gptq", {}, {"scales": None}, f"tensor {LAYER}.scales is missing; expected one of shape [3, 64]"),
+        (
+            "gptq",
+            {},
+            {"qzeros": torch.zeros(3, 9, dtype=torch.int32)},
+            "has shape [3, 9], the config calls for [3, 8]",
+        ),
+        (
+            "gptq",
+            {},
+            {"qweight": torch.zeros(12, 64)},
+            f"tensor {LAYER}.qweight has type F32, expected one of I32",
+        ),
+        (
+            "gptq",
+            {},
+            {"g_idx": torch.zeros(96, dtype=torch.int32)},
+            "g_idx must name each of its 3 groups 32 times",
+        ),
+        ("gptq", {}, {"extra": torch.zeros(1)}, f"tensor {LAYER}.extra is not part of a Qwen3ForCausalLM"),
+        ("awq", {"version": "gemv"}, {}, "(awq): version 'gemv' is not read; expected gemm"),
+        ("packed-int4", {"format": "marlin-24"}, {}, "format 'marlin-24' is not read"),
+        ("packed-int4", {"config_groups": {}}, {}, "config_groups must be an object with at least one group"),
+        (
+            "packed-int4",
+            {},
+            {"weight_packed": torch.zeros(64, 5, dtype=torch.int32)},
+            "expected [64, 12] or [64, 24]",
+        ),
+        ("packed-int4", {}, {"weight_scale": torch.zeros(64, 5)}, "cannot be cut into 5 groups"),
+        ("fp8-block", {"weight_block_size": [0, 4]}, {}, "the block must be two positive numbers"),
+        (
+            "fp8-channel",
+            {},
+            {"weight_scale": torch.zeros(3, 1)},
+            f"tensor {LAYER}.weight_scale has shape [3, 1]",
+        ),
+    ],
+)
+def test_others_are_refused_by_name(
+    name: str,
+    config: dict[str, object],
+    tensors: dict[str, torch.Tensor | None],
+    words: str,
+    tmp_path: Path,
+) -> None:
+    quantized, _ = checkpoint(tmp_path, name)
+    path = quantized / "config.json"
+    content = json.loads(path.read_text())
+    content["quantization_config"] |= config
+    path.write_text(json.dumps(content))
+    path = quantized / "model.safetensors"
+    changed = load_file(path) | {f"{LAYER}.{part}": tensor for part, tensor in tensors.items()}
+    save_file({part: tensor for part, tensor in changed.items() if tensor is not None}, path)
+    with pytest.raises(CheckpointError) as caught:
+        take_all(quantized)
+    assert words in str(caught.value)
+    assert str(quantized) in str(caught.value)
