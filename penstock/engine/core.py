@@ -18,6 +18,8 @@ from penstock.errors import ClientError, Draining, InvalidRequest, PenstockError
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
+from penstock.planning.roofline import CostFloor
+from penstock.planning.step_time import StepShape
 from penstock.protocol.worker import (
     INT64_MAX,
     ModelInfo,
@@ -34,6 +36,7 @@ from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import waiting_queue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
+from penstock.schedule.step import Flight
 from penstock.types import FinishReason, RequestId, Usage
 
 _log = logging.getLogger(__name__)
@@ -89,6 +92,13 @@ class HoldsWeights(Protocol):
 
 
 @runtime_checkable
+class KnowsFloor(Protocol):
+    """A runner that knows the least time that its device needs."""
+
+    floor: CostFloor
+
+
+@runtime_checkable
 class FollowsGrammars(Protocol):
     """A runner whose answers can be held to a grammar."""
 
@@ -115,6 +125,7 @@ class EngineCore:
         self._steps, self._depth = wire_steps(runner, runner.run, overlap)
         self._prepares = runner if isinstance(runner, Prepares) else None
         self._check = runner.weight_check(clock) if isinstance(runner, HoldsWeights) else None
+        self._floor = runner.floor if isinstance(runner, KnowsFloor) else None
         self._in_flight = 0
         self._live: dict[RequestId, _Live] = {}
         self._outbox: Outputs = {}
@@ -223,6 +234,8 @@ class EngineCore:
             now_ns = self._clock.now_ns()
             self._waited_ns += now_ns - waiting_ns
             self._in_flight -= 1
+            if self._floor is not None:
+                self._floor.count(_shape(self._scheduler.oldest))
             self._share_time(now_ns)
             if result.out_of_memory is not None:
                 _log.warning("a step ran out of memory and is done again in parts: %s", result.out_of_memory)
@@ -255,6 +268,8 @@ class EngineCore:
             step_ns=self._step_ns,
             host_ns=self._step_ns - self._waited_ns,
             busy_ns=self._busy_ns + (self._clock.now_ns() - self._busy_since_ns if self._live else 0),
+            memory_ns=int(self._floor.memory_ns) if self._floor is not None else 0,
+            floor_ns=int(self._floor.floor_ns) if self._floor is not None else 0,
             timed_steps=now.sums.steps,
             timed_tokens=now.sums.tokens,
             timed_sequences=now.sums.sequences,
@@ -373,6 +388,12 @@ def _request(message: Submit, vocab_size: int, grammar: object) -> Request:
         takes_row=message.takes_row,
         grammar=grammar,
     )
+
+
+def _shape(flight: Flight) -> StepShape:
+    load, decoding = flight.load, flight.num_decoding
+    prompts = (load.num_sequences - decoding, load.num_tokens - decoding)
+    return StepShape(decoding, *prompts, load.kv_read, load.chunk_pairs)
 
 
 def _finish(output: RequestOutput) -> RequestFinished:

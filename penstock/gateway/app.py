@@ -52,7 +52,7 @@ from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import AccessLine
-from penstock.telemetry.watch import Watch
+from penstock.telemetry.watch import Tail, Watch, no_tail
 from penstock.types import ModelName, RequestId
 
 
@@ -72,17 +72,18 @@ class Gateway:
         peers: GatewayPeers | None = None,
         hash_key: bytes = b"",
         limits: WireLimits = WIRE_LIMITS,
+        tail: Tail = no_tail,
     ) -> None:
         """`config.auth` must say who may call, or that everybody may.
 
         With `members` workers can be drained by hand; `peers` are of several processes that share an address.
-        Workers that share `hash_key` name their KV blocks with it. Raises ConfigError: the keys file cannot
-        be read, or does not go with the tiers.
+        Workers that share `hash_key` name their KV blocks with it; `tail` gives the last lines of those that
+        were launched. Raises ConfigError: the keys file cannot be read, or does not go with the tiers.
         """
         assert names_callers(config.auth), "whoever wires the gateway makes a key"
         metrics, clock, ids, log = tools.metrics, tools.clock, tools.ids, tools.log
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
-        watch = peers or Watch(config, clock, log, lambda: self._inspect.rendered())
+        watch = peers or Watch(config, clock, log, lambda: self._inspect.rendered(), tail)
         self._watch = watch if isinstance(watch, Watch) else None
         self.notes = Notes(clock, watch.keep)
         """For the audit trail."""
@@ -92,14 +93,9 @@ class Gateway:
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
         self._limits, self._peers, name = limits, peers, ids.take("gw")
         self._traces = RequestTraces(config.traces, instance=name, clock=clock, log=log)
+        leases = peers.leases if peers is not None else ""
         self._policies = make_policies(
-            config,
-            models,
-            registry,
-            tools,
-            gateway=name,
-            locality=locality,
-            leases=peers.leases if peers is not None else "",
+            config, models, registry, tools, gateway=name, locality=locality, leases=leases
         )
         self._dispatcher, self._entrance = self._policies.dispatcher, Entrance(self.tenancy, config.server)
         self._services = Services(
@@ -120,9 +116,9 @@ class Gateway:
             locality=locality,
             log=log,
             notes=self.notes,
+            peers=peers,
         )
-        names = [model.name for model in self._services.models]
-        self._counters = FairCounters(names, self._dispatcher.control.lane)
+        self._counters = FairCounters([*map(str, models)], self._dispatcher.control.lane)
         self._fair = FairExchange(self._counters, config.shared, peers, gateway=name)
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
@@ -165,7 +161,8 @@ class Gateway:
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
         if self._peers is not None:
-            await self._peers.start(self._inspect.snapshot, self._counters, self._recorder)
+            latest = self._services.recent.take_untold
+            await self._peers.start(self._inspect.snapshot, self._counters, self._recorder, latest)
         self._fair.start()
         return address
 

@@ -13,7 +13,7 @@ import errno
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -50,15 +50,14 @@ from penstock.types import WorkerId
 
 
 def make_launcher(
-    config: FleetConfig, clock: Clock, key: bytes, say: Callable[[str], None], spare: TakeSpare = no_spare
+    config: FleetConfig, clock: Clock, key: bytes, logs: WorkerLogs, spare: TakeSpare = no_spare
 ) -> Launcher:
-    """The launcher of every replica, which name their KV blocks with `key`; `say` hears what workers print,
-    `spare` has processes of this machine that were begun before.
+    """The launcher of every replica, which name their KV blocks with `key`; `spare` has processes of this
+    machine that were begun before.
 
     Raises:
         ConfigError: it needs something that is not installed.
     """
-    logs = WorkerLogs(say, log_directory())
     if config.launcher == "ray":
         return RayLauncher(clock, key, config=config, logs=logs)
     return LocalLauncher(clock, key, logs=logs, spare=spare)
@@ -101,7 +100,8 @@ class Stack:
         self._parts = [make_part(model, self._registry, clock) for model in config.models]
         self._words = _WorkerLogBuffer(log)
         hash_key = rng.fresh_key()
-        self._launcher = make_launcher(config.fleet, clock, hash_key, self._words.say, spares.take)
+        logs = WorkerLogs(self._words.say, log_directory())
+        self._launcher = make_launcher(config.fleet, clock, hash_key, logs, spares.take)
         self._discovery = Discovery(self._members, clock, log)
         self._fleet_log: FleetLog | None = None
         self._held_at: dict[WorkerId, WorkerAt] = {}
@@ -109,7 +109,9 @@ class Stack:
         metrics = Metrics(list(models), version=__version__)
         self._tools = make_dependencies(config, metrics, clock)
         self._processes = (
-            GatewayProcesses(config, clock, log, hash_key=hash_key) if config.server.processes > 1 else None
+            GatewayProcesses(config, clock, log, hash_key=hash_key, tail=logs.tails.of)
+            if config.server.processes > 1
+            else None
         )
         self.listeners: Sequence[socket.socket] = ()
         self._gateway = self._processes or Gateway(
@@ -119,6 +121,7 @@ class Stack:
             GatewayTools(metrics=metrics, clock=clock, ids=rng.IdSource(), log=log),
             self._members,
             hash_key=hash_key,
+            tail=logs.tails.of,
         )
 
     @property

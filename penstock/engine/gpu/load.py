@@ -15,6 +15,7 @@ from penstock.clock import Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import EngineConfig
 from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
+from penstock.engine.device_speed import cost_floor, device_name, measured_speed
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of, torch_kernels
 from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.graphs import GraphLimits
@@ -148,6 +149,7 @@ class _Builder:
         self, name: str, identity: str, spec: DecoderSpec, weights: WeightSource, target: Target
     ) -> None:
         self._name, self._identity, self._spec, self._target = name, identity, spec, target
+        measured_speed(target.platform.device)  # While there is memory for it.
         config = target.config
         self._max_running = resolve_max_running(config.max_running, config.step_tokens)
         # The longest context that may be asked for; what the memory allows may be less.
@@ -194,6 +196,7 @@ class _Builder:
             block_tokens=BLOCK_TOKENS,
             max_running=self._max_running,
             num_host_blocks=num_host_blocks,
+            device=device_name(target.platform.device),
         )
         graphs = GraphLimits(
             max_running=self._max_running,
@@ -214,6 +217,7 @@ class _Builder:
             limits=limits,
             graphs=graphs,
             clock=target.clock,
+            floor=cost_floor(spec, info, target.platform.device, itemsize=self._dtype.itemsize),
         )
         return DeviceRunner(parts)
 

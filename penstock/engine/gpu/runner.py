@@ -32,6 +32,7 @@ from penstock.engine.host_store import HostStore
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.memory import largest_step
 from penstock.engine.weight_check import WeightCheck
+from penstock.planning.roofline import CostFloor
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import NewRow, RowWork, StepPlan, StepResult
 from penstock.types import RequestId, SamplingParams
@@ -62,6 +63,7 @@ class DeviceParts:
     limits: StepLimits
     graphs: GraphLimits
     clock: Clock
+    floor: CostFloor
 
 
 class DeviceRunner:
@@ -69,7 +71,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def __init__(self, parts: DeviceParts) -> None:
-        self.info = parts.info
+        self.info, self.floor = parts.info, parts.floor
         self.kernels = f"{parts.platform.device.type} {parts.ops.name}"
         """What computes, for people."""
         self.cache = parts.cache

@@ -86,7 +86,9 @@ class Admin:
             left_alone |= self._services.dispatcher.left_alone(model.name)
         anomalies = self._services.dispatcher.anomalies
         workers = [
-            _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, ""), anomalies)
+            _worker(
+                worker, now_ns, wall_ns, left_alone.get(worker.id, ""), anomalies, self._inspect.mbu(worker)
+            )
             for worker in self._registry
         ]
         return FleetReport(
@@ -96,8 +98,8 @@ class Admin:
         )
 
     async def requests(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /admin/requests`: the last requests that ended in this gateway process, newest first."""
-        answer(exchange, {"requests": self._services.recent.latest()})
+        """`GET /admin/requests`: the last requests that ended, newest first."""
+        answer(exchange, {"requests": (await self._services.all_requests.look()).latest()})
 
     async def request(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/requests/{id}`: one of them, by its `x-request-id` or the id of its answer, and what
@@ -107,11 +109,11 @@ class Admin:
             NotFound: it is not known, or not any more.
         """
         name = unquote(exchange.path.removeprefix(REQUESTS))
-        ended = self._services.recent.find(name)
+        ended = await self._services.all_requests.find(name)
         body = await self._decided(name)
         if ended is None and len(body) == 1 and not body["decisions"]:
             raise NotFound(
-                f"No request {name[:128]!r} is known to this gateway process (any more).",
+                f"No request {name[:128]!r} is known (any more).",
                 code="unknown_request",
             )
         answer(exchange, {"request": ended, **body})
@@ -196,16 +198,19 @@ class Admin:
 
     async def worker(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/workers/{id}/history`: a worker's last 15 minutes by five seconds, as this gateway
-        process saw it: output tokens per second, requests, share of KV blocks in use. The id may hold
-        slashes.
+        process saw it: output tokens per second, requests, share of KV blocks in use; `/log`: the last lines
+        that it printed, if this server launched it, else null. The id may hold slashes.
 
         Raises:
             NotFound: there is no such worker, or nothing of that name about it.
         """
         shown, _, what = exchange.path.removeprefix(WORKERS).rstrip("/").rpartition("/")
         worker_id = WorkerId(unquote(shown))
+        if what == "log" and shown:
+            await self._show(exchange, LookAt("log", about=worker_id))
+            return
         if what != "history" or not shown:
-            raise NotFound("Unknown path. There is /history of a worker.", code="unknown_path")
+            raise NotFound("Unknown path. There are /history and /log of a worker.", code="unknown_path")
         found = self._trails.of(worker_id)
         if found is None:
             raise NotFound(f"Nothing is known of a worker {worker_id[:128]}.", code="unknown_worker")
@@ -304,7 +309,14 @@ def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
     )
 
 
-def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str, anomalies: Anomalies) -> WorkerReport:
+def _worker(
+    worker: Worker,
+    now_ns: int,
+    wall_ns: int,
+    left_alone: str,
+    anomalies: Anomalies,
+    mbu: float | None,
+) -> WorkerReport:
     status, watched = worker.backend.status, anomalies.get(worker.id)
     stats, slowness = status.stats, anomalies.slowness(worker.id)
     return WorkerReport(
@@ -328,6 +340,8 @@ def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str, anomalie
         age_s=round((now_ns - worker.heard_ns) / NS_PER_S, 3) if worker.heard_ns else None,
         adapters=sorted(status.adapters.served),
         adapters_loaded=sorted(status.adapters.loaded),
+        device=status.info.device if status.info is not None else "",
+        mbu=mbu if mbu is None else round(mbu, 3),
         restarts=status.restarts,
         notes=worker.notes(wall_ns),
     )
