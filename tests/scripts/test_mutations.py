@@ -17,7 +17,7 @@ BOUND = 7
 
 class Bounds:
     size_max: int = 3
-    """Bytes."""
+    'Bytes.'
 
 
 class Contract(Protocol):
