@@ -50,7 +50,7 @@ PARTS = {
     "messages",
     "sim/world/gateway": "simulated gateway", "sim/world/caches": "simulated gateway",
     "sim/traffic/prompts": "block names",
-    "sim/traffic/streams": "block names", "sim/world/result": "records and digest",
+    "sim/traffic/streams": "block names", "sim/world/run": "records and digest",
     "sim/traffic/request": "records and "
     "digest",
     "kv/cache/block_pool": "blocks and prefix cache", "kv/cache/manager": "blocks and prefix cache",
