@@ -71,6 +71,26 @@ class StepRunner(Protocol):
         ...
 
 
+class Check(Protocol):
+    """Something to look after in idle time, in small parts: `weight_check.WeightCheck`."""
+
+    due_ns: int | None
+    """When there is something to do; None: never."""
+
+    def step(self) -> None:
+        """Do one part, if it is time."""
+        ...
+
+
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """A runner whose weights can be read in idle time."""
+
+    def weight_check(self, clock: Clock) -> Check:
+        """What reads them."""
+        ...
+
+
 @runtime_checkable
 class KnowsFloor(Protocol):
     """A runner that knows the least time that its device needs."""
@@ -104,6 +124,7 @@ class EngineCore:
         self._scheduler, self._runner, self._clock = scheduler, runner, clock
         self._steps, self._depth = wire_steps(runner, runner.run, overlap)
         self._prepares = runner if isinstance(runner, Prepares) else None
+        self._check = runner.weight_check(clock) if isinstance(runner, HoldsWeights) else None
         self._floor = runner.floor if isinstance(runner, KnowsFloor) else None
         self._in_flight = 0
         self._live: dict[RequestId, _Live] = {}
@@ -135,12 +156,29 @@ class EngineCore:
         due_ns = self._scheduler.due_ns
         return None if due_ns is None else max(0, due_ns - self._clock.now_ns()) / NS_PER_S
 
-    def use_idle_time(self) -> bool:
-        """Let the runner prepare one thing that will be wanted, while nothing runs.
+    @property
+    def rest_s(self) -> float | None:
+        """How long the caller may sleep if nothing comes in: `sleep_s`, or until weights are to be read."""
+        sleep_s, due_ns = self.sleep_s, None if self._check is None else self._check.due_ns
+        if due_ns is None:
+            return sleep_s
+        check_s = max(0, due_ns - self._clock.now_ns()) / NS_PER_S
+        return check_s if sleep_s is None else min(sleep_s, check_s)
 
-        False: there is nothing.
+    def use_idle_time(self) -> bool:
+        """Let the runner prepare one thing that will be wanted, while nothing runs, or else look after its
+        weights.
+
+        False: there is nothing to prepare.
+
+        Raises:
+            WeightsDamaged: they have changed.
         """
-        return self._prepares is not None and self._prepares.idle()
+        if self._prepares is not None and self._prepares.idle():
+            return True
+        if self._check is not None:
+            self._check.step()
+        return False
 
     @property
     def kv(self) -> KVManager:

@@ -42,6 +42,7 @@ from penstock.engine.memory import (
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, Type
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
+from penstock.engine.weight_check import KeptWeights, WeightCheck
 from penstock.errors import ConfigError
 from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
@@ -69,6 +70,9 @@ class StepModel(Protocol):
 
     kernels: str
     """What computes, for people: "torch", or "native" and the instruction set."""
+
+    weights: Callable[[], list[Tensor]]
+    """What it computes with, as it lies in memory."""
 
     def compute(self, token_ids: Tensor, samples: Tensor, batch: AttentionBatch) -> Tensor:
         """One step: `[num_tokens]` ids and `[num_samples]` indices (int64) to `[num_samples, vocab_size]`
@@ -106,8 +110,9 @@ class _Pair(Generic[A]):
         decoder: _Decodes[A],
         attention: A,
         rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        weights: Callable[[], list[Tensor]] = list,
     ) -> None:
-        self.kernels = kernels
+        self.kernels, self.weights = kernels, weights
         self._decoder, self._attention = decoder, attention
         self._rehearsing = rehearsing
 
@@ -198,14 +203,15 @@ def wire_model(
     native = computing.native
     if native is not None:
         decoder = NativeDecoder(spec, weights, native, limits, cache, computing.precision)
-        return _Pair(computing.kernels, decoder, NativeAttention(), decoder.rehearsing)
+        return _Pair(computing.kernels, decoder, NativeAttention(), decoder.rehearsing, decoder.weights)
     kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
-    torch_decoder = Decoder(spec, weights, kernels, limits)
+    kept = KeptWeights(weights)
+    torch_decoder = Decoder(spec, kept, kernels, limits)
     attention = kernels.attention(cache, torch_decoder.rotary)
     rehearsing = partial(
         attention.rehearsing, max_rows=limits.max_samples, max_model_len=limits.max_model_len
     )
-    return _Pair("torch", torch_decoder, attention, rehearsing)
+    return _Pair("torch", torch_decoder, attention, rehearsing, kept.taken)
 
 
 OnProgress = Callable[[str, int, int], None]
@@ -276,6 +282,10 @@ class Runner:
             if isinstance(forced, Forced) and forced.token_ids:
                 tables.append_forced(int(rows[index]), int(positions[index]) + 1, forced.token_ids)
         return results(logits, token_ids, rows, tables.logprobs, follows)
+
+    def weight_check(self, clock: Clock) -> WeightCheck:
+        """What looks after its weights in idle time."""
+        return WeightCheck(self._model.weights(), clock)
 
     def use_grammars(self, tokens: "GrammarTokens") -> None:
         """Follow the grammars of requests, which are made for this vocabulary."""

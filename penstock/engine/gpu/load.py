@@ -37,6 +37,7 @@ from penstock.engine.memory import (
     plan_host_blocks,
     plan_kv,
 )
+from penstock.engine.weight_check import KeptWeights
 from penstock.errors import ConfigError
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
@@ -159,7 +160,8 @@ class _Builder:
             max_samples=self._max_running + SCORED_TOKENS_MAX,
             max_model_len=self._limits.max_model_len,
         )
-        self._decoder = Decoder(spec, weights, self._kernels, sizes)
+        self._weights = KeptWeights(weights)
+        self._decoder = Decoder(spec, self._weights, self._kernels, sizes)
         self._dtype = self._decoder.dtype
 
     def budget(self) -> KVBudget:
@@ -208,6 +210,7 @@ class _Builder:
             platform=target.platform,
             ops=target.ops,
             decoder=self._decoder,
+            weights=self._weights.taken,
             cache=cache,
             host=host_store(cache, num_host_blocks),
             attention=self._kernels.attention(cache, self._decoder.rotary),
