@@ -86,7 +86,9 @@ class Admin:
             left_alone |= self._services.dispatcher.left_alone(model.name)
         anomalies = self._services.dispatcher.anomalies
         workers = [
-            _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, ""), anomalies)
+            _worker(
+                worker, now_ns, wall_ns, left_alone.get(worker.id, ""), anomalies, self._inspect.mbu(worker)
+            )
             for worker in self._registry
         ]
         return FleetReport(
@@ -294,7 +296,14 @@ def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
     )
 
 
-def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str, anomalies: Anomalies) -> WorkerReport:
+def _worker(
+    worker: Worker,
+    now_ns: int,
+    wall_ns: int,
+    left_alone: str,
+    anomalies: Anomalies,
+    mbu: float | None,
+) -> WorkerReport:
     status, watched = worker.backend.status, anomalies.get(worker.id)
     stats, slowness = status.stats, anomalies.slowness(worker.id)
     return WorkerReport(
@@ -318,6 +327,8 @@ def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str, anomalie
         age_s=round((now_ns - worker.heard_ns) / NS_PER_S, 3) if worker.heard_ns else None,
         adapters=sorted(status.adapters.served),
         adapters_loaded=sorted(status.adapters.loaded),
+        device=status.info.device if status.info is not None else "",
+        mbu=mbu if mbu is None else round(mbu, 3),
         restarts=status.restarts,
         notes=worker.notes(wall_ns),
     )
