@@ -22,6 +22,7 @@ from penstock.config.tree import EngineConfig
 from penstock.engine.arrays import Int64Array, as_tensor
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
+from penstock.engine.device_speed import cost_floor, device_name
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of, torch_kernels
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
@@ -41,9 +42,12 @@ from penstock.engine.memory import (
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, Type
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
+from penstock.engine.weight_check import KeptWeights, WeightCheck
 from penstock.errors import ConfigError
+from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
+from penstock.planning.roofline import CostFloor
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.batch import BatchLimits, resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX, Forced, Sampled, StepPlan, StepResult
@@ -66,6 +70,9 @@ class StepModel(Protocol):
 
     kernels: str
     """What computes, for people: "torch", or "native" and the instruction set."""
+
+    weights: Callable[[], list[Tensor]]
+    """What it computes with, as it lies in memory."""
 
     def compute(self, token_ids: Tensor, samples: Tensor, batch: AttentionBatch) -> Tensor:
         """One step: `[num_tokens]` ids and `[num_samples]` indices (int64) to `[num_samples, vocab_size]`
@@ -103,8 +110,9 @@ class _Pair(Generic[A]):
         decoder: _Decodes[A],
         attention: A,
         rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        weights: Callable[[], list[Tensor]] = list,
     ) -> None:
-        self.kernels = kernels
+        self.kernels, self.weights = kernels, weights
         self._decoder, self._attention = decoder, attention
         self._rehearsing = rehearsing
 
@@ -195,14 +203,15 @@ def wire_model(
     native = computing.native
     if native is not None:
         decoder = NativeDecoder(spec, weights, native, limits, cache, computing.precision)
-        return _Pair(computing.kernels, decoder, NativeAttention(), decoder.rehearsing)
+        return _Pair(computing.kernels, decoder, NativeAttention(), decoder.rehearsing, decoder.weights)
     kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
-    torch_decoder = Decoder(spec, weights, kernels, limits)
+    kept = KeptWeights(weights)
+    torch_decoder = Decoder(spec, kept, kernels, limits)
     attention = kernels.attention(cache, torch_decoder.rotary)
     rehearsing = partial(
         attention.rehearsing, max_rows=limits.max_samples, max_model_len=limits.max_model_len
     )
-    return _Pair("torch", torch_decoder, attention, rehearsing)
+    return _Pair("torch", torch_decoder, attention, rehearsing, kept.taken)
 
 
 OnProgress = Callable[[str, int, int], None]
@@ -219,13 +228,14 @@ class RunnerParts:
     sampler: TokenSampler
     step_tokens: int
     host: HostStore
+    floor: CostFloor
 
 
 class Runner:
     """One model on one device. Not thread-safe: one step at a time."""
 
     def __init__(self, parts: RunnerParts) -> None:
-        self.info = parts.info
+        self.info, self.floor = parts.info, parts.floor
         self._model, self._cache = parts.model, parts.cache
         self._host = parts.host
         self._step_tokens = parts.step_tokens
@@ -272,6 +282,10 @@ class Runner:
             if isinstance(forced, Forced) and forced.token_ids:
                 tables.append_forced(int(rows[index]), int(positions[index]) + 1, forced.token_ids)
         return results(logits, token_ids, rows, tables.logprobs, follows)
+
+    def weight_check(self, clock: Clock) -> WeightCheck:
+        """What looks after its weights in idle time."""
+        return WeightCheck(self._model.weights(), clock)
 
     def use_grammars(self, tokens: "GrammarTokens") -> None:
         """Follow the grammars of requests, which are made for this vocabulary."""
@@ -332,6 +346,10 @@ def build_runner(
     return runner
 
 
+def _weights_name(config: EngineConfig, stored: Quantization | None) -> str:
+    return stored.name if stored is not None and config.quantization == "none" else config.quantization
+
+
 def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> Runner:
     """Load the model in `model_path` and wire a runner on the CPU for it. `warm_up` is left to the caller.
 
@@ -345,6 +363,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     stored = None if config.load_format == "random" else stored_quantization(model_path)
     computing = choose_computing(config, spec)
     dtype = computing.dtype
+    kept_bits = stored.bits if stored is not None and stored.bits in computing.kept_bits else 0
 
     def on_bytes(done: int, total: int) -> None:
         on_progress("loading weights", done, total)
@@ -369,9 +388,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         identity=identify(model_path, config, dtype=name_of(dtype), kernels=computing.kernels),
         architecture=spec.architecture,
         dtype=name_of(dtype),
-        quantization=stored.name
-        if stored is not None and config.quantization == "none"
-        else config.quantization,
+        quantization=_weights_name(config, stored),
         num_parameters=spec.num_parameters,
         vocab_size=spec.vocab_size,
         max_model_len=budget.max_model_len,
@@ -380,6 +397,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         max_running=resolve_max_running(config.max_running, config.step_tokens),
         num_host_blocks=plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free),
         capabilities=CPU_CAPABILITIES,
+        device=device_name(device),
     )
     limits = DecoderLimits(
         step_tokens=config.step_tokens,
@@ -399,5 +417,6 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             sampler=sampler,
             step_tokens=config.step_tokens,
             host=host_store(cache, info.num_host_blocks),
+            floor=cost_floor(spec, info, device, itemsize=size, kept_bits=kept_bits),
         )
     )

@@ -46,6 +46,10 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """It takes requests for them."""
     adapters_loaded: list[str] = []
     """Of those, the ones that it used last, as many as it keeps at hand."""
+    device: str = ""
+    """What it computes on; empty: it does not tell."""
+    mbu: float | None = None
+    """Memory bandwidth utilisation of its last steps, a share."""
     restarts: int = 0
     notes: list[str] = []
     """What happened to it, newest last."""

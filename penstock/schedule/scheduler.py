@@ -143,6 +143,12 @@ class Scheduler:
         self._flights.append(flight)
         return flight.plan
 
+    @property
+    def oldest(self) -> Flight:
+        """The step that `apply` takes next."""
+        assert self._flights, "no plan is in flight"
+        return self._flights[0]
+
     def share_time(self, time_ns: int) -> bool:
         """Before `apply`: share out the time that the oldest step in flight took.
 

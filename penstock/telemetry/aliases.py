@@ -11,7 +11,7 @@ outside all workers of a model are one engine, "0".
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from penstock.telemetry.pages import Family, parsed, written
+from penstock.telemetry.pages import Family, label_of, parsed, written
 
 RENAMED: Mapping[str, tuple[str, ...]] = {
     "penstock_engine_running": ("vllm:num_requests_running",),
@@ -97,12 +97,3 @@ def _computed(families: Mapping[bytes, Family]) -> Iterator[tuple[bytes, bytes, 
             labels = b'finished_reason="%b",%b%b"' % (reason, _VLLM, label_of(series, b"model"))
             success[b"vllm:request_success_total{%b}" % labels] += value
     yield b"vllm:request_success_total", b"counter", dict(success)
-
-
-def label_of(series: bytes, label: bytes) -> bytes:
-    """A label's value as it is written, escapes and all."""
-    _, found, rest = series.partition(b'%b="' % label)
-    end = 0
-    while found and end < len(rest) and rest[end : end + 1] != b'"':
-        end += 2 if rest[end : end + 1] == b"\\" else 1
-    return rest[:end]

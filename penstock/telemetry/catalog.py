@@ -181,6 +181,13 @@ CATALOG = (
         shared=True),
     Metric("penstock_worker_step_seconds_total", "counter", "Time that one worker spent in engine steps.",
         WORKER, shared=True),
+    Metric("penstock_worker_memory_seconds_total", "counter",
+        "Time that the memory traffic of one worker's steps takes at the device's bandwidth.", WORKER,
+        shared=True),
+    Metric("penstock_worker_mbu_ratio", "gauge", "Memory bandwidth utilisation of one worker's last steps.",
+        WORKER, shared=True),
+    Metric("penstock_worker_info", "gauge", "Always 1; what a worker runs, on which device, are labels.",
+        ("model", "worker", "engine", "identity", "device"), shared=True),
     Metric("penstock_host_kv_blocks", "gauge", "KV blocks stored in host memory.", MODEL, shared=True),
     Metric("penstock_host_kv_stores_total", "counter", "KV blocks copied to host memory.", MODEL,
         shared=True),
@@ -198,13 +205,18 @@ CATALOG = (
         shared=True),
     Metric(
         "penstock_accelerator_cost_total", "counter",
-        "Cost of accelerator time in the currency of the price list, with requests (busy) and without "
-        "(idle).",
+        "Cost of accelerator time in the currency of the price list: with requests (busy), without (idle), "
+        "and of workers that are not in service (reserve).",
         ("model", "part"), shared=True,
     ),
     Metric(
         "penstock_accelerator_charged_total", "counter",
         "Accelerator cost charged to requests. Probes, failed attempts and rounding are not charged.", MODEL,
+    ),
+    Metric(
+        "penstock_accelerator_floor_total", "counter",
+        "Least cost of the work that was done: full batches at the measured speed of the device.", MODEL,
+        shared=True,
     ),
     Metric("penstock_workers", "gauge", "Workers by state.", ("model", "state"), shared=True),
     # Connections.

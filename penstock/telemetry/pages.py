@@ -58,3 +58,12 @@ def written(families: dict[bytes, Family]) -> bytes:
         lines += comments
         lines += [b"%b %b" % (series, repr(value).encode()) for series, value in values.items()]
     return b"\n".join([*lines, b""])
+
+
+def label_of(series: bytes, label: bytes) -> bytes:
+    """A label's value as it is written, escapes and all."""
+    _, found, rest = series.partition(b'%b="' % label)
+    end = 0
+    while found and end < len(rest) and rest[end : end + 1] != b'"':
+        end += 2 if rest[end : end + 1] == b"\\" else 1
+    return rest[:end]

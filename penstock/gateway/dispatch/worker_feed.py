@@ -27,6 +27,9 @@ from penstock.policy.terms import queue_terms
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import TenantId, WorkerId
 
+_LOST = (WorkerState.STARTING, WorkerState.LOADING, WorkerState.WARMING)
+"""Nothing runs there: its process is a new one, or cannot be reached."""
+
 
 class WorkerFeed:
     """Between the registry and flow control."""
@@ -51,8 +54,8 @@ class WorkerFeed:
         self._anomalies = anomalies
         self._shed_kv_above, self._on_news = shed_kv_above, on_news
         self._changed: dict[WorkerId, Worker] = {worker.id: worker for worker in registry}
-        self._ready: dict[WorkerId, int] = {}
-        """Workers that flow control counts as ready, and in which of their lives."""
+        self._ready: set[WorkerId] = set()
+        """Workers that are ready."""
         self._routes: dict[str, None] = {}
         registry.listen(self._note)
 
@@ -86,20 +89,17 @@ class WorkerFeed:
         route = worker.route
         self._routes[route] = None
         if worker.state is WorkerState.GONE:
-            self._ready.pop(worker.id, None)
+            self._ready.discard(worker.id)
             self._meters.left(now_ns, worker.id)
             self._anomalies.gone(worker.id)
             self._control.set_worker(now_ns, route, worker.id, None)
             return
-        if not worker.is_ready:
-            self._ready.pop(worker.id, None)
-        elif self._ready.get(worker.id) != worker.epoch:
-            self._ready[worker.id] = worker.epoch
-            self._meters.has_worker(now_ns, route, worker.id, tells=worker.engine == "penstock")
+        if worker.is_ready:
+            self._ready.add(worker.id)
+        else:
+            self._ready.discard(worker.id)
         self._watch(now_ns, worker)
-        if (stats := worker.backend.status.stats) is not None:
-            num = stats.running + stats.waiting
-            self._meters.reported(now_ns, worker.id, busy_ns=stats.busy_ns, num_requests=num)
+        self._tell_meters(now_ns, worker)
         self._control.set_worker(now_ns, route, worker.id, self._view(worker))
 
     def left_alone(self, route: str) -> dict[WorkerId, str]:
@@ -110,6 +110,15 @@ class WorkerFeed:
             for worker_id, found in watched.items()
             if found is not None and found.route == route and found.standing is not Standing.WELL
         }
+
+    def _tell_meters(self, now_ns: int, worker: Worker) -> None:
+        meters, name = self._meters, worker.id
+        meters.has_worker(now_ns, worker.route, name, tells=worker.engine == "penstock")
+        in_service = worker.is_ready and self._anomalies.weight(name) > 0
+        meters.serves(now_ns, name, in_service=in_service, is_lost=worker.state in _LOST)
+        if (stats := worker.backend.status.stats) is not None:
+            num = stats.running + stats.waiting
+            meters.reported(now_ns, name, busy_ns=stats.busy_ns, num_requests=num, floor_ns=stats.floor_ns)
 
     def _watch(self, now_ns: int, worker: Worker) -> None:
         status = worker.backend.status
