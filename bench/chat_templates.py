@@ -23,7 +23,7 @@ from typing import Any
 from provenance import write_result
 
 from penstock.clock import SystemClock
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 from penstock.rng import fresh_key
 from penstock.text.chat import ChatTemplate, template_values
 from penstock.text.prompt import NONCE_BYTES, ChatPrompts

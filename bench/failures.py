@@ -49,9 +49,9 @@ from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import AllHealthy, Policies
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.resilience.health import FleetHealth
+from penstock.policy.terms import QueueTerms
 from penstock.protocol.address import parse_address
 from penstock.rng import stream
 from penstock.telemetry.log import Log

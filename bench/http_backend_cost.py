@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.backends.base import Delta, Finish, GenerateRequest
-from penstock.backends.http.address import HttpAddress
+from penstock.backends.http.address import HttpAddress, HttpLimits
 from penstock.backends.http.client import HttpClient, _Connection
 from penstock.backends.http.dialects.base import Dialect
 from penstock.backends.http.dialects.openai import OpenAIDialect
@@ -26,7 +26,6 @@ from penstock.backends.http.dialects.sglang import SglangDialect
 from penstock.backends.http.dialects.tgi import TgiDialect
 from penstock.backends.http.dialects.triton import TritonDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
-from penstock.backends.http.limits import HttpLimits
 from penstock.backends.http.stream import HttpStream, StreamContext
 from penstock.clock import SystemClock
 from penstock.text.detokenizer import PieceTokens

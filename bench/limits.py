@@ -19,7 +19,7 @@ from provenance import write_result
 from penstock.clock import NS_PER_MS, NS_PER_US
 from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.ledger import BudgetsConfig
-from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.estimates import OutputLengths
 from penstock.policy.limits.budget import BudgetRefusal, TenantBudgets
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.lease_table import LeaseTable

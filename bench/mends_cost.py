@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent / "relay"))
 import gateway as relay_gateway
 import stand_in_worker
 
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import ModelConfig
 from penstock.gateway.api import generate

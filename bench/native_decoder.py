@@ -26,7 +26,7 @@ from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import random_weights
 from penstock.engine.native import NativeLibrary
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder
-from penstock.engine.wiring import choose_computing
+from penstock.engine.runner import choose_computing
 from penstock.models.spec import AttentionSpec, DecoderSpec, MoeSpec, RopeSpec
 from penstock.types import BLOCK_TOKENS
 

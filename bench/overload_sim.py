@@ -31,15 +31,15 @@ from penstock.policy.answers import Start
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.tenant import Tenant
+from penstock.policy.terms import QueueTerms
 from penstock.schedule.fair_share import cost
 from penstock.sim.scenarios.overload import drained_s, goodput_of, mixed
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.messages import Submission, WorkerMessage
-from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.run import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorker, SimWorkerSpec
 from penstock.sim.world.world import World
 from penstock.types import RequestId, TenantId, Usage, WorkerId

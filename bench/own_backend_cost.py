@@ -19,7 +19,7 @@ from typing import cast
 from penstock.backends.base import Delta, Finish, GenerateRequest
 from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.engine.link import WorkerLink
-from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import SystemClock
 from penstock.protocol.worker import (
     ModelInfo,

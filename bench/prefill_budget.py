@@ -23,10 +23,10 @@ from provenance import add_json_option, write_result
 from penstock import rng
 from penstock.clock import NS_PER_MS, ManualClock
 from penstock.kv.cache.manager import KVManager
-from penstock.schedule.limits import BatchLimits
-from penstock.schedule.order import FCFSQueue
+from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import Sampled, StepPlan, StepResult
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget, PromptShare
+from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.schedule.step_time import StepLoad

@@ -22,7 +22,6 @@ from penstock.kv.index.prefix_index import Tier
 from penstock.kv.index.worker_cache_view import KVIndexLimits
 from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
-from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import (
     CapacityTable,
@@ -31,7 +30,7 @@ from penstock.policy.queueing.capacity import (
     WorkerCapacity,
     WorkerView,
 )
-from penstock.policy.queueing.terms import QueueTerms
+from penstock.policy.terms import PlacementTerms, QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 KEY, IDENTITY = b"bench/router_decision", "bench"

@@ -18,9 +18,9 @@ from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
 from penstock.kv.cache.manager import KVManager, blocks_for
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.schedule.limits import BatchLimits
-from penstock.schedule.order import FCFSQueue
+from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import Sampled, StepPlan, StepResult
+from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams

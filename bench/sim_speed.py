@@ -33,8 +33,7 @@ from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.planning.step_time import LinearStepTime
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
-from penstock.sim.world.result import SimResult
-from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.run import PoolSpec, SimResult, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World
 
@@ -51,16 +50,14 @@ PARTS = {
     "messages",
     "sim/world/gateway": "simulated gateway", "sim/world/caches": "simulated gateway",
     "sim/traffic/prompts": "block names",
-    "sim/traffic/streams": "block names", "sim/world/result": "records and digest",
+    "sim/traffic/streams": "block names", "sim/world/run": "records and digest",
     "sim/traffic/request": "records and "
     "digest",
     "kv/cache/block_pool": "blocks and prefix cache", "kv/cache/manager": "blocks and prefix cache",
-    "kv/cache/prefix_cache": "blocks and prefix cache", "kv/hashing": "blocks and prefix cache",
+    "kv/hashing": "blocks and prefix cache",
     "policy/placement/route": "router",
-    "policy/placement/score": "router", "policy/placement/pick": "router", "policy/estimates/speed": "router",
-    "policy/estimates/online_linear_model": "models of waiting "
-    "and speed",
-    "policy/wait_time": "models of waiting and speed", "schedule/": "scheduler", "kv/": "KV index and its "
+    "policy/placement/score": "router", "policy/placement/pick": "router",
+    "policy/estimates": "models of waiting and speed", "schedule/": "scheduler", "kv/": "KV index and its "
     "events",
     "policy/": "flow control, limits, ledger",
 }  # fmt: skip

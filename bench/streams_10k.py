@@ -31,7 +31,7 @@ from relay.stand_in_worker import Steps
 from relay_peers import Shape, request_bytes, wait_answers
 from relay_process import HERE, Process, build, free_port
 
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 from penstock.text.tokenizer import Tokenizer
 
 SETTLE_S = 60

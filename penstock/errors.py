@@ -24,7 +24,8 @@
     │   │   ├── KeyRejected            it does not accept this server's key for it    (503)
     │   │   └── AttemptTimeout         no first token in time                         (503)
     │   ├── StreamBroken           tokens were already sent: resume, never restart    (502)
-    │   └── EngineFault            the engine failed this request alone (NaN logits)  (500)
+    │   ├── EngineFault            the engine failed this request alone (NaN logits)  (500)
+    │   └── WeightsDamaged         what it computes with is not what was loaded: it ends
     └── OperatorError          whoever runs the server must mend it
         ├── ConfigError            a config key or value
         ├── CheckpointError        a model directory that cannot be served
@@ -180,6 +181,12 @@ class StreamBroken(WorkerError):
 
 class EngineFault(WorkerError):
     """The engine failed this one request (for example NaN logits); others go on."""
+
+
+class WeightsDamaged(WorkerError):
+    """The weights in an engine's memory have changed: its process ends, so that the next one loads them
+    anew.
+    """
 
 
 class OperatorError(PenstockError):

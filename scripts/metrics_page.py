@@ -5,8 +5,8 @@ changed; tests/telemetry/test_metrics.py compares.
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.telemetry.aliases import COMPUTED, RENAMED
 from penstock.telemetry.catalog import CATALOG
+from penstock.telemetry.pages import COMPUTED, RENAMED
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics

@@ -30,7 +30,7 @@ ALLOWED = {
     "protocol": "types errors config",
     "text": "errors",
     "telemetry": "policy protocol kv clock rng types errors config",
-    "engine": "text schedule kv models protocol clock rng types errors config",
+    "engine": "text planning schedule kv models protocol clock rng types errors config",
     "backends": "text telemetry protocol kv clock types errors config",
     "gateway": "fleet backends text telemetry policy protocol kv clock rng types errors config",
     "planning": "policy schedule models clock types errors config",

@@ -20,7 +20,7 @@ RECIPES = {
         r"DetokenizeRequest|def detokenize\b|inspect\.detokenize\b",
         ("gateway/api/inspect.py", "gateway/api/routes.py", "protocol/openai.py"),
     ),
-    "an order of the engine's queue": (3, r'"fcfs"|FCFSQueue', ("schedule/order.py", "config/tree.py")),
+    "an order of the engine's queue": (3, r'"fcfs"|FCFSQueue', ("schedule/queue.py", "config/tree.py")),
 }  # fmt: skip
 """By what is added: how many files at most, an example's words, and the modules that have them."""
 

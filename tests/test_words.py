@@ -6,7 +6,7 @@ import tokenize
 from collections.abc import Container
 from pathlib import Path
 
-from penstock.config.keys import RETIRED as RETIRED_SETTINGS
+from penstock.config.load import RETIRED as RETIRED_SETTINGS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("penstock", "examples", "tests", "bench", "training", "scripts")

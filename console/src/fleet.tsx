@@ -1,10 +1,11 @@
 // The live map of the workers, and one worker's last quarter of an hour.
 import { computed, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
-import { useEffect, useMemo } from "preact/hooks";
+import { useEffect, useMemo, useRef } from "preact/hooks";
 import { ApiError, ask } from "./api";
 import { Chart } from "./chart";
 import * as format from "./format";
+import { usePolled } from "./poll";
 import { go, href, place } from "./route";
 import { type ModelLine, type WorkerLine, type WorkerLive, beat, kvShare, models, own, role, server, totals, ttftMs, workerOf, workers } from "./store";
 import { Drawer, Empty, Facts, Page, Problem, Segmented, Skeleton, Spark, State, toneOf } from "./ui";
@@ -43,6 +44,9 @@ function Totals(): JSX.Element {
     </section>
   );
 }
+
+/** How much longer its steps take than those of its peers, or than predicted. */
+const residual = (worker: WorkerLine): string => (worker.residual == null ? "–" : `${worker.residual >= 1 ? "+" : "−"}${format.percent(Math.abs(worker.residual - 1))}`);
 
 function Meter({ share, label }: { share: number | null; label: string }): JSX.Element {
   const value = share === null ? 0 : Math.min(1, share);
@@ -141,6 +145,8 @@ function Table({ list }: { list: WorkerLive[] }): JSX.Element {
             <th scope="col" class="right">Running</th>
             <th scope="col" class="right">Waiting</th>
             <th scope="col" class="right">KV</th>
+            <th scope="col" class="right">Residual</th>
+            <th scope="col">Version</th>
             <th scope="col" class="right">Restarts</th>
           </tr>
         </thead>
@@ -161,6 +167,8 @@ function Table({ list }: { list: WorkerLive[] }): JSX.Element {
                 <td class="right num">{now.running ?? "–"}</td>
                 <td class="right num">{now.waiting ?? "–"}</td>
                 <td class="right num">{kv === null ? "–" : format.percent(kv)}</td>
+                <td class="right num">{residual(now)}</td>
+                <td class="mono">{now.version || "–"}</td>
                 <td class="right num">{now.restarts || ""}</td>
               </tr>
             );
@@ -249,35 +257,79 @@ function History({ worker }: { worker: WorkerLive }): JSX.Element {
     const timer = setTimeout(() => (drawn.value = latest), 250);
     return () => clearTimeout(timer);
   }, [latest]);
-  return useMemo(() => <HistoryCharts worker={worker} />, [worker, drawn.value]);
+  const path = role.value === "admin" ? `/admin/workers/${encodeURIComponent(worker.id)}/history` : "";
+  const { told } = usePolled<Remembered>(path, REMEMBERED_EVERY_MS);
+  const remembered = told.value;
+  // What is remembered changes every five seconds, what this page has seen every second.
+  return useMemo(() => <HistoryCharts worker={worker} remembered={remembered} />, [worker, remembered ?? drawn.value]);
 }
 
-function HistoryCharts({ worker }: { worker: WorkerLive }): JSX.Element {
+/** `GET /admin/workers/{id}/history`: what the server remembers. */
+interface Remembered {
+  step_s: number;
+  times: number[];
+  tokens_per_s: (number | null)[];
+  running: (number | null)[];
+  waiting: (number | null)[];
+  kv_share: (number | null)[];
+}
+
+const REMEMBERED_EVERY_MS = 5000;
+
+function HistoryCharts({ worker, remembered }: { worker: WorkerLive; remembered: Remembered | null }): JSX.Element {
   const { trail } = worker;
-  const times = trail.last(trail.at, 300);
-  const step = times.length > 1 ? (times[times.length - 1]! - times[0]!) / (times.length - 1) : 1000;
-  const even = times.map((_, i) => (times[0] ?? 0) + i * step);
-  const rate = trail.last(trail.rate, 300);
+  const seen = trail.last(trail.at, 300);
+  const seenStep = seen.length > 1 ? (seen[seen.length - 1]! - seen[0]!) / (seen.length - 1) : 1000;
+  const step = remembered ? remembered.step_s * 1000 : seenStep;
+  const times = remembered ? remembered.times.map((each) => each * 1000) : seen.map((_, i) => (seen[0] ?? 0) + i * seenStep);
+  const rate = remembered?.tokens_per_s ?? trail.last(trail.rate, 300);
   const now = worker.now.peek();
   const kv = kvShare(now);
   return (
     <>
-      <Chart title="Output" hint="tokens/s" headline={format.count(Math.round(trail.current))} times={even} stepMs={step} unit={format.count} height={112} min={4} lines={[{ name: "tokens/s", color: "decode", kind: "line", values: rate }]} />
+      <Chart title="Output" hint="tokens/s" headline={format.count(Math.round(trail.current))} times={times} stepMs={step} unit={format.count} height={112} min={4} lines={[{ name: "tokens/s", color: "decode", kind: "line", values: rate }]} />
       <Chart
         title="Requests"
         headline={`${now.running ?? 0} running, ${now.waiting ?? 0} waiting`}
-        times={even}
+        times={times}
         stepMs={step}
         unit={format.count}
         height={112}
         min={4}
         lines={[
-          { name: "running", color: "prefill", kind: "area", values: trail.last(trail.running, 300) },
-          { name: "waiting", color: "queue", kind: "area", values: trail.last(trail.waiting, 300) },
+          { name: "running", color: "prefill", kind: "area", values: remembered?.running ?? trail.last(trail.running, 300) },
+          { name: "waiting", color: "queue", kind: "area", values: remembered?.waiting ?? trail.last(trail.waiting, 300) },
         ]}
       />
-      <Chart title="KV cache" hint="blocks in use" headline={kv === null ? "–" : format.percent(kv)} times={even} stepMs={step} unit={format.percent} height={112} min={1} lines={[{ name: "in use", color: "kv", kind: "area", values: trail.last(trail.kv, 300) }]} />
+      <Chart title="KV cache" hint="blocks in use" headline={kv === null ? "–" : format.percent(kv)} times={times} stepMs={step} unit={format.percent} height={112} min={1} lines={[{ name: "in use", color: "kv", kind: "area", values: remembered?.kv_share ?? trail.last(trail.kv, 300) }]} />
     </>
+  );
+}
+
+/** The last lines that a worker printed, where this server launched it. */
+function LogTail({ id }: { id: string }): JSX.Element | null {
+  const { told, problem } = usePolled<{ lines: { at_ms: number; text: string }[] | null }>(`/admin/workers/${encodeURIComponent(id)}/log`, REMEMBERED_EVERY_MS);
+  const box = useRef<HTMLOListElement>(null);
+  const lines = told.value?.lines;
+  useEffect(() => {
+    if (box.current) box.current.scrollTop = box.current.scrollHeight;
+  }, [lines?.length]);
+  if (!lines) return problem.value ? <Problem message={problem.value} /> : null;
+  return (
+    <section>
+      <h3>What it printed</h3>
+      {lines.length === 0 ? (
+        <p class="soft small">Nothing yet.</p>
+      ) : (
+        <ol class="log mono" ref={box} tabIndex={0} aria-label={`The last lines of ${id}`}>
+          {lines.map((line, i) => (
+            <li key={i}>
+              <span class="soft">{format.clock(line.at_ms)}</span> {line.text}
+            </li>
+          ))}
+        </ol>
+      )}
+    </section>
   );
 }
 
@@ -291,16 +343,18 @@ function Detail({ worker }: { worker: WorkerLive }): JSX.Element {
   if (now.stage) rows.push(["Doing", now.stage]);
   if (now.left_alone) rows.push(["Left alone", now.left_alone]);
   if (now.address) rows.push(["Address", <code>{now.address}</code>]);
+  if (now.version) rows.push(["Version", <code>{now.version}</code>]);
+  rows.push(["Residual", <span class="num" title="Its steps' time over that of its peers, or over what is predicted">{residual(now)}</span>]);
   if (now.identity) rows.push(["Computes", <code title={now.identity}>{now.identity.slice(0, 24)}</code>]);
   if (now.kv_blocks_total) rows.push(["KV blocks", <span class="num">{`${format.count(now.kv_blocks_used ?? 0)} of ${format.count(now.kv_blocks_total)}`}</span>]);
   rows.push(["Life", <span class="num">{`epoch ${now.epoch}, ${format.plural(now.restarts, "restart")}`}</span>]);
   if (now.age_s !== null) rows.push(["Last heard", <span class="num">{`${format.duration(now.age_s)} ago`}</span>]);
   if (now.adapters.length) rows.push(["Adapters", now.adapters.join(", ")]);
   return (
-    <Drawer title={worker.id} sub="The last five minutes, since this page was opened" onClose={() => go("fleet")}>
+    <Drawer title={worker.id} sub={role.value === "admin" ? "The last 15 minutes" : "The last five minutes, since this page was opened"} onClose={() => go("fleet")}>
       <Orders worker={now} />
       <Facts rows={rows} />
-      <History worker={worker} />
+      <History key={worker.id} worker={worker} />
       {now.notes.length > 0 && (
         <section>
           <h3>What happened to it</h3>
@@ -311,6 +365,7 @@ function Detail({ worker }: { worker: WorkerLive }): JSX.Element {
           </ol>
         </section>
       )}
+      {role.value === "admin" && <LogTail key={worker.id} id={worker.id} />}
     </Drawer>
   );
 }

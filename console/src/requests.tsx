@@ -76,7 +76,7 @@ export function Requests(): JSX.Element {
     <div class={`split ${chosen ? "open" : ""}`}>
       <Page
         title="Requests"
-        note={isAdmin ? "As they end, in this gateway process" : "Yours, as they end"}
+        note={isAdmin ? "As they end, in all gateway processes" : "Yours, as they end"}
         actions={
           <button type="button" aria-pressed={held.value !== null} onClick={() => (held.value = held.value ? null : recent.value)}>
             <Icon name={held.value ? "play" : "pause"} size={15} />
@@ -353,7 +353,7 @@ function Life({ name }: { name: string }): JSX.Element {
       {!found && !problem.value && <Skeleton lines={5} />}
       {request && <Waterfall request={request} decisions={found.decisions} />}
       {request && <Facts rows={rows} />}
-      {found && !request && <p class="soft">This process did not answer it, or long ago: what was decided about it is still known.</p>}
+      {found && !request && <p class="soft">It ended long ago, or before a restart: what was decided about it is still known.</p>}
       {found?.model_choice && (
         <p>
           Asked for <code>auto</code>: complexity {found.model_choice.complexity.toFixed(2)} chose <b>{found.model_choice.model}</b>.

@@ -44,6 +44,10 @@ export interface WorkerLine {
   adapters_loaded: string[];
   restarts: number;
   notes: string[];
+  /** Of the engine, where it says so. */
+  version?: string;
+  /** Its steps' time over what is usual; 1 is as its peers. */
+  residual?: number | null;
 }
 
 export interface EndedRequest {

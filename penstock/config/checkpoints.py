@@ -1,15 +1,20 @@
-"""A model's path that holds no Hugging Face model: named for what it is, with what to do, before anything
-starts.
+"""Which directory a model argument means: a built-in demo model, a directory, or a hub id; and what
+lies there that holds no Hugging Face model.
 
 Looks at names, at `config.json` and at the first bytes of a file, never at weights. `models/loadable.py` says
 whether the engine reads the weights of one that passes.
 """
 
+import difflib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from msgspec.structs import replace
+
+from penstock.config.tree import ModelConfig
 from penstock.errors import CheckpointError, ConfigError
 
 GGUF_MAGIC = b"GGUF"
@@ -81,3 +86,116 @@ def json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+
+
+# The directory that a model argument means.
+
+DEMO_MODELS = ("penstock-demo", "penstock-demo-mini")
+REPOSITORY = Path(__file__).parents[2]
+"""The checkout; of an installed package, the directory of all packages."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,128})?")
+_WANTED = ["*.json", "*.jinja", "*.safetensors"]
+
+
+def served_name(model: ModelConfig) -> str:
+    """The name that clients use: the one given, else the last part of the path."""
+    if model.name:
+        return model.name
+    path = model.path.split("@")[0] if _HUB_ID.fullmatch(model.path) else model.path
+    return Path(path).name or Path(path).resolve().name
+
+
+def resolve(path: str) -> Path:
+    """The directory that holds the model; fetches it from the hub if it is a hub id.
+
+    A demo model's name means the demo model even where a directory has that name; write `./name` for that.
+
+    Raises:
+        ConfigError: it is none of those, or the hub cannot give it.
+        CheckpointError: the directory is no Hugging Face model directory.
+    """
+    if path in DEMO_MODELS:
+        return _demo(path)
+    try:
+        found = _directory(path)
+    except (OSError, RuntimeError) as error:  # No permission, a name too long, no such user after `~`.
+        raise ConfigError(f"{path}: {error}") from error
+    if found is not None:
+        return found
+    if path.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(path):
+        raise ConfigError(_no_such_model(path))
+    return _from_hub(path)
+
+
+def _directory(path: str) -> Path | None:
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        check_is_model(directory)
+        return directory.resolve()
+    if directory.exists():
+        raise refuse_file(path)
+    return None
+
+
+def _demo(name: str) -> Path:
+    """A wheel has the demo models within the package, a checkout beside it."""
+    for place in _demo_places():
+        if (place / name / "config.json").is_file():
+            return place / name
+    places = " nor in ".join(str(place) for place in _demo_places())
+    remedy = "`make train-demo` makes it" if _in_checkout() else "name a model: penstock serve DIRECTORY"
+    raise ConfigError(f"{name}: the demo model is not in {places}; {remedy}")
+
+
+def _demo_places() -> Iterator[Path]:
+    yield REPOSITORY / "penstock" / "demo_models"
+    if _in_checkout():
+        yield REPOSITORY / "models"
+
+
+def _in_checkout() -> bool:
+    """Whether what lies beside the package is ours: an installed package lies among others."""
+    return (REPOSITORY / "pyproject.toml").is_file()
+
+
+def _no_such_model(path: str) -> str:
+    if near := difflib.get_close_matches(path, DEMO_MODELS, n=1):
+        return f"{path}: no such directory; did you mean `{near[0]}`?"
+    known = " and ".join(DEMO_MODELS)
+    return f"{path}: no such directory, and not a hub id (owner/name); the built-in models are {known}"
+
+
+def _from_hub(hub_id: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ImportError:
+        raise ConfigError(
+            f"{hub_id}: no such directory; to fetch models by hub id install `penstock[hub]`"
+        ) from None
+    repo, _, revision = hub_id.partition("@")
+    try:
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=_WANTED))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"{hub_id}: no such directory, and the hub does not give it: {reason}") from error
+
+
+# What of the models a running server takes from a new configuration: who computes them, and nothing else.
+
+MEMBERS = ("replicas", "workers", "discover")
+"""Fields of a model that say who its workers are."""
+
+
+def with_members(running: Sequence[ModelConfig], new: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
+    """The running models, each with the workers that `new` gives the model of its name.
+
+    Models that come or go, and all other settings, wait for a restart.
+    """
+    by_name = {served_name(model): model for model in new}
+
+    def member(model: ModelConfig) -> ModelConfig:
+        wanted = by_name.get(served_name(model), model)
+        return replace(model, **{name: getattr(wanted, name) for name in MEMBERS})
+
+    return tuple(member(model) for model in running)

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator, Sequence
 
+from penstock.config.checkpoints import served_name
 from penstock.config.fleet import WORKERS_MAX, discover_problems, worker_problems
 from penstock.config.flow import queue_problems, shared_problems
 from penstock.config.ledger import price_problems
-from penstock.config.presets import served_name
 from penstock.config.routing import routing_problems
 from penstock.config.tenancy import access_problems, host_problems, tenant_problems
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig

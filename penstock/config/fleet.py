@@ -129,6 +129,10 @@ class BackendsConfig(Branch, frozen=True, kw_only=True):
 class HealthConfig(Branch, frozen=True, kw_only=True):
     """What is done about failures, beside what is always done."""
 
+    probe_s: Seconds = 30.0
+    """Time between two probes of a worker of our engine: 16 tokens of a fixed prompt, whose log-probabilities
+    must be those of its peers. With that also its speed is held against theirs. Who is wrong or slow gets
+    less, then nothing (docs/failures.md); 0: neither is done."""
     migrations_max: Count = 3
     """Workers that one stream may lose and still continue behind its last token; 0: a stream ends with its
     worker."""

@@ -115,7 +115,7 @@ def queue_problems(queue: QueueConfig) -> Iterator[str]:
         yield "queue.bands: floors that are shares add up to more than 1, so not all could be honoured"
 
 
-_QUEUE = "a constant of the queue now (penstock/policy/queueing/terms.py)"
+_QUEUE = "a constant of the queue now (penstock/policy/terms.py)"
 _TOKENIZE = "a constant now (penstock/gateway/models/prepare.py)"
 RETIRED: dict[str, str] = {
     "queue.bands[].starvation_s": "follows from `queue.bands[].order` now",
@@ -126,7 +126,7 @@ RETIRED: dict[str, str] = {
     "its limits by itself",
     "shared.socket": "`penstock serve --processes` finds its socket by itself",
     **{
-        f"shared.{key}": "a constant now (penstock/policy/limits/store_terms.py)"
+        f"shared.{key}": "a constant now (penstock/policy/terms.py)"
         for key in ("lease_s", "timeout_s", "retry_s", "gateway_ttl_s", "asks_max")
     },
     "shared.gateways_max": "fixed at 1024",
@@ -152,5 +152,5 @@ RETIRED: dict[str, str] = {
     "limits.tokenize_waiting_max": _TOKENIZE,
     "rate_limits.burst_s": "now `limits.burst_s`",
     "rate_limits.*": "a constant now (penstock/policy/limits/rate_limit.py, "
-    "penstock/policy/estimates/output_length.py)",
+    "penstock/policy/estimates.py)",
 }  # fmt: skip

@@ -168,7 +168,7 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> Iterator[str]:
         yield f"{key}: no model {name!r} here{meant}"
 
 
-_PLACEMENT = "a constant of placement now (penstock/policy/placement_terms.py)"
+_PLACEMENT = "a constant of placement now (penstock/policy/terms.py)"
 _ADMISSION = "a constant of admission now (penstock/policy/admission/admit.py)"
 _COMPLEXITY = "a constant now (penstock/policy/extras/complexity.py)"
 RETIRED: dict[str, str] = {

@@ -1,7 +1,7 @@
 """Every setting there is, its default and its bound.
 
 A config file is this tree in YAML. Fields are documented where they stand because `--print-config`, the docs
-page and the error for a wrong key are all made from these files (`SECTIONS` in keys.py). A bound that no
+page and the error for a wrong key are all made from these files (`SECTIONS` in load.py). A bound that no
 operator has a reason to move is a constant beside its code.
 """
 
@@ -52,7 +52,7 @@ Latency = Annotated[float, Meta(ge=0)]
 
 
 Scheduling = Literal["fair", "priority", "fcfs"]
-"""Orders of the engine's queue (schedule/order.py)."""
+"""Orders of the engine's queue (schedule/queue.py)."""
 
 
 class EngineConfig(Branch, frozen=True, kw_only=True):

@@ -1,4 +1,6 @@
-"""Typed crossings between numpy, torch and Python lists; torch's own stubs leave their types open."""
+"""Typed crossings between numpy, torch and Python lists, whose types torch's own stubs leave open; and the
+rows of a step's tokens.
+"""
 
 from typing import Any, cast
 
@@ -24,3 +26,10 @@ def int_list(values: Tensor) -> list[int]:
 def float_list(values: Tensor) -> list[float]:
     """The elements of a one-dimensional float tensor."""
     return cast("list[float]", cast(Any, values).tolist())
+
+
+def token_rows(num_tokens: Int32Array) -> tuple[Int64Array, Int64Array]:
+    """For every token of the step: its row, and its index within the row's chunk."""
+    rows = np.repeat(np.arange(len(num_tokens)), num_tokens)
+    starts = np.cumsum(num_tokens, dtype=np.int64) - num_tokens
+    return rows, np.arange(len(rows)) - starts[rows]

@@ -18,6 +18,8 @@ from penstock.errors import ClientError, Draining, InvalidRequest, PenstockError
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
+from penstock.planning.roofline import CostFloor
+from penstock.planning.step_time import StepShape
 from penstock.protocol.worker import (
     INT64_MAX,
     ModelInfo,
@@ -28,12 +30,13 @@ from penstock.protocol.worker import (
     sampling_problem,
     weight_of,
 )
-from penstock.schedule.limits import BatchLimits
-from penstock.schedule.order import waiting_queue
+from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
+from penstock.schedule.queue import waiting_queue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
+from penstock.schedule.step import Flight
 from penstock.types import FinishReason, RequestId, Usage
 
 _log = logging.getLogger(__name__)
@@ -68,6 +71,33 @@ class StepRunner(Protocol):
         ...
 
 
+class Check(Protocol):
+    """Something to look after in idle time, in small parts: `weight_check.WeightCheck`."""
+
+    due_ns: int | None
+    """When there is something to do; None: never."""
+
+    def step(self) -> None:
+        """Do one part, if it is time."""
+        ...
+
+
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """A runner whose weights can be read in idle time."""
+
+    def weight_check(self, clock: Clock) -> Check:
+        """What reads them."""
+        ...
+
+
+@runtime_checkable
+class KnowsFloor(Protocol):
+    """A runner that knows the least time that its device needs."""
+
+    floor: CostFloor
+
+
 @runtime_checkable
 class FollowsGrammars(Protocol):
     """A runner whose answers can be held to a grammar."""
@@ -94,6 +124,8 @@ class EngineCore:
         self._scheduler, self._runner, self._clock = scheduler, runner, clock
         self._steps, self._depth = wire_steps(runner, runner.run, overlap)
         self._prepares = runner if isinstance(runner, Prepares) else None
+        self._check = runner.weight_check(clock) if isinstance(runner, HoldsWeights) else None
+        self._floor = runner.floor if isinstance(runner, KnowsFloor) else None
         self._in_flight = 0
         self._live: dict[RequestId, _Live] = {}
         self._outbox: Outputs = {}
@@ -124,12 +156,29 @@ class EngineCore:
         due_ns = self._scheduler.due_ns
         return None if due_ns is None else max(0, due_ns - self._clock.now_ns()) / NS_PER_S
 
-    def use_idle_time(self) -> bool:
-        """Let the runner prepare one thing that will be wanted, while nothing runs.
+    @property
+    def rest_s(self) -> float | None:
+        """How long the caller may sleep if nothing comes in: `sleep_s`, or until weights are to be read."""
+        sleep_s, due_ns = self.sleep_s, None if self._check is None else self._check.due_ns
+        if due_ns is None:
+            return sleep_s
+        check_s = max(0, due_ns - self._clock.now_ns()) / NS_PER_S
+        return check_s if sleep_s is None else min(sleep_s, check_s)
 
-        False: there is nothing.
+    def use_idle_time(self) -> bool:
+        """Let the runner prepare one thing that will be wanted, while nothing runs, or else look after its
+        weights.
+
+        False: there is nothing to prepare.
+
+        Raises:
+            WeightsDamaged: they have changed.
         """
-        return self._prepares is not None and self._prepares.idle()
+        if self._prepares is not None and self._prepares.idle():
+            return True
+        if self._check is not None:
+            self._check.step()
+        return False
 
     @property
     def kv(self) -> KVManager:
@@ -185,6 +234,8 @@ class EngineCore:
             now_ns = self._clock.now_ns()
             self._waited_ns += now_ns - waiting_ns
             self._in_flight -= 1
+            if self._floor is not None:
+                self._floor.count(_shape(self._scheduler.oldest))
             self._share_time(now_ns)
             if result.out_of_memory is not None:
                 _log.warning("a step ran out of memory and is done again in parts: %s", result.out_of_memory)
@@ -217,6 +268,8 @@ class EngineCore:
             step_ns=self._step_ns,
             host_ns=self._step_ns - self._waited_ns,
             busy_ns=self._busy_ns + (self._clock.now_ns() - self._busy_since_ns if self._live else 0),
+            memory_ns=int(self._floor.memory_ns) if self._floor is not None else 0,
+            floor_ns=int(self._floor.floor_ns) if self._floor is not None else 0,
             timed_steps=now.sums.steps,
             timed_tokens=now.sums.tokens,
             timed_sequences=now.sums.sequences,
@@ -335,6 +388,12 @@ def _request(message: Submit, vocab_size: int, grammar: object) -> Request:
         takes_row=message.takes_row,
         grammar=grammar,
     )
+
+
+def _shape(flight: Flight) -> StepShape:
+    load, decoding = flight.load, flight.num_decoding
+    prompts = (load.num_sequences - decoding, load.num_tokens - decoding)
+    return StepShape(decoding, *prompts, load.kv_read, load.chunk_pairs)
 
 
 def _finish(output: RequestOutput) -> RequestFinished:

@@ -109,7 +109,7 @@ class Decoder:
             spec.num_heads,
             spec.num_kv_heads,
         )
-        """What attention needs of the weights; wiring.py passes it on."""
+        """What attention needs of the weights; runner.py passes it on."""
         self._buffers = _buffers(spec, table, limits.step_tokens)
         self._samples = table.new_empty(2, limits.max_samples, spec.hidden_size)
         self._raw_logits = table.new_empty(limits.max_samples, spec.vocab_size)

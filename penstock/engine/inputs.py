@@ -13,14 +13,25 @@ import numpy.typing as npt
 from torch import Tensor
 
 from penstock.engine.adjustments import Adjustments, Edits, Masks
-from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
+from penstock.engine.arrays import Int32Array, Int64Array, as_tensor, token_rows
 from penstock.engine.attention.base import AttentionBatch
-from penstock.engine.attention.tiles import token_rows
-from penstock.engine.scoring import ScoredChunk
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import BLOCK_TOKENS
 
 _SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True, frozen=True)
+class ScoredChunk:
+    """A chunk of a prompt whose successors are scored: each token's logits say how likely the next one
+    was.
+    """
+
+    row: int
+    targets: Tensor
+    """`[num_scored]` int64: the prompt tokens that follow the chunk's."""
+    count: int
+    """How many alternatives to tell beside each."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -183,7 +183,7 @@ class StepBounds(Protocol):
 
     @property
     def max_running(self) -> int:
-        """Rows of the batch, as `schedule.limits.resolve_max_running` bounds them."""
+        """Rows of the batch, as `resolve_max_running` bounds them."""
         ...
 
     @property

@@ -4,12 +4,14 @@ The runner owns the weights, the KV tensor and what it holds of every row. It do
 queues or processes: a `StepPlan` comes in, a `StepResult` goes out.
 """
 
+import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,12 +20,15 @@ from penstock.clock import Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import EngineConfig
 from penstock.engine.arrays import Int64Array, as_tensor
-from penstock.engine.decoder import DecoderLimits
-from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of
+from penstock.engine.attention.base import AttentionBatch
+from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
+from penstock.engine.device_speed import cost_floor, device_name
+from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of, torch_kernels
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.host_store import HostStore, host_store
 from penstock.engine.inputs import RowTables
+from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import (
@@ -34,19 +39,180 @@ from penstock.engine.memory import (
     plan_kv,
     scoring_step,
 )
-from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
-from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results
-from penstock.engine.scoring import score_chunks
-from penstock.engine.wiring import StepModel, choose_computing, wire_model
+from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
+from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, Type
+from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
+from penstock.engine.weight_check import KeptWeights, WeightCheck
+from penstock.errors import ConfigError
+from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
+from penstock.models.spec import DecoderSpec
+from penstock.planning.roofline import CostFloor
 from penstock.protocol.worker import ModelInfo
-from penstock.schedule.limits import BatchLimits, resolve_max_running
+from penstock.schedule.batch import BatchLimits, resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX, Forced, Sampled, StepPlan, StepResult
 from penstock.types import BLOCK_TOKENS, CPU_CAPABILITIES
 
 if TYPE_CHECKING:
     from penstock.engine.grammar.compiler import GrammarTokens
     from penstock.engine.grammar.rows import GrammarRows
+
+# Which code computes the decoder: the native kernels where they can, else torch. Chosen once, here.
+#
+# NativeDecoder + NativeAttention     one call per step, any SIMD level from AVX2 up
+# Decoder + CpuAttention              torch alone, any machine; the twin that the other is tested against
+
+_log = logging.getLogger(__name__)
+
+
+class StepModel(Protocol):
+    """A decoder with its attention: what the runner computes steps with."""
+
+    kernels: str
+    """What computes, for people: "torch", or "native" and the instruction set."""
+
+    weights: Callable[[], list[Tensor]]
+    """What it computes with, as it lies in memory."""
+
+    def compute(self, token_ids: Tensor, samples: Tensor, batch: AttentionBatch) -> Tensor:
+        """One step: `[num_tokens]` ids and `[num_samples]` indices (int64) to `[num_samples, vocab_size]`
+        float32.
+
+        The logits are valid until the next call.
+        """
+        ...
+
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """While this is open, steps ask for all the memory that they would, but what they compute may be
+        nonsense.
+        """
+        ...
+
+
+class _Begins(Protocol):
+    def begin(self, batch: AttentionBatch) -> None: ...
+
+
+A = TypeVar("A", bound=_Begins)
+A_contra = TypeVar("A_contra", contravariant=True)
+
+
+class _Decodes(Protocol[A_contra]):
+    def forward(self, token_ids: Tensor, samples: Tensor, attention: A_contra) -> Tensor: ...
+
+
+class _Pair(Generic[A]):
+    """A decoder and the attention that it understands."""
+
+    def __init__(
+        self,
+        kernels: str,
+        decoder: _Decodes[A],
+        attention: A,
+        rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        weights: Callable[[], list[Tensor]] = list,
+    ) -> None:
+        self.kernels, self.weights = kernels, weights
+        self._decoder, self._attention = decoder, attention
+        self._rehearsing = rehearsing
+
+    def compute(self, token_ids: Tensor, samples: Tensor, batch: AttentionBatch) -> Tensor:
+        """See `StepModel`."""
+        self._attention.begin(batch)
+        return self._decoder.forward(token_ids, samples, self._attention)
+
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """See `StepModel`."""
+        return self._rehearsing()
+
+
+@dataclass(slots=True, frozen=True)
+class Computing:
+    """What computes a model, and in which precision."""
+
+    native: NativeLibrary | None
+    """None: torch."""
+    dtype: torch.dtype
+    """Of activations and the KV cache, and of weights that are not quantized."""
+    precision: Precision = "native"
+    """Of the weights."""
+
+    @property
+    def kept_bits(self) -> frozenset[int]:
+        """Widths of a checkpoint's own integers that are computed with; others are made dense."""
+        if self.native is None or self.precision != "native":
+            return frozenset()
+        widths = ((4, Type.I4), (8, Type.I8))
+        return frozenset(bits for bits, kind in widths if self.native.supports(kind))
+
+    @property
+    def kernels(self) -> str:
+        """Names them, and what their bits depend on."""
+        return torch_kernels() if self.native is None else f"native {self.native.isa}"
+
+
+def choose_computing(config: EngineConfig, spec: DecoderSpec) -> Computing:
+    """The native kernels if the config wants them and they can compute this model here, else torch.
+
+    Raises:
+        ConfigError: the config insists on what cannot be done here, by the setting's name.
+    """
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    precision: Precision = "native" if config.quantization == "none" else config.quantization
+    native, reason = _native_kernels(config, spec, dtype, precision)
+    if native is not None:
+        return Computing(native, dtype, precision)
+    for setting, insists in (
+        (f"engine.kernels is {config.kernels}", config.kernels == "native"),
+        (f"engine.quantization is {config.quantization}", config.quantization != "none"),
+    ):
+        if insists:
+            raise ConfigError(f"{setting}, but {reason}")
+    if config.kernels == "auto":
+        _log.info("computing with torch, which is slower than the native kernels: %s", reason)
+    return Computing(None, _torch_dtype() if config.dtype == "auto" else dtype)
+
+
+def _native_kernels(
+    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, precision: Precision
+) -> tuple[NativeLibrary | None, str]:
+    """The kernels, or why there are none."""
+    if config.kernels == "torch":
+        return None, "engine.kernels is torch, which computes with whole weights only"
+    try:
+        kernels = NativeLibrary()
+    except KernelsUnavailable as error:
+        return None, str(error)
+    reason = unsupported(spec, dtype, kernels, precision)
+    return (kernels, "") if reason is None else (None, reason)
+
+
+def _torch_dtype() -> torch.dtype:
+    """bfloat16 where the processor multiplies it natively: elsewhere torch is far slower with it than with
+    float32.
+    """
+    capabilities = torch.cpu.get_capabilities()
+    fast = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
+    return torch.bfloat16 if fast else torch.float32
+
+
+def wire_model(
+    spec: DecoderSpec, weights: WeightSource, limits: DecoderLimits, cache: KVCache, computing: Computing
+) -> StepModel:
+    """Build the decoder for `cache` on the native kernels, or on torch without them. Takes the weights."""
+    native = computing.native
+    if native is not None:
+        decoder = NativeDecoder(spec, weights, native, limits, cache, computing.precision)
+        return _Pair(computing.kernels, decoder, NativeAttention(), decoder.rehearsing, decoder.weights)
+    kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
+    kept = KeptWeights(weights)
+    torch_decoder = Decoder(spec, kept, kernels, limits)
+    attention = kernels.attention(cache, torch_decoder.rotary)
+    rehearsing = partial(
+        attention.rehearsing, max_rows=limits.max_samples, max_model_len=limits.max_model_len
+    )
+    return _Pair("torch", torch_decoder, attention, rehearsing, kept.taken)
+
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (stage in words, done, total); total 0 means unknown."""
@@ -62,13 +228,14 @@ class RunnerParts:
     sampler: TokenSampler
     step_tokens: int
     host: HostStore
+    floor: CostFloor
 
 
 class Runner:
     """One model on one device. Not thread-safe: one step at a time."""
 
     def __init__(self, parts: RunnerParts) -> None:
-        self.info = parts.info
+        self.info, self.floor = parts.info, parts.floor
         self._model, self._cache = parts.model, parts.cache
         self._host = parts.host
         self._step_tokens = parts.step_tokens
@@ -115,6 +282,10 @@ class Runner:
             if isinstance(forced, Forced) and forced.token_ids:
                 tables.append_forced(int(rows[index]), int(positions[index]) + 1, forced.token_ids)
         return results(logits, token_ids, rows, tables.logprobs, follows)
+
+    def weight_check(self, clock: Clock) -> WeightCheck:
+        """What looks after its weights in idle time."""
+        return WeightCheck(self._model.weights(), clock)
 
     def use_grammars(self, tokens: "GrammarTokens") -> None:
         """Follow the grammars of requests, which are made for this vocabulary."""
@@ -175,6 +346,10 @@ def build_runner(
     return runner
 
 
+def _weights_name(config: EngineConfig, stored: Quantization | None) -> str:
+    return stored.name if stored is not None and config.quantization == "none" else config.quantization
+
+
 def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> Runner:
     """Load the model in `model_path` and wire a runner on the CPU for it. `warm_up` is left to the caller.
 
@@ -188,6 +363,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     stored = None if config.load_format == "random" else stored_quantization(model_path)
     computing = choose_computing(config, spec)
     dtype = computing.dtype
+    kept_bits = stored.bits if stored is not None and stored.bits in computing.kept_bits else 0
 
     def on_bytes(done: int, total: int) -> None:
         on_progress("loading weights", done, total)
@@ -212,9 +388,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         identity=identify(model_path, config, dtype=name_of(dtype), kernels=computing.kernels),
         architecture=spec.architecture,
         dtype=name_of(dtype),
-        quantization=stored.name
-        if stored is not None and config.quantization == "none"
-        else config.quantization,
+        quantization=_weights_name(config, stored),
         num_parameters=spec.num_parameters,
         vocab_size=spec.vocab_size,
         max_model_len=budget.max_model_len,
@@ -223,6 +397,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         max_running=resolve_max_running(config.max_running, config.step_tokens),
         num_host_blocks=plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free),
         capabilities=CPU_CAPABILITIES,
+        device=device_name(device),
     )
     limits = DecoderLimits(
         step_tokens=config.step_tokens,
@@ -242,5 +417,6 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             sampler=sampler,
             step_tokens=config.step_tokens,
             host=host_store(cache, info.num_host_blocks),
+            floor=cost_floor(spec, info, device, itemsize=size, kept_bits=kept_bits),
         )
     )

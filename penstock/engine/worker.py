@@ -217,7 +217,7 @@ def run_steps(
         wait = not core.has_work and not core.use_idle_time()
         if wait:
             watch.rests()
-        mail = mailbox.take(wait=wait, sleep_s=core.sleep_s)
+        mail = mailbox.take(wait=wait, sleep_s=core.rest_s)
         watch.begins()
         for each in mail:
             draining |= isinstance(each, DrainAsked)

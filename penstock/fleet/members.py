@@ -20,9 +20,9 @@ from typing import Protocol
 from penstock.backends.base import Backend
 from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.engine.link import WorkerKey
-from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.backend import BackendDependencies, ExternalWorker
 from penstock.backends.http.external import make_backend
+from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import Clock
 from penstock.config.fleet import WorkerConfig
 from penstock.config.tree import EngineConfig

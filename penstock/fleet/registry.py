@@ -367,7 +367,7 @@ class Registry:
         worker.backend.on_change = _ignored
         worker.life.on(WorkerEvent.END, self._clock.now_ns())
         self.of(worker.route).remove(worker)
-        self._tell(worker)
+        self.tell(worker)
         return worker
 
     def doubt(self, worker_id: WorkerId, *, trusted: bool) -> None:
@@ -375,7 +375,7 @@ class Registry:
         if (worker := self._workers.get(worker_id)) is not None:
             event = WorkerEvent.TRUSTED if trusted else WorkerEvent.DOUBTED
             if worker.life.on(event, self._clock.now_ns()):
-                self._tell(worker)
+                self.tell(worker)
 
     def drain(self, worker_id: WorkerId, timeout_s: float) -> "asyncio.Task[None] | None":
         """Send a worker nothing more, let its streams end up to `timeout_s`, then end it and forget it.
@@ -388,7 +388,7 @@ class Registry:
             return None
         if worker.drained is None:
             worker.life.on(WorkerEvent.DRAIN, self._clock.now_ns())
-            self._tell(worker)
+            self.tell(worker)
             worker.drained = asyncio.create_task(self._drain(worker, timeout_s), name=f"drain {worker_id}")
         return worker.drained
 
@@ -418,9 +418,10 @@ class Registry:
             worker.problem = problem
         worker.life.on(event, now_ns)
         self.of(worker.route).changed(worker)
-        self._tell(worker)
+        self.tell(worker)
 
-    def _tell(self, worker: Worker) -> None:
+    def tell(self, worker: Worker) -> None:
+        """Something else that counts has changed about a worker: tell the listeners."""
         for listener in self._listeners:
             listener(worker)
 

@@ -34,7 +34,7 @@ from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, 
 from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.http.errors import error_response, failure_of
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
-from penstock.gateway.http.server import HttpServer, tick_s
+from penstock.gateway.http.server import LAST_ANSWERS_S, LAST_BYTES_S, HttpServer, tick_s
 from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller
@@ -52,7 +52,7 @@ from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import AccessLine
-from penstock.telemetry.watch import Watch
+from penstock.telemetry.watch import Tail, Watch, no_tail
 from penstock.types import ModelName, RequestId
 
 
@@ -72,17 +72,18 @@ class Gateway:
         peers: GatewayPeers | None = None,
         hash_key: bytes = b"",
         limits: WireLimits = WIRE_LIMITS,
+        tail: Tail = no_tail,
     ) -> None:
         """`config.auth` must say who may call, or that everybody may.
 
         With `members` workers can be drained by hand; `peers` are of several processes that share an address.
-        Workers that share `hash_key` name their KV blocks with it. Raises ConfigError: the keys file cannot
-        be read, or does not go with the tiers.
+        Workers that share `hash_key` name their KV blocks with it; `tail` gives the last lines of those that
+        were launched. Raises ConfigError: the keys file cannot be read, or does not go with the tiers.
         """
         assert names_callers(config.auth), "whoever wires the gateway makes a key"
         metrics, clock, ids, log = tools.metrics, tools.clock, tools.ids, tools.log
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
-        watch = peers or Watch(config, clock, log, lambda: self._inspect.rendered())
+        watch = peers or Watch(config, clock, log, lambda: self._inspect.rendered(), tail)
         self._watch = watch if isinstance(watch, Watch) else None
         self.notes = Notes(clock, watch.keep)
         """For the audit trail."""
@@ -92,14 +93,9 @@ class Gateway:
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
         self._limits, self._peers, name = limits, peers, ids.take("gw")
         self._traces = RequestTraces(config.traces, instance=name, clock=clock, log=log)
+        leases = peers.leases if peers is not None else ""
         self._policies = make_policies(
-            config,
-            models,
-            registry,
-            tools,
-            gateway=name,
-            locality=locality,
-            leases=peers.leases if peers is not None else "",
+            config, models, registry, tools, gateway=name, locality=locality, leases=leases
         )
         self._dispatcher, self._entrance = self._policies.dispatcher, Entrance(self.tenancy, config.server)
         self._services = Services(
@@ -120,9 +116,9 @@ class Gateway:
             locality=locality,
             log=log,
             notes=self.notes,
+            peers=peers,
         )
-        names = [model.name for model in self._services.models]
-        self._counters = FairCounters(names, self._dispatcher.control.lane)
+        self._counters = FairCounters([*map(str, models)], self._dispatcher.control.lane)
         self._fair = FairExchange(self._counters, config.shared, peers, gateway=name)
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
@@ -165,7 +161,8 @@ class Gateway:
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
         if self._peers is not None:
-            await self._peers.start(self._inspect.snapshot, self._counters, self._recorder)
+            latest = self._services.recent.take_untold
+            await self._peers.start(self._inspect.snapshot, self._counters, self._recorder, latest)
         self._fair.start()
         return address
 
@@ -177,7 +174,8 @@ class Gateway:
             end        streams that are left get a last error event; what clients got is settled
 
         Without `listens` another process accepts from the same socket: nothing is accepted here, and nothing
-        is refused on connections that are left, each of which closes after its next answer.
+        is refused on connections that are left, each of which closes after its next answer. Sockets that were
+        given to `start` stay open: their owner answers what comes behind the end (`refuse_the_rest`).
         `hurry` goes to the end at once. Backends are left alone: their owner drains them afterwards.
         """
         services, drain_s = self._services, self._config.server.drain_timeout_s
@@ -196,10 +194,11 @@ class Gateway:
         services.cold.close()
         self.tenancy.stop()
         self._dispatcher.drain(drain_s)
-        await self._until(lambda: not (self._dispatcher or self._tasks), drain_s)
+        begun = set(self._tasks)  # Those that come later are refused, and could come for ever.
+        await self._until(lambda: not (self._dispatcher or begun & self._tasks), drain_s)
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         await self._responses.close()
-        await self._flushed()
+        await self._server.finish(LAST_BYTES_S if self._hurried.is_set() else LAST_ANSWERS_S)
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -340,6 +339,7 @@ class Gateway:
             self._metrics.connections.set(self._server.num_connections)
             self._inspect.num_connections = self._server.num_connections
             self._dispatcher.tick()
+            self._policies.prober.tick()
             self._report_spending()
             self._metrics.traces(self._traces.exported, self._traces.dropped)
             if (leases := self._policies.limits.leases) is not None:
@@ -376,14 +376,6 @@ class Gateway:
         """Wait until that has happened, or for so long, or until there is no time."""
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
         while self._clock.now_ns() < deadline_ns and not self._hurried.is_set() and not happened():
-            await sleep(0.02)
-
-    async def _flushed(self) -> None:
-        """Give the last bytes a moment to leave."""
-        self._server.close_idle()
-        for _ in range(25):
-            if not self._server.num_connections:
-                return
             await sleep(0.02)
 
 

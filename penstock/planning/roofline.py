@@ -372,3 +372,39 @@ class Roofline:
 
 def _unpacked(placed: Placed) -> str:
     return next(dtype for dtype in ("fp8", "bf16", "fp32") if dtype in placed.device.peak)
+
+
+class CostFloor:
+    """The least time in which a device does the work of an engine's steps: what its cost is measured against.
+
+    Every step counts as if the batch had been full, so that each of its rows reads its part of the weights,
+    and as if the device moved bytes and multiplied as fast as it was measured to, with nothing in between:
+
+        floor = max(weights * decode rows / full batch + KV bytes read, flops)
+
+    The full batch is the rows that the engine has, or as many contexts as long as those of the step as fit
+    its KV cache. `memory_ns` is what the bytes of the steps really take at that bandwidth: over the time of
+    the steps this is model bandwidth utilisation (MBU).
+    """
+
+    def __init__(self, placed: Placed, *, rows: int, kv_tokens: int) -> None:
+        """`rows` run at once at most; the KV cache has `kv_tokens`."""
+        assert rows > 0 < kv_tokens, (rows, kv_tokens)
+        self._roofline = Roofline(placed, Efficiency(memory=1.0, compute=1.0))
+        self._rows, self._kv_tokens = rows, kv_tokens
+        self._full = self._roofline.parts_ns(StepShape(rows, 0, 0, 0))[0]
+        self.memory_ns = self.floor_ns = 0.0
+        """Of all steps so far."""
+
+    def count(self, shape: StepShape) -> None:
+        """A step is over."""
+        if not shape.decode_rows + shape.prefill_rows:
+            return  # It waited for copies.
+        memory, compute, _ = self._roofline.parts_ns(shape)
+        weights = self._roofline.parts_ns(shape._replace(kv_tokens=0))[0]
+        num_rows, rows = shape.decode_rows + shape.prefill_rows, self._rows
+        if shape.kv_tokens * rows > self._kv_tokens * num_rows:
+            rows = max(num_rows, self._kv_tokens * num_rows // shape.kv_tokens)
+        share = min(weights, self._full * shape.decode_rows / rows)
+        self.memory_ns += memory
+        self.floor_ns += max(share + memory - weights, compute)

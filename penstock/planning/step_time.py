@@ -7,7 +7,7 @@ has not seen.
     ns], ...]}
 
 Every fifth step is held back from the fit. The law is that of schedule/step_time.py, which the engine learns
-while it runs; here it is fitted by policy/estimates/speed.py with a long memory: non-negative,
+while it runs; here it is fitted by policy/estimates.py with a long memory: non-negative,
 robust, of relative errors.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import ConfigError
-from penstock.policy.estimates.speed import OnlineLinearModel
+from penstock.policy.estimates import OnlineLinearModel
 from penstock.schedule.plan import RowWork
 
 

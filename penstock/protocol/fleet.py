@@ -21,6 +21,14 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     left_alone: str = ""
     """In words: why this gateway process gives it nothing, or little, although it is ready; empty: it
     does."""
+    standing: str = ""
+    """What this gateway process thinks of what it computes, and how fast: well, doubted, ejected, returning
+    (policy/resilience/anomalies.py)."""
+    slowness: float | None = None
+    """How many times as long as its peers' its steps take."""
+    probe: str = ""
+    """The verdict on its last probe: right, wrong, undecided, or why there is none; empty before the
+    first."""
     epoch: int = 0
     """Grows whenever it is a new process."""
     address: str = ""
@@ -38,6 +46,10 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """It takes requests for them."""
     adapters_loaded: list[str] = []
     """Of those, the ones that it used last, as many as it keeps at hand."""
+    device: str = ""
+    """What it computes on; empty: it does not tell."""
+    mbu: float | None = None
+    """Memory bandwidth utilisation of its last steps, a share."""
     restarts: int = 0
     notes: list[str] = []
     """What happened to it, newest last."""

@@ -8,7 +8,7 @@
       |                 <-- Done   |
       |  ServedTokens -->          |   five times a second, if anything was
       |         <-- ServedTokens   |   of another child
-      |  EndedRequests -->         |   every second, if any ended
+      |  EndedRequests, LatestRequests -->   every second, if any ended: their counts; the last ones
       |  Happened -->              |   for the audit trail
       |  LookAt -->                |   a view of what the parent remembers (telemetry/watch.py) ...
       |                 <-- View   |   ... as JSON
@@ -79,6 +79,13 @@ class EndedRequests(msgspec.Struct, frozen=True, tag="ended"):
     """As `telemetry.counts.Book` encodes it."""
 
 
+class LatestRequests(msgspec.Struct, frozen=True, tag="latest"):
+    """The last requests that ended in one process since it last said so, for people who look."""
+
+    body: bytes
+    """As `gateway.api.recent` encodes them."""
+
+
 class Happened(msgspec.Struct, frozen=True, tag="happened"):
     """Something for the audit trail."""
 
@@ -89,13 +96,13 @@ class Happened(msgspec.Struct, frozen=True, tag="happened"):
 class LookAt(msgspec.Struct, frozen=True, tag="look_at"):
     """Somebody asked this process for something that the parent remembers."""
 
-    view: Literal["history", "alerts", "audit"]
+    view: Literal["history", "alerts", "audit", "log", "requests"]
     seconds: int = 0
     """How far back."""
     about: str = ""
-    """Which kind of events; empty: all."""
+    """Which worker; or which kind of events, empty: all."""
     before: int = 0
-    """Older than the one of this number; 0: the last ones."""
+    """Events older than the one of this number; 0: the last ones. Requests that ended after the one of it."""
     most: int = 0
 
 
@@ -188,7 +195,7 @@ class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Stop; None: go on."""
 
 
-ToParent = Snapshot | Ask | Order | ServedTokens | EndedRequests | Happened | LookAt
+ToParent = Snapshot | Ask | Order | ServedTokens | EndedRequests | LatestRequests | Happened | LookAt
 ToChild = Sum | Done | ServedTokens | View
 
 _to_parent = msgspec.msgpack.Decoder(ToParent)

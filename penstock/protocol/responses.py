@@ -108,6 +108,7 @@ _OWN_WORDS = (
     "messages", "n", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort",
     "verbosity", "logprobs", "functions", "function_call", "modalities", "audio", "prediction",
     "web_search_options", "prompt_logprobs", "echo", "best_of", "store", "reasoning", "thinking",
+    "return_token_ids",
 )  # fmt: skip
 """Parameters of a chat that this API says in other words, or has not."""
 SHARED = tuple(each for each in CHAT if each.name not in _OWN_WORDS)
@@ -124,6 +125,7 @@ RESPONSES = (
     refused("max_tool_calls", instead="it bounds built-in tools, which this server does not have"),
     refused("truncation", "disabled", instead="what does not fit the model's context is an error"),
     refused("context_management", []),
+    refused("return_token_ids", False, instead="'/v1/chat/completions' and '/v1/completions' have them"),
     refused("image"),
     refused("access_programs"),
 )  # fmt: skip
@@ -150,7 +152,7 @@ FullResponseRequest = msgspec.defstruct(
     kw_only=True,
 )
 """The shape with all its parameters; those of a chat are looked at as such."""
-_OWN = {each.name for each in RESPONSES} - {each.name for each in CHAT}
+_OWN = {each.name for each in RESPONSES if each not in SHARED}
 check_own = Checker(FullResponseRequest, _OWN, RESPONSES).check
 """Refuses what this API has and this server has not, by name."""
 

@@ -131,6 +131,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: frozenset[str] = OWN_CAPABILITIES
     """What it can do beyond plain text (protocol/needs.py). Words that the gateway does not know are of no
     use to it."""
+    device: str = ""
+    """What it computes on, as its maker calls it."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -238,6 +240,12 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Of `step_ns`, what was not waiting for the model's forward pass and sampling."""
     busy_ns: int = 0
     """Nanoseconds in which it had a request, all told: what the requests' `device_ns` are shares of."""
+    memory_ns: int = 0
+    """What the bytes that its steps read would take at the device's bandwidth: of `step_ns`, the memory
+    bandwidth utilisation. 0: it does not tell."""
+    floor_ns: int = 0
+    """The least time in which the device could have done that work in full batches
+    (`planning/roofline.py`)."""
     timed_steps: int = 0
     """Steps with work. The fields below are sums over them (`schedule.step_time.StepSums`), by which gateways
     see a worker that is slower than its peers."""
@@ -246,6 +254,18 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     timed_kv_read: int = 0
     timed_pairs: int = 0
     timed_ns: int = 0
+
+    @property
+    def timed(self) -> tuple[int, int, int, int, int, int]:
+        """Steps, tokens, sequences, KV tokens read, pairs and nanoseconds."""
+        return (
+            self.timed_steps,
+            self.timed_tokens,
+            self.timed_sequences,
+            self.timed_kv_read,
+            self.timed_pairs,
+            self.timed_ns,
+        )
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):

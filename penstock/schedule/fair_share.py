@@ -1,6 +1,6 @@
 """The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
 
-The engine's queue (`schedule/fair_queue.py`) and the gateway's (`policy/queueing/band.py`) share this file,
+The engine's queue (`schedule/queue.py`) and the gateway's (`policy/queueing/band.py`) share this file,
 so that both count the same service: 1 for a prompt token that is computed, 0.1 for one that a prefix cache
 holds, 2 for a token that is generated, over the tenant's weight. The tenant with the smallest counter goes
 first. A tenant that comes back is lifted to the smallest counter of those that wait, so idleness earns no

@@ -11,11 +11,10 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from penstock.kv.cache.manager import KVManager
-from penstock.schedule.batch import Batch
+from penstock.schedule.batch import Batch, Counters
 from penstock.schedule.planner import Planner
 from penstock.schedule.prefill_budget import PrefillBudget
 from penstock.schedule.request import Request, Status
-from penstock.schedule.statistics import Counters
 from penstock.schedule.step_time import StepLoad
 from penstock.types import BLOCK_TOKENS
 

@@ -1,16 +1,12 @@
 """Chooses a step's work: who is computed, how many tokens of whom, and who must give way."""
 
 from penstock.clock import Clock
-from penstock.kv.cache.manager import blocks_for
-from penstock.kv.cache.prefix_cache import PrefixMatch
-from penstock.schedule.batch import Batch
-from penstock.schedule.block_share import AdmissionReserve, KVQuota, VictimChoice
-from penstock.schedule.limits import BatchLimits, StepCap
+from penstock.kv.cache.manager import PrefixMatch, blocks_for
+from penstock.schedule.batch import Batch, BatchLimits, Counters, StepCap
 from penstock.schedule.prefill_budget import PrefillBudget, RowBound
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
-from penstock.schedule.row_share import RowShare
-from penstock.schedule.statistics import Counters
+from penstock.schedule.shares import AdmissionReserve, KVQuota, RowShare, VictimChoice
 from penstock.schedule.step import StepBuilder
 from penstock.types import BLOCK_TOKENS, RequestId
 

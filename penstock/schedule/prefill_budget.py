@@ -30,9 +30,9 @@ from math import inf, sqrt
 
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import TPOT_TARGET_MS
-from penstock.schedule.block_share import OutputEstimate
 from penstock.schedule.plan import StepPlan
 from penstock.schedule.request import Request
+from penstock.schedule.shares import OutputEstimate
 from penstock.schedule.step_time import Overrun, StepLoad, StepSums, StepTimeModel
 
 STRETCH = 0.4

@@ -1,13 +1,19 @@
-"""Requests that wait, in the order of a key. A plug: the scheduler only ever asks for the head.
+"""Which request waits, and which is next: the queue (`WaitingQueue`) and its orders. A plug: the scheduler
+only ever asks for the head.
 
-Which orders there are: order.py.
+FCFSQueue     smaller priority first, then earlier arrival: a class can starve those below it
+AgeingQueue   the same, but a class is only worth so many seconds of waiting: none starves
+ClassQueue    by tenant in each class, the least served first; a class goes first until those below have
+              waited long enough
 """
 
-from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Mapping
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Protocol
 
+from penstock.config.engine_settings import EngineSettings
 from penstock.errors import Overloaded
+from penstock.schedule.fair_share import PROMPT_COST, UNIT, ServiceCounter, cost, share
 from penstock.schedule.request import Request
 from penstock.types import RequestId
 
@@ -136,3 +142,336 @@ class OrderedQueue:
     def __len__(self) -> int:
         """See `WaitingQueue.__len__`."""
         return len(self._waiting)
+
+
+# Fair shares between tenants, by the virtual token counter (`fair_share`).
+#
+# Every fairness key has a counter of what it was served, divided by the key's weight. The waiting key
+# with the smallest counter goes first. A key that comes back to the queue is lifted to the smallest
+# counter of those that wait (if none does: to that of the key that left the queue last). For as long as
+# two keys both have requests waiting, what they are served then differs by a bound that does not grow
+# with time (theorem 4.4 of the paper): twice the dearest of one prompt and of a batch full of answers.
+#
+# Nothing is idle for the sake of fairness: a lone tenant gets everything, in the order of its own
+# requests.
+
+_KEYS_MAX = 4096
+"""Counters that are kept. Over it the smallest idle ones are dropped: coming back would lift them anyway."""
+
+
+class FairWaitingQueue:
+    """Requests by key; among those of one key, by `order`."""
+
+    __slots__ = ("_capacity", "_count", "_counters", "_heads", "_last", "_order", "_waiting", "_weights")
+
+    def __init__(
+        self, capacity: int, order: Callable[[Request], Order], weights: Mapping[str, float] | None = None
+    ) -> None:
+        assert capacity > 0, capacity
+        self._capacity, self._order = capacity, order
+        self._weights = dict(weights or {})
+        assert all(weight > 0 for weight in self._weights.values()), weights
+        self._counters: dict[str, ServiceCounter] = {}
+        self._waiting: dict[str, OrderedQueue] = {}  # Keys that have something waiting.
+        self._heads: list[tuple[int, Order, str]] = []  # May be stale, but never too late for a key.
+        self._count = 0
+        self._last = ""  # The key that left the queue last.
+
+    def push(self, request: Request) -> None:
+        """See `WaitingQueue.push`."""
+        if self._count >= self._capacity:
+            raise Overloaded(f"{self._count} requests are waiting already; that is the limit")
+        key = request.fairness_key
+        if key not in self._waiting:
+            floor = self._floor()
+            self._counter(key).lift(floor)
+            self._forget_idle()
+        self.requeue(request)
+
+    def requeue(self, request: Request) -> None:
+        """See `WaitingQueue.requeue`. No lift: a preempted request did not idle."""
+        key = request.fairness_key
+        if key not in self._waiting:
+            self._waiting[key] = OrderedQueue(self._capacity, self._order)
+        self._waiting[key].requeue(request)
+        self._count += 1
+        heappush(self._heads, self._head(key))
+
+    def peek(self) -> Request | None:
+        """See `WaitingQueue.peek`."""
+        key = self._first_key()
+        return None if key is None else self._waiting[key].peek()
+
+    def pop(self) -> Request:
+        """See `WaitingQueue.pop`."""
+        request = self.peek()
+        assert request is not None, "the queue is empty"
+        self.remove(request)
+        self._last = request.fairness_key
+        return request
+
+    def remove(self, request: Request) -> None:
+        """See `WaitingQueue.remove`. Amortised O(log n)."""
+        key = request.fairness_key
+        self._waiting[key].remove(request)
+        self._count -= 1
+        assert self._count >= len(self._waiting) - 1, "every key but perhaps this one has something waiting"
+        if not len(self._waiting[key]):
+            del self._waiting[key]
+        if len(self._heads) > 2 * self._count + 16:
+            self._heads = [self._head(key) for key in self._waiting]
+            heapify(self._heads)
+
+    def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
+        """See `WaitingQueue.charge`."""
+        assert min(prompt, cached, generated) >= 0, "service is not taken back: counters only grow"
+        key = request.fairness_key
+        tenths = cost(prompt, cached, generated)
+        self._counter(key).served += share(tenths, self.weight_of(request))
+
+    def served_to(self, request: Request) -> int:
+        """See `WaitingQueue.served_to`."""
+        return self._served(request.fairness_key) // (PROMPT_COST * UNIT)
+
+    def weight_of(self, request: Request) -> float:
+        """See `WaitingQueue.weight_of`."""
+        return self._weights.get(request.fairness_key, request.fairness_weight)
+
+    def served(self, key: str) -> float:
+        """The key's counter, in computed prompt tokens."""
+        return self._served(key) / (PROMPT_COST * UNIT)
+
+    def __len__(self) -> int:
+        """See `WaitingQueue.__len__`."""
+        return self._count
+
+    def _counter(self, key: str) -> ServiceCounter:
+        found = self._counters.get(key)
+        if found is None:
+            found = self._counters[key] = ServiceCounter()
+        return found
+
+    def _served(self, key: str) -> int:
+        found = self._counters.get(key)
+        return 0 if found is None else found.served
+
+    def _head(self, key: str) -> tuple[int, Order, str]:
+        request = self._waiting[key].peek()
+        assert request is not None, "a key without requests is not waiting"
+        return self._served(key), self._order(request), key
+
+    def _first_key(self) -> str | None:
+        """The waiting key that was served least.
+
+        Counters only grow: a stale entry is early, and put right here.
+        """
+        while self._heads:
+            entry = self._heads[0]
+            if entry[2] not in self._waiting:
+                heappop(self._heads)
+                continue
+            now = self._head(entry[2])
+            if now <= entry:
+                return entry[2]
+            heapreplace(self._heads, now)
+        return None
+
+    def _floor(self) -> int:
+        key = self._first_key()
+        return self._served(self._last if key is None else key)
+
+    def _forget_idle(self) -> None:
+        if len(self._counters) <= _KEYS_MAX:
+            return
+        idle = sorted((each.served, key) for key, each in self._counters.items() if key not in self._waiting)
+        for _, key in idle[: len(self._counters) - _KEYS_MAX // 2]:
+            del self._counters[key]
+
+
+# Classes before shares: which priority class is next, and within it whichever tenant was served least.
+#
+# A class goes before the ones below it, until their oldest request has waited so much longer that it stands
+# level (`aged_order`: so no class starves). Fair shares hold among the tenants of one class: were they held
+# across classes, a tenant of a better class would wait behind every tenant that was served less than it was,
+# and its class would be worth nothing under load.
+
+_CLASSES_MAX = 64
+"""Classes whose tenants' counters are kept; over it those in which nothing waits are forgotten."""
+
+
+class _Class:
+    """The requests of one class, by share and by age."""
+
+    __slots__ = ("ages", "shares")
+
+    def __init__(self, shares: FairWaitingQueue, ages: OrderedQueue) -> None:
+        self.shares, self.ages = shares, ages
+
+
+class ClassQueue:
+    """A `FairWaitingQueue` for each priority class."""
+
+    __slots__ = ("_capacity", "_classes", "_count", "_order", "_waiting", "_weights")
+
+    def __init__(
+        self, capacity: int, order: Callable[[Request], Order], weights: Mapping[str, float] | None = None
+    ) -> None:
+        """`order` is `aged_order`: between classes it is asked of the oldest request of each."""
+        assert capacity > 0, capacity
+        self._capacity, self._order, self._weights = capacity, order, dict(weights or {})
+        self._classes: dict[int, _Class] = {}
+        self._waiting: dict[int, _Class] = {}  # Those in which something waits.
+        self._count = 0
+
+    def push(self, request: Request) -> None:
+        """See `WaitingQueue.push`."""
+        if self._count >= self._capacity:
+            raise Overloaded(f"{self._count} requests are waiting already; that is the limit")
+        found = self._of(request)
+        found.shares.push(request)
+        self._enter(found, request)
+
+    def requeue(self, request: Request) -> None:
+        """See `WaitingQueue.requeue`."""
+        found = self._of(request)
+        found.shares.requeue(request)
+        self._enter(found, request)
+
+    def peek(self) -> Request | None:
+        """See `WaitingQueue.peek`."""
+        found = self._first()
+        return None if found is None else found.shares.peek()
+
+    def pop(self) -> Request:
+        """See `WaitingQueue.pop`."""
+        found = self._first()
+        assert found is not None, "the queue is empty"
+        request = found.shares.pop()
+        self._leave(found, request)
+        return request
+
+    def remove(self, request: Request) -> None:
+        """See `WaitingQueue.remove`. Amortised O(log n)."""
+        found = self._classes[request.order[0]]
+        found.shares.remove(request)
+        self._leave(found, request)
+
+    def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
+        """See `WaitingQueue.charge`."""
+        self._of(request).shares.charge(request, prompt=prompt, cached=cached, generated=generated)
+
+    def served_to(self, request: Request) -> int:
+        """See `WaitingQueue.served_to`."""
+        found = self._classes.get(request.order[0])
+        return 0 if found is None else found.shares.served_to(request)
+
+    def weight_of(self, request: Request) -> float:
+        """See `WaitingQueue.weight_of`."""
+        return self._weights.get(request.fairness_key, request.fairness_weight)
+
+    def served(self, key: str) -> float:
+        """What the key was served in all classes together, in computed prompt tokens."""
+        return sum(each.shares.served(key) for each in self._classes.values())
+
+    def __len__(self) -> int:
+        """See `WaitingQueue.__len__`."""
+        return self._count
+
+    def _of(self, request: Request) -> _Class:
+        priority = request.order[0]
+        found = self._classes.get(priority)
+        if found is None:
+            if len(self._classes) >= _CLASSES_MAX:
+                self._classes = dict(self._waiting)
+            # Preempted requests come on top of the capacity, which is counted here over all classes.
+            shares = FairWaitingQueue(self._capacity, self._order, self._weights)
+            found = self._classes[priority] = _Class(shares, OrderedQueue(self._capacity, self._order))
+        return found
+
+    def _first(self) -> _Class | None:
+        """The class whose oldest request goes before every other class's oldest."""
+        waiting = self._waiting
+        if len(waiting) == 1:  # Nearly always: nothing to compare.
+            return next(iter(waiting.values()))
+        best: tuple[Order, _Class] | None = None
+        for each in waiting.values():
+            oldest = each.ages.peek()
+            assert oldest is not None, "something waits in it"
+            order = self._order(oldest)
+            if best is None or order < best[0]:
+                best = order, each
+        return None if best is None else best[1]
+
+    def _enter(self, found: _Class, request: Request) -> None:
+        found.ages.requeue(request)
+        self._waiting[request.order[0]] = found
+        self._count += 1
+        assert len(found.shares) == len(found.ages), "both orders of a class hold the same requests"
+
+    def _leave(self, found: _Class, request: Request) -> None:
+        found.ages.remove(request)
+        self._count -= 1
+        assert len(found.shares) == len(found.ages) <= self._count, (
+            "both orders of a class hold the same requests"
+        )
+        if not len(found.shares):
+            del self._waiting[request.order[0]]
+
+
+# The orders, and which one a config asks for: chosen once, where the engine is wired.
+
+_NS_PER_S = 1_000_000_000
+
+
+def waiting_queue(config: EngineSettings) -> WaitingQueue:
+    """The queue of `engine.scheduling`."""
+    ageing_ns = round(config.priority_ageing_s * _NS_PER_S)
+    starvation_ns = round(config.starvation_s * _NS_PER_S)
+    match config.scheduling:
+        case "fcfs":
+            return FCFSQueue(config.max_waiting)
+        case "priority":
+            return AgeingQueue(config.max_waiting, ageing_ns=ageing_ns, starvation_ns=starvation_ns)
+        case "fair":
+            return ClassQueue(config.max_waiting, aged_order(ageing_ns, starvation_ns), config.fair_weights)
+
+
+class FCFSQueue(OrderedQueue):
+    """Smaller priority first, then earlier arrival."""
+
+    __slots__ = ()
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, by_class)
+
+
+class AgeingQueue(OrderedQueue):
+    """Smaller priority first, but waiting makes up for it: see `aged_order`."""
+
+    __slots__ = ()
+
+    def __init__(self, capacity: int, *, ageing_ns: int, starvation_ns: int) -> None:
+        super().__init__(capacity, aged_order(ageing_ns, starvation_ns))
+
+
+def by_class(request: Request) -> Order:
+    """The order that `submit` gave: class, arrival, submission."""
+    return request.order
+
+
+def aged_order(ageing_ns: int, starvation_ns: int) -> Callable[[Request], Order]:
+    """Arrival, later by `ageing_ns` for each class down, and by no more than `starvation_ns` in all.
+
+    Everybody ages alike, so who is before whom never changes while both wait, and the order needs no clock:
+    a request of class 2 that has waited for 2 x `ageing_ns` stands level with a fresh one of class 0. The
+    starvation clock: who came more than `starvation_ns` later never goes first, whatever the classes.
+    """
+    assert ageing_ns >= 0 <= starvation_ns, (ageing_ns, starvation_ns)
+    bound = starvation_ns // 2
+
+    def key(request: Request) -> Order:
+        priority, arrival_ns, number = request.order
+        handicap_ns = min(max(priority * ageing_ns, -bound), bound)
+        return arrival_ns + handicap_ns, arrival_ns, number
+
+    return key

@@ -5,7 +5,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from penstock.kv.cache.block_pool import NEVER, Epoch
-from penstock.kv.cache.prefix_cache import BlockTable
+from penstock.kv.cache.manager import BlockTable
 from penstock.types import RequestId, SamplingParams, TokenLogprob, Usage
 
 
@@ -84,7 +84,7 @@ class Request:
     """Of those, what came out of host memory."""
     num_preemptions: int = 0
     takes_row: bool = False
-    """It may have the row of a request whose tenant has more (row_share.py): it yielded its own, or its
+    """It may have the row of a request whose tenant has more (shares.py): it yielded its own, or its
     tenant ran nothing else when it came."""
     num_yields: int = 0
     """How often it gave its row to another tenant's request."""

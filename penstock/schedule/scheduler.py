@@ -8,7 +8,7 @@ cache knows (the rule is vLLM v1's; the idea of iteration-level batching is Orca
                  ^  |                   ^ |
                  |  +-- loading --------+ |     a part of its prefix is in host memory: wait for the copies
                  |         |              |
-                 +---- preempted <--------+     out of blocks, or another tenant gets the row (row_share.py):
+                 +---- preempted <--------+     out of blocks, or another tenant gets the row (shares.py):
                                                 give all up, resume as a prefix hit
 
 Up to two plans are in flight, so that step N+1 is ready when N ends. N+1 is then made before N's tokens are
@@ -33,16 +33,14 @@ from collections.abc import Sequence
 from penstock.clock import Clock
 from penstock.errors import InvalidRequest
 from penstock.kv.cache.manager import KVManager
-from penstock.schedule.batch import Batch
-from penstock.schedule.block_share import KVQuota
+from penstock.schedule.batch import Batch, BatchLimits, Counters, SchedulerStatistics, StepCap
 from penstock.schedule.fast_forward import DecodeFastForward, Draw
-from penstock.schedule.limits import BatchLimits, StepCap
 from penstock.schedule.plan import Forced, RequestOutput, Sampled, Scored, StepOutcome, StepPlan, StepResult
 from penstock.schedule.planner import Planner
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
-from penstock.schedule.statistics import Counters, SchedulerStatistics
+from penstock.schedule.shares import KVQuota
 from penstock.schedule.step import FLIGHTS_MAX, Flight, StepBuilder
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, TokenLogprob
 
@@ -144,6 +142,12 @@ class Scheduler:
         flight.count_in()
         self._flights.append(flight)
         return flight.plan
+
+    @property
+    def oldest(self) -> Flight:
+        """The step that `apply` takes next."""
+        assert self._flights, "no plan is in flight"
+        return self._flights[0]
 
     def share_time(self, time_ns: int) -> bool:
         """Before `apply`: share out the time that the oldest step in flight took.

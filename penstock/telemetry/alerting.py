@@ -56,6 +56,9 @@ class SloRow(msgspec.Struct, frozen=True, kw_only=True):
     objective: Objective
     target: float
     windows: list[SloWindow]
+    budget_left: float | None
+    """Share of the error budget of three days that is left; below 0: more was missed than may be. Null:
+    nothing counted."""
 
 
 class AlertsReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,26 +193,29 @@ class Alerts:
     def _slo_rows(self) -> list[SloRow]:
         spans = sorted({span for burn in BURNS for span in (burn.long_s, burn.short_s)})
         assert spans[-1] <= SLO_S, "the history is shorter than a window"
-        return [
-            SloRow(
-                model=series.model,
-                band=series.band,
-                objective=objective,  # pyright: ignore[reportArgumentType]
-                target=target,
-                windows=[
-                    SloWindow(
-                        window=duration(span),
-                        total=count.total,
-                        bad=count.bad,
-                        burn=round(count.bad / count.total / (1 - target), 3) if count.total else None,
+        found = list[SloRow]()
+        for series in self._history.series:
+            for objective, target in self._targets.items():
+                counts = [self._history.slo(series, objective, span) for span in spans]
+                burns = [
+                    round(count.bad / count.total / (1 - target), 3) if count.total else None
+                    for count in counts
+                ]
+                windows = [
+                    SloWindow(window=duration(span), total=count.total, bad=count.bad, burn=burn)
+                    for span, count, burn in zip(spans, counts, burns, strict=True)
+                ]
+                found.append(
+                    SloRow(
+                        model=series.model,
+                        band=series.band,
+                        objective=objective,
+                        target=target,
+                        windows=windows,
+                        budget_left=None if burns[-1] is None else round(1 - burns[-1], 3),
                     )
-                    for span in spans
-                    for count in (self._history.slo(series, objective, span),)  # pyright: ignore[reportArgumentType]
-                ],
-            )
-            for series in self._history.series
-            for objective, target in self._targets.items()
-        ]
+                )
+        return found
 
     def _wall_s(self) -> int:
         return self._clock.wall_ns() // NS_PER_S

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config.tree import SloConfig
-from penstock.telemetry.history import DAY_S
+from penstock.telemetry.history import DAY_S, Objective
 
 Severity = Literal["page", "ticket"]
 Vector = Mapping[tuple[str, ...], float]
@@ -174,12 +174,12 @@ def rules(slo: SloConfig) -> tuple[Rule, ...]:
     return (*_burns(slo), *_SYMPTOMS)
 
 
-def targets(slo: SloConfig) -> Mapping[str, float]:
+def targets(slo: SloConfig) -> Mapping[Objective, float]:
     """The share that is to be met, by objective."""
     return {"availability": slo.availability, "ttft": slo.ttft, "tpot": slo.tpot}
 
 
-_MEANING = {
+_MEANING: Mapping[Objective, tuple[str, str, str]] = {
     "availability": ("AvailabilityBurn", "Requests fail too often", "failed"),
     "ttft": ("TtftBurn", "First tokens come later than promised too often", "had a late first token"),
     "tpot": ("TpotBurn", "Tokens come slower than promised too often", "were slower per token"),
@@ -218,8 +218,13 @@ def _in_state(state: str) -> Sum:
     return Sum("penstock_workers", match=(("state", state),))
 
 
+def _found(cause: str) -> Sum:
+    return Sum("penstock_anomalous_workers", match=(("cause", cause),))
+
+
 _READY = _in_state("ready")
 _BUSY = Ratio(Sum("penstock_engine_step_seconds_total", window_s=15 * MINUTE_S), _READY, 1 / (15 * MINUTE_S))
+_COST = Sum("penstock_accelerator_cost_total", window_s=15 * MINUTE_S)
 _COMPUTES = Test(Sum("penstock_engine_steps_total"), ">", 0.0)
 """Workers of other engines say nothing of their steps."""
 
@@ -252,6 +257,18 @@ _SYMPTOMS = (
         for_s=2 * MINUTE_S,
     ),
     Rule(
+        "WorkerWrong",
+        "page",
+        "A worker answers its probes wrongly again and again: its weights or its device are damaged.",
+        (Test(_found("wrong"), ">", 0.0, "{value:.0f} workers answer wrongly"),),
+    ),
+    Rule(
+        "WorkerSlow",
+        "page",
+        "A worker's steps take longer than its peers' at the same load, and go on doing so.",
+        (Test(_found("slow"), ">", 0.0, "{value:.0f} workers are slow"),),
+    ),
+    Rule(
         "QueueSustained",
         "ticket",
         "For ten minutes more requests have waited for a worker than run.",
@@ -275,6 +292,16 @@ _SYMPTOMS = (
         "ticket",
         "The workers of a model compute more than 95 % of the time: nothing is left for a burst.",
         (Test(_BUSY, ">", 0.95, "busy {value:.0%} of the time, limit {limit:.0%}"),),
+        for_s=15 * MINUTE_S,
+    ),
+    Rule(
+        "CostOverFloor",
+        "ticket",
+        "Workers cost more than twice what their work would cost in full batches.",
+        (
+            Test(Ratio(_COST, Sum("penstock_accelerator_floor_total", window_s=15 * MINUTE_S)), ">", 2.0,
+                 "the bill is {value:.1f} times its floor, limit {limit:g}"),
+        ),
         for_s=15 * MINUTE_S,
     ),
     Rule(

@@ -102,6 +102,9 @@ NEEDED_BY = (
     ("attempt", "on call"),
     ("breaker", "on call"),
     ("hedges", "on call; capacity"),
+    ("probe", "on call: workers that compute wrongly"),
+    ("anomalous", "on call: workers that compute wrongly or slowly"),
+    ("ejections", "on call: workers that compute wrongly or slowly"),
     ("migrations", "on call"),
     ("ttft_prediction", "routing"),
     ("backend", "on call: workers of other engines"),
@@ -178,6 +181,13 @@ CATALOG = (
         shared=True),
     Metric("penstock_worker_step_seconds_total", "counter", "Time that one worker spent in engine steps.",
         WORKER, shared=True),
+    Metric("penstock_worker_memory_seconds_total", "counter",
+        "Time that the memory traffic of one worker's steps takes at the device's bandwidth.", WORKER,
+        shared=True),
+    Metric("penstock_worker_mbu_ratio", "gauge", "Memory bandwidth utilisation of one worker's last steps.",
+        WORKER, shared=True),
+    Metric("penstock_worker_info", "gauge", "Always 1; what a worker runs, on which device, are labels.",
+        ("model", "worker", "engine", "identity", "device"), shared=True),
     Metric("penstock_host_kv_blocks", "gauge", "KV blocks stored in host memory.", MODEL, shared=True),
     Metric("penstock_host_kv_stores_total", "counter", "KV blocks copied to host memory.", MODEL,
         shared=True),
@@ -195,13 +205,18 @@ CATALOG = (
         shared=True),
     Metric(
         "penstock_accelerator_cost_total", "counter",
-        "Cost of accelerator time in the currency of the price list, with requests (busy) and without "
-        "(idle).",
+        "Cost of accelerator time in the currency of the price list: with requests (busy), without (idle), "
+        "and of workers that are not in service (reserve).",
         ("model", "part"), shared=True,
     ),
     Metric(
         "penstock_accelerator_charged_total", "counter",
         "Accelerator cost charged to requests. Probes, failed attempts and rounding are not charged.", MODEL,
+    ),
+    Metric(
+        "penstock_accelerator_floor_total", "counter",
+        "Least cost of the work that was done: full batches at the measured speed of the device.", MODEL,
+        shared=True,
     ),
     Metric("penstock_workers", "gauge", "Workers by state.", ("model", "state"), shared=True),
     # Connections.
@@ -314,6 +329,23 @@ CATALOG = (
         "token.",
         MODEL, ERROR_BUCKETS,
     ),
+    # Probes and anomalies (policy/resilience/).
+    Metric("penstock_probes_total", "counter", "Probes by verdict: right, wrong, undecided, none.",
+        ("model", "verdict")),
+    Metric("penstock_probe_ttft_seconds", "gauge", "Time to first token of a worker's last probe.", WORKER,
+        shared=True),
+    Metric("penstock_probe_tpot_seconds", "gauge", "Time per further token of a worker's last probe.", WORKER,
+        shared=True),
+    Metric("penstock_probe_logprob_distance", "gauge", "Largest difference between log-probabilities of a "
+    "worker's last probe and its golden answer, in nats.", WORKER, shared=True),
+    Metric("penstock_worker_slowness_ratio", "gauge", "Step times of a worker over those of its peers at the "
+    "same load; 1 if not known.", WORKER, shared=True),
+    Metric("penstock_worker_weight_ratio", "gauge", "Share of its capacity that a worker is given: 1, 0.5 in "
+    "doubt, 0 ejected.", WORKER, shared=True),
+    Metric("penstock_anomalous_workers", "gauge", "Workers found slow or wrong for certain, by cause.",
+        ("model", "cause"), shared=True),
+    Metric("penstock_ejections_total", "counter", "Workers that were given nothing more, by cause.",
+        ("model", "cause")),
     # External workers.
     Metric(
         "penstock_backend_requests_total", "counter", "Completed streams of external workers, by outcome.",

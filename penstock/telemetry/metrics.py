@@ -7,7 +7,7 @@ What is counted of workers that are not ours, by engine.
 """
 
 from collections import Counter as Counts
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -16,12 +16,15 @@ from prometheus_client.exposition import generate_latest
 
 from penstock.clock import NS_PER_S
 from penstock.kv.index.locality import LocalityStatistics
+from penstock.policy.lifecycle.machine_costs import Costs
 from penstock.policy.limits.price import MICROS
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
+from penstock.telemetry.anomaly_meters import AnomalyMeters
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, OutcomeLabel
 from penstock.telemetry.ledger import LedgerStatistics
 from penstock.telemetry.tenant_labels import TenantLabels
+from penstock.telemetry.worker_meters import Followed, WorkerFacts, WorkerMeters
 
 
 class BackendMeters:
@@ -91,9 +94,9 @@ class Metrics:
         self.client_disconnects = self._table.counter("penstock_client_disconnects_total")
         self.slow_client_aborts = self._table.counter("penstock_slow_client_aborts_total")
         self.event_loop_lag = self._table.histogram("penstock_event_loop_lag_seconds")
-        self._ledger_closed = _Followed(self._table.counter("penstock_ledger_records_total"))
-        self._ledger_lost = _Followed(self._table.counter("penstock_ledger_lost_records_total"))
-        self._ledger_errors = _Followed(self._table.counter("penstock_ledger_sink_errors_total"))
+        self._ledger_closed = Followed(self._table.counter("penstock_ledger_records_total"))
+        self._ledger_lost = Followed(self._table.counter("penstock_ledger_lost_records_total"))
+        self._ledger_errors = Followed(self._table.counter("penstock_ledger_sink_errors_total"))
         self._ledger_pending = self._table.gauge("penstock_ledger_pending_records")
         self._ledger_bytes = self._table.gauge("penstock_ledger_journal_bytes")
         self._budget_warnings = self._table.counter("penstock_budget_warnings_total")
@@ -107,15 +110,15 @@ class Metrics:
         self._kv_predicted = self._table.gauge("penstock_kv_index_predicted_entries")
         self._kv_staleness = self._table.gauge("penstock_kv_index_staleness_seconds")
         self._kv_unmatched = self._table.gauge("penstock_kv_index_unmatched_workers")
-        self._kv_gaps = _Followed(self._table.counter("penstock_kv_index_gaps_total"))
-        self._kv_replays = _Followed(self._table.counter("penstock_kv_index_replays_total"))
-        self._kv_unreadable = _Followed(self._table.counter("penstock_kv_index_unreadable_total"))
+        self._kv_gaps = Followed(self._table.counter("penstock_kv_index_gaps_total"))
+        self._kv_replays = Followed(self._table.counter("penstock_kv_index_replays_total"))
+        self._kv_unreadable = Followed(self._table.counter("penstock_kv_index_unreadable_total"))
         blocks = self._table.counter("penstock_kv_index_blocks_total")
         self._kv_blocks = {
-            outcome: _Followed(blocks.labels(outcome)) for outcome in ("hit", "missed", "unexpected")
+            outcome: Followed(blocks.labels(outcome)) for outcome in ("hit", "missed", "unexpected")
         }
         traces = self._table.counter("penstock_traces_total")
-        self._traces = {each: _Followed(traces.labels(each)) for each in ("exported", "dropped")}
+        self._traces = {each: Followed(traces.labels(each)) for each in ("exported", "dropped")}
         self._template_child = self._table.counter("penstock_template_child_renders_total")
         self._retries = self._table.counter("penstock_retries_total")
         self._hedges = self._table.counter("penstock_hedges_total")
@@ -123,9 +126,9 @@ class Metrics:
         self._timeouts = self._table.counter("penstock_attempt_timeouts_total")
         self._breakers = self._table.gauge("penstock_breaker_state")
         self._store_away = self._table.gauge("penstock_shared_store_away")
-        self._store_failures = _Followed(self._table.counter("penstock_shared_store_failures_total"))
+        self._store_failures = Followed(self._table.counter("penstock_shared_store_failures_total"))
         self._store_gateways = self._table.gauge("penstock_shared_gateways")
-        self._costs: dict[tuple[str, str], _Followed] = {}
+        self._costs: dict[tuple[str, str], Followed] = {}
         """By model and part of the cost."""
         self._tenants = TenantLabels()
         self._tenant_requests = self._table.counter("penstock_tenant_requests_total")
@@ -142,6 +145,10 @@ class Metrics:
     def model(self, name: str) -> "ModelMetrics":
         """The handles of one configured model."""
         return self._models[name]
+
+    def anomalies(self) -> AnomalyMeters:
+        """Those of probes, and of workers that are slow or wrong."""
+        return AnomalyMeters(self._table.gauge, self._table.counter)
 
     def backend(self, engine: str) -> BackendMeters:
         """The counters of one engine that is not ours."""
@@ -234,15 +241,17 @@ class Metrics:
         """What a worker's circuit breaker lets through: `BreakerState`."""
         self._breakers.labels(model, worker).set(state)
 
-    def accelerator_costs(self, model: str, busy: int, idle: int, charged: int) -> None:
-        """What a model's workers have cost since the start, in millionths (`gateway.meters.Costs`)."""
-        for part, micros in (("busy", busy), ("idle", idle), ("", charged)):
-            followed = self._costs.get((model, part))
-            if followed is None:
-                name = "penstock_accelerator_cost_total" if part else "penstock_accelerator_charged_total"
-                counter = self._table.counter(name).labels(*((model, part) if part else (model,)))
-                followed = self._costs[model, part] = _Followed(counter, MICROS)
-            followed.follow(micros)
+    def accelerator_costs(self, by_model: Mapping[str, Costs]) -> None:
+        """What each model's workers have cost since the start."""
+        for model, costs in by_model.items():
+            for part in ("busy", "idle", "reserve", "charged", "floor"):
+                followed = self._costs.get((model, part))
+                if followed is None:
+                    is_own = part in ("charged", "floor")
+                    counter = self._table.counter(f"penstock_accelerator_{part if is_own else 'cost'}_total")
+                    labels = (model,) if is_own else (model, part)
+                    followed = self._costs[model, part] = Followed(counter.labels(*labels), MICROS)
+                followed.follow(getattr(costs, part))
 
     def retry_budget(self, level: float) -> None:
         """Requests that could be tried again now."""
@@ -318,15 +327,15 @@ class ModelMetrics:
         blocks = table.gauge("penstock_kv_blocks")
         self._blocks = {state: blocks.labels(model, state.value) for state in BlockState}
         self._block_tokens = table.gauge("penstock_kv_block_tokens").labels(model)
-        self._by_worker = _WorkerMeters(table, model)
+        self._by_worker = WorkerMeters(model, table.gauge, table.counter)
         self._host_blocks = table.gauge("penstock_host_kv_blocks").labels(model)
         self._followed = {
-            "host_stores": _Followed(table.counter("penstock_host_kv_stores_total").labels(model)),
-            "host_loads": _Followed(table.counter("penstock_host_kv_loads_total").labels(model)),
-            "step": _Followed(table.counter("penstock_engine_steps_total").labels(model)),
-            "step_ns": _Followed(table.counter("penstock_engine_step_seconds_total").labels(model), NS_PER_S),
-            "host_ns": _Followed(table.counter("penstock_engine_host_seconds_total").labels(model), NS_PER_S),
-            "preemptions": _Followed(table.counter("penstock_engine_preemptions_total").labels(model)),
+            "host_stores": Followed(table.counter("penstock_host_kv_stores_total").labels(model)),
+            "host_loads": Followed(table.counter("penstock_host_kv_loads_total").labels(model)),
+            "step": Followed(table.counter("penstock_engine_steps_total").labels(model)),
+            "step_ns": Followed(table.counter("penstock_engine_step_seconds_total").labels(model), NS_PER_S),
+            "host_ns": Followed(table.counter("penstock_engine_host_seconds_total").labels(model), NS_PER_S),
+            "preemptions": Followed(table.counter("penstock_engine_preemptions_total").labels(model)),
         }
         """By the field of `Stats`."""
         self._restarts = table.counter("penstock_engine_restarts_total").labels(model)
@@ -378,6 +387,14 @@ class ModelMetrics:
             counter.keep(by_worker)
         self._by_worker.follow(by_worker)
 
+    def worker_facts(self, facts: Mapping[str, WorkerFacts]) -> None:
+        """What runs where, by worker."""
+        self._by_worker.tell(facts)
+
+    def mbu(self, worker: str) -> float | None:
+        """The memory bandwidth utilisation of a worker's last steps; None: it does not tell."""
+        return self._by_worker.mbu.get(worker)
+
     def block_tokens(self, count: int) -> None:
         """How many tokens a KV block holds."""
         self._block_tokens.set(count)
@@ -385,64 +402,6 @@ class ModelMetrics:
     def engine_restarted(self) -> None:
         """An engine's process was started anew."""
         self._restarts.inc()
-
-
-class _WorkerMeters:
-    """What each worker of a model says; series of workers that are gone go, too."""
-
-    def __init__(self, table: "_Table", model: str) -> None:
-        self._model = model
-        self._gauges = [
-            table.gauge(f"penstock_worker_{name}") for name in ("running", "waiting", "kv_usage_ratio")
-        ]
-        self._tokens = table.counter("penstock_worker_generated_tokens_total")
-        self._steps = table.counter("penstock_worker_step_seconds_total")
-        self._followed: dict[str, tuple[_Followed, _Followed]] = {}
-
-    def follow(self, by_worker: Mapping[str, Stats | None]) -> None:
-        for worker in [each for each in self._followed if each not in by_worker]:
-            del self._followed[worker]
-            for metric in (*self._gauges, self._tokens, self._steps):
-                metric.remove(self._model, worker)
-        for worker, stats in by_worker.items():
-            if worker not in self._followed:
-                labels = (self._model, worker)
-                steps = _Followed(self._steps.labels(*labels), NS_PER_S)
-                self._followed[worker] = (_Followed(self._tokens.labels(*labels)), steps)
-            used = 0.0 if stats is None or not stats.blocks_total else stats.blocks_used / stats.blocks_total
-            values = (stats.running if stats else 0, stats.waiting if stats else 0, used)
-            for gauge, value in zip(self._gauges, values, strict=True):
-                gauge.labels(self._model, worker).set(value)
-            if stats is not None:
-                tokens, steps = self._followed[worker]
-                tokens.follow(stats.generated_tokens)
-                steps.follow(stats.step_ns)
-
-
-class _Followed:
-    """A counter that repeats others kept elsewhere, one or several: a value below the last one means that it
-    was reset.
-    """
-
-    __slots__ = ("_counter", "_seen", "_unit")
-
-    def __init__(self, counter: Counter, unit: int = 1) -> None:
-        self._counter, self._unit = counter, unit
-        self._seen: dict[str, int] = {}
-
-    def follow(self, value: int, who: str = "") -> None:
-        seen = self._seen.get(who, 0)
-        self._seen[who] = value
-        self._counter.inc((value - seen if value >= seen else value) / self._unit)
-
-    def follow_all(self, values: Mapping[str, int]) -> None:
-        for who, value in values.items():
-            self.follow(value, who)
-
-    def keep(self, those: Collection[str]) -> None:
-        """Forget all others."""
-        for who in [who for who in self._seen if who not in those]:
-            del self._seen[who]
 
 
 class _Table:

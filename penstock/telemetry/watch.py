@@ -19,6 +19,7 @@ from penstock.config.tree import Config
 from penstock.protocol.peers import LookAt
 from penstock.telemetry.alerting import EVALUATE_S, Alerts
 from penstock.telemetry.audit import Audit, AuditEvent, Notes
+from penstock.telemetry.costs import COSTS_DIRECTORY, CostDays
 from penstock.telemetry.counts import Counts, Series
 from penstock.telemetry.history import DAY_S, History
 from penstock.telemetry.history_files import HistoryFiles, HistoryKeeper
@@ -29,22 +30,32 @@ TICK_S = 1.0
 LOOK_S = 5.0
 """Alerts that somebody looks at are not older."""
 Rows = Iterable[tuple[Series, Counts]]
+Tail = Callable[[str], Any]
+"""A worker's last lines, by its id; None if another machine, or nothing, has them."""
+
+
+def no_tail(_: str) -> None:
+    """Where no workers are launched."""
 
 
 class Watch:
     """`start` it once, `look` at it."""
 
-    def __init__(self, config: Config, clock: Clock, log: Log, metrics: Callable[[], bytes]) -> None:
-        """`metrics` is the page of all gateway processes."""
+    def __init__(
+        self, config: Config, clock: Clock, log: Log, metrics: Callable[[], bytes], tail: Tail = no_tail
+    ) -> None:
+        """`metrics` is the page of all gateway processes; `tail` gives the last lines of a worker's log."""
         self.history = History(clock)
         self.alerts = Alerts(config.slo, self.history, clock)
-        place = None
+        place, self._costs = None, None
         if config.ledger.enabled:  # An operator who keeps no records keeps no counts either.
             place = ledger_directory(config.ledger) / "history"
+            costs = ledger_directory(config.ledger) / COSTS_DIRECTORY
+            self._costs = CostDays(costs, clock, keep_days=config.ledger.keep_days)
         self._audit = Audit(place and place / "audit.jsonl", log)
         self._notes = Notes(clock, self._audit.keep)
         self._keeper = HistoryKeeper(self.history, place and HistoryFiles(place), log)
-        self._clock, self._log, self._metrics = clock, log, metrics
+        self._clock, self._log, self._metrics, self._tail = clock, log, metrics, tail
         self._take: Callable[[], Rows] = tuple
         self._due_ns = 0
         self._task: asyncio.Task[None] | None = None
@@ -66,6 +77,8 @@ class Watch:
             self.history.add(self._take())
             self._notes.note("server", "stopped", __version__)
             await self._keeper.stop()
+            if self._costs is not None and self._costs.take(self._metrics()):
+                await asyncio.to_thread(self._write_costs, self._costs)
             await asyncio.to_thread(self._audit.write)
 
     def keep(self, event: AuditEvent) -> None:
@@ -77,6 +90,8 @@ class Watch:
         return msgspec.json.encode(self._view(at))
 
     def _view(self, at: LookAt) -> Any:  # noqa: ANN401
+        if at.view == "log":
+            return {"worker": at.about, "lines": self._tail(at.about)}
         if at.view == "audit":
             return self._audit.report(kind=at.about, before=at.before, most=at.most)
         self.history.add(self._take())
@@ -95,11 +110,16 @@ class Watch:
             await self._keeper.write_closed()
             if self._audit.has_news:
                 await asyncio.to_thread(self._audit.write)
+            if self._costs is not None and self._costs.has_news:
+                await asyncio.to_thread(self._write_costs, self._costs)
             await sleep(TICK_S)
 
     def _evaluate(self) -> None:
         self._due_ns = self._clock.now_ns() + round(EVALUATE_S * NS_PER_S)
-        for alert in self.alerts.evaluate(self._metrics()):
+        page = self._metrics()
+        if self._costs is not None:
+            self._costs.take(page)
+        for alert in self.alerts.evaluate(page):
             write = self._log.info if alert.ended else self._log.warning
             write(
                 "an alert is over" if alert.ended else "an alert fires",
@@ -112,6 +132,12 @@ class Watch:
             what = "is over" if alert.ended else f"fires ({alert.severity})"
             about = ", ".join((alert.name, *(f"{name} {value}" for name, value in alert.labels.items())))
             self._notes.note("alert", what, about, why=alert.why)
+
+    def _write_costs(self, costs: CostDays) -> None:
+        try:
+            costs.write()
+        except OSError as error:
+            self._log.warning("what the machines cost cannot be written down", error=error)
 
 
 def free_share(directory: Path) -> float:

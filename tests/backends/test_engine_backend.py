@@ -15,7 +15,7 @@ from penstock.backends.base import Phase
 from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.engine.link import WorkerLink
 from penstock.backends.engine.stream import EngineStream
-from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import ManualClock
 from penstock.errors import (
     ContextTooLong,

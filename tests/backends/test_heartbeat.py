@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.backends.heartbeat import Beat, Heartbeat
+from penstock.backends.silence import Beat, Heartbeat
 
 
 def verdicts(heard: str, **limits: int) -> list[Beat]:

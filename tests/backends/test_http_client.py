@@ -14,12 +14,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from engine_stand_ins import StandIn, VllmStandIn, serving, until
 
-from penstock.backends.http.address import HttpAddress
+from penstock.backends.http.address import HttpAddress, HttpLimits
 from penstock.backends.http.client import HttpClient, NoConnection
 from penstock.backends.http.fetch import ProbeFailed, fetch
-from penstock.backends.http.gaps import MIN_NS, Gaps
 from penstock.backends.http.handler import FailureKind, HttpFailure
-from penstock.backends.http.limits import HttpLimits
+from penstock.backends.silence import MIN_NS, Gaps
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.errors import ConfigError
 

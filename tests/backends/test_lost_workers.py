@@ -19,7 +19,7 @@ from scripted_runner import scripted_text
 from scripted_worker import Bench, bench
 
 from penstock.backends.engine.backend import EngineBackend
-from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import SystemClock
 from penstock.errors import StreamBroken
 from penstock.protocol.address import UnixAddress

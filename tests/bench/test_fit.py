@@ -4,8 +4,8 @@ fitted to them.
 
 from penstock.bench.fit import OUTPUT_TOKENS, ROUNDS, measure_steps
 from penstock.clock import SystemClock
+from penstock.config.checkpoints import resolve
 from penstock.config.engine_settings import EngineSettings
-from penstock.config.presets import resolve
 from penstock.planning.step_time import fit
 
 

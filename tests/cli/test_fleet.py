@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -71,15 +72,56 @@ def own_events(server: Server) -> int:
     return int(float(all_of_them[1]) - float(predicted[1]))
 
 
-def test_the_worked_example(tmp_path: Path) -> None:
+class Bill:
+    """What two machines have cost at a dollar a second each, between when it was made and `holds`."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.first = self.look()
+
+    def look(self) -> tuple[float, float, float]:
+        """The bill, and the time just before and after it was asked for."""
+        before_s = time.monotonic()
+        with urllib.request.urlopen(
+            self.server.url.removesuffix("/v1") + "/status.json", timeout=60
+        ) as answer:
+            (cost,) = json.load(answer)["costs"]
+        assert sum(cost[part] for part in ("requests", "platform", "idle", "reserve")) == pytest.approx(
+            cost["bill"]
+        )
+        return cost["bill"], before_s, time.monotonic()
+
+    def holds(self) -> bool:
+        """Within 0.1 % of price * wall seconds."""
+        bill, before_s, after_s = self.look()
+        grown = bill - self.first[0]
+        return 1.998 * (before_s - self.first[2]) <= grown <= 2.002 * (after_s - self.first[1])
+
+
+def usage(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["usage", "--format", "json", *argv]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_worked_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the bill: two machines at a dollar a second each."""
     text = (ROOT / "docs" / "fleet.md").read_text()
     found = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert found
     file = tmp_path / "fleet.yaml"
-    file.write_text(found[1])
-    server = Server(tmp_path, "-c", str(file), "--port", "0", "--no-auth")
+    config = (
+        f"{found[1]}\nprices: {{accelerators: {{tiny: 3600}}}}\nledger: {{directory: {tmp_path}/ledger}}\n"
+    )
+    file.write_text(config)
+    port = free_port()
+    server = Server(tmp_path, "-c", str(file), "--port", str(port), "--no-auth")
     try:
+        one_dies_while_it_loads(server, port)
         server.wait_ready()
+        server.wait_said("a worker does not come up; its model has others")
+        server.until(lambda: set(states(server).values()) == {"ready"}, "it did not come back")
+        bill = Bill(server)
         assert states(server) == {"tiny-0": "ready", "tiny-1": "ready"}
         assert len(server.workers) == 2
         os.kill(server.workers[0], signal.SIGKILL)
@@ -87,7 +129,8 @@ def test_the_worked_example(tmp_path: Path) -> None:
         server.wait_said("the worker was killed by SIGKILL; restart 1")
         server.until(lambda: set(states(server).values()) == {"ready"}, "it did not come back")
         assert "the model cannot answer" not in server.err.read_text()
-        file.write_text(found[1].replace("replicas: 2", "replicas: 1"))
+        server.until(bill.holds, "the accounts are not price * wall seconds")
+        file.write_text(config.replace("replicas: 2", "replicas: 1"))
         server.process.send_signal(signal.SIGHUP)
         server.wait_said("a worker has left")
         assert states(server) == {"tiny-0": "ready"}
@@ -96,8 +139,43 @@ def test_the_worked_example(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         assert server.wait_ended() == 0
         assert "Traceback" not in server.err.read_text()
+        (cost,) = usage(capsys, "--cost", "-c", str(file))["rows"]
+        assert cost["reserve"] > 0 < cost["idle"]
+        assert cost["floor"] > 0, cost
+        ledger = usage(capsys, "--by", "", "-c", str(file))["total"]
+        assert cost["requests"] == pytest.approx(ledger["accelerator_cost"], abs=1e-9)
+        assert cost["tokens"] == ledger["prompt_tokens"] + ledger["completion_tokens"]
     finally:
         server.close()
+
+
+def one_dies_while_it_loads(server: Server, port: int) -> None:
+    """Both stand still until the server has told them what to load: then one dies, and one goes on."""
+    started: list[int] = []
+
+    def have_begun() -> bool:
+        started[:] = server.workers
+        # One that has not executed its program yet is a copy of the server, which waits for it.
+        return len(started) == 2 and all(
+            b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in started
+        )
+
+    server.until(have_begun, "no workers")
+    first, second = started
+    for pid in started:
+        os.kill(pid, signal.SIGSTOP)
+    server.until(lambda: len(workers_at(port)) == 2, "they are not known")
+    os.kill(first, signal.SIGKILL)
+    os.kill(second, signal.SIGCONT)
+
+
+def workers_at(port: int) -> list[dict[str, Any]]:
+    """What a server says of its workers, before it is ready; nothing before it listens."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/admin/workers", timeout=60) as response:
+            return json.load(response)["workers"]
+    except OSError:
+        return []
 
 
 def history(server: Server) -> dict[str, list[int]]:

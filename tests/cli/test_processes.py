@@ -15,20 +15,27 @@ from penstock.config.flow import SharedConfig
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig, TenantConfig, TracesConfig
 from penstock.errors import OperatorError
+from penstock.fleet.launchers.process import WorkerLogs, WorkerTails
+from penstock.gateway.api.recent import AllRequests, EndedRequest, RecentRequests
+from penstock.gateway.shared import peers as peers_module
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.admission.admit import Promises
 from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.protocol.peers import ChildLaunch, ChildReport, LookAt, Snapshot
 from penstock.telemetry.audit import Notes
+from penstock.telemetry.counts import Series
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.watch import Tail, no_tail
 
 NO_TRACES = TracesConfig()
 TEXT = b"# HELP a_total A.\n# TYPE a_total counter\na_total %d.0\n# HELP g G.\n# TYPE g gauge\ng %d.0\n"
 
 
-def processes(traces: TracesConfig = NO_TRACES, ledger: str = "", **shared: object) -> GatewayProcesses:
+def processes(
+    traces: TracesConfig = NO_TRACES, ledger: str = "", tail: Tail = no_tail, **shared: object
+) -> GatewayProcesses:
     config = Config(
         server=ServerConfig(port=0, processes=3),
         auth=AuthConfig(disabled=True),
@@ -38,7 +45,7 @@ def processes(traces: TracesConfig = NO_TRACES, ledger: str = "", **shared: obje
     )
     clock = SystemClock()
     return GatewayProcesses(
-        config, clock, Log(LogConfig(), clock, stream=io.StringIO()), hash_key=b"0123456789abcdef"
+        config, clock, Log(LogConfig(), clock, stream=io.StringIO()), hash_key=b"0123456789abcdef", tail=tail
     )
 
 
@@ -129,7 +136,7 @@ def test_what_happens_in_a_process_is_in_the_parents_audit_trail(tmp_path) -> No
         await made.start([])
         peers = GatewayPeers(made._path)
         recorder = Recorder(Promises(made._config.admission), Metrics(["m"], version="1"))
-        await peers.start(lambda: snapshot(1, 1), FairCounters([], lambda _: None), recorder)
+        await peers.start(lambda: snapshot(1, 1), FairCounters([], lambda _: None), recorder, bytes)
         Notes(SystemClock(), peers.keep).note("admin", "drained", "m-0", by="sk-abc")
         assert not await made.reload(msgspec.structs.replace(made._config, auth=AuthConfig()))
         told = json.loads(await peers.look(LookAt("audit", most=10)))["events"]
@@ -139,6 +146,58 @@ def test_what_happens_in_a_process_is_in_the_parents_audit_trail(tmp_path) -> No
         assert told[1]["why"].startswith("auth: it names nobody")
         peers.close()
         await made.kill()
+
+    asyncio.run(check())
+
+
+def test_the_last_requests_of_all_processes_are_seen_from_each_and_workers_last_lines(monkeypatch) -> None:
+    def ended(name: str) -> EndedRequest:
+        return EndedRequest(
+            number=1, id=name, came_ms=0, came_ns=0, endpoint="chat", model="m", status=200, outcome="stop",
+            total_ms=1.0,
+        )  # fmt: skip
+
+    async def check() -> None:
+        tails = WorkerTails()
+        say = WorkerLogs(lambda _: None, tails=tails).of("m-0", SystemClock())
+        say("[m-0] loading weights")
+        made = processes(tail=tails.of)
+        await made.start([])
+        owns, links = [], []
+        for _ in "ab":
+            peers, own = GatewayPeers(made._path), RecentRequests(SystemClock())
+            recorder = Recorder(Promises(made._config.admission), Metrics(["m"], version="1"))
+            await peers.start(
+                lambda: snapshot(1, 1), FairCounters([], lambda _: None), recorder, own.take_untold
+            )
+            owns.append((peers, own, recorder))
+            links.append(AllRequests(own, SystemClock(), peers))
+
+        async def end(which: int, *names: str) -> None:
+            _, own, recorder = owns[which]
+            for name in names:
+                own._kept.append(ended(name))
+                own.num_ended += 1
+                own._kept[-1].number = own.num_ended
+                recorder._book.of(Series("m", "default")).prompt_tokens += 1
+            await links[which].look()  # It tells the parent before it asks.
+
+        await end(0, "a1", "a2")
+        await end(1, "b1")
+        await end(0, "a3")
+        for all_requests in links:
+            assert [each.id for each in (await all_requests.look()).latest()] == ["a3", "b1", "a2", "a1"]
+            assert [each.number for each in (await all_requests.look()).since(2, 10)] == [4, 3]
+            assert (await all_requests.find("b1")).id == "b1"
+        assert [each.number for each in owns[1][1].latest()] == [1], "its own numbers are left alone"
+        told = json.loads(await owns[1][0].look(LookAt("log", about="m-0")))
+        assert [line["text"] for line in told["lines"]] == ["loading weights"]
+        assert json.loads(await owns[1][0].look(LookAt("log", about="m-1")))["lines"] is None
+        for peers, _, _ in owns:
+            peers.close()
+        await made.kill()
+        monkeypatch.setattr(peers_module, "ANSWER_TIMEOUT_S", 0.001)
+        assert (await links[0].look()).num_ended == 4, "without the parent what is known is shown"
 
     asyncio.run(check())
 

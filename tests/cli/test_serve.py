@@ -18,7 +18,7 @@ from served import COMMAND, PATIENCE_S, Server
 from penstock.bench.client import ApiAddress, ApiResponse, Client
 from penstock.cli.main import main
 from penstock.cli.wiring.state import load_key
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 from penstock.protocol.server_answers import decode_chat_event
 from penstock.protocol.stream import EventReader
 

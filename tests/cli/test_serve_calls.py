@@ -9,7 +9,7 @@ import openai
 import pytest
 from served import Server
 
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.timeout(300)

@@ -13,7 +13,7 @@ from tiny_models import FAMILIES, PHI3, WHOLES, save, tiny_model
 from transformers import PreTrainedModel
 
 from penstock.bench.client import ApiAddress, Client
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 from penstock.rng import stream
 from penstock.text.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from served import Server
 from tenant_keys import add
 
 from penstock.cli.main import main
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 from penstock.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(300)

@@ -21,7 +21,7 @@ REQUESTS, TOKENS = 240, 60_000
 PROMPT_TOKENS = 1999
 LEASE_S, TTL_S = 0.25, 1.5
 _TIMES = {"LEASE_S": LEASE_S, "GATEWAY_TTL_S": TTL_S, "TIMEOUT_S": 0.2, "RETRY_S": 0.1}
-COMMAND = serve_with({f"penstock.policy.limits.store_terms.{name}": value for name, value in _TIMES.items()})
+COMMAND = serve_with({f"penstock.policy.terms.{name}": value for name, value in _TIMES.items()})
 IN_A_ROW = 12
 """So many refusals in a row of each client, and the bucket is taken for empty."""
 TENANTS = dict.fromkeys(

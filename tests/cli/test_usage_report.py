@@ -184,3 +184,36 @@ def test_journals_count_too_each_request_once(ledger: Path, capsys: pytest.Captu
     assert main(["usage", "--directory", str(ledger)]) == 0
     assert "1 requests are running now" in capsys.readouterr().err
     os.close(claims[0].lock)
+
+
+def test_where_the_machines_money_went(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "costs").mkdir()
+    for day, idle in (("2023-11-14", 30.0), ("2023-11-15", 10.0)):
+        sums = {"busy": 60.0, "idle": idle, "reserve": 10.0, "charged": 57.0, "floor": 40.0, "tokens": 2e6}
+        path = tmp_path / "costs" / f"{day}-1-2.json"
+        path.write_text(json.dumps({"penstock-demo": sums, "other": {"idle": 1234.5}}))
+    text = usage(capsys, tmp_path, "--cost", "--by", "model,day", "--model", "penstock-demo")
+    assert [line.split() for line in text.splitlines()] == [
+        ["model", "day", "bill", "USD", "requests", "idle", "reserve", "per", "1M", "floor"],
+        ["penstock-demo", "2023-11-14", "100.00", "57.0%", "30.0%", "10.0%", "50", "20"],
+        ["penstock-demo", "2023-11-15", "80.00", "71.2%", "12.5%", "12.5%", "40", "20"],
+        ["(no", "room", "for:", "platform,", "times)"],
+    ]
+    assert max(map(len, text.splitlines())) <= 80
+    found = json.loads(usage(capsys, tmp_path, "--cost", "--format", "json", "--since", "2023-11-15"))
+    assert found["currency"] == "USD"
+    assert [(row["model"], row["bill"], row["over_floor"]) for row in found["rows"]] == [
+        ("other", 1234.5, None),
+        ("penstock-demo", 80.0, 2.0),
+    ]
+    rows = list(
+        csv.reader(io.StringIO(usage(capsys, tmp_path, "--cost", "--format", "csv", "--by", "month")))
+    )
+    assert rows[0][:2] == ["month", "bill"]
+    assert rows[1][:2] == ["2023-11", "2649.0"]
+    assert main(["usage", "--directory", str(tmp_path), "--cost", "--tenant", "acme"]) == 2
+    assert "column 'machines'" in capsys.readouterr().err
+    assert usage(capsys, tmp_path / "empty", "--cost") == ""

@@ -66,7 +66,7 @@ def run(command: list[str | Path], environment: dict[str, str], where: Path = HE
 @pytest.mark.parametrize(
     "client",
     [
-        "openai_python", "instructor_client", "pydantic_ai_client", "langchain_client",
+        "openai_python", "openai_checks", "instructor_client", "pydantic_ai_client", "langchain_client",
         "smolagents_client", "litellm_client", "agents_client",
     ],
 )  # fmt: skip

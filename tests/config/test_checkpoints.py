@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 
 MINI = resolve("penstock-demo-mini")
 

@@ -4,8 +4,8 @@ from types import ModuleType
 
 import pytest
 
-from penstock.config import presets
-from penstock.config.presets import resolve, served_name
+from penstock.config import checkpoints
+from penstock.config.checkpoints import resolve, served_name
 from penstock.config.tree import ModelConfig
 from penstock.errors import CheckpointError, ConfigError
 
@@ -32,7 +32,7 @@ def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_demo_models_are_in_the_package_or_beside_it_in_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presets, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(checkpoints, "REPOSITORY", tmp_path)
     stranger = model_dir(tmp_path / "models" / "penstock-demo")  # Another package may be called `models`.
     packaged = model_dir(tmp_path / "penstock" / "demo_models" / "penstock-demo-mini")
     assert resolve("penstock-demo-mini") == packaged
@@ -49,14 +49,14 @@ def test_demo_models_are_in_the_package_or_beside_it_in_a_checkout(
 
 
 def test_a_demo_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presets, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(checkpoints, "REPOSITORY", tmp_path)
     (tmp_path / "pyproject.toml").touch()
     with pytest.raises(ConfigError, match=r"the demo model is not in .*models.*make train-demo"):
         resolve("penstock-demo")
 
 
 def test_the_repository_is_this_one() -> None:
-    assert (presets.REPOSITORY / "penstock" / "config").is_dir()
+    assert (checkpoints.REPOSITORY / "penstock" / "config").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec import inspect
 
-from penstock.config.keys import RETIRED, retired
-from penstock.config.load import parse_config
+from penstock.config.load import RETIRED, parse_config, retired
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 

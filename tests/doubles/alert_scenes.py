@@ -83,8 +83,13 @@ READY, LOADING, WARMING = (
 BUSY, STEPS = (f'penstock_engine_{each}_total{{model="m"}}' for each in ("step_seconds", "steps"))
 WAITING, RUNNING = 'penstock_queue_waiting{model="m"}', 'penstock_engine_running{model="m"}'
 RESTARTS = 'penstock_engine_restarts_total{model="m"}'
+COST_BUSY, COST_IDLE = (
+    f'penstock_accelerator_cost_total{{model="m",part="{each}"}}' for each in ("busy", "idle")
+)
+FLOOR = 'penstock_accelerator_floor_total{model="m"}'
 PENDING, LOST = "penstock_ledger_pending_records", "penstock_ledger_lost_records_total"
 DISK = "penstock_disk_free_ratio"
+WRONG, SLOW = (f'penstock_anomalous_workers{{model="m",cause="{each}"}}' for each in ("wrong", "slow"))
 
 
 def workers(*spans: tuple[int, float]) -> dict[str, Sequence[tuple[int, float]]]:
@@ -146,6 +151,16 @@ SYMPTOMS = (
         fires={9: NONE, 20: NONE},
     ),
     Scene(
+        "a worker answers wrongly",
+        gauges={WRONG: [(10, 0), (5, 1), (10, 0)], SLOW: [(25, 0)]},
+        fires={10: NONE, 12: alert("WorkerWrong", "page"), 20: NONE},
+    ),
+    Scene(
+        "a worker is slow",
+        gauges={SLOW: [(10, 0), (5, 1), (10, 0)], WRONG: [(25, 0)]},
+        fires={10: NONE, 12: alert("WorkerSlow", "page"), 20: NONE},
+    ),
+    Scene(
         "a queue that stays",
         gauges={WAITING: [(10, 1), (20, 9), (10, 1)], RUNNING: [(40, 8)]},
         fires={10: NONE, 19: NONE, 22: alert("QueueSustained"), 35: NONE},
@@ -172,6 +187,15 @@ SYMPTOMS = (
         gauges=workers((90, 2)),
         counters={BUSY: [(30, 60), (40, 118.8), (20, 60)], STEPS: [(90, 100)]},
         fires={30: NONE, 44: NONE, 65: alert("UtilisationHigh"), 90: NONE},
+    ),
+    Scene(
+        "full workers, then a fleet that is half empty",
+        counters={
+            COST_BUSY: [(40, 0.03), (40, 0.02), (40, 0.03)],
+            COST_IDLE: [(40, 0), (40, 0.02), (40, 0)],
+            FLOOR: [(40, 0.02), (40, 0.012), (40, 0.02)],
+        },
+        fires={40: NONE, 58: NONE, 65: alert("CostOverFloor"), 80: alert("CostOverFloor"), 100: NONE},
     ),
     Scene(
         "the ledger's database is away",

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from penstock.engine.gpu.kernels import attention, gate, norm, prepare, rotary, sampler
+from penstock.engine.gpu.kernels import attention, layers, prepare, sampler
 
 
 @dataclass
@@ -103,7 +103,7 @@ def rotate(heads: int, kv_heads: int, dim: int, *, normed: bool) -> Kernel:
         "BLOCK_TOKENS": 16, "HEADS": 8, "NORM": normed,
     }  # fmt: skip
     types = ["*bf16"] * 3 + ["*i64"] * 2 + ["*fp32"] * 2 + ["*bf16"] * 2 + ["i32", "fp32"]
-    return Kernel(rotary.rotate_store, types, constants, 4)
+    return Kernel(layers.rotate_store, types, constants, 4)
 
 
 def kernels() -> dict[str, Kernel]:
@@ -132,11 +132,11 @@ def kernels() -> dict[str, Kernel]:
     made["combine 8b"] = Kernel(attention.combine, ["*bf16", "*i32", "*i32", "*fp32", "*fp32"], combined, 2)
     for add in (False, True):
         norms = ["*bf16"] * 4 + ["i32", "fp32"]
-        made[f"norm add={add}"] = Kernel(norm.norm, norms, {"BLOCK": 4096, "ADD": add}, 8, aligned={"size"})
+        made[f"norm add={add}"] = Kernel(layers.norm, norms, {"BLOCK": 4096, "ADD": add}, 8, aligned={"size"})
     for gelu in (False, True):
         gates = ["*bf16", "*bf16", "i32"]
         made[f"gate gelu={gelu}"] = Kernel(
-            gate.gate_mul, gates, {"BLOCK": 1024, "GELU": gelu}, 4, aligned={"size"}
+            layers.gate_mul, gates, {"BLOCK": 1024, "GELU": gelu}, 4, aligned={"size"}
         )
     prepared = {"BLOCK": 128, "BLOCK_TOKENS": 16, "STEPS": 9, "NUM_TOKENS": 1, "NUM_SAMPLES": 2}
     types = (

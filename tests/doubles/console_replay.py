@@ -50,6 +50,8 @@ class Fleet:
                 "model": model,
                 "engine": "penstock" if number % 7 else "vllm",
                 "epoch": 1,
+                "version": "0.1.0" if number % 7 else "0.11.2",
+                "residual": None if number % 7 == 0 else round(1 + self.random.gauss(0, 0.02), 3),
                 "address": f"tcp:10.0.{number // 32}.{number % 32}:9000",
                 "identity": f"{self.random.getrandbits(128):032x}",
                 "kv_blocks_total": 4096,
@@ -59,7 +61,8 @@ class Fleet:
                 **state_of(number),
             }
         self.ticks = 0
-        assert set(next(iter(self.workers.values()))) <= set(WorkerReport.__struct_fields__)
+        optional = {"version", "residual"}  # As far as a worker and its probes say them.
+        assert set(next(iter(self.workers.values()))) - optional <= set(WorkerReport.__struct_fields__)
 
     def step(self) -> dict:
         """One second: what changed."""
@@ -200,6 +203,33 @@ def whole(columns: dict) -> dict:
         return [max(values)] if isinstance(values[0], float) else [sum(values)]
 
     return {name: each if isinstance(each, str) else one(each) for name, each in columns.items()}
+
+
+def trail(name: str, now: int = NOW_MS // 1000) -> dict:
+    """As `GET /admin/workers/{id}/history` answers."""
+    random = Random(name)
+    swing = [0.75 + 0.25 * math.sin(i / 13) + random.uniform(-0.05, 0.05) for i in range(180)]
+    swing[40:52] = [None] * 12
+    return {
+        "step_s": 5,
+        "times": [now - 5 * (180 - i) for i in range(180)],
+        "tokens_per_s": [each and round(840 * each) for each in swing],
+        "running": [each and round(40 * each) for each in swing],
+        "waiting": [each and max(0, round(60 * (each - 0.9))) for each in swing],
+        "kv_share": [each and round(0.8 * each, 3) for each in swing],
+    }
+
+
+def printed() -> list[dict]:
+    """What a worker printed last."""
+    lines = (
+        "loading 291 tensors from model-00001-of-00004.safetensors",
+        "weights: 16.1 GB in 8.2 s",
+        "KV cache: 4096 blocks of 16 tokens",
+        "captured 12 graphs, batches of 1 to 160",
+        "ready",
+    )
+    return [{"at_ms": NOW_MS - 9_000 * (len(lines) - i), "text": line} for i, line in enumerate(lines)]
 
 
 def added(rows: list[dict]) -> dict:
@@ -441,6 +471,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._feed()
         elif path == "/admin/history":
             self._json(history(int(self.path.rpartition("=")[2])))
+        elif path.endswith("/history"):
+            self._json(trail(path.split("/")[3]))
+        elif path.endswith("/log"):
+            self._json({"worker": path.split("/")[3], "lines": printed()})
         elif path.startswith("/admin/requests/"):
             self._json(explained(self.server.known[path.rpartition("/")[2]], Random(3)))
         elif path in self.server.answers:

@@ -25,8 +25,8 @@ from penstock.gateway.shared.keeper import LeaseKeeper
 from penstock.gateway.shared.limits import open_store
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.rate_limit import Limiter, LimitReservation
-from penstock.policy.limits.store_terms import SharedTerms
 from penstock.policy.tenant import Tenant
+from penstock.policy.terms import SharedTerms
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
 

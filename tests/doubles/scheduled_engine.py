@@ -10,11 +10,10 @@ from penstock.clock import ManualClock
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.schedule.limits import BatchLimits, resolve_max_running
-from penstock.schedule.order import FCFSQueue
+from penstock.schedule.batch import BatchLimits, resolve_max_running
 from penstock.schedule.plan import RequestOutput, StepPlan
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
-from penstock.schedule.queue import WaitingQueue
+from penstock.schedule.queue import FCFSQueue, WaitingQueue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams, TokenLogprob

@@ -8,7 +8,7 @@ from byte_tokenizer import byte_tokenizer
 from step_gate import ENVIRONMENT
 
 from penstock.backends.engine.backend import EngineBackend
-from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.fleet.launchers.base import WorkerSpec

@@ -23,7 +23,7 @@ class Core:
     is set.
     """
 
-    sleep_s = None
+    sleep_s = rest_s = None
 
     def __init__(self, advances=1):
         self.over, self.clock = threading.Event(), ManualClock()

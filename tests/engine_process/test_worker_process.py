@@ -23,7 +23,7 @@ from raw_worker import (
 from scripted_runner import CRASH, DIE, HANG, HANG_LOCKED, NUM_BLOCKS, scripted_token
 from step_gate import StepGate
 
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 from penstock.protocol.address import UnixAddress
 from penstock.protocol.worker import (
     AbortRequest,

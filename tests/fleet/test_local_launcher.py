@@ -14,7 +14,7 @@ from scripted_runner import DIE, HANG, scripted_text
 from scripted_worker import Bench, bench
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.silence import HeartbeatTerms
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.types import FinishReason, RequestId, SamplingParams
@@ -156,6 +156,24 @@ def test_a_worker_that_does_not_get_ready_is_given_up() -> None:
         worker = await made.start(model_path="never-ready", startup_timeout_s=0.3, stall_timeout_s=0.2)
         with pytest.raises(WorkerUnavailable, match="not ready within"):
             await worker.wait_ready()
+
+    run(check)
+
+
+def test_a_worker_that_dies_while_it_loads_is_told_of_and_starts_again() -> None:
+    async def check(made: Bench) -> None:
+        worker = await made.start()
+        while worker.pid is None:
+            await asyncio.sleep(0)
+        os.kill(worker.pid, 9)
+        with pytest.raises(WorkerUnavailable, match="killed by SIGKILL"):
+            await worker.wait_ready()
+        assert "restart 1 in 0.25 s" in worker.backend.status.stage
+        while not worker.backend.status.ready:
+            await asyncio.sleep(0.01)
+        await worker.wait_ready()
+        assert worker.backend.status.restarts == 1
+        assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
 
     run(check)
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from penstock.clock import ManualClock
-from penstock.fleet.launchers.process import LogFile
+from penstock.fleet.launchers import process
+from penstock.fleet.launchers.process import LogFile, WorkerLogs
 
 
 def test_lines_carry_the_time_and_survive_a_restart(tmp_path: Path) -> None:
@@ -27,3 +28,18 @@ def test_a_disk_that_does_not_take_it_costs_only_the_lines(tmp_path: Path) -> No
     (tmp_path / "a-file").write_text("")
     LogFile(tmp_path / "a-file", "w", ManualClock()).write("lost")
     assert (tmp_path / "a-file").read_text() == ""
+
+
+def test_the_last_lines_of_each_worker_are_in_memory_and_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(process, "SHOWN_WORKERS_MAX", 2)
+    logs, clock = WorkerLogs(lambda _: None), ManualClock(wall_ns=7_000_000_000)
+    for name in ("a", "b"):
+        logs.of(name, clock)(f"[{name}] {'x' * 9999}")
+    again = logs.of("a", clock)
+    for number in range(1000):
+        again(f"[a] line {number}")
+    lines = logs.tails.of("a")
+    assert (len(lines), lines[-1].text, lines[-1].at_ms) == (process.SHOWN_LINES, "line 999", 7000)
+    assert [len(line.text) for line in logs.tails.of("b")] == [process.SHOWN_CHARS_MAX]
+    logs.of("c", clock)
+    assert (logs.tails.of("a"), logs.tails.of("c"), logs.tails.of("none")) == (None, (), None)

@@ -9,9 +9,9 @@ from conformance import Recorder, Requests
 from fake_backend import FakeBackend
 
 from penstock.clock import SystemClock
+from penstock.config.checkpoints import with_members
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.fleet import WorkerConfig
-from penstock.config.presets import with_members
 from penstock.config.tree import LogConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.members import Members

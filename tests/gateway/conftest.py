@@ -20,9 +20,9 @@ from fleets import fleet_of
 from redis_process import RedisProcess
 from test_external_conformance import tools
 
+from penstock.backends.http.address import HttpBackendLimits
 from penstock.backends.http.backend import ExternalWorker
 from penstock.backends.http.external import make_backend
-from penstock.backends.http.limits import HttpBackendLimits
 from penstock.clock import Clock, SystemClock
 from penstock.config.flow import LimitsConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig
@@ -31,7 +31,7 @@ from penstock.gateway.app import Gateway
 from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.http.terms import WireLimits
 from penstock.gateway.models.served import PublicPrefixes, ServedModel
-from penstock.policy.queueing.terms import queue_terms
+from penstock.policy.terms import queue_terms
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics

@@ -19,7 +19,7 @@ from told_script import NEVER_S
 from penstock.clock import NS_PER_MS, NS_PER_S, ManualClock
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, TtftTarget
 from penstock.config.tenancy import TenantConfig, TierConfig
-from penstock.policy.queueing.terms import QueueTerms
+from penstock.policy.terms import QueueTerms
 
 PAGE = Path(__file__).parents[2] / "docs" / "overload.md"
 STEP_MS = 80

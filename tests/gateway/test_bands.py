@@ -13,7 +13,7 @@ from tenant_keys import add
 from told_script import NEVER_S, JumpingClock, ToldScript
 
 from penstock.config.tenancy import TenantConfig
-from penstock.policy.queueing.terms import QueueTerms, band_terms
+from penstock.policy.terms import QueueTerms, band_terms
 
 PAGE = Path(__file__).parents[2] / "docs" / "overload.md"
 

@@ -15,7 +15,7 @@ from penstock.config.ledger import LedgerConfig, ModelPrice, PricesConfig
 from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.config.tenancy import TenantConfig
 from penstock.gateway.identity.api_keys import edit_keys, issue
-from penstock.policy.queueing.terms import QueueTerms
+from penstock.policy.terms import QueueTerms
 from penstock.telemetry.ledger import USER_CHARS_MAX
 
 DAY_S = 24 * 3600

@@ -10,7 +10,7 @@ from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.gateway.http.connection import Connection
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.relay.reply import Reply
-from penstock.policy.queueing.terms import QueueTerms
+from penstock.policy.terms import QueueTerms
 
 
 def test_no_cycles(start, kit):

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config.ledger import LedgerConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
-from penstock.policy.queueing.terms import QueueTerms
+from penstock.policy.terms import QueueTerms
 
 
 @pytest.mark.parametrize("stream", [False, True])

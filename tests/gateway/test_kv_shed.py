@@ -10,7 +10,7 @@ from told_script import NEVER_S
 
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tenancy import TenantConfig
-from penstock.policy.queueing.terms import QueueTerms
+from penstock.policy.terms import QueueTerms
 from penstock.protocol.worker import Stats
 
 BANDS = ("system", "priority", "default", "bulk")

@@ -15,7 +15,7 @@ from byte_tokenizer import byte_tokenizer
 from fleets import fleet_of
 from scripted_worker import bench
 
-from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import SystemClock
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig

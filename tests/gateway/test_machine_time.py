@@ -60,8 +60,7 @@ class Process:
 
     def metrics(self) -> bytes:
         metrics = Metrics(["m"], version="0")
-        for model, costs in self.meters.costs(self._clock.now_ns()).items():
-            metrics.accelerator_costs(model, costs.busy, costs.idle, costs.charged)
+        metrics.accelerator_costs(self.meters.costs(self._clock.now_ns()))
         return metrics.render()
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import redis as client
 from redis_process import RedisProcess
 
-from penstock.gateway.shared import redis_shares
-from penstock.gateway.shared.redis_shares import RedisShares
-from penstock.policy.limits.store_terms import SharedTerms
+from penstock.gateway.shared import fair
+from penstock.gateway.shared.fair import RedisShares
 from penstock.policy.queueing.fair_counters import ServedUnits
+from penstock.policy.terms import SharedTerms
 from penstock.types import TenantId
 
 
@@ -47,9 +47,9 @@ def test_other_servers_hear_it_and_siblings_do_not(redis: RedisProcess) -> None:
         with client.Redis.from_url(redis.url) as stranger:
             assert stranger.publish("shares:served", b"\xc1 nonsense") == 3
         await until_heard(one, other, 4)
-        many = tuple(("m", 0, TenantId(f"t{i}"), 1000 + i) for i in range(redis_shares.UNITS_MAX + 1))
+        many = tuple(("m", 0, TenantId(f"t{i}"), 1000 + i) for i in range(fair.UNITS_MAX + 1))
         one.shares.tell(many)
-        while other.heard[-1] != 1000 + redis_shares.UNITS_MAX:
+        while other.heard[-1] != 1000 + fair.UNITS_MAX:
             await asyncio.sleep(0.01)
         for each in (one, sibling, other):
             await each.shares.close()
@@ -62,11 +62,11 @@ def test_a_redis_that_dies_is_found_again_and_keeps_nothing_waiting(redis: Redis
         one, other = Process(redis, "a"), Process(redis, "b")
         await until_heard(one, other, 1)
         redis.kill()
-        for _ in range(10 * redis_shares.UNSENT_MAX):
+        for _ in range(10 * fair.UNSENT_MAX):
             one.shares.tell(served(2))  # Returns at once, and keeps no more than it may.
         redis.start()
         await until_heard(one, other, 3)
-        assert len(other.heard) < 10 * redis_shares.UNSENT_MAX
+        assert len(other.heard) < 10 * fair.UNSENT_MAX
         for each in (one, other):
             await each.shares.close()
 

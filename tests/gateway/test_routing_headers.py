@@ -13,8 +13,8 @@ from penstock.gateway.api.job import Hints, read_hints
 from penstock.gateway.dispatch.dispatcher import migrated as how_migrated
 from penstock.gateway.http.exchange import Exchange, RequestHead, Response, Served
 from penstock.gateway.models.auto_model import AutoModels, features_of
-from penstock.policy.queueing.terms import BandTerms
 from penstock.policy.tenant import ANONYMOUS, Tenant
+from penstock.policy.terms import BandTerms
 from penstock.protocol.openai import ChatRequest, CompletionRequest, FunctionSpec, Message, ToolSpec
 from penstock.telemetry.catalog import Endpoint
 from penstock.types import TenantId

@@ -15,8 +15,8 @@ from penstock.gateway.shared import limits as shared_limits
 from penstock.gateway.shared.limits import SharedLimits
 from penstock.policy.limits.levels import LimitLevels
 from penstock.policy.limits.rate_limit import LimitRefusal
-from penstock.policy.limits.store_terms import SharedTerms
 from penstock.policy.tenant import PartLimits, Tenant
+from penstock.policy.terms import SharedTerms
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
 

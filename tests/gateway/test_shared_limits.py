@@ -34,8 +34,8 @@ from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.lease_messages import Ask, BudgetAsk, LeaseAsk, LeaseReply
 from penstock.policy.limits.lease_table import LeaseTable
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal
-from penstock.policy.limits.store_terms import SharedTerms
 from penstock.policy.tenant import Tenant
+from penstock.policy.terms import SharedTerms
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
 

@@ -8,8 +8,8 @@ from penstock.config.tree import LogConfig
 from penstock.gateway.shared.limits import SharedLimits
 from penstock.gateway.shared.local_store import LeaseServer
 from penstock.policy.limits.rate_limit import LimitRefusal, LimitReservation
-from penstock.policy.limits.store_terms import SharedTerms
 from penstock.policy.tenant import Tenant
+from penstock.policy.terms import SharedTerms
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
 

@@ -5,8 +5,7 @@ import pytest
 
 from penstock.errors import NamespaceBreach
 from penstock.kv.cache.host_tier import TRANSITIONS, BlockCopy, Copied, Copies, HostLimits, Slot
-from penstock.kv.cache.manager import KVManager
-from penstock.kv.cache.prefix_cache import ABSENT, BlockTable
+from penstock.kv.cache.manager import ABSENT, BlockTable, KVManager
 from penstock.kv.events import AllBlocksCleared, BlockRemoved, KVEventLog, stored_event
 from penstock.kv.hashing import BlockHasher, token_array
 

@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock import rng
 from penstock.kv.cache.host_tier import BlockCopy, Copied, HostLimits
-from penstock.kv.cache.manager import KVManager
-from penstock.kv.cache.prefix_cache import BlockTable
+from penstock.kv.cache.manager import BlockTable, KVManager
 from penstock.kv.hashing import BlockHasher, token_array
 
 HASHER = BlockHasher(key=bytes(32), identity="m float32")

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.kv.cache.block_pool import Epoch
-from penstock.kv.cache.manager import KVManager, blocks_for
-from penstock.kv.cache.prefix_cache import BlockTable
+from penstock.kv.cache.manager import BlockTable, KVManager, blocks_for
 from penstock.kv.hashing import BlockHasher, token_array
 
 HASHER = BlockHasher(key=bytes(32), identity="m float32")

@@ -83,15 +83,17 @@ def test_requests_begin_and_end_once() -> None:
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_the_parts_are_the_bill_whatever_happens(data: st.DataObject) -> None:
-    """4b item 13: requests + idle + platform = price * time, to the millionth and below."""
+    """Requests + idle + reserve + platform = price * time, to the millionth and below."""
     price = data.draw(st.integers(0, 10**11))
     cost, now_ns, running, paid = AcceleratorCost(7, price), 7, dict[str, bool](), 0
     for number in range(data.draw(st.integers(0, 40))):
         now_ns += data.draw(st.integers(0, 3 * 10**9))
-        kind = data.draw(st.sampled_from(["start", "work", "work", "interval", "settle"]))
+        kind = data.draw(st.sampled_from(["start", "work", "work", "interval", "settle", "serves"]))
         if kind == "start":
             running[f"r{number}"] = data.draw(st.booleans()) and data.draw(st.booleans())
             cost.started(now_ns, RequestId(f"r{number}"), is_platform=running[f"r{number}"])
+        elif kind == "serves":
+            cost.serves(now_ns, in_service=data.draw(st.booleans()), is_lost=False)
         elif kind == "interval":
             cost.interval(now_ns)
         elif running:
@@ -103,9 +105,39 @@ def test_the_parts_are_the_bill_whatever_happens(data: st.DataObject) -> None:
                 paid += cost.settle(now_ns, name)
         accounts = cost.accounts(now_ns)
         assert accounts.bill == price * (now_ns - 7)
-        assert accounts.requests + accounts.running + accounts.idle + accounts.platform == accounts.bill
+        parts = (accounts.requests, accounts.running, accounts.idle, accounts.reserve, accounts.platform)
+        assert sum(parts) == accounts.bill
         assert accounts.requests == paid * HOUR_NS
-        assert min(accounts.requests, accounts.running, accounts.idle, accounts.platform) >= 0
+        assert min(parts) >= 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_what_a_worker_tells_and_what_it_does_not_are_the_bill(data: st.DataObject) -> None:
+    """It works, rests, leaves service and dies at any time; whenever nothing is left to be told, the parts
+    sum to price * time.
+    """
+    price, now_ns, busy_ns = data.draw(st.integers(1, 10**9)), 0, 0
+    cost, has_work, is_there = ReportedCost(0, price), False, True
+    for _ in range(data.draw(st.integers(0, 30))):
+        passed_ns = data.draw(st.integers(0, 3 * 10**9))
+        now_ns += passed_ns
+        busy_ns += passed_ns * has_work
+        kind = data.draw(st.sampled_from(["work", "rest", "report", "look", "hold", "serve", "die"]))
+        if kind == "die":
+            cost.serves(now_ns, in_service=False, is_lost=True)
+            has_work, is_there, busy_ns = False, False, 0
+        elif kind in ("hold", "serve"):
+            is_there = is_there or kind == "serve"
+            cost.serves(now_ns, in_service=kind == "serve", is_lost=False)
+        elif kind == "look":
+            cost.pass_time(now_ns)
+        elif is_there:
+            has_work = kind == "work" or (has_work and kind == "report")
+            cost.report(now_ns, busy_ns, 0, has_work=has_work)
+        if not has_work:
+            cost.pass_time(now_ns)
+            assert cost.busy + cost.idle + cost.reserve == price * now_ns
 
 
 def test_what_others_run_beside_it_is_theirs() -> None:
@@ -139,16 +171,16 @@ def test_a_new_price_counts_from_then_on() -> None:
 
 def test_told_time_is_busy_or_idle() -> None:
     cost = ReportedCost(0, DOLLAR_A_SECOND)
-    cost.report(1 * S, 7 * S, has_work=False)  # What it did before this gateway came is not on its bill.
-    cost.report(2 * S, 7 * S + S // 2, has_work=True)
+    cost.report(1 * S, 7 * S, 0, has_work=False)  # What it did before this gateway came is not on its bill.
+    cost.report(2 * S, 7 * S + S // 2, 0, has_work=True)
     cost.pass_time(3 * S)
     assert (cost.busy, cost.idle) == (S // 2 * DOLLAR_A_SECOND, S * DOLLAR_A_SECOND), (
         "the rest is not told yet"
     )
-    cost.report(4 * S, 8 * S, has_work=False)
+    cost.report(4 * S, 8 * S, 0, has_work=False)
     cost.pass_time(5 * S)
     assert (cost.busy, cost.idle) == (S * DOLLAR_A_SECOND, 4 * S * DOLLAR_A_SECOND)
-    cost.report(6 * S, S // 4, has_work=False)  # Another process.
+    cost.report(6 * S, S // 4, 0, has_work=False)  # Another process.
     assert cost.busy + cost.idle == 6 * S * DOLLAR_A_SECOND
     assert share_micros(S // 2, DOLLAR_A_SECOND) == 500_000
 
@@ -156,11 +188,11 @@ def test_told_time_is_busy_or_idle() -> None:
 def test_idle_time_never_falls() -> None:
     """The report that work had begun comes late: the clock catches up before there is idle time again."""
     cost = ReportedCost(0, 1)
-    cost.report(0, 0, has_work=False)
+    cost.report(0, 0, 0, has_work=False)
     cost.pass_time(100)
-    cost.report(101, 50, has_work=True)
+    cost.report(101, 50, 0, has_work=True)
     assert (cost.busy, cost.idle) == (50, 100)
-    cost.report(200, 120, has_work=False)
+    cost.report(200, 120, 0, has_work=False)
     assert (cost.busy, cost.idle) == (120, 100)
     cost.pass_time(300)
     assert (cost.busy, cost.idle) == (120, 180)

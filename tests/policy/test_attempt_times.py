@@ -14,10 +14,10 @@ from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
-from penstock.policy.requests.endings import Evict
+from penstock.policy.requests.request import Evict
 from penstock.policy.resilience.health import FleetHealth
+from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId
 
 S, MS = NS_PER_S, NS_PER_MS

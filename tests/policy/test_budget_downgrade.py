@@ -12,8 +12,8 @@ from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.limits.budget import Spent, TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.tenant import Tenant
+from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
 
 MICROS = 1_000_000

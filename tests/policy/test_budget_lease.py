@@ -22,8 +22,8 @@ from penstock.policy.limits.budget import (
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.lease_messages import LeaseReply
 from penstock.policy.limits.lease_table import LeaseTable
-from penstock.policy.limits.store_terms import SharedTerms
 from penstock.policy.tenant import Tenant
+from penstock.policy.terms import SharedTerms
 from penstock.types import TenantId
 
 JUNE_30 = 20_634 * DAY_NS

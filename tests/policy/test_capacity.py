@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, WorkerView
-from penstock.policy.queueing.terms import QueueTerms
+from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
 
 A, B = WorkerId("a"), WorkerId("b")

@@ -11,17 +11,17 @@ from penstock.config.flow import LimitsConfig
 from penstock.errors import Draining, Evicted, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.policy.answers import Abort, Diverted, Queued, Refused, Requeued, Start, Stop
 from penstock.policy.contracts import Pass
-from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.estimates import OutputLengths
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import AdmitAll, Policies
 from penstock.policy.limits.levels import LimitLevels
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.queueing.terms import BandTerms, QueueTerms
 from penstock.policy.record import Outcome
-from penstock.policy.requests.endings import Evict, Settled
+from penstock.policy.requests.request import Evict, Settled
 from penstock.policy.tenant import Tenant
+from penstock.policy.terms import BandTerms, QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 S = NS_PER_S

@@ -14,10 +14,9 @@ from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.lifecycle.transitions import Accounts
 from penstock.policy.queueing.capacity import LeastLoaded, WorkerView
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
-from penstock.policy.requests.endings import Evict
-from penstock.policy.requests.request import request_of
+from penstock.policy.requests.request import Evict, request_of
+from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId
 
 S = NS_PER_S

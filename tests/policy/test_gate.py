@@ -9,10 +9,10 @@ from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.queueing.terms import BandTerms, QueueTerms
 from penstock.policy.record import Outcome
-from penstock.policy.requests.endings import Evict
+from penstock.policy.requests.request import Evict
 from penstock.policy.tenant import Tenant
+from penstock.policy.terms import BandTerms, QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 ROUTING = RoutingConfig(

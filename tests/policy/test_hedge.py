@@ -15,10 +15,10 @@ from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
-from penstock.policy.requests.endings import Evict, Settled
+from penstock.policy.requests.request import Evict, Settled
 from penstock.policy.resilience.health import FleetHealth
+from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId
 
 MS = NS_PER_MS

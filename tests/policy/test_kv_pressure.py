@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.policy.flow import State
-from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.requests.request import victims
+from penstock.policy.terms import QueueTerms
 from penstock.types import BLOCK_TOKENS
 
 TOTAL, TO = 1000, 900

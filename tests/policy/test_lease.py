@@ -10,8 +10,8 @@ from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.lease_messages import LeaseAsk
 from penstock.policy.limits.lease_table import LeaseTable
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal, LimitReservation
-from penstock.policy.limits.store_terms import SharedTerms
 from penstock.policy.tenant import Tenant
+from penstock.policy.terms import SharedTerms
 from penstock.types import TenantId
 
 WHO = Tenant(id=TenantId("t"), tokens_per_minute=60_000)

@@ -6,7 +6,7 @@ import pages
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import LimitsConfig
-from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.estimates import OutputLengths
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal, LimitReservation
 from penstock.policy.tenant import Tenant

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from penstock.clock import NS_PER_S
 from penstock.config.ledger import PricesConfig
 from penstock.policy.lifecycle.machine_costs import Costs, Meters
@@ -35,9 +37,44 @@ def test_a_worker_that_tells_is_busy_or_idle_and_its_requests_pay_what_they_took
     meters.started(1 * S, request := request_of("a", device_ns=2 * S))
     meters.reported(4 * S, W, busy_ns=3 * S, num_requests=0)
     assert meters.settled(4 * S, request, 5) == 2 * DOLLAR + 5
-    assert meters.costs(4 * S) == {"m": Costs(busy=3 * DOLLAR, idle=1 * DOLLAR, charged=2 * DOLLAR + 5)}
+    assert meters.costs(4 * S) == {"m": Costs(busy=3 * DOLLAR, idle=5 * DOLLAR, charged=2 * DOLLAR + 5)}
+    meters.left(4 * S, V)
     meters.left(5 * S, W)
-    assert meters.costs(9 * S)["m"].idle == 2 * DOLLAR, "it costs nothing more"
+    assert meters.costs(9 * S)["m"].idle == 6 * DOLLAR, "it costs nothing more"
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_worker_out_of_service_costs_reserve(tells: bool) -> None:
+    meters = made(tells=tells)
+    meters.left(0, V)
+    meters.serves(0, W, in_service=False, is_lost=True)
+    meters.serves(2 * S, W, in_service=True)
+    meters.reported(2 * S, W, busy_ns=0, num_requests=0)
+    meters.serves(3 * S, W, in_service=False)
+    assert meters.costs(7 * S)["m"] == Costs(idle=1 * DOLLAR, reserve=6 * DOLLAR)
+    meters.left(8 * S, W)
+    assert meters.costs(9 * S)["m"].reserve == 7 * DOLLAR
+
+
+def test_what_a_worker_did_before_it_was_first_heard_counts_if_it_can_be_new() -> None:
+    meters = made(tells=True)
+    meters.reported(4 * S, W, busy_ns=3 * S, floor_ns=1 * S, num_requests=0)
+    meters.reported(4 * S, V, busy_ns=5 * S, floor_ns=1 * S, num_requests=0)
+    assert (meters.costs(4 * S)["m"].busy, meters.costs(4 * S)["m"].floor) == (3 * DOLLAR, 1 * DOLLAR)
+
+
+def test_a_worker_that_died_with_work_was_busy_until_then_and_its_next_life_counts_anew() -> None:
+    meters = made(tells=True)
+    meters.left(0, V)
+    meters.reported(0, W, busy_ns=50 * S, floor_ns=9 * S, num_requests=0)
+    meters.reported(1 * S, W, busy_ns=51 * S, floor_ns=9 * S + S // 2, num_requests=2)
+    meters.serves(3 * S, W, in_service=False, is_lost=True)
+    meters.serves(5 * S, W, in_service=True)
+    meters.reported(6 * S, W, busy_ns=S // 2, floor_ns=S // 4, num_requests=0)
+    found = meters.costs(6 * S)["m"]
+    assert found.busy + found.idle + found.reserve == 6 * DOLLAR
+    assert (found.busy, found.reserve, found.charged) == (3 * DOLLAR + DOLLAR // 2, 2 * DOLLAR, 0)
+    assert found.floor == DOLLAR * 3 // 4
 
 
 def test_a_worker_that_does_not_tell_shares_its_time_by_what_it_has_done() -> None:

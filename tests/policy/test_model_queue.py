@@ -9,7 +9,6 @@ from penstock.config.routing import TTFT_TARGET_MS, AdmissionConfig
 from penstock.policy.lifecycle.policies import AllHealthy
 from penstock.policy.placement.pick import DecisionLog, explain
 from penstock.policy.placement.route import Router
-from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import (
     CapacityTable,
@@ -21,7 +20,7 @@ from penstock.policy.queueing.capacity import (
 )
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.pace import BACKLOG_SHARE, OVERDUE, Pace
-from penstock.policy.queueing.terms import QueueTerms
+from penstock.policy.terms import PlacementTerms, QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
 
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")

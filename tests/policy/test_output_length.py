@@ -3,7 +3,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.policy.estimates.output_length import LengthTerms, OutputLengths
+from penstock.policy.estimates import LengthTerms, OutputLengths
 from penstock.types import TenantId
 
 A, B = TenantId("a"), TenantId("b")

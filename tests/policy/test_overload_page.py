@@ -12,8 +12,8 @@ from penstock.clock import NS_PER_MS
 from penstock.policy.admission import admit
 from penstock.policy.admission.admit import AdmissionControl, Promises
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
-from penstock.policy.queueing.terms import QueueTerms, band_terms
 from penstock.policy.tenant import Tenant
+from penstock.policy.terms import QueueTerms, band_terms
 from penstock.types import TenantId
 
 PAGE = pages.text_of("overload")

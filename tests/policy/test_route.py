@@ -23,10 +23,9 @@ from penstock.policy.placement.pick import (
 )
 from penstock.policy.placement.route import Router
 from penstock.policy.placement.score import score_policy
-from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, Hold, WorkerCapacity, WorkerView
-from penstock.policy.queueing.terms import QueueTerms
+from penstock.policy.terms import PlacementTerms, QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 A, B, C, D = (WorkerId(name) for name in "abcd")

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.clock import NS_PER_MS, NS_PER_S
-from penstock.policy.estimates.speed import Ran, Speed, Speeds
+from penstock.policy.estimates import Ran, Speed, Speeds
 from penstock.policy.placement.score import RequestFacts, WorkerFacts, pressure, score_policy
-from penstock.policy.placement_terms import PlacementTerms, WeightedTerms
+from penstock.policy.terms import PlacementTerms, WeightedTerms
 from penstock.types import WorkerId
 
 SPEED = Speed(

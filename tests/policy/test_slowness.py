@@ -2,6 +2,7 @@
 time.
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -57,7 +58,7 @@ def play(fleet: Fleet, anomalies: Anomalies, windows: int) -> dict[str, list[tup
         now_ns = fleet.window * WINDOW_NS
         for name in fleet.names:
             if share := anomalies.weight(name):
-                anomalies.stepped(name, fleet.step(name, share))
+                anomalies.stepped(name, dataclasses.astuple(fleet.step(name, share)))
         for change in anomalies.tick(now_ns):
             changes.setdefault(change.worker, []).append((now_ns // NS_PER_S, change.standing))
         fleet.window += 1

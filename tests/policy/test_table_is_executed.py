@@ -13,10 +13,10 @@ from penstock.policy.flow import TABLE, Event, RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome
 from penstock.policy.requests import request as request_module
-from penstock.policy.requests.endings import Evict, Settled
+from penstock.policy.requests.request import Evict, Settled
+from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId
 
 S = NS_PER_S

@@ -6,8 +6,15 @@ from scheduled_engine import ScheduledEngine
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import Overloaded
 from penstock.kv.hashing import token_array
-from penstock.schedule.fair_queue import ClassQueue, FairWaitingQueue
-from penstock.schedule.order import AgeingQueue, FCFSQueue, aged_order, by_class, waiting_queue
+from penstock.schedule.queue import (
+    AgeingQueue,
+    ClassQueue,
+    FairWaitingQueue,
+    FCFSQueue,
+    aged_order,
+    by_class,
+    waiting_queue,
+)
 from penstock.schedule.request import Request
 from penstock.types import RequestId, SamplingParams
 

@@ -11,9 +11,9 @@ import pytest
 from penstock.clock import ManualClock
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher, token_array
-from penstock.schedule.limits import BatchLimits
-from penstock.schedule.order import FCFSQueue
+from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import Sampled, StepPlan, StepResult
+from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.types import RequestId, SamplingParams

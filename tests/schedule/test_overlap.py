@@ -4,7 +4,7 @@ import pytest
 from scheduled_engine import ScheduledEngine
 
 from penstock.kv.hashing import token_array
-from penstock.schedule.limits import GROW_AFTER_STEPS, StepCap
+from penstock.schedule.batch import GROW_AFTER_STEPS, StepCap
 from penstock.types import FinishReason, RequestId
 
 
@@ -218,3 +218,25 @@ def test_the_cap_grows_again_when_memory_was_enough_for_a_while() -> None:
     assert cap.tokens == 64
     assert not cap.step_failed(1)
     assert cap.tokens == 1
+
+
+def test_prompts_wait_with_the_row_that_waits_for_memory() -> None:
+    """A row that decodes needs a block and there is none: the step in flight ends before one gives way. No
+    prompt takes a part of the plan in between.
+    """
+    engine = ScheduledEngine(
+        num_blocks=12, step_tokens=5, max_running=4, max_model_len=192, overlap=True, prefix_cache=False
+    )
+    engine.submit("waits", [0] * 16, max_tokens=96)
+    engine.submit("decodes", [1] * 13, max_tokens=96)
+    while len(engine.got["decodes"]) < 2:
+        engine.step()
+    engine.submit("prompt", [2] * 99, max_tokens=8)
+    waits, decodes, prompt = (engine.requests[name] for name in ("waits", "decodes", "prompt"))
+    rows = {waits.row, decodes.row}
+    while rows <= (planned := {work.row for work in engine.plans[-1].work}):
+        engine.step()
+    assert prompt.num_computed < prompt.num_prompt, "it still computes its prompt"
+    assert planned == {decodes.row}
+    engine.run()
+    assert set(engine.ends) == {"waits", "decodes", "prompt"}

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import Overloaded
 from penstock.kv.hashing import token_array
-from penstock.schedule.order import FCFSQueue
+from penstock.schedule.queue import FCFSQueue
 from penstock.schedule.request import Request
 from penstock.types import RequestId, SamplingParams
 

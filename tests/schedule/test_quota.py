@@ -4,8 +4,8 @@ import pytest
 
 from penstock.errors import KVQuotaExceeded
 from penstock.kv.hashing import token_array
-from penstock.schedule.block_share import PARKED_MAX, KVQuota
 from penstock.schedule.request import Request
+from penstock.schedule.shares import PARKED_MAX, KVQuota
 from penstock.types import RequestId, SamplingParams
 
 

@@ -7,12 +7,11 @@ from scheduled_engine import ScheduledEngine
 
 from penstock.errors import KVQuotaExceeded
 from penstock.kv.cache.block_pool import BlockPool
-from penstock.kv.cache.prefix_cache import BlockTable
+from penstock.kv.cache.manager import BlockTable
 from penstock.kv.hashing import BlockHash, token_array
-from penstock.schedule.block_share import PRIOR_TOKENS, RISE, AdmissionReserve, OutputEstimate, VictimChoice
-from penstock.schedule.fair_queue import ClassQueue
-from penstock.schedule.order import FCFSQueue, by_class
+from penstock.schedule.queue import ClassQueue, FCFSQueue, by_class
 from penstock.schedule.request import Request
+from penstock.schedule.shares import PRIOR_TOKENS, RISE, AdmissionReserve, OutputEstimate, VictimChoice
 from penstock.types import RequestId, SamplingParams
 
 

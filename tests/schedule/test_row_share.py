@@ -11,10 +11,9 @@ from scheduled_engine import ScheduledEngine
 from penstock.config.engine_settings import EngineSettings
 from penstock.kv.hashing import token_array
 from penstock.schedule.batch import Batch
-from penstock.schedule.order import waiting_queue
-from penstock.schedule.queue import WaitingQueue
+from penstock.schedule.queue import WaitingQueue, waiting_queue
 from penstock.schedule.request import Request, Status
-from penstock.schedule.row_share import TURN_TOKENS, RowShare
+from penstock.schedule.shares import TURN_TOKENS, RowShare
 from penstock.types import BLOCK_TOKENS, RequestId, SamplingParams
 
 LONG = 400

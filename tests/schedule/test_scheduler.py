@@ -6,7 +6,7 @@ from scheduled_engine import STEP_NS, ScheduledEngine
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong, InvalidRequest, Overloaded
 from penstock.kv.hashing import token_array
-from penstock.schedule.limits import BatchLimits
+from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, Sampled, StepPlan, StepResult
 from penstock.schedule.request import Request
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage

@@ -16,8 +16,8 @@ from scheduled_engine import ScheduledEngine
 from penstock import rng
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong, KVQuotaExceeded
-from penstock.schedule.order import waiting_queue
 from penstock.schedule.plan import RequestOutput
+from penstock.schedule.queue import waiting_queue
 from penstock.schedule.request import Status
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId
 

@@ -13,7 +13,7 @@ from penstock.policy.queueing.capacity import WorkerCapacity
 from penstock.policy.queueing.fair_queue import FairQueue
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.tenant import Tenant
-from penstock.schedule.fair_queue import ClassQueue
+from penstock.schedule.queue import ClassQueue
 from penstock.sim.checks import case
 from penstock.sim.checks.case import Case, CaseShape, failure, run_case
 from penstock.sim.traffic.prompts import BlockNames

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointError, ConfigError
-from penstock.planning.roofline import ACCELERATORS, MODELS, Placed, Roofline, accelerator, model_shape
+from penstock.planning.roofline import (
+    ACCELERATORS,
+    MODELS,
+    CostFloor,
+    Efficiency,
+    Placed,
+    Roofline,
+    accelerator,
+    model_shape,
+)
 from penstock.planning.step_time import StepShape
 
 BILLIONS = {
@@ -45,6 +54,48 @@ def test_a_long_prompt_is_bound_by_arithmetic() -> None:
     placed = Placed(model=MODELS["8b"], device=accelerator("h100"))
     memory, compute, _ = Roofline(placed).parts_ns(StepShape(0, 1, 8192, 8192, 8192 * 8193 // 2))
     assert compute > 5 * memory
+
+
+def fleet_cost(floor: CostFloor, law: Roofline, *batches: int) -> float:
+    """How many times the floor a fleet costs of which each worker runs steps of this batch for as long as the
+    slowest, an empty one none.
+    """
+    shapes = [StepShape(rows, 0, 0, rows * 500) for rows in batches if rows]
+    for shape in shapes:
+        floor.count(shape)
+    return len(batches) * max(map(law.step_ns, shapes)) / floor.floor_ns
+
+
+def test_a_full_fleet_costs_less_than_twice_its_floor_and_a_half_empty_one_more() -> None:
+    placed = Placed(model=MODELS["8b"], device=accelerator("h100"))
+    law = Roofline(placed)
+
+    def floor() -> CostFloor:
+        return CostFloor(placed, rows=64, kv_tokens=64 * 500)
+
+    assert 1 < fleet_cost(floor(), law, 64, 64) < 2
+    assert fleet_cost(floor(), law, 64, 0) > 2
+    assert fleet_cost(floor(), law, 16, 16) > 2
+    full = floor()
+    full.count(StepShape(64, 0, 0, 64 * 500))
+    assert full.memory_ns == pytest.approx(full.floor_ns), "a full step of decoding is what memory needs"
+    assert full.memory_ns / law.step_ns(StepShape(64, 0, 0, 64 * 500)) == pytest.approx(0.73, abs=0.05), "MBU"
+
+
+@given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 4), st.integers(1, 2000)), min_size=1))
+def test_no_step_is_faster_than_its_floor(steps: list[tuple[int, int, int]]) -> None:
+    """Not even on a device that reaches all of its data sheet."""
+    placed = Placed(model=MODELS["30b-a3b"], device=accelerator("h100"))
+    ideal = Roofline(placed, Efficiency(memory=1, compute=1))
+    floor, took = CostFloor(placed, rows=64, kv_tokens=10**5), 0.0
+    for decoding, prompts, length in steps:
+        shape = StepShape(decoding, prompts, prompts * length, (decoding + prompts) * length)
+        if decoding + prompts:
+            took += max(ideal.parts_ns(shape)[:2])
+            floor.count(shape)
+    assert floor.floor_ns <= took * (1 + 1e-9)
+    floor.count(StepShape(0, 0, 0, 0))
+    assert floor.floor_ns <= took * (1 + 1e-9), "a step without work costs nothing"
 
 
 shapes = st.builds(

@@ -8,8 +8,7 @@ import pytest
 from penstock.config.routing import RoutingConfig
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
-from penstock.policy.placement_terms import PlacementTerms
-from penstock.policy.queueing.terms import QueueTerms
+from penstock.policy.terms import PlacementTerms, QueueTerms
 from penstock.sim.report.html import compare_page, report_page
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import find, run_scenario

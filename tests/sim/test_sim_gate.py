@@ -7,7 +7,7 @@ from sim_gate import GATED, MARGINS, QUICK, Baseline, judge, measure, read_basel
 
 from penstock.config.routing import RoutingConfig
 from penstock.config.tree import Config
-from penstock.policy.placement_terms import PlacementTerms, WeightedTerms
+from penstock.policy.terms import PlacementTerms, WeightedTerms
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.setup import Knobs
 

@@ -5,11 +5,14 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
 import sim_load
 from sim_load import poisson
 
 from penstock.clock import NS_PER_S
-from penstock.policy.record import Outcome
+from penstock.config.ledger import PricesConfig
+from penstock.config.tree import Config
+from penstock.policy.record import Outcome, UsageRecord
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 SMALL = WorldSpec(pools=(PoolSpec(count=2),))
@@ -61,6 +64,35 @@ def test_the_number_of_workers_follows_its_schedule_and_no_stream_is_lost() -> N
     assert {record.outcome for record in result.records} == {Outcome.FINISHED}
     assert {record.worker for record in result.records} == {"model-0", "model-1", "model-2", "model-3"}
     assert len(world.members) == 1
+
+
+def test_the_workers_bill_is_requests_idle_reserve_and_platform() -> None:
+    """Workers come and go with and without work, clients leave: price * wall seconds of every worker."""
+    schedule = ((2 * NS_PER_S, 1), (4 * NS_PER_S, 3), (6 * NS_PER_S, 1))
+    config = Config(prices=PricesConfig(accelerators={"*": 3600.0}))  # A millionth is a microsecond.
+    spec = replace(SMALL, config=config, pools=(PoolSpec(count=2, schedule=schedule),))
+    world = World(spec, poisson(2, 10, 9, output=400, cancel_at_ns=3 * NS_PER_S))
+    billed = Billed(world)
+    result = world.run()
+    found = world.gateways[0].meters.costs(result.virtual_ns)["model"]
+    assert found.busy + found.idle + found.reserve == pytest.approx(result.counters.ready_ns / 1000, rel=1e-3)
+    assert found.charged == sum(record.accelerator_cost_micros for record in billed.records)
+    assert 0 <= found.busy - found.charged <= len(billed.records)
+    assert min(found.charged, found.idle, found.reserve) > 0
+
+
+class Billed:
+    """Takes the ledger's lines, and passes nothing on."""
+
+    def __init__(self, world: World) -> None:
+        self.records = list[UsageRecord]()
+        world.watcher = self
+
+    def billed(self, record: UsageRecord) -> None:
+        self.records.append(record)
+
+    def __getattr__(self, name: str):
+        return lambda *_: None
 
 
 def test_clients_leave_before_and_after_their_first_token() -> None:

@@ -14,7 +14,7 @@ from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.tree import LogConfig
 from penstock.policy.placement.pick import Choice, ComplexityChoice, Decision, explain
 from penstock.policy.placement.score import RequestFacts, WorkerFacts
-from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.terms import PlacementTerms
 from penstock.telemetry import decision_files
 from penstock.telemetry.decision_files import KEPT_S, DecisionFiles, DecisionKeeper, Entry
 from penstock.telemetry.log import Log

@@ -1,13 +1,17 @@
 import importlib.util
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.policy.lifecycle.machine_costs import Costs
+from penstock.policy.resilience.probes import ProbeAnswer
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.worker_meters import WorkerFacts
 from penstock.types import FinishReason
 
 GOLDEN = Path(__file__).with_name("golden_metrics.txt")
@@ -61,7 +65,17 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     meters.scrape_failed()
     metrics.placed("m", "ttft", "best")
     metrics.matched("m", 0.5)
+    anomalies = metrics.anomalies()
+    anomalies.probed("m", "m-0", "right", ProbeAnswer(tokens=()), 0.0)
+    anomalies.ejected("m", "slow")
+    anomalies.workers([("m", "m-0", None, 1.0)])
+    anomalies.certain([("m", "slow")])
     metrics.shared_limits(is_away=True, failures=2, num_gateways=3)
+    metrics.accelerator_costs({"m": Costs()})
+    told = [stats(1), msgspec.structs.replace(stats(2), memory_ns=MS)]
+    for each in told:
+        metrics.model("m").engine_stats({"m-0": each})
+    metrics.model("m").worker_facts({"m-0": WorkerFacts("penstock", "f00", "a device")})
     assert exposed_names(metrics) == GOLDEN.read_text().splitlines()
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.clock import ManualClock
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 from penstock.text.chat import ChatTemplate
 from penstock.text.detokenizer import detokenizer
 from penstock.text.tokenizer import Tokenizer

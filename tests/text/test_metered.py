@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.clock import ManualClock
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.text.chat import ChatTemplate
 from penstock.text.sandbox import (

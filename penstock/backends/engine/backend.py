@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, end_streams, nothing
 from penstock.backends.engine.link import Handshake, LinkRefused, WorkerKey, WorkerLink
 from penstock.backends.engine.stream import EngineStream
-from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import Clock, sleep
 from penstock.errors import WorkerUnavailable
 from penstock.kv.events import KVEventBatch, decode_batch

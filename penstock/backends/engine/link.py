@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from penstock.backends.heartbeat import Beat, Heartbeat, HeartbeatTerms
+from penstock.backends.silence import Beat, Heartbeat, HeartbeatTerms
 from penstock.protocol.address import Address, UnixAddress, gateway_mac, is_same, worker_mac
 from penstock.protocol.worker import (
     MAX_FRAME_BYTES,

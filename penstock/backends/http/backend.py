@@ -26,14 +26,14 @@ from penstock.backends.base import (
     end_streams,
     nothing,
 )
-from penstock.backends.heartbeat import HeartbeatTerms
+from penstock.backends.http.address import HttpBackendLimits
 from penstock.backends.http.client import HttpClient, NoConnection
 from penstock.backends.http.dialects.base import Dialect, ServerFacts
 from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
 from penstock.backends.http.fetch import ProbeFailed, fetch
 from penstock.backends.http.handler import Anomaly
-from penstock.backends.http.limits import HttpBackendLimits
 from penstock.backends.http.stream import HttpStream, StreamContext
+from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import ClientError, Overloaded, StreamBroken, WorkerUnavailable
 from penstock.protocol.worker import ModelInfo, Stats

@@ -21,10 +21,9 @@ from typing import Any, cast
 
 import httptools
 
-from penstock.backends.http.address import HttpAddress, reason_of, tls_context
-from penstock.backends.http.gaps import Gaps
+from penstock.backends.http.address import HttpAddress, HttpLimits, reason_of, tls_context
 from penstock.backends.http.handler import IGNORING_HANDLER, FailureKind, HttpFailure, HttpHandler
-from penstock.backends.http.limits import HttpLimits
+from penstock.backends.silence import Gaps
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import ConfigError
 

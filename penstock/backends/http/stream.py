@@ -29,6 +29,7 @@ from penstock.backends.base import (
     fault_of,
     to_text_logprob,
 )
+from penstock.backends.http.address import HttpLimits
 from penstock.backends.http.client import HttpExchange
 from penstock.backends.http.dialects.base import (
     AnswerReader,
@@ -39,7 +40,6 @@ from penstock.backends.http.dialects.base import (
     said_in,
 )
 from penstock.backends.http.handler import Anomaly, FailureKind, HttpFailure
-from penstock.backends.http.limits import HttpLimits
 from penstock.clock import Clock
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.stream import EventReader, EventTooLong

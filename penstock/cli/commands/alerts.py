@@ -28,6 +28,7 @@ EPILOG = """\
 columns:
   objective  availability; ttft and tpot: answers in the promised time (section slo of the configuration)
   5m ... 3d  how many times too fast the error budget burns in that window; -: nothing to count
+  left       of the error budget of three days; below 0: more was missed than may be
 
 exit code: 0 also when alerts fire, 1 no server or no answer, 2 wrong usage
 
@@ -108,10 +109,11 @@ def _span(seconds: int) -> str:
 
 def _table(rows: Sequence[SloRow]) -> Table:
     table = Table("model", "band", "objective", box=None)
-    for head in ("target", *_SHOWN):
+    for head in ("target", *_SHOWN, "left"):
         table.add_column(head, justify="right")
     for row in rows:
         burns = {each.window: "-" if each.burn is None else f"{each.burn:.1f}" for each in row.windows}
         names = (printable(row.model), printable(row.band), row.objective, f"{row.target:.1%}")
-        table.add_row(*names, *(burns[window] for window in _SHOWN))
+        left = "-" if row.budget_left is None else f"{row.budget_left:.0%}"
+        table.add_row(*names, *(burns[window] for window in _SHOWN), left)
     return table

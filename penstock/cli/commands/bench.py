@@ -40,8 +40,8 @@ from penstock.cli.commands.remote import add_remote_flags, connect, no_server, p
 from penstock.cli.console import check_place, screen_beside, write_to
 from penstock.cli.flags import Commands, Help, number
 from penstock.clock import NS_PER_MS, SystemClock, sleep
+from penstock.config.checkpoints import resolve
 from penstock.config.engine_settings import EngineSettings
-from penstock.config.presets import resolve
 from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
 from penstock.errors import ConfigError
 from penstock.planning.step_time import fit, write_steps

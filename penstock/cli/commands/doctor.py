@@ -24,7 +24,7 @@ from penstock.bench.report import cpu_info, cpu_name, installed_version
 from penstock.cli import console
 from penstock.cli.commands.probe import TorchFacts
 from penstock.cli.flags import Commands, Help, default_port, number
-from penstock.config.presets import DEMO_MODELS, REPOSITORY, resolve
+from penstock.config.checkpoints import DEMO_MODELS, REPOSITORY, resolve
 from penstock.errors import CheckpointError, ConfigError, OperatorError
 from penstock.gateway.http.terms import WIRE_LIMITS
 from penstock.models.loadable import check_loads

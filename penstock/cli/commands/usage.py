@@ -26,6 +26,7 @@ from penstock.config.load import load_config
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, LedgerError
 from penstock.policy.limits.price import MICROS
+from penstock.telemetry.costs import COSTS_DIRECTORY, CostAccount, CostSums, Days, account, read_days, summed
 from penstock.telemetry.ledger_recovery import GROUPS, LedgerReader, LedgerRow, Query, Totals
 from penstock.telemetry.ledger_segment import ledger_directory
 
@@ -125,7 +126,82 @@ def _inert(text: str) -> str:
     return f"'{text}" if text[:1] in tuple("=+-@\t\r") else text
 
 
+COST_GROUPS = ("model", "day", "month")
+_PARTS = ("requests", "platform", "idle", "reserve")
+_COST_FIELDS = tuple(name for name in CostAccount.__struct_fields__ if name != "model")
+
+
+def cost_rows(
+    days: Days, by: Sequence[str], since: str, until: str, model: str | None
+) -> list[tuple[tuple[str, ...], CostAccount]]:
+    """The accounts of the machines' cost by group, of the days from `since` to before `until`."""
+    groups = dict[tuple[str, ...], list[CostSums]]()
+    for (day, name), sums in days.items():
+        if since <= day and (not until or day < until) and model in (None, name):
+            facts = {"model": name, "day": day, "month": day[:7]}
+            groups.setdefault(tuple(facts[group] for group in by), []).append(sums)
+    return [(group, account("", summed(parts))) for group, parts in sorted(groups.items())]
+
+
+def costs_as_table(
+    rows: Sequence[tuple[tuple[str, ...], CostAccount]], by: Sequence[str], currency: str
+) -> Fitted:
+    """For people: the bill, what share of it is what, and a million tokens beside its floor."""
+    columns = [Column(head=name, right=False) for name in by]
+    columns.append(Column(head=f"bill {currency}"))
+    columns += [Column(head=name, rank=2 if name == "platform" else 0) for name in _PARTS]
+    columns += [Column(head="per 1M"), Column(head="floor"), Column(head="times", rank=3)]
+    lines = [table_row(*(value or "-" for value in group), *_cost_cells(found)) for group, found in rows]
+    return Fitted(columns, lines)
+
+
+def _cost_cells(found: CostAccount) -> list[str]:
+    shares = [f"{getattr(found, name) / found.bill:.1%}" if found.bill else "-" for name in _PARTS]
+    per_million = [
+        "-" if each is None else f"{each:,.3g}" if each < 1000 else f"{each:,.0f}"
+        for each in (found.per_million, found.floor_per_million, found.over_floor)
+    ]
+    bill = f"{found.bill:,.2f}" if found.bill >= 1 else f"{found.bill:.6f}"
+    return [bill, *shares, *per_million]
+
+
+def _costs(args: argparse.Namespace, directory: Path, currency: str) -> int:
+    """Carry out `penstock usage --cost`."""
+    by = ("model",) if args.by == DEFAULT_GROUPS else args.by
+    if args.tenant is not None or not set(by) <= set(COST_GROUPS):
+        raise ConfigError(
+            f"--cost knows only {', '.join(COST_GROUPS)}: what requests of a tenant, key or adapter cost the "
+            "machines is in the column 'machines' without it"
+        )
+    since, until = ("" if ns is None else _shown(ns)[:10] for ns in (args.since, args.until))
+    rows = cost_rows(read_days(directory / COSTS_DIRECTORY), by, since, until, args.model)
+    if args.format == "table":
+        if rows:
+            _put(args, costs_as_table(rows, by, currency))
+        else:
+            note = f"no cost of machines in {directory}; prices.accelerators says what they cost"
+            console.err().print(note, style="dim", markup=False)
+        return 0
+    dicts = [
+        dict(zip(by, group, strict=True)) | {name: getattr(found, name) for name in _COST_FIELDS}
+        for group, found in rows
+    ]
+    if args.format == "json":
+        document = {"currency": currency, "rows": dicts}
+        _put(args, (msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"))
+        return 0
+    if args.format == "parquet":
+        raise ConfigError("--cost has the formats table, csv and json")
+    out = io.StringIO()
+    writer = csv.DictWriter(out, (*by, *_COST_FIELDS), lineterminator="\r\n")
+    writer.writeheader()
+    writer.writerows(dicts)
+    _put(args, out.getvalue().encode())
+    return 0
+
+
 FORMATS = ("table", "csv", "json", "parquet")
+DEFAULT_GROUPS = ("tenant", "model", "day")
 _UNITS_S = {"h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 DESCRIPTION = """\
@@ -143,7 +219,12 @@ times for --since and --until:
   2026-11-21, 2026-11-21T08:00, 2026-11-21T08:00+02:00 (without a zone: UTC), or ago: 24h, 7d, 4w
 
 columns:
-  requests, and of these those that failed (or were cancelled, or dropped from the queue); prompt
+  with --cost (where prices.accelerators says what a machine costs an hour): the bill, and what
+  share of it requests paid, was the platform's (probes, attempts that lost, workers that died),
+  idle, or reserve (machines that start, load or are out of service); what a million tokens cost,
+  and what they would cost in full batches on these machines
+
+  else requests, and of these those that failed (or were cancelled, or dropped from the queue); prompt
   tokens, and of these those from the prefix cache; generated tokens; cost by the price list; what
   the machines cost meanwhile, where they have a price
 
@@ -153,6 +234,7 @@ examples:
   penstock usage
   penstock usage --by tenant --since 2026-11-01 --until 2026-12-01
   penstock usage --by day,outcome --tenant acme --since 7d
+  penstock usage --cost --by model,day --since 7d
   penstock usage --by month,tenant,key --format csv > usage.csv
   penstock usage --format parquet -o usage.parquet"""
 
@@ -170,7 +252,7 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument(
         "--by",
         type=_groups,
-        default=("tenant", "model", "day"),
+        default=DEFAULT_GROUPS,
         metavar="GROUPS",
         help='sum up by these, with commas; "" for one total (default: tenant,model,day)',
     )
@@ -178,6 +260,11 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
         "--since", type=_time, metavar="TIME", help="ended then or later (default: all there is)"
     )
     parser.add_argument("--until", type=_time, metavar="TIME", help="ended before")
+    parser.add_argument(
+        "--cost",
+        action="store_true",
+        help="say where the machines' money went instead, by model, day or month (default: model)",
+    )
     parser.add_argument("--tenant", metavar="NAME", help="this tenant's only")
     parser.add_argument("--model", metavar="NAME", help="answers of this model only")
     parser.add_argument(
@@ -204,6 +291,8 @@ def run(args: argparse.Namespace) -> int:
     directory = Path(args.directory) if args.directory else ledger_directory(config.ledger, os.environ)
     if args.format == "parquet" and not args.output and sys.stdout.isatty():
         raise ConfigError("--format parquet is not for terminals: name a file with -o")
+    if args.cost:
+        return _costs(args, directory, config.prices.currency)
     where = {name: value for name in ("tenant", "model") if (value := getattr(args, name)) is not None}
     query = Query(by=args.by, since_ns=args.since, until_ns=args.until, where=where)
     with LedgerReader(directory) as reader:
@@ -220,20 +309,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, rows: list[LedgerRow], currency: str) -> None:
-    if args.format == "table" and not args.output:
-        if rows:
-            console.out().print(as_table(rows, args.by, currency))
-        return
     if args.format == "parquet":
-        data = as_parquet(rows, args.by)
+        _put(args, as_parquet(rows, args.by))
     elif args.format == "csv":
-        data = as_csv(rows, args.by).encode()
+        _put(args, as_csv(rows, args.by).encode())
     elif args.format == "json":
-        data = as_json(rows, args.by).encode()
+        _put(args, as_json(rows, args.by).encode())
+    elif rows or args.output:
+        _put(args, as_table(rows, args.by, currency))
+
+
+def _put(args: argparse.Namespace, found: Fitted | bytes) -> None:
+    """Write it where it is wanted.
+
+    Raises:
+        LedgerError: the file cannot be written.
+    """
+    if isinstance(found, bytes):
+        data = found
     else:
         screen = console.out()
+        if not args.output:
+            screen.print(found)
+            return
         with screen.capture() as capture:
-            screen.print(as_table(rows, args.by, currency))
+            screen.print(found)
         data = capture.get().encode()
     if not args.output:
         sys.stdout.buffer.write(data)

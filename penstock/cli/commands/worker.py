@@ -16,9 +16,9 @@ from penstock.cli.flags import Commands, Help, number, size
 from penstock.cli.wiring.progress import loading_display
 from penstock.cli.wiring.signals import on_signal
 from penstock.clock import Clock, SystemClock
+from penstock.config.checkpoints import resolve, served_name
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.machine import is_loopback
-from penstock.config.presets import resolve, served_name
 from penstock.config.tree import MODEL_LEN_MIN, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.base import WorkerSpec

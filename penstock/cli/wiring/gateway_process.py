@@ -22,8 +22,8 @@ from penstock.backends.http.backend import BackendDependencies
 from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, wait_for_attached
 from penstock.cli.wiring.progress import FleetLog
 from penstock.clock import SystemClock
+from penstock.config.checkpoints import with_members
 from penstock.config.fleet import WorkerConfig
-from penstock.config.presets import with_members
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.members import Attached, DesiredWorker, Members

@@ -26,6 +26,7 @@ from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import OperatorError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
+from penstock.gateway.api.recent import RecentRequests
 from penstock.gateway.identity.tenancy import Tenancy
 from penstock.gateway.shared.local_store import LeaseServer
 from penstock.protocol.peers import (
@@ -36,6 +37,7 @@ from penstock.protocol.peers import (
     Done,
     EndedRequests,
     Happened,
+    LatestRequests,
     LookAt,
     ModelNumbers,
     Order,
@@ -53,7 +55,7 @@ from penstock.telemetry.audit import AuditEvent, Notes
 from penstock.telemetry.counts import decode_rows
 from penstock.telemetry.log import Log
 from penstock.telemetry.pages import lasting, merged
-from penstock.telemetry.watch import Watch
+from penstock.telemetry.watch import Tail, Watch, no_tail
 
 COMMAND = (sys.executable, "-m", "penstock.cli.wiring.gateway_process")
 RESTARTS_MAX = 10
@@ -119,8 +121,10 @@ class ProcessStats:
 class GatewayProcesses:
     """`start` takes the sockets, `open` starts the processes, `stop` drains them, `kill` leaves nothing."""
 
-    def __init__(self, config: Config, clock: Clock, log: Log, *, hash_key: bytes) -> None:
-        """`hash_key` is what the launched workers name their KV blocks with.
+    def __init__(
+        self, config: Config, clock: Clock, log: Log, *, hash_key: bytes, tail: Tail = no_tail
+    ) -> None:
+        """`hash_key` is what the launched workers name their KV blocks with; `tail` gives their last lines.
 
         Raises:
             ConfigError: the keys file cannot be read, or does not go with the tiers.
@@ -129,7 +133,8 @@ class GatewayProcesses:
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-gateways-")  # Mode 0700.
         self._path = f"{self._directory.name}/parent.sock"
         self._stats, self._children = ProcessStats(), set[asyncio.StreamWriter]()
-        self._watch = Watch(config, clock, log, lambda: self._stats.sum().metrics)
+        self._watch = Watch(config, clock, log, lambda: self._stats.sum().metrics, tail)
+        self._recent = RecentRequests(clock)
         self.notes = Notes(clock, self._watch.keep)
         """For the audit trail."""
         self._tenancy = Tenancy(config, clock=clock, log=log, notes=self.notes)
@@ -164,7 +169,7 @@ class GatewayProcesses:
         return self._tenancy.config
 
     async def start(self, listeners: Sequence[socket.socket]) -> None:
-        """Take sockets that listen; connections wait until there is a process."""
+        """Take sockets that listen, and stay their owner's; connections wait until there is a process."""
         self._listeners = list(listeners)
         self._server = await asyncio.start_unix_server(self._hear, self._path)
         self._tenancy.start(follows_provider=False)  # Tokens are read where requests come.
@@ -246,8 +251,6 @@ class GatewayProcesses:
             task.cancel()
         if self._supervisors:
             await asyncio.wait(self._supervisors)
-        for listener in self._listeners:
-            listener.close()
         if self._server is not None:
             self._server.close()
         self._tenancy.stop()
@@ -322,8 +325,10 @@ class GatewayProcesses:
                         self._watch.history.add(decode_rows(message.body))
                     elif isinstance(message, Happened):
                         self._watch.keep(msgspec.json.decode(message.body, type=AuditEvent))
+                    elif isinstance(message, LatestRequests):
+                        self._recent.merge(message.body)
                     elif isinstance(message, LookAt):
-                        writer.write(frame(View(self._watch.look(message))))
+                        writer.write(frame(View(self._look(message))))
                     else:
                         self._stats.record(writer, message)
                         self._told.set()
@@ -333,6 +338,9 @@ class GatewayProcesses:
             self._children.discard(writer)
             self._stats.ended(writer)
             writer.close()
+
+    def _look(self, at: LookAt) -> bytes:
+        return self._recent.encoded(at.before) if at.view == "requests" else self._watch.look(at)
 
     def _pass_on(self, served: ServedTokens, writer: asyncio.StreamWriter) -> None:
         """Tell the other processes; one that does not read for a while misses it."""

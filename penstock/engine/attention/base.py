@@ -18,11 +18,9 @@ whether its prefix was computed now or found in the cache.
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-Int32Array = npt.NDArray[np.int32]
+from penstock.engine.arrays import Int32Array
 
 
 @dataclass(slots=True, frozen=True)

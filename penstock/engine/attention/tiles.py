@@ -9,11 +9,11 @@ from functools import cache
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.base import AttentionBatch, Int32Array
+from penstock.engine.arrays import Int64Array, token_rows
+from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import RowTiles, agreeing_rows, cancelling
 from penstock.engine.layers.rowwise import soft_cap_
@@ -107,16 +107,6 @@ def merge_factors(running: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor, T
     """
     top = torch.maximum(running, logsumexp)
     return top, torch.sub(running, top).exp_(), torch.sub(logsumexp, top).exp_()
-
-
-Int64Array = npt.NDArray[np.int64]
-
-
-def token_rows(num_tokens: Int32Array) -> tuple[Int64Array, Int64Array]:
-    """For every token of the step: its row, and its index within the row's chunk."""
-    rows = np.repeat(np.arange(len(num_tokens)), num_tokens)
-    starts = np.cumsum(num_tokens, dtype=np.int64) - num_tokens
-    return rows, np.arange(len(rows)) - starts[rows]
 
 
 def slot_indices(batch: AttentionBatch, *, slots_per_block: int) -> Int64Array:

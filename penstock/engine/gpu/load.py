@@ -15,6 +15,7 @@ from penstock.clock import Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import EngineConfig
 from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
+from penstock.engine.device_speed import cost_floor, device_name, measured_speed
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of, torch_kernels
 from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.graphs import GraphLimits
@@ -36,11 +37,12 @@ from penstock.engine.memory import (
     plan_host_blocks,
     plan_kv,
 )
+from penstock.engine.weight_check import KeptWeights
 from penstock.errors import ConfigError
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
 from penstock.protocol.worker import ModelInfo
-from penstock.schedule.limits import resolve_max_running
+from penstock.schedule.batch import resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX
 from penstock.types import BLOCK_TOKENS
 
@@ -147,6 +149,7 @@ class _Builder:
         self, name: str, identity: str, spec: DecoderSpec, weights: WeightSource, target: Target
     ) -> None:
         self._name, self._identity, self._spec, self._target = name, identity, spec, target
+        measured_speed(target.platform.device)  # While there is memory for it.
         config = target.config
         self._max_running = resolve_max_running(config.max_running, config.step_tokens)
         # The longest context that may be asked for; what the memory allows may be less.
@@ -157,7 +160,8 @@ class _Builder:
             max_samples=self._max_running + SCORED_TOKENS_MAX,
             max_model_len=self._limits.max_model_len,
         )
-        self._decoder = Decoder(spec, weights, self._kernels, sizes)
+        self._weights = KeptWeights(weights)
+        self._decoder = Decoder(spec, self._weights, self._kernels, sizes)
         self._dtype = self._decoder.dtype
 
     def budget(self) -> KVBudget:
@@ -192,6 +196,7 @@ class _Builder:
             block_tokens=BLOCK_TOKENS,
             max_running=self._max_running,
             num_host_blocks=num_host_blocks,
+            device=device_name(target.platform.device),
         )
         graphs = GraphLimits(
             max_running=self._max_running,
@@ -205,12 +210,14 @@ class _Builder:
             platform=target.platform,
             ops=target.ops,
             decoder=self._decoder,
+            weights=self._weights.taken,
             cache=cache,
             host=host_store(cache, num_host_blocks),
             attention=self._kernels.attention(cache, self._decoder.rotary),
             limits=limits,
             graphs=graphs,
             clock=target.clock,
+            floor=cost_floor(spec, info, target.platform.device, itemsize=self._dtype.itemsize),
         )
         return DeviceRunner(parts)
 

@@ -13,7 +13,7 @@ from penstock.engine.arrays import Int64Array, float_list, int_list
 from penstock.engine.gpu.platform import Mark, Platform, Staging
 from penstock.engine.gpu.rows import HostRows, HostStep
 from penstock.engine.gpu.step import Drawn, RowState, StepBuffer, StepLimits
-from penstock.engine.scoring import NOT_NUMBERS
+from penstock.engine.sampler import NOT_NUMBERS
 from penstock.schedule.plan import SCORED_TOKENS_MAX, Forced, Sampled, Scored
 from penstock.types import TokenLogprob
 

@@ -11,6 +11,7 @@ one queue, so a step sees the rows as the step before left them.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from penstock.clock import NS_PER_MS, Clock
 from penstock.engine.decoder import Decoder
-from penstock.engine.gpu.attention import DeviceAttention
 from penstock.engine.gpu.graphs import GraphCache, GraphLimits, StepKind
+from penstock.engine.gpu.layers import DeviceAttention
 from penstock.engine.gpu.ops import Ops
 from penstock.engine.gpu.platform import Platform
 from penstock.engine.gpu.results import DeviceFlight, scored_targets
@@ -30,6 +31,8 @@ from penstock.engine.gpu.worklist import WorkList
 from penstock.engine.host_store import HostStore
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.memory import largest_step
+from penstock.engine.weight_check import WeightCheck
+from penstock.planning.roofline import CostFloor
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.plan import NewRow, RowWork, StepPlan, StepResult
 from penstock.types import RequestId, SamplingParams
@@ -52,12 +55,15 @@ class DeviceParts:
     platform: Platform
     ops: Ops
     decoder: Decoder
+    weights: Callable[[], list[Tensor]]
+    """What the decoder computes with, as it lies in memory."""
     cache: KVCache
     attention: DeviceAttention
     host: HostStore
     limits: StepLimits
     graphs: GraphLimits
     clock: Clock
+    floor: CostFloor
 
 
 class DeviceRunner:
@@ -65,11 +71,12 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def __init__(self, parts: DeviceParts) -> None:
-        self.info = parts.info
+        self.info, self.floor = parts.info, parts.floor
         self.kernels = f"{parts.platform.device.type} {parts.ops.name}"
         """What computes, for people."""
         self.cache = parts.cache
         """Keys and values."""
+        self._weights = parts.weights
         self._host = parts.host
         self._ops, self._decoder, self._attention = parts.ops, parts.decoder, parts.attention
         self._platform, self._limits, self._clock = parts.platform, parts.limits, parts.clock
@@ -136,6 +143,10 @@ class DeviceRunner:
         from penstock.engine.gpu.grammar import DeviceGrammars  # llguidance may not be installed.
 
         self._grammars = DeviceGrammars(tokens, self._state)
+
+    def weight_check(self, clock: Clock) -> WeightCheck:
+        """What looks after its weights in idle time."""
+        return WeightCheck(self._weights(), clock)
 
     def idle(self) -> bool:
         """Use idle time for capturing one graph that was missed. False: there is nothing to do."""

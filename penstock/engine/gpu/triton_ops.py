@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from penstock.engine.gpu.kernels import attention, gate, norm, prepare, rotary, sampler
+from penstock.engine.gpu.kernels import attention, layers, prepare, sampler
 from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Partials
 from penstock.engine.gpu.step import (
     NUM_CHUNKS,
@@ -102,7 +102,7 @@ class TritonOps:
         self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor, *, add: bool
     ) -> None:
         block = next_power_of_2(x.shape[1])
-        norm.norm[(x.shape[0],)](
+        layers.norm[(x.shape[0],)](
             residual, x, weight, out, x.shape[1], eps, BLOCK=block, ADD=add,
             num_warps=min(max(block // 512, 1), 16)
         )  # fmt: skip
@@ -117,7 +117,7 @@ class TritonOps:
 
     def _gate(self, gate_up: Tensor, out: Tensor, *, gelu: bool) -> None:
         num_tokens, size = out.shape
-        gate.gate_mul[(num_tokens, -(-size // _GATE_BLOCK))](
+        layers.gate_mul[(num_tokens, -(-size // _GATE_BLOCK))](
             gate_up, out, size, BLOCK=_GATE_BLOCK, GELU=gelu, num_warps=4
         )
 
@@ -128,7 +128,7 @@ class TritonOps:
         table, norms = rotation.table, rotation.norms
         q_norm, k_norm = norms if norms is not None else (table.cos, table.cos)
         grid = (qkv.shape[0], -(-qkv.shape[1] // _HEADS_PER_PROGRAM))
-        rotary.rotate_store[grid](
+        layers.rotate_store[grid](
             qkv, q, cache.tensor, step.inputs.slots, step.inputs.positions, table.cos, table.sin, q_norm,
             k_norm, layer, rotation.eps, NUM_HEADS=q.shape[1], KV_HEADS=cache.num_kv_heads,
             HEAD_DIM=cache.head_dim, DIM=next_power_of_2(cache.head_dim), ROTARY_DIM=table.rotary_dim,

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.arrays import Int64Array
-from penstock.engine.attention.base import AttentionBatch, Int32Array
+from penstock.engine.arrays import Int32Array, Int64Array
+from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rotary import rotary_angles
@@ -188,6 +188,7 @@ class NativeDecoder:
         head = packer.head(embedding if spec.tied_head else weights.take_parts("head")[0])
         # A tied table is not kept twice: rows are read back out of the packed head, unless that was rounded.
         self._kept += [layers, head, cache.tensor]
+        self._cache = cache.tensor
         reads_head = spec.tied_head and head.kind is not Type.I8
         kernels.advise_huge(cache.tensor.data_ptr(), cache.tensor.nbytes)
         self._struct = PsDecoder(
@@ -228,6 +229,16 @@ class NativeDecoder:
             ),
         )  # fmt: skip
         return logits
+
+    def weights(self) -> list[Tensor]:
+        """What it computes with, as it lies in memory."""
+        found = list[Tensor]()
+        for each in self._kept:
+            if isinstance(each, PackedWeight):
+                found += each.tensors
+            elif isinstance(each, Tensor) and each is not self._cache:
+                found.append(each)
+        return found
 
     @contextmanager
     def rehearsing(self) -> Generator[None]:

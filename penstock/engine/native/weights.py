@@ -86,12 +86,13 @@ class PackedWeight:
         self.struct = struct
         self.kind = kind
         self.n, self.k = int(struct.n), int(struct.k)
-        self._tensors = tensors  # What the struct points into.
+        self.tensors = tensors
+        """What the struct points into."""
 
     @property
     def num_bytes(self) -> int:
         """Memory that the weight takes, which is what a product with one row reads."""
-        return sum(tensor.nbytes for tensor in self._tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def exact(weight: Tensor, bias: Tensor | None = None) -> Matrix:

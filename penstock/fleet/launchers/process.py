@@ -29,14 +29,14 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
 
-from penstock.clock import NS_PER_S, Clock
+from penstock.clock import NS_PER_MS, NS_PER_S, Clock
 from penstock.protocol.address import REAL_RUNNER, Address, TcpAddress, UnixAddress, WorkerLaunch
 
 
@@ -246,6 +246,8 @@ def environment_of(threads: int) -> dict[str, str]:
 
 LOG_BYTES_MAX = 8 * 1024 * 1024
 """Of one worker, unless somebody says otherwise."""
+SHOWN_LINES, SHOWN_CHARS_MAX, SHOWN_WORKERS_MAX = 200, 500, 512
+"""Of a worker's lines in memory: how many, how long, of how many workers."""
 
 
 class LogFile:
@@ -283,21 +285,52 @@ def stderr_line(line: str) -> None:
 
 
 @dataclass(slots=True, frozen=True)
+class LogLine:
+    """One line of a worker."""
+
+    at_ms: int
+    """Since the Unix epoch."""
+    text: str
+
+
+class WorkerTails:
+    """The last lines of every worker that is launched here, for people who look from elsewhere."""
+
+    def __init__(self) -> None:
+        self._tails: dict[str, deque[LogLine]] = {}
+
+    def of(self, name: str) -> tuple[LogLine, ...] | None:
+        """One worker's, oldest first; None: it was not launched here."""
+        tail = self._tails.get(name)
+        return None if tail is None else tuple(tail)
+
+    def begin(self, name: str) -> deque[LogLine]:
+        """Where a worker's lines go; those of a worker of this name before are kept."""
+        tail = self._tails.setdefault(name, deque(maxlen=SHOWN_LINES))
+        if len(self._tails) > SHOWN_WORKERS_MAX:
+            del self._tails[next(iter(self._tails))]
+        return tail
+
+
+@dataclass(slots=True, frozen=True)
 class WorkerLogs:
     """Who hears the lines that workers print, and where they are kept beside that."""
 
     say: Callable[[str], None] = stderr_line
     directory: Path | None = None
     """With a file for each worker; None: nowhere."""
+    tails: WorkerTails = field(default_factory=WorkerTails)
 
     def of(self, name: str, clock: Clock) -> Callable[[str], None]:
         """Takes one worker's lines."""
-        if self.directory is None:
-            return self.say
-        file = LogFile(self.directory, name, clock)
+        file = None if self.directory is None else LogFile(self.directory, name, clock)
+        tail = self.tails.begin(name)
 
         def log(line: str) -> None:
-            file.write(line)
+            if file is not None:
+                file.write(line)
+            shown = line.removeprefix(f"[{name}] ")[:SHOWN_CHARS_MAX]
+            tail.append(LogLine(clock.wall_ns() // NS_PER_MS, shown))
             self.say(line)
 
         return log

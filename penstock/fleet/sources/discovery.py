@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.clock import Clock
+from penstock.config.checkpoints import served_name
 from penstock.config.fleet import DiscoverConfig, WorkerConfig
-from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
 from penstock.fleet.members import Attached, BackendDependencies, Members, worker_id_at
 from penstock.fleet.sources.dns import DnsSource, lookup_for

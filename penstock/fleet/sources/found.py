@@ -7,12 +7,12 @@ The workers that the configuration names: replicas to launch, and workers at add
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from penstock.backends.heartbeat import HeartbeatTerms
 from penstock.backends.http.backend import BackendDependencies
+from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import Clock
+from penstock.config.checkpoints import served_name
 from penstock.config.engine_settings import EngineSettings, share_of
 from penstock.config.fleet import DiscoverConfig, WorkerConfig, WorkerTraits
-from penstock.config.presets import served_name
 from penstock.config.tree import ModelConfig
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
 from penstock.fleet.members import Attached, DesiredWorker, Launched, Members, worker_id_at

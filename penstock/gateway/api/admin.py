@@ -3,9 +3,9 @@
 They want an admin key; a tenant's ordinary key is refused.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, get_args
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 import msgspec
 
@@ -15,7 +15,7 @@ from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.api.feed import ServerLine
-from penstock.gateway.api.inspect import Inspect, answer
+from penstock.gateway.api.inspect import Inspect, answer, query_of, whole_number
 from penstock.gateway.api.job import ANSWER_IDS
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.worker_trails import WorkerTrails
@@ -24,6 +24,7 @@ from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.placement.pick import explain, explain_choice, without_waits
+from penstock.policy.resilience.anomalies import Anomalies
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
 from penstock.protocol.peers import LookAt, ModelNumbers, Sum
 from penstock.telemetry.audit import LISTED_MAX, Kind
@@ -83,8 +84,12 @@ class Admin:
         left_alone = dict[WorkerId, str]()
         for model in self._services.models:
             left_alone |= self._services.dispatcher.left_alone(model.name)
+        anomalies = self._services.dispatcher.anomalies
         workers = [
-            _worker(worker, now_ns, wall_ns, left_alone.get(worker.id, "")) for worker in self._registry
+            _worker(
+                worker, now_ns, wall_ns, left_alone.get(worker.id, ""), anomalies, self._inspect.mbu(worker)
+            )
+            for worker in self._registry
         ]
         return FleetReport(
             version=__version__,
@@ -93,8 +98,8 @@ class Admin:
         )
 
     async def requests(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /admin/requests`: the last requests that ended in this gateway process, newest first."""
-        answer(exchange, {"requests": self._services.recent.latest()})
+        """`GET /admin/requests`: the last requests that ended, newest first."""
+        answer(exchange, {"requests": (await self._services.all_requests.look()).latest()})
 
     async def request(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/requests/{id}`: one of them, by its `x-request-id` or the id of its answer, and what
@@ -104,11 +109,11 @@ class Admin:
             NotFound: it is not known, or not any more.
         """
         name = unquote(exchange.path.removeprefix(REQUESTS))
-        ended = self._services.recent.find(name)
+        ended = await self._services.all_requests.find(name)
         body = await self._decided(name)
         if ended is None and len(body) == 1 and not body["decisions"]:
             raise NotFound(
-                f"No request {name[:128]!r} is known to this gateway process (any more).",
+                f"No request {name[:128]!r} is known (any more).",
                 code="unknown_request",
             )
         answer(exchange, {"request": ended, **body})
@@ -121,7 +126,7 @@ class Admin:
         Raises:
             InvalidRequest: `seconds` is no whole number of them.
         """
-        query = dict(parse_qsl(exchange.head.query[:1024]))
+        query = query_of(exchange)
         seconds = whole_number(query, "seconds", RECENT_S, least=1, most=DAY_S)
         await self._show(exchange, LookAt("history", seconds))
 
@@ -140,7 +145,7 @@ class Admin:
         Raises:
             InvalidRequest: a part of the query is not what it should be.
         """
-        query = dict(parse_qsl(exchange.head.query[:1024]))
+        query = query_of(exchange)
         kind = query.get("kind", "")
         if kind and kind not in get_args(Kind):
             message = f"Invalid value for 'kind': expected one of {', '.join(get_args(Kind))}."
@@ -193,16 +198,19 @@ class Admin:
 
     async def worker(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/workers/{id}/history`: a worker's last 15 minutes by five seconds, as this gateway
-        process saw it: output tokens per second, requests, share of KV blocks in use. The id may hold
-        slashes.
+        process saw it: output tokens per second, requests, share of KV blocks in use; `/log`: the last lines
+        that it printed, if this server launched it, else null. The id may hold slashes.
 
         Raises:
             NotFound: there is no such worker, or nothing of that name about it.
         """
         shown, _, what = exchange.path.removeprefix(WORKERS).rstrip("/").rpartition("/")
         worker_id = WorkerId(unquote(shown))
+        if what == "log" and shown:
+            await self._show(exchange, LookAt("log", about=worker_id))
+            return
         if what != "history" or not shown:
-            raise NotFound("Unknown path. There is /history of a worker.", code="unknown_path")
+            raise NotFound("Unknown path. There are /history and /log of a worker.", code="unknown_path")
         found = self._trails.of(worker_id)
         if found is None:
             raise NotFound(f"Nothing is known of a worker {worker_id[:128]}.", code="unknown_worker")
@@ -277,19 +285,6 @@ def _names(name: str) -> list[RequestId]:
     return [RequestId(prefix + own) for prefix in (*ANSWER_IDS, "req-")] if own else [RequestId(name)]
 
 
-def whole_number(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
-    """A number of a query.
-
-    Raises:
-        InvalidRequest: it is something else.
-    """
-    text = query.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) <= 16 and least <= int(text) <= most):
-        message = f"Invalid value for {name!r}: expected a whole number from {least} to {most}."
-        raise InvalidRequest(message, param=name, code="invalid_value")
-    return int(text)
-
-
 def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
     return ModelReport(
         name=model.name,
@@ -301,9 +296,16 @@ def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:
     )
 
 
-def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str) -> WorkerReport:
-    status = worker.backend.status
-    stats = status.stats
+def _worker(
+    worker: Worker,
+    now_ns: int,
+    wall_ns: int,
+    left_alone: str,
+    anomalies: Anomalies,
+    mbu: float | None,
+) -> WorkerReport:
+    status, watched = worker.backend.status, anomalies.get(worker.id)
+    stats, slowness = status.stats, anomalies.slowness(worker.id)
     return WorkerReport(
         id=worker.id,
         model=worker.route,
@@ -311,6 +313,9 @@ def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str) -> Worke
         state=worker.state.value,
         stage=worker.stage,
         left_alone=left_alone,
+        standing=watched.standing.value if watched is not None else "",
+        slowness=None if slowness is None else round(slowness, 3),
+        probe=watched.verdict if watched is not None else "",
         epoch=worker.epoch,
         address=worker.address,
         identity=status.info.identity if status.info is not None else "",
@@ -322,6 +327,8 @@ def _worker(worker: Worker, now_ns: int, wall_ns: int, left_alone: str) -> Worke
         age_s=round((now_ns - worker.heard_ns) / NS_PER_S, 3) if worker.heard_ns else None,
         adapters=sorted(status.adapters.served),
         adapters_loaded=sorted(status.adapters.loaded),
+        device=status.info.device if status.info is not None else "",
+        mbu=mbu if mbu is None else round(mbu, 3),
         restarts=status.restarts,
         notes=worker.notes(wall_ns),
     )

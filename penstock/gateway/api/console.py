@@ -50,7 +50,7 @@ class Console:
         self.watchers = Feed(
             admin.look,
             lambda caller: inspect.own_status(caller.tenant),
-            services.recent,
+            services.all_requests,
             services.config.admission,
             clock=services.clock,
             log=services.log,

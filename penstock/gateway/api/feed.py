@@ -21,7 +21,7 @@ import msgspec
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock, sleep
 from penstock.config.routing import AdmissionConfig
 from penstock.errors import Overloaded
-from penstock.gateway.api.recent import EndedRequest, RecentRequests
+from penstock.gateway.api.recent import AllRequests, EndedRequest, RecentRequests
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.identity.tenants import Caller
 from penstock.protocol.fleet import FleetReport, WorkerReport
@@ -85,7 +85,7 @@ class Feed:
         self,
         look: Look,
         look_own: LookOwn,
-        recent: RecentRequests,
+        recent: AllRequests,
         promises: AdmissionConfig,
         *,
         clock: Clock,
@@ -149,9 +149,10 @@ class Feed:
             watcher.exchange.end()
         if any(watcher.caller.sees_all for watcher in self._watchers):
             await self._tell_fleet()
+        recent = await self._recent.look()
         for watcher in list(self._watchers):
             if not watcher.exchange.is_behind:
-                self._tell_requests(watcher)
+                self._tell_requests(watcher, recent)
 
     async def _tell_fleet(self) -> None:
         server, report = await self._look()
@@ -175,15 +176,15 @@ class Feed:
             else:
                 watcher.exchange.write(delta)
 
-    def _tell_requests(self, watcher: _Watcher) -> None:
+    def _tell_requests(self, watcher: _Watcher, recent: RecentRequests) -> None:
         tenant = None if watcher.sees_requests else watcher.caller.tenant.id
         if not watcher.caller.sees_all:
             watcher.exchange.write(_event("own", self._look_own(watcher.caller)))
         elif not watcher.sees_requests:
             return
         most = REQUESTS_MAX if watcher.seen else FIRST_REQUESTS_MAX
-        ended: list[EndedRequest] = self._recent.since(watcher.seen, most, tenant)
-        watcher.seen = self._recent.num_ended
+        ended: list[EndedRequest] = recent.since(watcher.seen, most, tenant)
+        watcher.seen = recent.num_ended
         if ended:
             watcher.exchange.write(_event("requests", ended))
 

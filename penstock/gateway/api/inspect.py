@@ -17,7 +17,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
@@ -43,10 +43,12 @@ from penstock.protocol.openai import (
 from penstock.protocol.openai_validate import decoded, parse_tokenize
 from penstock.protocol.peers import ModelNumbers, Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
-from penstock.telemetry.aliases import aliases
+from penstock.telemetry.costs import CostAccount, cost_accounts
 from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
+from penstock.telemetry.pages import aliases
 from penstock.telemetry.watch import free_share
+from penstock.telemetry.worker_meters import WorkerFacts
 from penstock.types import WorkerId
 
 REASONS_MAX = 8
@@ -198,6 +200,8 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     auth: bool
     models: list[ModelState]
     workers: list[WorkerLine]
+    costs: list[CostAccount]
+    """What the machines of each model have cost since the start; empty without `prices.accelerators`."""
 
 
 class Inspect:
@@ -303,6 +307,8 @@ class Inspect:
         """This process's `/metrics` text, as of now."""
         for model in self._services.models:
             self._follow(model)
+        costs = self._services.dispatcher.meters.costs(self._services.clock.now_ns())
+        self._metrics.accelerator_costs(costs)
         self._metrics.streams.set(self._services.dispatcher.num_streams)
         ledger = self._services.config.ledger
         self._metrics.disk_free(free_share(ledger_directory(ledger)) if ledger.enabled else 1.0)
@@ -325,8 +331,13 @@ class Inspect:
             auth=self.auth,
             models=[_state(model, services.clock.wall_ns()) for model in services.models],
             workers=[_line(worker) for model in services.models for worker in model.workers],
+            costs=cost_accounts(numbers.metrics or self.rendered()),
         )
         answer(exchange, status)
+
+    def mbu(self, worker: Worker) -> float | None:
+        """The memory bandwidth utilisation of a worker's last steps; None: it does not tell."""
+        return self._metrics.model(worker.route).mbu(worker.id)
 
     @property
     def uptime_s(self) -> float:
@@ -391,6 +402,14 @@ class Inspect:
         metrics, workers = self._metrics.model(model.name), list(model.workers)
         metrics.workers(worker.state for worker in workers)
         metrics.engine_stats({worker.id: worker.backend.status.stats for worker in workers})
+        facts = ((each.id, each.engine, each.backend.status.info) for each in workers)
+        metrics.worker_facts(
+            {
+                worker: WorkerFacts(engine, info.identity, info.device)
+                for worker, engine, info in facts
+                if info is not None
+            }
+        )
         if (info := model.workers.info) is not None:
             metrics.block_tokens(info.block_tokens)
         restarts = {str(worker.id): worker.backend.status.restarts for worker in workers}
@@ -455,3 +474,21 @@ def _state(model: ServedModel, wall_ns: int) -> ModelState:
 def answer(exchange: Exchange, shape: Any) -> None:  # noqa: ANN401
     """Respond with a shape as JSON."""
     exchange.respond(Response(body=msgspec.json.encode(shape)))
+
+
+def query_of(exchange: Exchange) -> dict[str, str]:
+    """What stands behind the path, as far as anything is asked for there."""
+    return dict(parse_qsl(exchange.head.query[:1024]))
+
+
+def whole_number(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
+    """A number of a query.
+
+    Raises:
+        InvalidRequest: it is something else.
+    """
+    text = query.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) <= 16 and least <= int(text) <= most):
+        message = f"Invalid value for {name!r}: expected a whole number from {least} to {most}."
+        raise InvalidRequest(message, param=name, code="invalid_value")
+    return int(text)

@@ -1,16 +1,20 @@
 """The last requests that have ended, for people who look: `/admin/requests` and the console's feed.
 
-Kept in memory by the process that answered them, and bounded; the ledger has the lasting record. Nothing of a
-prompt or an answer is here.
+Kept in memory by the process that answered them, and bounded; the ledger has the lasting record. Of several
+processes their parent has the last ones of all. Nothing of a prompt or an answer is here.
 """
 
+import contextlib
 from collections import deque
 
 import msgspec
 
 from penstock.clock import NS_PER_MS, Clock
+from penstock.errors import Overloaded
 from penstock.gateway.http.exchange import Ending, Exchange, Served
+from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.requests.request import Request
+from penstock.protocol.peers import LookAt
 from penstock.telemetry.metrics import RequestMeasurement
 
 KEPT_MAX = 2000
@@ -19,6 +23,8 @@ LISTED_MAX = 500
 """Of them, in one answer."""
 NAME_CHARS_MAX = 128
 """Of a model that was asked for, which may be any text."""
+TOLD_MAX = 100
+"""Requests that a process tells the parent at once, every second: of more the newest."""
 
 
 class EndedRequest(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
@@ -63,12 +69,14 @@ class EndedRequest(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
 
 class RecentRequests:
-    """The ring of one gateway process."""
+    """The ring of one gateway process, or of all: the parent of several merges what they tell."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._kept: deque[EndedRequest] = deque(maxlen=KEPT_MAX)
         self.num_ended = 0
+        """The number of the last one."""
+        self._told = 0
 
     def add(self, exchange: Exchange, served: Served, measured: RequestMeasurement) -> None:
         """A request is over."""
@@ -100,6 +108,29 @@ class RecentRequests:
             _describe(found, request)
         self._kept.append(found)
 
+    def take_untold(self) -> bytes:
+        """The last ones that were not taken before, at most `TOLD_MAX`, for `merge` in another process."""
+        told, self._told = self._told, self.num_ended
+        return _encode(self.since(told, TOLD_MAX))
+
+    def merge(self, body: bytes) -> None:
+        """What ended in another process; it is numbered here."""
+        for each in reversed(_requests.decode(body)):
+            self.num_ended += 1
+            each.number = self.num_ended
+            self._kept.append(each)
+
+    def encoded(self, number: int) -> bytes:
+        """Those that ended after that one, for `follow` in another process."""
+        return _encode(self.since(number, LISTED_MAX))
+
+    def follow(self, body: bytes) -> None:
+        """What is `encoded` elsewhere, with the numbers of there."""
+        for each in reversed(_requests.decode(body)):
+            if each.number > self.num_ended:
+                self.num_ended = each.number
+                self._kept.append(each)
+
     def latest(self, num_max: int = LISTED_MAX, tenant: str | None = None) -> list[EndedRequest]:
         """The last ones, newest first; of one tenant, if that is given."""
         return self.since(0, num_max, tenant)
@@ -117,6 +148,31 @@ class RecentRequests:
     def find(self, name: str) -> EndedRequest | None:
         """By `x-request-id`, or by the id of its answer."""
         return next((each for each in reversed(self._kept) if name in (each.id, each.request_id)), None)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_requests = msgspec.msgpack.Decoder(list[EndedRequest])
+
+
+class AllRequests:
+    """The last requests of all gateway processes, as far as they were looked at."""
+
+    def __init__(self, own: RecentRequests, clock: Clock, peers: GatewayPeers | None) -> None:
+        self._own, self._peers = own, peers
+        self._all = own if peers is None else RecentRequests(clock)
+
+    async def look(self) -> RecentRequests:
+        """As of now; the parent has those of other processes as of a second ago. Those that are known if it
+        does not answer.
+        """
+        if self._peers is not None:
+            with contextlib.suppress(Overloaded):
+                self._all.follow(await self._peers.look(LookAt("requests", before=self._all.num_ended)))
+        return self._all
+
+    async def find(self, name: str) -> EndedRequest | None:
+        """By `x-request-id`, or by the id of its answer. Of many a second the parent has the newest only."""
+        return self._own.find(name) or (await self.look()).find(name)
 
 
 def _describe(found: EndedRequest, request: Request) -> None:

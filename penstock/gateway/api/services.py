@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from penstock.clock import Clock
 from penstock.config.tree import Config
 from penstock.errors import Draining
-from penstock.gateway.api.recent import RecentRequests
+from penstock.gateway.api.recent import AllRequests, RecentRequests
 from penstock.gateway.dispatch.dispatcher import Dispatcher
 from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable
+from penstock.gateway.shared.peers import GatewayPeers
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.gate import Gate
 from penstock.policy.flow import RequestFacts
@@ -47,6 +48,9 @@ class Services:
     """The same of the last hour, whichever process decided."""
     recent: RecentRequests = field(init=False)
     """The last requests that ended here."""
+    all_requests: AllRequests = field(init=False)
+    """And in all gateway processes."""
+    peers: GatewayPeers | None = None
     cold: ColdStarts
     """Where requests wait for a model's first worker."""
     locality: KVLocality
@@ -61,6 +65,7 @@ class Services:
 
     def __post_init__(self) -> None:
         self.recent = RecentRequests(self.clock)
+        self.all_requests = AllRequests(self.recent, self.clock, self.peers)
 
     @property
     def falls_back(self) -> bool:

@@ -18,10 +18,10 @@ from penstock.config.routing import AdmissionConfig, PlacementConfig
 from penstock.config.tree import Config
 from penstock.fleet.registry import Registry
 from penstock.gateway.dispatch.dispatcher import Dispatcher
+from penstock.gateway.dispatch.prober import Prober
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.relay.reply import StreamSlots
-from penstock.gateway.shared.limits import SharedLimits
-from penstock.gateway.shared.spending import Spending
+from penstock.gateway.shared.limits import SharedLimits, Spending
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.admit import IDLE_FACTOR
 from penstock.policy.admission.gate import Gate, ModelFacts
@@ -32,14 +32,16 @@ from penstock.policy.limits.price import PriceList
 from penstock.policy.placement.pick import Decision, DecisionLog
 from penstock.policy.placement.route import Locality, Router
 from penstock.policy.placement.score import score_policy
-from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.capacity import LeastLoaded, Placement
 from penstock.policy.queueing.model_queue import ModelQueue
+from penstock.policy.resilience.anomalies import Anomalies
+from penstock.policy.terms import PlacementTerms
 from penstock.rng import IdSource, fresh_seed, stream
 from penstock.telemetry.decision_files import DecisionFiles, DecisionKeeper
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
+from penstock.text.tokenizer import Tokenizer
 from penstock.types import ModelName
 
 
@@ -107,6 +109,7 @@ class GatewayPolicies:
     """What decides about this gateway's requests, and what keeps it in touch with the world."""
 
     dispatcher: Dispatcher
+    prober: Prober
     limits: SharedLimits
     lacks: Callable[[RequestFacts], bool]
     """Whether the store of shared limits is asked before this request is submitted."""
@@ -145,6 +148,7 @@ class GatewayPolicies:
 
     async def stop(self) -> None:
         """Nothing is dispatched any more; what was used is written down."""
+        self.prober.close()
         self.dispatcher.close()
         await self.spending.close()
         await self.limits.close()
@@ -214,6 +218,7 @@ def make_policies(
     )
     return GatewayPolicies(
         dispatcher=dispatcher,
+        prober=_prober(policies.anomalies, models, registry, tools, gateway),
         limits=limits,
         lacks=lambda facts: policies.control.lacks(clock.now_ns(), facts),
         budgets=policies.budgets,
@@ -238,6 +243,29 @@ def _facts(models: Mapping[ModelName, ServedModel], name: str) -> ModelFacts | N
         capabilities=model.workers.capabilities,
         kinds=model.workers.kinds,
     )
+
+
+def _prober(
+    anomalies: Anomalies,
+    models: Mapping[ModelName, ServedModel],
+    registry: Registry,
+    tools: GatewayTools,
+    gateway: str,
+) -> Prober:
+    return Prober(
+        anomalies,
+        registry,
+        partial(_tokenizer, models),
+        name=gateway,
+        meters=tools.metrics.anomalies(),
+        clock=tools.clock,
+        log=tools.log,
+    )
+
+
+def _tokenizer(models: Mapping[ModelName, ServedModel], name: str) -> Tokenizer | None:
+    model = models.get(ModelName(name))
+    return None if model is None else model.tokenizer
 
 
 PROMPT_TOKENS = 256

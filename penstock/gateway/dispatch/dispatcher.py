@@ -150,13 +150,13 @@ class Dispatcher:
         is_shared: bool = False,
     ) -> None:
         """`is_shared`: other gateways use the same workers."""
-        self.control = policies.control
+        self.control, self.anomalies = policies.control, policies.anomalies
         self._limiter, self._slots, self._clock, self._log = policies.limiter, slots, clock, log
         self._metrics, self._health, self._registry = metrics, policies.health, registry
         self._slice_tokens, self._hedges = policies.slice_tokens, policies.hedges is not None
-        self._meters = Meters(policies.prices, is_shared=is_shared)
+        self.meters = Meters(policies.prices, is_shared=is_shared)
         self._records = GatewayRecords(ledger, policies.prices, metrics, clock)
-        self._driver = Driver(self.control, self, self, self._records, self._meters)
+        self._driver = Driver(self.control, self, self, self._records, self.meters)
         self._tasks: set[asyncio.Future[None]] = set()
         self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -164,7 +164,8 @@ class Dispatcher:
         self._workers = WorkerFeed(
             self.control,
             registry,
-            self._meters,
+            self.meters,
+            policies.anomalies,
             is_shared=is_shared,
             shed_kv_above=policies.shed_kv_above,
             on_news=self._dispatch_soon,
@@ -222,7 +223,7 @@ class Dispatcher:
 
     def left_alone(self, model: str) -> Mapping[WorkerId, str]:
         """Workers of a model that are ready and given nothing, or little, and why."""
-        return self._health.left_alone(self._clock.now_ns(), model)
+        return self._health.left_alone(self._clock.now_ns(), model) | self._workers.left_alone(model)
 
     def heartbeat(self, ticks: int) -> None:
         """Let every reply that was silent for `ticks` calls show that it lives."""
@@ -233,14 +234,12 @@ class Dispatcher:
         """Called every second or so."""
         now_ns = self._clock.now_ns()
         self._workers.refresh(now_ns)
-        self._meters.tick(now_ns)
+        self.meters.tick(now_ns)
         for model, count in self._workers.num_waiting():
             self._metrics.queue_waiting(model, count)
         for model, worker, state in self._health.states():
             self._metrics.breaker(model, worker, state)
         self._metrics.retry_budget(self._health.retries.level(now_ns))
-        for model, costs in self._meters.costs(now_ns).items():
-            self._metrics.accelerator_costs(model, costs.busy, costs.idle, costs.charged)
 
     def drain(self, timeout_s: float) -> None:
         """Accept nothing new; accepted requests may run for so long."""

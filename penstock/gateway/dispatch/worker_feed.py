@@ -21,10 +21,14 @@ from penstock.gateway.models.served import ServedModel
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.queueing.terms import queue_terms
+from penstock.policy.resilience.anomalies import Anomalies, Standing
 from penstock.policy.resilience.worker_state import WorkerState
+from penstock.policy.terms import queue_terms
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.types import TenantId, WorkerId
+
+_LOST = (WorkerState.STARTING, WorkerState.LOADING, WorkerState.WARMING)
+"""Nothing runs there: its process is a new one, or cannot be reached."""
 
 
 class WorkerFeed:
@@ -35,6 +39,7 @@ class WorkerFeed:
         control: FlowControl,
         registry: Registry,
         meters: Meters,
+        anomalies: Anomalies,
         *,
         is_shared: bool,
         shed_kv_above: float,
@@ -46,10 +51,11 @@ class WorkerFeed:
         memory is fuller than the share `shed_kv_above`. It may ask for a `refresh`, later.
         """
         self._control, self._meters, self._is_shared = control, meters, is_shared
+        self._anomalies = anomalies
         self._shed_kv_above, self._on_news = shed_kv_above, on_news
         self._changed: dict[WorkerId, Worker] = {worker.id: worker for worker in registry}
-        self._ready: dict[WorkerId, int] = {}
-        """Workers that flow control counts as ready, and in which of their lives."""
+        self._ready: set[WorkerId] = set()
+        """Workers that are ready."""
         self._routes: dict[str, None] = {}
         registry.listen(self._note)
 
@@ -83,26 +89,58 @@ class WorkerFeed:
         route = worker.route
         self._routes[route] = None
         if worker.state is WorkerState.GONE:
-            self._ready.pop(worker.id, None)
+            self._ready.discard(worker.id)
             self._meters.left(now_ns, worker.id)
+            self._anomalies.gone(worker.id)
             self._control.set_worker(now_ns, route, worker.id, None)
             return
-        if not worker.is_ready:
-            self._ready.pop(worker.id, None)
-        elif self._ready.get(worker.id) != worker.epoch:
-            self._ready[worker.id] = worker.epoch
-            self._meters.has_worker(now_ns, route, worker.id, tells=worker.engine == "penstock")
+        if worker.is_ready:
+            self._ready.add(worker.id)
+        else:
+            self._ready.discard(worker.id)
+        self._watch(now_ns, worker)
+        self._tell_meters(now_ns, worker)
+        self._control.set_worker(now_ns, route, worker.id, self._view(worker))
+
+    def left_alone(self, route: str) -> dict[WorkerId, str]:
+        """Ready workers of a model that are given less or nothing for what they compute, and why."""
+        watched = {each: self._anomalies.get(each) for each in self._ready}
+        return {
+            worker_id: f"it is {found.standing.value}: {found.why}"
+            for worker_id, found in watched.items()
+            if found is not None and found.route == route and found.standing is not Standing.WELL
+        }
+
+    def _tell_meters(self, now_ns: int, worker: Worker) -> None:
+        meters, name = self._meters, worker.id
+        meters.has_worker(now_ns, worker.route, name, tells=worker.engine == "penstock")
+        in_service = worker.is_ready and self._anomalies.weight(name) > 0
+        meters.serves(now_ns, name, in_service=in_service, is_lost=worker.state in _LOST)
         if (stats := worker.backend.status.stats) is not None:
             num = stats.running + stats.waiting
-            self._meters.reported(now_ns, worker.id, busy_ns=stats.busy_ns, num_requests=num)
-        self._control.set_worker(now_ns, route, worker.id, self._view(worker))
+            meters.reported(now_ns, name, busy_ns=stats.busy_ns, num_requests=num, floor_ns=stats.floor_ns)
+
+    def _watch(self, now_ns: int, worker: Worker) -> None:
+        status = worker.backend.status
+        identity = status.info.identity if status.info is not None and worker.engine == "penstock" else ""
+        self._anomalies.worker(
+            now_ns,
+            worker.route,
+            worker.id,
+            ready=worker.is_ready,
+            epoch=worker.epoch,
+            identity=identity,
+            kind=worker.kind,
+        )
+        if (stats := status.stats) is not None:
+            self._anomalies.stepped(worker.id, stats.timed)
 
     def _view(self, worker: Worker) -> WorkerView:
         info, stats = worker.backend.status.info, worker.backend.status.stats
-        adapters = worker.backend.status.adapters
+        adapters, weight = worker.backend.status.adapters, self._anomalies.weight(worker.id)
         return WorkerView(
-            ready=worker.is_ready,
-            max_running=_rows(info, stats),
+            ready=worker.is_ready and weight > 0,
+            max_running=math.ceil(weight * _rows(info, stats)),
             running=stats.running if stats is not None and self._is_shared else 0,
             waiting=stats.waiting if stats is not None and self._is_shared else 0,
             kv_blocks_total=stats.blocks_total if stats is not None else 0,

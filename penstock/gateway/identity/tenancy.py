@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.clock import Clock, sleep
+from penstock.config.checkpoints import with_members
 from penstock.config.checks import check
 from penstock.config.machine import is_loopback
-from penstock.config.presets import with_members
 from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config, ServerConfig
 from penstock.errors import ConfigError, Forbidden, Unauthenticated

@@ -16,7 +16,7 @@ from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.flow import SharedConfig
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.lease_messages import Ask, LeaseReply
-from penstock.policy.limits.store_terms import shared_terms
+from penstock.policy.terms import shared_terms
 from penstock.telemetry.log import Log
 
 

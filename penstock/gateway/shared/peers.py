@@ -13,6 +13,7 @@ from penstock.protocol.peers import (
     Ask,
     EndedRequests,
     Happened,
+    LatestRequests,
     LookAt,
     Order,
     ServedTokens,
@@ -48,15 +49,19 @@ class GatewayPeers:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(
-        self, snapshot: Callable[[], Snapshot], counters: FairCounters, recorder: Recorder
+        self,
+        snapshot: Callable[[], Snapshot],
+        counters: FairCounters,
+        recorder: Recorder,
+        latest: Callable[[], bytes],
     ) -> None:
-        """Connect, tell `snapshot()` and what `recorder` has now and every second, and keep `counters` those
-        of all processes.
+        """Connect, tell `snapshot()`, what `recorder` has and the `latest()` requests now and every second,
+        and keep `counters` those of all processes.
 
         Raises:
             OSError: the parent does not listen.
         """
-        self._snapshot, self._counters, self._recorder = snapshot, counters, recorder
+        self._snapshot, self._counters, self._recorder, self._latest = snapshot, counters, recorder, latest
         reader, self._writer = await asyncio.open_unix_connection(self.site)
         tasks = (self._tell(), self._read(reader))
         self._tasks = [asyncio.create_task(each) for each in tasks]
@@ -142,7 +147,9 @@ class GatewayPeers:
 
     def _ended(self) -> bytes:
         book = self._recorder.take()
-        return frame(EndedRequests(book.encode())) if book else b""
+        if not book:
+            return b""
+        return frame(EndedRequests(book.encode())) + frame(LatestRequests(self._latest()))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()

@@ -21,7 +21,7 @@ from penstock.config.flow import SharedConfig
 from penstock.errors import ConfigError
 from penstock.gateway.shared.keeper import StoreError
 from penstock.policy.limits.lease_messages import Ask, BudgetAsk, LeaseAsk, LeaseGrant, LeaseReply
-from penstock.policy.limits.store_terms import shared_terms
+from penstock.policy.terms import shared_terms
 
 SCRIPT = """
 local time = redis.call('TIME')
@@ -143,7 +143,7 @@ end
 reply[#reply + 1] = now
 return reply
 """
-"""policy/limits/budget_table.py in Lua. Amounts are exact below 2^53."""
+"""policy/limits/lease_table.py in Lua. Amounts are exact below 2^53."""
 
 
 class RedisStore:

@@ -23,7 +23,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.errors import AttemptTimeout, Evicted, PenstockError
 from penstock.policy.answers import GiveUp
 from penstock.policy.contracts import Health
-from penstock.policy.estimates.output_length import AMOUNT_MAX, QuantileWindow, nearest_rank
+from penstock.policy.estimates import AMOUNT_MAX, QuantileWindow, nearest_rank
 from penstock.policy.flow import State
 from penstock.policy.queueing.capacity import uncached_tokens
 from penstock.policy.requests.extra import Extra

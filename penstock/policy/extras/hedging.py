@@ -24,7 +24,7 @@ from penstock.config.fleet import HealthConfig
 from penstock.errors import PenstockError
 from penstock.policy.answers import Abort, Start
 from penstock.policy.contracts import Health
-from penstock.policy.estimates.output_length import AMOUNT_MAX, QuantileWindow
+from penstock.policy.estimates import AMOUNT_MAX, QuantileWindow
 from penstock.policy.flow import State
 from penstock.policy.queueing.capacity import uncached_tokens
 from penstock.policy.queueing.model_queue import ModelQueue

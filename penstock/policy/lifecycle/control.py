@@ -30,11 +30,19 @@ from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.record import Outcome
-from penstock.policy.requests.endings import Action, Evict, Settled
 from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Request, charge, request_of, victims, work_of
+from penstock.policy.requests.request import (
+    Action,
+    Evict,
+    Request,
+    Settled,
+    charge,
+    request_of,
+    victims,
+    work_of,
+)
+from penstock.policy.terms import queue_terms
 from penstock.types import RequestId, Usage, WorkerId
 
 _DECIDED = {Outcome.CANCELLED: Event.CANCEL, Outcome.EVICTED: Event.EVICT}
@@ -45,21 +53,8 @@ class FlowControl:
     """See the module. One per gateway process, or per simulated gateway."""
 
     __slots__ = (
-        "_accounts",
-        "_advance",
-        "_config",
-        "_dirty",
-        "_drain_ns",
-        "_extras",
-        "_fallbacks",
-        "_lanes",
-        "_pending",
-        "_policies",
-        "_quarantine",
-        "_requests",
-        "_timers",
-        "_timers_set",
-        "_transitions",
+        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_extras", "_fallbacks", "_lanes",
+        "_pending", "_policies", "_quarantine", "_requests", "_timers", "_timers_set", "_transitions",
         "hedging",
     )  # fmt: skip
 

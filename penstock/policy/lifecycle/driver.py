@@ -20,8 +20,7 @@ from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.record import Outcome
-from penstock.policy.requests.endings import Evict, Settled
-from penstock.policy.requests.request import Request
+from penstock.policy.requests.request import Evict, Request, Settled
 from penstock.types import FinishReason, RequestId, WorkerId
 
 

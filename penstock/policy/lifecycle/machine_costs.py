@@ -6,8 +6,9 @@ not steps: a prompt counts as work when its first output comes, and each slice o
 computed, each of which read the context before it. `Meters` brings what the gateway sees of all workers here.
 
     bill = price per hour * time
-         = requests (their shares) + platform (probes and the like, and what rounding leaves) + idle (nothing
-         ran)
+         = requests (their shares) + platform (probes and the like, and what rounding leaves)
+         + idle (it is in service and nothing ran) + reserve (it is paid for and not in service: it starts,
+           loads its model, is doubted or was taken out of service)
 
 Time is cut into intervals (between two reports of the worker's `Stats`, or any others). While at least one
 request runs, time goes into the interval's pot. At the interval's end, the pot is divided among the requests
@@ -29,7 +30,7 @@ that of two requests with equal tokens the one with the longer context costs mor
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.clock import NS_PER_S
 from penstock.policy.limits.price import PriceList
@@ -62,6 +63,7 @@ class WorkerCostAccount:
     """Shares of requests that still run, and the open interval's pot."""
     idle: int
     platform: int
+    reserve: int = 0
     elsewhere: int = 0
     """Of requests of other gateways."""
 
@@ -73,6 +75,7 @@ class WorkerCostAccount:
             running=self.running // HOUR_NS,
             idle=self.idle // HOUR_NS,
             platform=self.platform // HOUR_NS,
+            reserve=self.reserve // HOUR_NS,
             elsewhere=self.elsewhere // HOUR_NS,
         )
 
@@ -96,12 +99,19 @@ class AcceleratorCost:
         self._running: dict[RequestId, _Reported] = {}
         self._weight = self._pot = 0
         self._others = 0
-        self._bill = self._requests = self._idle = self._platform = self._elsewhere = 0
+        self._bill = self._requests = self._idle = self._reserve = self._platform = self._elsewhere = 0
+        self._in_service = True
 
     def reprice(self, now_ns: int, micros_per_hour: int) -> None:
         """From now on it costs this much."""
         self._pass_time(now_ns)
         self._price = micros_per_hour
+
+    def serves(self, now_ns: int, *, in_service: bool, is_lost: bool) -> None:
+        """From now on, time in which nothing runs is idle (in service) or reserve."""
+        del is_lost  # What ran there is settled by itself.
+        self._pass_time(now_ns)
+        self._in_service = in_service
 
     def beside(self, now_ns: int, num_requests: int) -> None:
         """So many requests run there altogether, as the worker says: those that are not known here are
@@ -169,6 +179,7 @@ class AcceleratorCost:
             running=running,
             idle=self._idle,
             platform=self._platform,
+            reserve=self._reserve,
             elsewhere=self._elsewhere,
         )
 
@@ -178,7 +189,10 @@ class AcceleratorCost:
         self._seen_ns = now_ns
         self._bill += amount
         if not self._running and not self._others:
-            self._idle += amount
+            if self._in_service:
+                self._idle += amount
+            else:
+                self._reserve += amount
             return
         mine = amount * len(self._running) // (len(self._running) + self._others)
         assert 0 <= mine <= amount, "others pay for their part"
@@ -198,36 +212,69 @@ class ReportedCost:
         self._price = micros_per_hour
         self._began_ns = now_ns
         self._reported_ns: int | None = None
-        self._has_work = True
+        self._has_work = False
+        self._in_service = True
         self._counted_ns = 0
-        self.busy = self.idle = 0
-        """In price times nanoseconds, as in `WorkerCostAccount`; neither ever falls."""
+        self._floor_ns: int | None = None
+        self.busy = self.idle = self.reserve = self.floor = 0
+        """In price times nanoseconds, as in `WorkerCostAccount`; none ever falls. `floor` is what its work
+        would cost at the least (`planning/roofline.py`)."""
 
     def reprice(self, now_ns: int, micros_per_hour: int) -> None:
         """From now on it costs this much."""
         self.pass_time(now_ns)
         self._price = micros_per_hour
 
-    def report(self, now_ns: int, busy_ns: int, *, has_work: bool) -> None:
-        """It says that it had work for `busy_ns` since its start; less than before: it was started anew."""
-        before_ns = busy_ns if self._reported_ns is None else self._reported_ns
-        new_ns = busy_ns - before_ns if busy_ns >= before_ns else busy_ns
+    def report(self, now_ns: int, busy_ns: int, floor_ns: int, *, has_work: bool) -> None:
+        """It says that it had work for `busy_ns` since its start, which would have taken `floor_ns` at the
+        least; less than before: it was started anew.
+        """
+        if self._reported_ns is None and busy_ns <= now_ns - self._began_ns:
+            self._reported_ns = self._floor_ns = 0  # All of it was done since this gateway knows it.
+        new_ns = _growth(self._reported_ns, busy_ns)
         self._reported_ns, self._has_work = busy_ns, has_work
-        assert new_ns >= 0, "a worker's time only grows"
         self._counted_ns += new_ns
         self.busy += self._price * new_ns
+        self.floor += self._price * _growth(self._floor_ns, floor_ns)
+        self._floor_ns = floor_ns
         self.pass_time(now_ns)
 
-    def pass_time(self, now_ns: int) -> None:
-        """Without work, what it did not tell of was idle.
+    def serves(self, now_ns: int, *, in_service: bool, is_lost: bool) -> None:
+        """From now on, time without work is idle (in service) or reserve.
 
-        Should some of that turn out to have been busy, idle time stands still until the clock has caught up.
+        `is_lost`: it tells nothing more of what it had, so that was busy until now, and no request pays for
+        it.
+        """
+        if is_lost and self._has_work:
+            self._has_work = False
+            lost_ns = max(0, now_ns - self._began_ns - self._counted_ns)
+            self._counted_ns += lost_ns
+            self.busy += self._price * lost_ns
+        self.pass_time(now_ns)
+        self._in_service = in_service
+
+    def pass_time(self, now_ns: int) -> None:
+        """Without work, what it did not tell of was idle, or reserve.
+
+        Should some of that turn out to have been busy, that time stands still until the clock has caught up.
         With work, the next report will tell.
         """
-        idle_ns = now_ns - self._began_ns - self._counted_ns
-        if idle_ns > 0 and not self._has_work:
-            self._counted_ns += idle_ns
-            self.idle += self._price * idle_ns
+        rest_ns = now_ns - self._began_ns - self._counted_ns
+        if rest_ns > 0 and not self._has_work:
+            self._counted_ns += rest_ns
+            if self._in_service:
+                self.idle += self._price * rest_ns
+            else:
+                self.reserve += self._price * rest_ns
+
+
+def _growth(before: int | None, now: int) -> int:
+    """What a worker's counter grew by: nothing if it was not heard before, all of it after a new start."""
+    if before is None:
+        return 0
+    grown = now - before if now >= before else now
+    assert grown >= 0, "a worker's counters only grow"
+    return grown
 
 
 def share_micros(device_ns: int, micros_per_hour: int) -> int:
@@ -257,6 +304,10 @@ class Costs:
     busy: int = 0
     """While they had requests, whosever those were: every gateway knows it."""
     idle: int = 0
+    reserve: int = 0
+    """While they were not in service."""
+    floor: int = 0
+    """What the work would have cost at the least, of workers that tell."""
     charged: int = 0
     """Of the busy time, what requests of this gateway paid."""
 
@@ -295,20 +346,27 @@ class Meters:
         else:
             self._accounts[worker] = AcceleratorCost(now_ns, price)
 
-    def reported(self, now_ns: int, worker: WorkerId, *, busy_ns: int, num_requests: int) -> None:
-        """What a worker says of itself: how long it had work since it was started, and what it has now."""
+    def serves(self, now_ns: int, worker: WorkerId, *, in_service: bool, is_lost: bool = False) -> None:
+        """Whether a worker takes requests now. `is_lost`: nothing of what it had runs any more."""
+        if (account := self._reported.get(worker) or self._accounts.get(worker)) is not None:
+            account.serves(now_ns, in_service=in_service, is_lost=is_lost)
+
+    def reported(
+        self, now_ns: int, worker: WorkerId, *, busy_ns: int, num_requests: int, floor_ns: int = 0
+    ) -> None:
+        """What a worker says of itself: how long it had work since it was started, what it has now, and how
+        long its work would have taken at the least.
+        """
         if (cost := self._reported.get(worker)) is not None:
-            cost.report(now_ns, busy_ns, has_work=num_requests > 0)
+            cost.report(now_ns, busy_ns, floor_ns, has_work=num_requests > 0)
         elif self._is_shared and (account := self._accounts.get(worker)) is not None:
             account.beside(now_ns, num_requests)
 
     def left(self, now_ns: int, worker: WorkerId) -> None:
         """A worker is gone: it costs nothing more once what it ran has been settled."""
         if (cost := self._reported.pop(worker, None)) is not None:
-            cost.pass_time(now_ns)
-            costs = self._costs[self._routes.pop(worker)]
-            costs.busy += cost.busy // HOUR_NS
-            costs.idle += cost.idle // HOUR_NS
+            cost.serves(now_ns, in_service=False, is_lost=True)
+            _add_reported(self._costs[self._routes.pop(worker)], cost)
         if worker in self._accounts:
             self._left.add(worker)
             self._close(now_ns, worker)
@@ -390,11 +448,10 @@ class Meters:
 
     def costs(self, now_ns: int) -> Mapping[str, Costs]:
         """What the workers of each model have cost until now."""
-        found = {route: Costs(each.busy, each.idle, each.charged) for route, each in self._costs.items()}
+        found = {route: replace(each) for route, each in self._costs.items()}
         for worker, cost in self._reported.items():
-            costs = found[self._routes[worker]]
-            costs.busy += cost.busy // HOUR_NS
-            costs.idle += cost.idle // HOUR_NS
+            cost.pass_time(now_ns)
+            _add_reported(found[self._routes[worker]], cost)
         for worker, account in self._accounts.items():
             _add(found[self._routes[worker]], account, now_ns)
         return found
@@ -413,5 +470,13 @@ class Meters:
 
 def _add(costs: Costs, account: AcceleratorCost, now_ns: int) -> None:
     found = account.accounts(now_ns)
-    costs.busy += (found.bill - found.idle) // HOUR_NS
+    costs.busy += (found.bill - found.idle - found.reserve) // HOUR_NS
     costs.idle += found.idle // HOUR_NS
+    costs.reserve += found.reserve // HOUR_NS
+
+
+def _add_reported(costs: Costs, cost: ReportedCost) -> None:
+    costs.busy += cost.busy // HOUR_NS
+    costs.idle += cost.idle // HOUR_NS
+    costs.reserve += cost.reserve // HOUR_NS
+    costs.floor += cost.floor // HOUR_NS

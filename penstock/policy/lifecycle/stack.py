@@ -5,9 +5,10 @@ simulator.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.clock import NS_PER_S
 from penstock.config.tree import Config
 from penstock.policy.admission.gate import BudgetDowngrade, Gate, ModelFacts
-from penstock.policy.estimates.output_length import OutputLengths
+from penstock.policy.estimates import OutputLengths
 from penstock.policy.extras.hedging import Hedges, Tell
 from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.flow import SLICE_TOKENS
@@ -20,8 +21,9 @@ from penstock.policy.limits.price import PriceList
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import Placement
 from penstock.policy.queueing.pace import Pace
-from penstock.policy.queueing.terms import queue_terms
+from penstock.policy.resilience.anomalies import Anomalies
 from penstock.policy.resilience.health import FleetHealth
+from penstock.policy.terms import queue_terms
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class PolicyStack:
     budgets: TenantBudgets
     prices: PriceList
     health: FleetHealth
+    anomalies: Anomalies
     hedges: Hedges | None
     """None: no request is started a second time beside its first attempt."""
     slice_tokens: int
@@ -85,6 +88,7 @@ def build_policies(
         budgets=budgets,
         prices=prices,
         health=health,
+        anomalies=Anomalies(round(config.health.probe_s * NS_PER_S)),
         hedges=hedges,
         slice_tokens=SLICE_TOKENS,
         shed_kv_above=queue_terms(config.queue).shed_kv_above,

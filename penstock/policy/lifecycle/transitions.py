@@ -16,9 +16,8 @@ from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.record import Outcome
-from penstock.policy.requests.endings import Settled
 from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Holds, Request, blocks_of, charge, charge_matched, count
+from penstock.policy.requests.request import Holds, Request, Settled, blocks_of, charge, charge_matched, count
 from penstock.types import RequestId, Usage
 
 

@@ -1,6 +1,6 @@
 """A budget that several gateways share: one day or month of a tenant, as one gateway has it.
 
-    left = limit - spent by all processes - held by all gateways           the store (budget_table.py)
+    left = limit - spent by all processes - held by all gateways           the store (lease_table.py)
 
 A gateway holds what its running requests reserve and a little ahead of it: the next slices of its running
 answers and what it spends in two seconds, at most a quarter of what is left over all gateways. A request that

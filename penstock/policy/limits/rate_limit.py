@@ -5,7 +5,7 @@
        └──> Refusal (why, and when to come back)
 
 A reservation takes the prompt's exact tokens and what the answer is expected to be
-(policy/estimates/output_length.py). While the answer streams beyond that, every slice of 256 tokens is
+(policy/estimates.py). While the answer streams beyond that, every slice of 256 tokens is
 charged as it begins, into debt if the bucket is empty: a running stream is never stopped by a rate limit, the
 next request waits. Settling puts the difference to what was really used back, or charges it. So over any time
 a tenant is admitted no more than its burst and its rate, and the debt is at most what its running answers

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from penstock.policy.placement.score import RequestFacts, Score, ScorePolicy, WorkerFacts, score_policy
-from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.terms import PlacementTerms
 from penstock.types import RequestId
 
 Draw = Callable[[int], int]

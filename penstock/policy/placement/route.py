@@ -5,7 +5,7 @@ why.
                  least loaded
     filter       ready, not blocked, context fits, it can do what is needed, adapter can be served
     score, pick  score.py, pick.py: one of two policies; ties, chance, holds
-    learn        speed.py: what requests took at their workers
+    learn        estimates.py: what requests took at their workers
 
 One per model; fulfils `contracts.Placement`. A decision looks at a bounded number of workers, whatever the
 size of the fleet. Load is what `CapacityTable` has booked since dispatch; reports only correct it.
@@ -28,10 +28,9 @@ from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.routing import PlacementConfig
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
-from penstock.policy.estimates.speed import Ran, Speeds
+from penstock.policy.estimates import Ran, Speeds
 from penstock.policy.placement.pick import Choice, Decision, DecisionLog, Draw, choose, choose_only, score_all
 from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
-from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import (
     CapacityTable,
@@ -40,6 +39,7 @@ from penstock.policy.queueing.capacity import (
     can_resume_at,
     uncached_tokens,
 )
+from penstock.policy.terms import PlacementTerms
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
 
 

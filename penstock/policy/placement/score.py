@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from penstock.policy.estimates.speed import Speed
-from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.estimates import Speed
+from penstock.policy.terms import PlacementTerms
 from penstock.types import BLOCK_TOKENS, WorkerId
 
 _FULL_MAX = 0.99

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 import msgspec
 
 from penstock.clock import NS_PER_S
-from penstock.policy.queueing.terms import BandTerms
+from penstock.policy.terms import BandTerms
 from penstock.schedule.fair_share import ServiceCounter, cost, share
 from penstock.types import RequestId, TenantId, WorkerId
 

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.config.flow import QueueConfig
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.terms import queue_terms
+from penstock.policy.terms import queue_terms
 from penstock.types import RequestId, Usage, WorkerId
 
 _LOOKS_MAX = 8
@@ -39,7 +39,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool = True
     max_running: int = 0
     """Streams in one batch, as our engine tells; 0: a worker that does not tell, given `external_concurrency`
-    of terms.py."""
+    of `QueueTerms`."""
     running: int = 0
     waiting: int = 0
     kv_blocks_total: int = 0

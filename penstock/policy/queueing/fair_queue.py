@@ -24,7 +24,7 @@ import msgspec
 from penstock.clock import NS_PER_S
 from penstock.config.flow import BandConfig, QueueConfig
 from penstock.policy.queueing.band import Band, Work
-from penstock.policy.queueing.terms import BandTerms, band_terms, queue_terms
+from penstock.policy.terms import BandTerms, band_terms, queue_terms
 from penstock.types import TenantId
 
 

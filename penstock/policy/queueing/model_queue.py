@@ -23,7 +23,7 @@ from penstock.policy.queueing.capacity import (
 from penstock.policy.queueing.deployments import Deployments
 from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.policy.queueing.pace import Pace
-from penstock.policy.queueing.terms import queue_terms
+from penstock.policy.terms import queue_terms
 from penstock.types import RequestId, Usage, WorkerId
 
 _HEADROOM_ROWS = 8

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.routing import AdmissionConfig, PlacementConfig
-from penstock.policy.estimates.speed import Ran, Speed, Speeds
-from penstock.policy.placement_terms import PlacementTerms
+from penstock.policy.estimates import Ran, Speed, Speeds
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import WorkerCapacity, uncached_tokens
+from penstock.policy.terms import PlacementTerms
 from penstock.types import RequestId, WorkerId
 
 BACKLOG_SHARE = 0.5

@@ -11,13 +11,15 @@ from typing import Any
 
 import msgspec
 
+from penstock.errors import PenstockError
+from penstock.policy.answers import Abort, FallBack, GiveUp, Start
 from penstock.policy.contracts import MoneyHold, Pass, TokenHold
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.queueing.band import Work, cost
 from penstock.policy.queueing.capacity import WorkerCapacity
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.queueing.terms import QueueTerms
 from penstock.policy.record import Outcome, UsageRecord
+from penstock.policy.terms import QueueTerms
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
 
 
@@ -437,3 +439,32 @@ def victims(
         chosen.append(request)
         need -= blocks_held(request)
     return chosen
+
+
+# How requests end, as `FlowControl` answers it. Its other answers are in answers.py, which knows no request.
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """The one end of an accepted request. `request.record(wall_ns)` has the facts for the ledger."""
+
+    id: RequestId
+    outcome: Outcome
+    request: Request
+
+
+class Evict(msgspec.Struct, frozen=True):
+    """Drop it, with this error to its client.
+
+    If it only waited, `settled` is its end. If it runs on `worker_id`, abort it there and tell `ended`.
+    """
+
+    id: RequestId
+    reason: str
+    """"timeout" and "late" (waited too long), "no_worker", "queue_full", "memory", "quarantine", "drain"."""
+    error: PenstockError
+    worker_id: WorkerId | None = None
+    settled: Settled | None = None
+
+
+Action = Start | Abort | Evict | FallBack | GiveUp
+"""What `dispatch` answers."""

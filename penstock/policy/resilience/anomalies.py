@@ -156,11 +156,13 @@ class Anomalies:
             if (peers := self._groups.get(found.group)) is not None:
                 peers.forget(worker_id)
 
-    def stepped(self, worker_id: WorkerId, sums: StepSums) -> None:
-        """What it has computed since its start."""
+    def stepped(self, worker_id: WorkerId, sums: tuple[int, int, int, int, int, int]) -> None:
+        """What it has computed since its start: steps, tokens, sequences, KV tokens read, pairs, nanoseconds
+        (`StepSums`).
+        """
         found = self._workers.get(worker_id)
-        if found is not None and found.is_ready and self._beat_ns and sums.steps:
-            self._groups.setdefault(found.group, Peers()).heard(worker_id, sums)
+        if found is not None and found.is_ready and self._beat_ns and sums[0]:
+            self._groups.setdefault(found.group, Peers()).heard(worker_id, StepSums(*sums))
 
     def probed(
         self, now_ns: int, worker_id: WorkerId, answer: ProbeAnswer | None, *, fault: str = "", why: str = ""

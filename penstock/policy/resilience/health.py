@@ -36,7 +36,7 @@ _UNIT = NS_PER_S
 class RetryTerms:
     """How many requests that failed before their first byte may be tried again, on another worker.
 
-    `retries_max` of policy/queueing/terms.py bounds the retries of each.
+    `retries_max` of policy/terms.py bounds the retries of each.
     """
 
     share: float = 0.1

@@ -35,14 +35,14 @@ from dataclasses import dataclass
 from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.policy.flow import State
-from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.record import Outcome, UsageRecord
+from penstock.policy.terms import queue_terms
 from penstock.schedule.request import Request, Status
 from penstock.sim.checks.order_checks import ObservedStart, OrderChecks
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Began, Finished, Submission, WorkerMessage
-from penstock.sim.world.result import SimResult
+from penstock.sim.world.run import SimResult
 from penstock.sim.world.worker import SimWorker
 from penstock.sim.world.world import World
 from penstock.types import BLOCK_TOKENS, RequestId, WorkerId

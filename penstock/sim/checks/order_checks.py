@@ -22,12 +22,11 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.tree import Config
 from penstock.policy.flow import State
-from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.band import Band, Work
 from penstock.policy.queueing.capacity import WorkerCapacity, can_resume_at
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.queueing.terms import queue_terms
 from penstock.policy.requests.request import blocks_of
+from penstock.policy.terms import PlacementTerms, queue_terms
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Submission
 from penstock.types import RequestId, WorkerId

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.clock import NS_PER_S
+from penstock.config.checkpoints import served_name
 from penstock.config.checks import check
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.load import convert_config
-from penstock.config.presets import served_name
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, ModelConfig, Scheduling
 from penstock.errors import ConfigError
@@ -31,7 +31,7 @@ from penstock.sim.scenarios.setup import Knobs, Played, Setup, play, promised
 from penstock.sim.traffic.request import RequestRecord
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, TrafficSource, even
 from penstock.sim.world.faults import Fault
-from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.run import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 
 

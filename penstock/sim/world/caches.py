@@ -14,8 +14,8 @@ from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS, WorkerCacheView
 from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
-from penstock.policy.placement_terms import PlacementTerms
 from penstock.policy.queueing.capacity import LeastLoaded, Placement
+from penstock.policy.terms import PlacementTerms
 from penstock.sim.traffic.prompts import BlockNames
 from penstock.sim.traffic.request import SimRequest
 from penstock.sim.world.messages import KVUpdate

@@ -2,6 +2,8 @@
 
 A worker as the fleet of a simulation knows it.
 
+What a simulated gateway keeps with each accepted request.
+
 What a world lets others see while it runs.
 """
 
@@ -12,13 +14,14 @@ from typing import Protocol
 from penstock.config.tree import Config
 from penstock.policy.queueing.capacity import Placement
 from penstock.policy.record import UsageRecord
+from penstock.policy.requests.request import Request
 from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked
 from penstock.sim.world.messages import KVEventChannel, Submission, WorkerMessage
-from penstock.sim.world.spec import PoolSpec
+from penstock.sim.world.run import PoolSpec
 from penstock.sim.world.worker import SimWorker, SimWorkerSpec
-from penstock.types import RequestId, TenantId, WorkerId
+from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 
 class Network(Protocol):
@@ -47,6 +50,26 @@ class RunRecorder(Protocol):
     def billed(self, record: UsageRecord) -> None:
         """One line of the ledger."""
         ...
+
+
+class Ticket:
+    """One request as its client sees it."""
+
+    __slots__ = ("first_ns", "num_told", "number", "request", "usage")
+
+    def __init__(self, request: SimRequest, number: int) -> None:
+        self.request, self.number = request, number
+        self.num_told = 0
+        """Tokens of the answer that the client has."""
+        self.first_ns = -1
+        self.usage = Usage()
+        """What the worker reported with the first token."""
+
+
+def ticket_of(request: Request) -> Ticket:
+    """The ticket that the gateway submitted it with."""
+    assert isinstance(request.io, Ticket), f"{request.id} is not a simulated request"
+    return request.io
 
 
 class Facts:

@@ -5,8 +5,6 @@
 
 This is what the driver's ports are here; gateway/dispatch/dispatcher.py has those on an event loop, with
 bytes.
-
-What a simulated gateway keeps with each accepted request.
 """
 
 from collections.abc import Sequence
@@ -33,7 +31,7 @@ from penstock.sim.traffic.prompts import LazyTokens
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches
 from penstock.sim.world.events import LocalClock, Rank, Timeline
-from penstock.sim.world.facts import Facts, Network, RunRecorder
+from penstock.sim.world.facts import Facts, Network, RunRecorder, Ticket, ticket_of
 from penstock.sim.world.messages import (
     Began,
     Failed,
@@ -47,27 +45,6 @@ from penstock.sim.world.messages import (
 from penstock.sim.world.store import SharedStore, SimFairExchange, SimLeaseKeeper
 from penstock.sim.world.worker import SimWorker
 from penstock.types import FinishReason, RequestId, Usage, WorkerId
-
-
-class Ticket:
-    """One request as its client sees it."""
-
-    __slots__ = ("first_ns", "num_told", "number", "request", "usage")
-
-    def __init__(self, request: SimRequest, number: int) -> None:
-        self.request, self.number = request, number
-        self.num_told = 0
-        """Tokens of the answer that the client has."""
-        self.first_ns = -1
-        self.usage = Usage()
-        """What the worker reported with the first token."""
-
-
-def ticket_of(request: Request) -> Ticket:
-    """The ticket that the gateway submitted it with."""
-    assert isinstance(request.io, Ticket), f"{request.id} is not a simulated request"
-    return request.io
-
 
 _TOKEN_BYTES = 4
 
@@ -117,7 +94,9 @@ class SimGateway:
         if store is not None:
             counters = FairCounters(tuple(facts.models), self.control.lane)
             self._links.append(SimFairExchange(counters, store, timeline, actor=actor, link_ns=facts.link_ns))
-        self._driver = Driver(self.control, self, self, self, Meters(self.policies.prices))
+        self.meters = Meters(self.policies.prices)
+        """What the workers cost: nothing where the configuration has no `prices.accelerators`."""
+        self._driver = Driver(self.control, self, self, self, self.meters)
         self._known: dict[WorkerId, str] = {}
         self._timer_ns: int | None = None
 
@@ -216,6 +195,8 @@ class SimGateway:
         if worker_id not in self._known:
             self._known[worker_id] = route
             self.caches.joined(worker_id, route, worker.identity)
+            self.meters.has_worker(now_ns, route, worker_id, tells=False)
+        self.meters.serves(now_ns, worker_id, in_service=ready)
         self.control.set_worker(now_ns, route, worker_id, view)
         self._dispatch(now_ns)
 
@@ -233,6 +214,7 @@ class SimGateway:
                 self._failed(now_ns, request, attempt, kind("the worker is gone", died=died))
         self.control.set_worker(now_ns, route, worker_id, None)
         self.caches.left(worker_id)
+        self.meters.left(now_ns, worker_id)
         self._dispatch(now_ns)
         return num_lost
 
@@ -323,7 +305,8 @@ class SimGateway:
     def closed(self, request: Request, machine_micros: int) -> None:
         """See `driver.Records`."""
         self.clock.time_ns = request.ended_ns
-        self._recorder.billed(request.record(self.clock.wall_ns()))
+        record = request.record(self.clock.wall_ns())
+        self._recorder.billed(msgspec.structs.replace(record, accelerator_cost_micros=machine_micros))
 
     def predicted(self, request: Request, error: float) -> None:
         """See `driver.Records`."""

@@ -21,10 +21,10 @@ from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import KVEvent, KVEventLog
 from penstock.kv.hashing import BlockHash, BlockHasher, Computation
 from penstock.planning.step_time import LinearStepTime, StepShape, StepTime
-from penstock.schedule.limits import BatchLimits
-from penstock.schedule.order import waiting_queue
+from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, Sampled, StepPlan, StepResult
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
+from penstock.schedule.queue import waiting_queue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.sim.traffic.prompts import EOS, BlockNames, content_tokens, prompt_tokens

@@ -11,7 +11,7 @@ from penstock.engine.gpu.step import StepLimits
 from penstock.engine.gpu.worklist import WorkListLimits
 from penstock.engine.memory import Share, blocks_of, largest_step
 from penstock.errors import ConfigError
-from penstock.schedule.limits import resolve_max_running
+from penstock.schedule.batch import resolve_max_running
 
 
 @given(st.integers(1, 300), st.integers(1, 2000), st.integers(2, 4000), st.integers(2, 600))

@@ -8,7 +8,7 @@ import torch
 from device_steps import CPU, Heads, Row, device_step, limits, sampling_state
 from torch import Tensor
 
-from penstock.engine.gpu.attention import DeviceAttention
+from penstock.engine.gpu.layers import DeviceAttention
 from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Ops, Partials
 from penstock.engine.gpu.step import DeviceStep, Drawn, RowState
 from penstock.engine.gpu.torch_ops import TorchOps

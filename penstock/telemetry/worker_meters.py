@@ -1,0 +1,122 @@
+"""What each worker says of itself, as metrics of the worker."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from prometheus_client import Counter, Gauge
+
+from penstock.clock import NS_PER_S
+from penstock.protocol.worker import Stats
+
+
+class Followed:
+    """A counter that repeats others kept elsewhere, one or several: a value below the last one means that it
+    was reset.
+    """
+
+    __slots__ = ("_counter", "_seen", "_unit")
+
+    def __init__(self, counter: Counter, unit: int = 1) -> None:
+        self._counter, self._unit = counter, unit
+        self._seen: dict[str, int] = {}
+
+    def follow(self, value: int, who: str = "") -> None:
+        """The other one has this value now."""
+        seen = self._seen.get(who, 0)
+        self._seen[who] = value
+        self._counter.inc((value - seen if value >= seen else value) / self._unit)
+
+    def follow_all(self, values: Mapping[str, int]) -> None:
+        """The same of several."""
+        for who, value in values.items():
+            self.follow(value, who)
+
+    def keep(self, those: Collection[str]) -> None:
+        """Forget all others."""
+        for who in [who for who in self._seen if who not in those]:
+            del self._seen[who]
+
+
+class WorkerFacts(NamedTuple):
+    """What a worker is, as labels: all of them from its own side, none from a client's."""
+
+    engine: str
+    identity: str
+    """The version of what it computes (`ModelInfo.identity`)."""
+    device: str
+
+
+class WorkerMeters:
+    """What each worker of a model says; series of workers that are gone go, too."""
+
+    def __init__(self, model: str, gauge: Callable[[str], Gauge], counter: Callable[[str], Counter]) -> None:
+        """`gauge` and `counter` find the metric of a name."""
+        self._model = model
+        self._gauges = [gauge(f"penstock_worker_{name}") for name in ("running", "waiting", "kv_usage_ratio")]
+        self._counters = {
+            field: (counter(f"penstock_worker_{name}_total"), unit)
+            for field, name, unit in (
+                ("generated_tokens", "generated_tokens", 1),
+                ("step_ns", "step_seconds", NS_PER_S),
+                ("memory_ns", "memory_seconds", NS_PER_S),
+            )
+        }
+        """By the field of `Stats`, with what one of the counter's unit is there."""
+        self._mbu, self._info = gauge("penstock_worker_mbu_ratio"), gauge("penstock_worker_info")
+        self._followed: dict[str, dict[str, Followed]] = {}
+        self._facts: dict[str, WorkerFacts] = {}
+        self._seen: dict[str, Stats] = {}
+        """As of the last steps that are in `mbu`."""
+        self.mbu: dict[str, float] = {}
+        """Memory bandwidth utilisation of each worker's last steps."""
+
+    def follow(self, by_worker: Mapping[str, Stats | None]) -> None:
+        """Take over what the workers say; one that is not named any more is forgotten."""
+        for worker in [each for each in self._followed if each not in by_worker]:
+            self._forget(worker)
+        for worker, stats in by_worker.items():
+            labels = (self._model, worker)
+            if worker not in self._followed:
+                self._followed[worker] = {
+                    field: Followed(counter.labels(*labels), unit)
+                    for field, (counter, unit) in self._counters.items()
+                }
+            used = 0.0 if stats is None or not stats.blocks_total else stats.blocks_used / stats.blocks_total
+            values = (stats.running if stats else 0, stats.waiting if stats else 0, used)
+            for gauge, value in zip(self._gauges, values, strict=True):
+                gauge.labels(*labels).set(value)
+            if stats is not None:
+                for field, counter in self._followed[worker].items():
+                    counter.follow(getattr(stats, field))
+                self._look_at_memory(worker, stats)
+
+    def tell(self, facts: Mapping[str, WorkerFacts]) -> None:
+        """What runs where, by worker."""
+        for worker, new in facts.items():
+            if self._facts.get(worker) != new:
+                self._forget_facts(worker)
+                self._facts[worker] = new
+                self._info.labels(self._model, worker, *new).set(1)
+
+    def _look_at_memory(self, worker: str, stats: Stats) -> None:
+        before = self._seen.get(worker)
+        is_newer = before is not None and stats.step_ns > before.step_ns
+        if before is None or stats.step_ns < before.step_ns or is_newer:
+            self._seen[worker] = stats
+        if before is not None and is_newer and stats.memory_ns:
+            used = (stats.memory_ns - before.memory_ns) / (stats.step_ns - before.step_ns)
+            self.mbu[worker] = used
+            self._mbu.labels(self._model, worker).set(used)
+
+    def _forget(self, worker: str) -> None:
+        del self._followed[worker]
+        for metric in (*self._gauges, *(counter for counter, _ in self._counters.values())):
+            metric.remove(self._model, worker)
+        self._forget_facts(worker)
+        self._seen.pop(worker, None)
+        if self.mbu.pop(worker, None) is not None:
+            self._mbu.remove(self._model, worker)
+
+    def _forget_facts(self, worker: str) -> None:
+        if (old := self._facts.pop(worker, None)) is not None:
+            self._info.remove(self._model, worker, *old)

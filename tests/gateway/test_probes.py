@@ -1,0 +1,131 @@
+"""A worker that computes wrongly is found by its probes, gets nothing more, and comes back when right."""
+
+import re
+import urllib.request
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from fake_backend import FakeBackend, endless_words
+
+from penstock.backends.base import GenerateRequest
+from penstock.errors import EngineFault
+from penstock.protocol.worker import Stats
+from penstock.types import WorkerId
+
+WORKERS = [WorkerId(f"tiny-{i}") for i in range(4)]
+
+
+def of_the_platform(request: GenerateRequest) -> bool:
+    return request.fairness_key == "platform"
+
+
+@pytest.fixture
+def pool(kit) -> Iterator:
+    """A gateway before four equal workers; those in `damaged` answer wrongly."""
+
+    class Pool(kit.RunningGateway):
+        async def make_backends(self):
+            self.damaged, self.asked = set[str](), {worker: [] for worker in WORKERS}
+            return {"tiny": [self.worker(worker) for worker in WORKERS]}
+
+        def worker(self, worker: WorkerId) -> FakeBackend:
+            def script(request: GenerateRequest) -> Iterator[str]:
+                self.asked[worker].append(request)
+                return iter(["?"] * 99) if worker in self.damaged else endless_words(request)
+
+            backend = FakeBackend(self.clock, script=script, max_running=8)
+            backend.status.info = msgspec.structs.replace(backend.status.info, identity="one and the same")
+            return backend
+
+        def beat(self) -> None:
+            """Ticks until all probes that are due by now were answered."""
+            prober = self.gateway._policies.prober
+            self.call(self.gateway._dispatcher.tick)
+            self.call(prober.tick)
+            self.wait_until(lambda: not prober._running)
+            self.call(prober.tick)
+
+        def watched(self, worker: WorkerId):
+            return self.call(lambda: self.gateway._policies.prober.anomalies.get(worker))
+
+        def until(self, standing: str, worker: WorkerId) -> None:
+            for _ in range(10_000):
+                if self.watched(worker).standing == standing:
+                    self.call(self.gateway._policies.prober.tick)  # What it has found is carried out.
+                    return
+                self.beat()
+            raise AssertionError(f"{worker} does not become {standing}")
+
+    Pool.key = kit.KEY
+    running = Pool(kit.replace(kit.make_config(), health={"probe_s": 0.02}, auth={"admin_keys": (kit.KEY,)}))
+    yield running
+    running.stop()
+
+
+def ask(pool, path: str, body: object = None) -> bytes:
+    data = None if body is None else msgspec.json.encode(body)
+    headers = {"authorization": f"Bearer {pool.key}", "content-type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(pool.url + path, data, headers), timeout=20) as answer:
+        return answer.read()
+
+
+def test_damage_is_found_and_the_worker_left_alone_until_it_is_right_again(pool, kit):
+    while not all(pool.asked.values()):
+        pool.beat()
+    for requests in pool.asked.values():
+        assert all(of_the_platform(each) and each.sampling.logprobs == 5 for each in requests)
+        assert len({each.cache_salt for each in requests}) == len(requests), "what is cached is not computed"
+    pool.damaged = {WORKERS[2]}
+    pool.until("ejected", WORKERS[2])
+    for _ in range(8):
+        ask(pool, "/v1/chat/completions", kit.chat(max_tokens=2))
+    workers = msgspec.json.decode(ask(pool, "/admin/workers"))["workers"]
+    shown, page = {each["id"]: each for each in workers}, ask(pool, "/metrics").decode()
+    assert all(of_the_platform(each) for each in pool.asked[WORKERS[2]]), "nothing but probes"
+    assert any(not of_the_platform(each) for each in pool.asked[WORKERS[0]])
+    bad, good = shown[WORKERS[2]], shown[WORKERS[0]]
+    assert (bad["standing"], bad["probe"]) == ("ejected", "wrong")
+    assert bad["left_alone"].startswith("it is ejected: log-probabilities are")
+    assert (good["standing"], good["probe"], good["left_alone"]) == ("well", "right", "")
+    assert 'penstock_anomalous_workers{cause="wrong",model="tiny"} 1.0' in page
+    assert 'penstock_ejections_total{cause="wrong",model="tiny"} 1.0' in page
+    assert 'penstock_worker_weight_ratio{model="tiny",worker="tiny-2"} 0.0' in page
+    counted = re.search(r'penstock_requests_total{endpoint="chat",model="tiny",outcome="length"} (\d+)', page)
+    assert int(counted[1]) <= 8, "a probe is no request"
+    pool.damaged = set()
+    pool.until("well", WORKERS[2])
+    assert pool.log_text.getvalue().count("a worker's standing has changed") >= 3
+
+
+def test_a_fault_is_wrong_a_lost_worker_says_nothing_and_slow_ones_are_told(pool):
+    pool.beat()
+    prober, worker = pool.gateway._policies.prober, WORKERS[1]
+
+    def fail() -> None:
+        prober._send(pool.clock.now_ns(), worker)
+        pool.backend[1].fail(next(iter(pool.backend[1]._streams)), EngineFault("the logits are not numbers"))
+
+    pool.call(fail)
+    pool.wait_until(lambda: prober.anomalies.get(worker).verdict == "wrong")
+    assert "not numbers" in pool.watched(worker).why
+
+    def lose() -> None:
+        prober._send(pool.clock.now_ns(), WORKERS[3])
+        pool.backend[3].lose_worker("it is gone")
+
+    pool.call(lose)
+    pool.wait_until(lambda: prober.anomalies.get(WORKERS[3]).verdict == "it is gone")
+    assert pool.watched(WORKERS[3]).standing == "well"
+
+    def report() -> None:
+        pool.backend[0].status.stats = Stats(
+            step=9, running=0, waiting=0, blocks_total=4, blocks_used=0, blocks_cached=0,
+            timed_steps=9, timed_tokens=9, timed_sequences=9, timed_kv_read=90, timed_ns=10**7,
+        )  # fmt: skip
+        pool.backend[0].on_change()
+        pool.gateway._dispatcher.tick()
+
+    pool.call(report)
+    group = prober.anomalies.get(WORKERS[0]).group
+    assert pool.call(lambda: prober.anomalies._groups[group]._peers[WORKERS[0]].sums.ns) == 10**7
