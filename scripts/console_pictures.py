@@ -4,9 +4,12 @@ what scripts/install_console.sh installs. The fleet is the drawn one of the test
 
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
+
+from penstock.cli.main import main as simulate
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "doubles"))
@@ -17,9 +20,18 @@ PICTURES = {
     "map-dark": ("#/fleet/chat-70b-03", 64, (1440, 820), "dark"),
     "traffic": ("#/traffic", 12, (1320, 860), "light"),
     "request-dark": ("#/requests", 12, (1320, 860), "dark"),
-    "alerts": ("#/alerts", 12, (1320, 560), "light"),
+    "alerts": ("#/alerts", 12, (1320, 880), "light"),
     "phone": ("#/traffic", 12, (390, 844), "light"),
+    "report": ("#/reports", 12, (1320, 980), "light"),
+    "worker-dark": ("#/fleet/chat-70b-03", 12, (1440, 980), "dark"),
 }
+
+
+def report() -> Path:
+    """A simulated run."""
+    path = Path(tempfile.mkdtemp()) / "spike-20x.json"
+    assert simulate(["simulate", "spike-20x", "--json", str(path)]) == 0
+    return path
 
 
 def main() -> None:
@@ -35,6 +47,9 @@ def main() -> None:
             page.wait_for_timeout(2500)
             if place == "#/requests":
                 page.locator("tbody tr", has_text="stop").nth(3).locator("a").click()
+                page.wait_for_timeout(1000)
+            if place == "#/reports":
+                page.set_input_files("input[type=file]", report())
                 page.wait_for_timeout(1000)
             page.screenshot(path=target / f"{name}.png")
             page.close()

@@ -29,6 +29,15 @@ interface Props {
   headline?: string;
   empty?: string;
   min?: number;
+  /** What the times are; the wall clock if nothing is said. */
+  axis?: Axis;
+}
+
+export interface Axis {
+  ticks: (from: number, to: number, width: number) => number[];
+  tick: (at: number) => string;
+  /** One moment, where a column is so wide. */
+  read: (at: number, stepMs: number) => string;
 }
 
 const LEFT = 52;
@@ -58,6 +67,25 @@ function timeTicks(from: number, to: number, width: number): number[] {
   return found;
 }
 
+export const CLOCK: Axis = { ticks: timeTicks, tick: format.minute, read: (at, stepMs) => (stepMs >= 60_000 ? format.minute(at) : format.clock(at)) };
+
+const seconds = (at: number): string => `${Number((at / 1000).toPrecision(6))} s`;
+const within = (from: number, to: number) => (each: number): boolean => each >= from && each <= to;
+
+/** Seconds since the start of something. */
+export const SECONDS: Axis = {
+  ticks: (from, to, width) => niceTicks(to, Math.max(2, Math.floor(width / 90))).filter(within(from, to)),
+  tick: seconds,
+  read: seconds,
+};
+
+/** Thousandths of the decimal logarithm of milliseconds. */
+export const LOG_MS: Axis = {
+  ticks: (from, to) => Array.from({ length: 12 }, (_, i) => (i - 3) * 1000).filter(within(from, to)),
+  tick: (at) => format.ms(10 ** (at / 1000)),
+  read: (at) => format.ms(10 ** (at / 1000)),
+};
+
 function stacked(lines: Line[], length: number): Map<Line, { low: number[]; high: (number | null)[] }> {
   const found = new Map<Line, { low: number[]; high: (number | null)[] }>();
   const base = new Array<number>(length).fill(0);
@@ -86,7 +114,7 @@ function runs(values: (number | null)[]): [number, number][] {
 }
 
 export function Chart(props: Props): JSX.Element {
-  const { title, hint, times, stepMs, lines, unit, promise, height = 168, headline, empty = "Nothing was measured in this time." } = props;
+  const { title, hint, times, stepMs, lines, unit, promise, height = 168, headline, empty = "Nothing was measured in this time.", axis = CLOCK } = props;
   const box = useRef<HTMLDivElement>(null);
   const width = useSignal(0);
   const id = useId();
@@ -158,7 +186,7 @@ export function Chart(props: Props): JSX.Element {
   const readout =
     picked < 0
       ? ""
-      : `${stepMs >= 60_000 ? format.minute(times[picked]!) : format.clock(times[picked]!)}: ` +
+      : `${axis.read(times[picked]!, stepMs)}: ` +
         lines.map((line) => `${line.name} ${line.values[picked] == null ? "none" : unit(line.values[picked]!)}`).join(", ");
 
   return (
@@ -182,7 +210,7 @@ export function Chart(props: Props): JSX.Element {
             {promise.label}
           </li>
         )}
-        {picked >= 0 && <li class="at num">{stepMs >= 60_000 ? format.minute(times[picked]!) : format.clock(times[picked]!)}</li>}
+        {picked >= 0 && <li class="at num">{axis.read(times[picked]!, stepMs)}</li>}
       </ul>
       <div
         class="plot"
@@ -209,9 +237,9 @@ export function Chart(props: Props): JSX.Element {
               </g>
             ))}
             {times.length > 1 &&
-              timeTicks(from, to, innerWidth).map((tick) => (
+              axis.ticks(from, to, innerWidth).map((tick) => (
                 <text key={tick} class="tick" x={x(tick)} y={height - 4} text-anchor="middle">
-                  {format.minute(tick)}
+                  {axis.tick(tick)}
                 </text>
               ))}
             {some && lines.map((line) => <path key={line.name} class={`${line.kind ?? "line"} c-${line.color} ${line.dashed ? "dashed" : ""}`} d={path(line)} />)}

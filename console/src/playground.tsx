@@ -14,9 +14,19 @@ interface Piece {
   others: string;
 }
 
+/** A call of a tool, as the model writes it. */
+interface Call {
+  id: string;
+  name: string;
+  args: string;
+}
+
 interface Turn {
-  role: "user" | "assistant";
+  role: "user" | "assistant" | "tool";
   pieces: Piece[];
+  calls?: Call[];
+  /** Of a tool's result: which call it answers. */
+  answers?: Call;
   facts?: { ttftMs: number; tokens: number; prompt: number; seconds: number; id: string; finish: string };
   problem?: string;
 }
@@ -27,13 +37,14 @@ interface Settings {
   maxTokens: string;
   logprobs: boolean;
   schema: string;
+  tools: string;
 }
 
 /** The key for /v1, where the one that the page was signed in with is not a tenant's. */
 const chatKey = signal("");
 const names = signal<string[]>([]);
 const problem = signal("");
-const settings = signal<Settings>({ system: "", temperature: "", maxTokens: "256", logprobs: true, schema: "" });
+const settings = signal<Settings>({ system: "", temperature: "", maxTokens: "256", logprobs: true, schema: "", tools: "" });
 
 class Side {
   readonly model = signal("");
@@ -45,11 +56,17 @@ class Side {
     this.stop?.abort();
   }
 
-  async send(text: string): Promise<void> {
-    const before = this.turns.peek().filter((turn) => !turn.problem);
-    const asked: Turn = { role: "user", pieces: [{ text, logprob: null, others: "" }] };
+  /** The calls that wait for their results. */
+  get open(): Call[] {
+    const last = this.turns.value[this.turns.value.length - 1];
+    return this.busy.value || last?.problem ? [] : (last?.calls ?? []);
+  }
+
+  /** Say something more: a message, or what the called tools gave. */
+  async send(...said: Turn[]): Promise<void> {
+    const asked = [...this.turns.peek().filter((turn) => !turn.problem), ...said];
     const answer: Turn = { role: "assistant", pieces: [] };
-    this.turns.value = [...before, asked, answer];
+    this.turns.value = [...asked, answer];
     this.busy.value = true;
     const stop = (this.stop = new AbortController());
     const began = performance.now();
@@ -67,7 +84,7 @@ class Side {
     };
     const facts = { ttftMs: 0, tokens: 0, prompt: 0, seconds: 0, id: "", finish: "" };
     try {
-      const reply = await ask("/v1/chat/completions", { body: bodyOf(this.model.peek(), [...before, asked], true), key: chatKey.peek() || key.peek(), signal: stop.signal });
+      const reply = await ask("/v1/chat/completions", { body: bodyOf(this.model.peek(), asked, true), key: chatKey.peek() || key.peek(), signal: stop.signal });
       facts.id = reply.headers.get("x-request-id") ?? "";
       for await (const event of events(reply)) {
         if (event.data === "[DONE]") break;
@@ -77,16 +94,17 @@ class Side {
         const choice = chunk.choices?.[0];
         if (!choice) continue;
         if (choice.finish_reason) facts.finish = choice.finish_reason;
+        const calls = withCalls(answer.calls ?? [], choice.delta?.tool_calls ?? []);
         const told = choice.logprobs?.content;
         const said = choice.delta?.content ?? choice.delta?.reasoning_content ?? "";
         const fresh = told?.length ? told.map((each) => ({ text: each.token, logprob: each.logprob, others: othersOf(each) })) : said ? [{ text: said, logprob: null, others: "" }] : [];
-        if (!fresh.length) continue;
+        if (!fresh.length && !choice.delta?.tool_calls?.length) continue;
         if (!first) first = performance.now();
         tokens += told?.length ?? 1;
         facts.ttftMs = first - began;
         facts.seconds = (performance.now() - first) / 1000;
         if (!chunk.usage) facts.tokens = tokens;
-        show({ pieces: [...answer.pieces, ...fresh], facts: { ...facts } });
+        show({ pieces: [...answer.pieces, ...fresh], calls, facts: { ...facts } });
       }
       show({ facts: { ...facts } });
     } catch (error) {
@@ -106,8 +124,26 @@ interface Told {
 interface Chunk {
   error?: { message: string };
   usage?: { prompt_tokens: number; completion_tokens: number };
-  choices?: { finish_reason?: string; delta?: { content?: string; reasoning_content?: string }; logprobs?: { content?: Told[] } }[];
+  choices?: { finish_reason?: string; delta?: { content?: string; reasoning_content?: string; tool_calls?: CallDelta[] }; logprobs?: { content?: Told[] } }[];
 }
+
+interface CallDelta {
+  index: number;
+  id?: string;
+  function?: { name?: string; arguments?: string };
+}
+
+/** Calls with what a chunk adds to them. */
+function withCalls(calls: Call[], deltas: CallDelta[]): Call[] {
+  const found = [...calls];
+  for (const { index, id, function: part } of deltas) {
+    const known = found[index] ?? { id: "", name: "", args: "" };
+    found[index] = { id: id ?? known.id, name: known.name + (part?.name ?? ""), args: known.args + (part?.arguments ?? "") };
+  }
+  return found;
+}
+
+const saying = (role: Turn["role"], text: string): Turn => ({ role, pieces: [{ text, logprob: null, others: "" }] });
 
 function othersOf(told: Told): string {
   const listed = (told.top_logprobs ?? []).map((each) => `${JSON.stringify(each.token)} ${format.percent(Math.exp(each.logprob))}`);
@@ -116,15 +152,45 @@ function othersOf(told: Told): string {
 
 const textOf = (turn: Turn): string => turn.pieces.map((piece) => piece.text).join("");
 
+/** A turn as the API has it. */
+function messageOf(turn: Turn): Record<string, unknown> {
+  const message: Record<string, unknown> = { role: turn.role, content: textOf(turn) };
+  if (turn.calls?.length) message["tool_calls"] = turn.calls.map(({ id, name, args }) => ({ id, type: "function", function: { name, arguments: args } }));
+  if (turn.answers) message["tool_call_id"] = turn.answers.id;
+  return message;
+}
+
+/** What was pasted: one tool or a list, each as the API has it or its function alone. */
+function toolsOf(text: string): unknown[] {
+  const given = JSON.parse(text) as unknown;
+  return (Array.isArray(given) ? given : [given]).map((each: { function?: unknown }) => (each.function ? each : { type: "function", function: each }));
+}
+
+/** What is wrong with the options; empty: nothing. */
+function wrongOptions({ schema, tools }: Settings): string {
+  for (const [name, text] of [
+    ["schema", schema],
+    ["tools", tools],
+  ] as const) {
+    try {
+      if (text.trim()) JSON.parse(text);
+    } catch (error) {
+      return `The ${name} in Options ${name === "tools" ? "are" : "is"} not JSON: ${(error as Error).message}`;
+    }
+  }
+  return "";
+}
+
 function bodyOf(model: string, turns: Turn[], stream: boolean): Record<string, unknown> {
-  const { system, temperature, maxTokens, logprobs, schema } = settings.peek();
-  const messages = turns.map((turn) => ({ role: turn.role as string, content: textOf(turn) }));
+  const { system, temperature, maxTokens, logprobs, schema, tools } = settings.peek();
+  const messages = turns.map(messageOf);
   if (system.trim()) messages.unshift({ role: "system", content: system });
   const body: Record<string, unknown> = { model, messages };
   if (Number(maxTokens) > 0) body["max_tokens"] = Number(maxTokens);
   if (temperature !== "" && Number.isFinite(Number(temperature))) body["temperature"] = Number(temperature);
   if (logprobs) Object.assign(body, { logprobs: true, top_logprobs: 3 });
   if (schema.trim()) body["response_format"] = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) as unknown, strict: true } };
+  if (tools.trim()) body["tools"] = toolsOf(tools);
   if (stream) Object.assign(body, { stream: true, stream_options: { include_usage: true } });
   return body;
 }
@@ -136,6 +202,48 @@ function toneOf(logprob: number | null): string {
   return share > 0.9 ? "" : share > 0.6 ? "p1" : share > 0.3 ? "p2" : share > 0.1 ? "p3" : "p4";
 }
 
+/** Arguments over several lines, once they are whole. */
+function pretty(args: string): string {
+  try {
+    return JSON.stringify(JSON.parse(args), null, 2);
+  } catch {
+    return args;
+  }
+}
+
+/** What the called tools gave: the model goes on with it. */
+function Results({ side }: { side: Side }): JSX.Element {
+  const given = useSignal<string[]>([]);
+  return (
+    <form
+      class="results"
+      onSubmit={(event) => {
+        event.preventDefault();
+        const results = side.open.map((call, i) => ({ ...saying("tool", given.value[i] ?? ""), answers: call }));
+        given.value = [];
+        void side.send(...results);
+      }}
+    >
+      {side.open.map((call, i) => (
+        <label key={call.id || i}>
+          Result of {call.name}
+          <input
+            class="mono"
+            value={given.value[i] ?? ""}
+            onInput={(event) => {
+              const now = [...given.value];
+              now[i] = event.currentTarget.value;
+              given.value = now;
+            }}
+          />
+        </label>
+      ))}
+      <button type="submit">Send {side.open.length > 1 ? "results" : "the result"}</button>
+    </form>
+  );
+}
+
+const SPEAKERS = { user: "You", assistant: "The model", tool: "A tool" };
 const sides = [new Side(), new Side()];
 const pair = signal(false);
 
@@ -144,7 +252,8 @@ function Bubble({ turn }: { turn: Turn }): JSX.Element {
   const rate = facts && facts.tokens > 1 && facts.seconds > 0 ? (facts.tokens - 1) / facts.seconds : 0;
   return (
     <li class={`turn ${turn.role}`}>
-      <span class="hidden">{turn.role === "user" ? "You" : "The model"}:</span>
+      <span class="hidden">{SPEAKERS[turn.role]}:</span>
+      {turn.answers && <p class="soft small">Result of {turn.answers.name}</p>}
       <p class="said">
         {turn.pieces.map((piece, i) => {
           const tone = toneOf(piece.logprob);
@@ -156,8 +265,14 @@ function Bubble({ turn }: { turn: Turn }): JSX.Element {
             piece.text
           );
         })}
-        {turn.role === "assistant" && turn.pieces.length === 0 && !turn.problem && <span class="soft">…</span>}
+        {turn.role === "assistant" && turn.pieces.length === 0 && !turn.calls?.length && !turn.problem && <span class="soft">…</span>}
       </p>
+      {turn.calls?.map((call, i) => (
+        <div class="call" key={i}>
+          <b>{call.name}</b>
+          <pre tabIndex={0}>{pretty(call.args)}</pre>
+        </div>
+      ))}
       {turn.problem && <Problem message={turn.problem} />}
       {facts && facts.ttftMs > 0 && (
         <p class="turn-facts num soft">
@@ -192,6 +307,7 @@ function Talk({ side, other }: { side: Side; other: boolean }): JSX.Element {
           <Bubble key={i} turn={turn} />
         ))}
       </ol>
+      {side.open.length > 0 && <Results side={side} />}
     </section>
   );
 }
@@ -202,18 +318,18 @@ function AsCode(): JSX.Element {
   const kind = useSignal<"curl" | "python">("curl");
   let text: string;
   try {
-    const turns = sides[0]!.turns.value.filter((turn) => !turn.problem && turn.pieces.length);
-    const asked = turns.length ? turns.slice(0, turns.findLastIndex((turn) => turn.role === "user") + 1) : [{ role: "user" as const, pieces: [{ text: "Hello", logprob: null, others: "" }] }];
+    const turns = sides[0]!.turns.value.filter((turn) => !turn.problem && (turn.pieces.length || turn.calls?.length));
+    const asked = turns.length ? turns.slice(0, turns.findLastIndex((turn) => turn.role !== "assistant") + 1) : [saying("user", "Hello")];
     const body = bodyOf(sides[0]!.model.value, asked, false);
     if (kind.value === "curl") {
       text = `curl ${location.origin}/v1/chat/completions \\\n  -H "Authorization: Bearer $PENSTOCK_API_KEY" \\\n  -H 'Content-Type: application/json' \\\n  -d ${quoted(JSON.stringify(body, null, 2))}`;
     } else {
       const python = (value: unknown): string => JSON.stringify(value).replace(/\btrue\b/g, "True").replace(/\bfalse\b/g, "False").replace(/\bnull\b/g, "None");
       const lines = Object.entries(body).map(([name, value]) => `    ${name}=${name === "messages" || typeof value === "object" ? `json.loads(${JSON.stringify(JSON.stringify(value))})` : python(value)},`);
-      text = `import json\nimport os\n\nfrom openai import OpenAI\n\nclient = OpenAI(base_url="${location.origin}/v1", api_key=os.environ["PENSTOCK_API_KEY"])\nanswer = client.chat.completions.create(\n${lines.join("\n")}\n)\nprint(answer.choices[0].message.content)`;
+      text = `import json\nimport os\n\nfrom openai import OpenAI\n\nclient = OpenAI(base_url="${location.origin}/v1", api_key=os.environ["PENSTOCK_API_KEY"])\nanswer = client.chat.completions.create(\n${lines.join("\n")}\n)\nprint(answer.choices[0].message${body["tools"] ? "" : ".content"})`;
     }
   } catch (error) {
-    text = `The schema is not JSON yet: ${String(error)}`;
+    text = wrongOptions(settings.value) || String(error);
   }
   return (
     <details class="as-code">
@@ -260,6 +376,10 @@ function Options(): JSX.Element {
         <label class="wide">
           JSON schema of the answer
           <textarea rows={3} class="mono" spellcheck={false} placeholder='{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}' value={now.schema} onInput={(event) => set({ schema: event.currentTarget.value })} />
+        </label>
+        <label class="wide">
+          Tools, one or a list
+          <textarea rows={3} class="mono" spellcheck={false} placeholder='{"name": "weather", "description": "The weather of a city", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}' value={now.tools} onInput={(event) => set({ tools: event.currentTarget.value })} />
         </label>
       </div>
     </details>
@@ -313,15 +433,10 @@ export function Playground(): JSX.Element {
   const send = (): void => {
     const asked = text.value.trim();
     if (!asked || busy) return;
-    try {
-      if (settings.peek().schema.trim()) JSON.parse(settings.peek().schema);
-    } catch {
-      trouble.value = "The schema in Options is not JSON.";
-      return;
-    }
-    trouble.value = "";
+    trouble.value = wrongOptions(settings.peek());
+    if (trouble.value) return;
     text.value = "";
-    for (const side of shown) void side.send(asked);
+    for (const side of shown) void side.send(saying("user", asked));
   };
   return (
     <Page

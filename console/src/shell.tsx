@@ -7,6 +7,7 @@ import { key } from "./api";
 import { Fleet } from "./fleet";
 import { duration } from "./format";
 import { Playground } from "./playground";
+import { Reports } from "./reports";
 import { Requests } from "./requests";
 import { href, place } from "./route";
 import { type Role, hello, link, linkProblem, role, server, signIn, signOut } from "./store";
@@ -21,6 +22,7 @@ const PAGES: { id: string; name: string; page: () => JSX.Element; for: Role[] }[
   { id: "playground", name: "Playground", page: Playground, for: ["admin", "viewer", "tenant"] },
   { id: "tenants", name: "Tenants", page: Tenants, for: ["admin", "tenant"] },
   { id: "alerts", name: "Alerts", page: Alerts, for: ["admin"] },
+  { id: "reports", name: "Reports", page: Reports, for: ["admin", "viewer", "tenant"] },
 ];
 
 const LINKS = { connecting: "Connecting", live: "Live", lost: "Reconnecting", denied: "Signed out" };

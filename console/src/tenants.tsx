@@ -22,6 +22,8 @@ interface TenantLine {
   spent_month_micros: number;
   budget_month_micros: number;
   models: string[];
+  /** What its requests cost in machine time, where a price of machines is set. */
+  cost_day_micros?: number | null;
 }
 
 interface KeyLine {
@@ -37,6 +39,8 @@ interface KeyLine {
 }
 
 const EVERY_MS = 5000;
+/** In one answer of the server. */
+const LISTED = 500;
 const limit = (value: number): string => (value ? format.count(value) : "no limit");
 
 /** How much of a limit is used: a number, and a bar where there is a limit. */
@@ -69,6 +73,7 @@ function Table({ list }: { list: TenantLine[] }): JSX.Element {
             <th scope="col" class="right">Tokens/min</th>
             <th scope="col">Spent today</th>
             <th scope="col">Spent this month</th>
+            <th scope="col" class="right">Cost today</th>
             <th scope="col">Models</th>
           </tr>
         </thead>
@@ -88,12 +93,31 @@ function Table({ list }: { list: TenantLine[] }): JSX.Element {
               <td>
                 <Use used={each.spent_month_micros} of={each.budget_month_micros} show={format.money} label={`Month budget of ${each.id}`} />
               </td>
+              <td class="right num">{each.cost_day_micros == null ? "–" : format.money(each.cost_day_micros)}</td>
               <td>{each.models.length ? each.models.join(", ") : "all"}</td>
             </tr>
           ))}
         </tbody>
       </table>
     </div>
+  );
+}
+
+/** Which part of a long list is shown. */
+function Pager({ offset, shown, total, go, what }: { offset: number; shown: number; total: number; go: (offset: number) => void; what: string }): JSX.Element | null {
+  if (total <= shown && !offset) return null;
+  return (
+    <nav class="row" aria-label={`Pages of ${what}`}>
+      <button type="button" disabled={!offset} onClick={() => go(Math.max(0, offset - LISTED))}>
+        Before
+      </button>
+      <button type="button" disabled={offset + shown >= total} onClick={() => go(offset + LISTED)}>
+        Next
+      </button>
+      <span class="soft small num pager">
+        {shown ? `${offset + 1} to ${offset + shown}` : "None"} of {total} {what}
+      </span>
+    </nav>
   );
 }
 
@@ -152,10 +176,11 @@ function Keys({ tenants }: { tenants: TenantLine[] }): JSX.Element {
   const made = useSignal("");
   const busy = useSignal(false);
   const asked = useSignal("");
+  const offset = useSignal(0);
   const dialog = useRef<HTMLDialogElement>(null);
   const fail = (error: unknown): void => void (problem.value = error instanceof ApiError ? error.message : String(error));
-  const look = (): Promise<void> => get<NonNullable<typeof told.value>>("/admin/keys").then((found) => void (told.value = found), fail);
-  useEffect(() => void look(), []);
+  const look = (): Promise<void> => get<NonNullable<typeof told.value>>(`/admin/keys?offset=${offset.value}`).then((found) => void (told.value = found), fail);
+  useEffect(() => void look(), [offset.value]);
   const send = async (path: string, body: unknown): Promise<void> => {
     busy.value = true;
     problem.value = "";
@@ -245,6 +270,7 @@ function Keys({ tenants }: { tenants: TenantLine[] }): JSX.Element {
           </table>
         </div>
       )}
+      {found && <Pager what="keys" offset={offset.value} shown={found.keys.length} total={found.total} go={(at) => (offset.value = at)} />}
       <dialog ref={dialog} aria-labelledby="revoke-title">
         <h2 id="revoke-title">Revoke {asked.value}?</h2>
         <p>It is refused within seconds, and for good. A rotated key works for another day.</p>
@@ -289,7 +315,8 @@ function Own(): JSX.Element {
 
 export function Tenants(): JSX.Element {
   const isAdmin = role.value === "admin";
-  const { told, problem, again } = usePolled<{ tenants: TenantLine[]; total: number }>(isAdmin ? "/admin/tenants" : "", EVERY_MS);
+  const offset = useSignal(0);
+  const { told, problem, again } = usePolled<{ tenants: TenantLine[]; total: number }>(isAdmin ? `/admin/tenants?offset=${offset.value}` : "", EVERY_MS);
   if (!isAdmin) return <Own />;
   const found = told.value;
   return (
@@ -298,11 +325,12 @@ export function Tenants(): JSX.Element {
       {!found && !problem.value && <Skeleton />}
       {found && (
         <>
-          {found.tenants.length === 0 ? (
+          {found.total === 0 ? (
             <Empty title="No tenant is listed">Keys of the configuration's auth.keys are each a tenant without limits. Tenants come with the section tenants, or with a key in auth.keys_file.</Empty>
           ) : (
             <Table list={found.tenants} />
           )}
+          <Pager what="tenants" offset={offset.value} shown={found.tenants.length} total={found.total} go={(at) => (offset.value = at)} />
           <Keys tenants={found.tenants} />
         </>
       )}

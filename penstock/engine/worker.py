@@ -31,6 +31,7 @@ import msgspec
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock, SystemClock
 from penstock.config.machine import CgroupMemory
 from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_core
+from penstock.engine.device_readings import watch_device
 from penstock.engine.fault_watch import FaultWatch
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
@@ -155,6 +156,7 @@ def main() -> int:
         server.publish(0, {}, core.stats())
         server.announce(Ready(msgspec.structs.replace(info, model=launch.model_name)))
         faults = _watch_faults(core, config.kernel_log, server)
+        readings = watch_device(info.device_uuid, server.publish_readings)
         watch = StepWatch(config.stall_timeout_s, clock, lambda what: _end_stalled(server, what))
         run_steps(core, mailbox, server, feed, watch)
     except OperatorError as error:
@@ -162,6 +164,7 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 The process boundary: any error is reported and ends the process.
         traceback.print_exc()
         return _fail(server, error, EXIT_FAILED)
+    readings.set()
     watch.close()
     faults.close()
     feed.close()

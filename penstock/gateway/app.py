@@ -34,7 +34,7 @@ from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, 
 from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.http.errors import error_response, failure_of
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
-from penstock.gateway.http.server import HttpServer, tick_s
+from penstock.gateway.http.server import LAST_ANSWERS_S, LAST_BYTES_S, HttpServer, tick_s
 from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller
@@ -174,7 +174,8 @@ class Gateway:
             end        streams that are left get a last error event; what clients got is settled
 
         Without `listens` another process accepts from the same socket: nothing is accepted here, and nothing
-        is refused on connections that are left, each of which closes after its next answer.
+        is refused on connections that are left, each of which closes after its next answer. Sockets that were
+        given to `start` stay open: their owner answers what comes behind the end (`refuse_the_rest`).
         `hurry` goes to the end at once. Backends are left alone: their owner drains them afterwards.
         """
         services, drain_s = self._services, self._config.server.drain_timeout_s
@@ -193,10 +194,11 @@ class Gateway:
         services.cold.close()
         self.tenancy.stop()
         self._dispatcher.drain(drain_s)
-        await self._until(lambda: not (self._dispatcher or self._tasks), drain_s)
+        begun = set(self._tasks)  # Those that come later are refused, and could come for ever.
+        await self._until(lambda: not (self._dispatcher or begun & self._tasks), drain_s)
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         await self._responses.close()
-        await self._flushed()
+        await self._server.finish(LAST_BYTES_S if self._hurried.is_set() else LAST_ANSWERS_S)
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -374,14 +376,6 @@ class Gateway:
         """Wait until that has happened, or for so long, or until there is no time."""
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
         while self._clock.now_ns() < deadline_ns and not self._hurried.is_set() and not happened():
-            await sleep(0.02)
-
-    async def _flushed(self) -> None:
-        """Give the last bytes a moment to leave."""
-        self._server.close_idle()
-        for _ in range(25):
-            if not self._server.num_connections:
-                return
             await sleep(0.02)
 
 

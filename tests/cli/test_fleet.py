@@ -114,9 +114,13 @@ def test_the_worked_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         f"{found[1]}\nprices: {{accelerators: {{tiny: 3600}}}}\nledger: {{directory: {tmp_path}/ledger}}\n"
     )
     file.write_text(config)
-    server = Server(tmp_path, "-c", str(file), "--port", "0", "--no-auth")
+    port = free_port()
+    server = Server(tmp_path, "-c", str(file), "--port", str(port), "--no-auth")
     try:
+        one_dies_while_it_loads(server, port)
         server.wait_ready()
+        server.wait_said("a worker does not come up; its model has others")
+        server.until(lambda: set(states(server).values()) == {"ready"}, "it did not come back")
         bill = Bill(server)
         assert states(server) == {"tiny-0": "ready", "tiny-1": "ready"}
         assert len(server.workers) == 2
@@ -143,6 +147,35 @@ def test_the_worked_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert cost["tokens"] == ledger["prompt_tokens"] + ledger["completion_tokens"]
     finally:
         server.close()
+
+
+def one_dies_while_it_loads(server: Server, port: int) -> None:
+    """Both stand still until the server has told them what to load: then one dies, and one goes on."""
+    started: list[int] = []
+
+    def have_begun() -> bool:
+        started[:] = server.workers
+        # One that has not executed its program yet is a copy of the server, which waits for it.
+        return len(started) == 2 and all(
+            b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in started
+        )
+
+    server.until(have_begun, "no workers")
+    first, second = started
+    for pid in started:
+        os.kill(pid, signal.SIGSTOP)
+    server.until(lambda: len(workers_at(port)) == 2, "they are not known")
+    os.kill(first, signal.SIGKILL)
+    os.kill(second, signal.SIGCONT)
+
+
+def workers_at(port: int) -> list[dict[str, Any]]:
+    """What a server says of its workers, before it is ready; nothing before it listens."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/admin/workers", timeout=60) as response:
+            return json.load(response)["workers"]
+    except OSError:
+        return []
 
 
 def history(server: Server) -> dict[str, list[int]]:

@@ -94,6 +94,51 @@ def completion(**fields: object) -> dict:
     return {"model": MODEL, "prompt": "hello", "max_tokens": 2, **fields}
 
 
+class Storm:
+    """Clients that come one after the other, each on a connection of its own, until the port is closed."""
+
+    def __init__(self, port: int, key: str, calm: threading.Event) -> None:
+        """They take their time until `calm` is set."""
+        body = json.dumps(completion()).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {key}\r\n"
+        self._request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+        self._port, self._calm = port, calm
+        self.answers: Counter[str] = Counter()
+        self._threads = [threading.Thread(target=self._come, daemon=True) for _ in range(8)]
+        for thread in self._threads:
+            thread.start()
+
+    def _come(self) -> None:
+        answer = ""
+        while answer != "refused":
+            answer = self._ask()
+            self.answers[answer] += 1
+            self._calm.wait(0.05)
+
+    def _ask(self) -> str:
+        try:
+            connection = socket.create_connection(("127.0.0.1", self._port), timeout=PATIENCE_S)
+        except ConnectionRefusedError:
+            return "refused"
+        with connection:
+            try:
+                connection.sendall(self._request)
+                found = b""
+                while data := connection.recv(65536):
+                    found += data
+            except OSError as error:
+                return repr(error)
+        words = found.split(b" ", 2)
+        return words[1].decode() if found.endswith(b"}") else f"cut off: {found!r}"
+
+    def end(self) -> set[str]:
+        """Wait until the port is closed to all of them; what they met."""
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+        return set(self.answers)
+
+
 # --- the first signal ---------------------------------------------------------------------------------
 
 
@@ -129,9 +174,11 @@ def test_sigterm_serves_then_refuses_while_streams_end(tmp_path: Path, processes
             assert (refused.status, refused.headers["connection"]) == (503, "close")
             assert int(refused.headers["retry-after"]) >= 1
             assert json.loads(refused.body)["error"]["code"] == "draining"
+            storm = Storm(port, key, stream.ended)
             assert stream.ended.wait(PATIENCE_S)
             assert stream.last == "[DONE]"
             assert server.wait_ended() == 0
+            assert storm.end() == {"503", "refused"}, storm.answers
             assert "Traceback" not in server.err.read_text()
         finally:
             server.close()

@@ -1,12 +1,17 @@
 """The console in a real Chromium: `make test-console`."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
+from penstock.cli.main import main
+
 pytestmark = pytest.mark.console
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 WIDTHS = {"desk": (1320, 860), "phone": (390, 844)}
-PLACES = ("fleet", "fleet/chat-70b-03", "traffic", "requests", "tenants", "alerts")
+PLACES = ("fleet", "fleet/chat-70b-03", "traffic", "requests", "tenants", "alerts", "reports")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -106,3 +111,81 @@ def test_a_lost_server_is_said_and_found_again(page, replay) -> None:
     opened.wait_for_selector(".banner")
     assert "the last known" in opened.locator(".banner").inner_text()
     assert opened.locator("a.worker").count() == 12
+
+
+def stream(*deltas, finish):
+    """A chat completion as server-sent events."""
+    chunks = [{"choices": [{"index": 0, "delta": each}]} for each in deltas]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    return "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"
+
+
+def test_a_tool_is_called_in_the_playground_and_its_result_goes_back(page, until, replay, findings) -> None:
+    asked = []
+    call = {"index": 0, "id": "call_1", "function": {"name": "weather", "arguments": '{"city": '}}
+    rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
+    answers = [
+        stream({"tool_calls": [call]}, {"tool_calls": [rest]}, finish="tool_calls"),
+        stream({"content": "It rains."}, finish="stop"),
+    ]
+
+    def answer(route) -> None:
+        asked.append(route.request.post_data_json)
+        route.fulfill(body=answers[len(asked) - 1], content_type="text/event-stream")
+
+    opened = page(replay().url + "/console")
+    opened.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "chat-8b"}]}))
+    opened.route("**/v1/chat/completions", answer)
+    opened.get_by_role("link", name="Playground").click()
+    opened.get_by_text("Options").click()
+    opened.get_by_label("Tools").fill('{"name": "weather", "param')
+    opened.get_by_label("Your message").fill("weather?")
+    opened.get_by_label("Your message").press("Enter")
+    opened.get_by_text("The tools in Options are not JSON").first.wait_for()
+    opened.get_by_label("Tools").fill('{"name": "weather", "parameters": {"type": "object"}}')
+    opened.get_by_label("JSON schema").fill('{"type": "object"}')
+    opened.get_by_label("Your message").press("Enter")
+    opened.get_by_label("Result of weather").fill("rain")
+    assert json.loads(opened.locator(".call pre").inner_text()) == {"city": "Oslo"}
+    assert findings(opened) == []
+    opened.get_by_role("button", name="Send the result").click()
+    opened.get_by_text("It rains.").wait_for()
+    first, second = asked
+    assert first["tools"] == [
+        {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    ]
+    assert first["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert [each["role"] for each in second["messages"]] == ["user", "assistant", "tool"]
+    assert second["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
+    assert second["messages"][2] == {"role": "tool", "content": "rain", "tool_call_id": "call_1"}
+    opened.get_by_text("As code").click()
+    assert '"tool_call_id": "call_1"' in opened.locator(".as-code pre").inner_text()
+    opened.get_by_role("button", name="Python").click()
+    assert "tools=json.loads(" in opened.locator(".as-code pre").inner_text()
+
+
+def test_a_simulators_report_and_a_result_of_a_bench_open(page, until, replay, findings, tmp_path) -> None:
+    run, compared = tmp_path / "run.json", tmp_path / "compared.json"
+    small = ["steady", "--set", "seconds=20", "--set", "workers=1"]
+    for path, more in ((run, ["--seeds", "2"]), (compared, ["--compare", "base", "workers=2"])):
+        assert main(["simulate", *small, *more, "--json", str(path)]) in (0, 1)
+    opened = page(replay(role="viewer").url + "/console#/reports")
+    opened.get_by_label("Open a report").set_input_files(run)
+    opened.get_by_role("heading", name="steady").wait_for()
+    until(opened, "document.querySelectorAll('.charts .chart svg path').length === 8")
+    plot = opened.locator(".plot").first
+    plot.focus()
+    plot.press("Home")
+    assert re.match(r"0 s: came [\d.]+, met both promises", plot.get_attribute("aria-label"))
+    opened.get_by_label("Seed").select_option(index=1)
+    opened.get_by_text("Seed 2, hash").wait_for()
+    assert findings(opened) == []
+    opened.get_by_label("Open a report").set_input_files(compared)
+    opened.get_by_role("columnheader", name="95 % interval").wait_for()
+    opened.get_by_label("Open a report").set_input_files(max(RESULTS.glob("*-goodput-sim.json")))
+    opened.get_by_label("Draw").select_option(label="goodput rps")
+    assert opened.locator(".bars li").count() == opened.locator("tbody tr").count() > 5
+    assert findings(opened) == []
+    (tmp_path / "broken.json").write_text("{")
+    opened.get_by_label("Open a report").set_input_files(tmp_path / "broken.json")
+    opened.get_by_text("broken.json cannot be opened").wait_for()

@@ -160,6 +160,24 @@ def test_a_worker_that_does_not_get_ready_is_given_up() -> None:
     run(check)
 
 
+def test_a_worker_that_dies_while_it_loads_is_told_of_and_starts_again() -> None:
+    async def check(made: Bench) -> None:
+        worker = await made.start()
+        while worker.pid is None:
+            await asyncio.sleep(0)
+        os.kill(worker.pid, 9)
+        with pytest.raises(WorkerUnavailable, match="killed by SIGKILL"):
+            await worker.wait_ready()
+        assert "restart 1 in 0.25 s" in worker.backend.status.stage
+        while not worker.backend.status.ready:
+            await asyncio.sleep(0.01)
+        await worker.wait_ready()
+        assert worker.backend.status.restarts == 1
+        assert await answer(worker, Requests()) == scripted_text(3, 3, 9)
+
+    run(check)
+
+
 def children() -> set[str]:
     """The process ids of this process's children: earlier tests may have left some that rest."""
     tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")

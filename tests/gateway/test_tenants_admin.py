@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from penstock.config.tenancy import TenantConfig
+from penstock.gateway.api import tenants as tenants_module
 from penstock.gateway.identity import api_keys, tenancy
 from penstock.gateway.identity.api_keys import read_keys
 
@@ -111,3 +112,20 @@ def test_without_a_file_no_key_is_made_and_a_tenant_may_nothing(start, kit):
     for path in ("/admin/tenants", "/admin/keys"):
         assert send(running, path, key=kit.KEY)[0] == 403
     assert send(running, "/admin/keys", {"tenant": "acme"}, key=kit.KEY)[0] == 403
+
+
+def test_long_lists_come_in_pages(start, kit, path, monkeypatch):
+    monkeypatch.setattr(tenants_module, "LISTED_MAX", 2)
+    issued = [api_keys.issue(i, tenant=f"t{i}") for i in range(5)]
+    api_keys.edit_keys(path, lambda _: ([each.record for each in issued], None))
+    running = start(kit.replace(kit.make_config(), auth={"admin_keys": (ADMIN_KEY,), "keys_file": str(path)}))
+    for what, name, wanted in (
+        ("tenants", "id", ["t0", "t1", "t2", "t3", "t4"]),
+        ("keys", "tenant", ["t4", "t3", "t2", "t1", "t0"]),
+    ):
+        pages = [send(running, f"/admin/{what}?offset={offset}")[1] for offset in (0, 2, 4, 6)]
+        assert [[each[name] for each in page[what]] for page in pages] == [
+            wanted[:2], wanted[2:4], wanted[4:], [],
+        ]  # fmt: skip
+        assert {page["total"] for page in pages} == {5}
+        assert send(running, f"/admin/{what}?offset=x")[0] == 400

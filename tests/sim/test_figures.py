@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from penstock.policy.record import Outcome
 from penstock.sim.report.compare import compare, mean_and_half_width, t95
 from penstock.sim.report.figures import (
+    SHARES_MAX,
     Objective,
     Run,
     Spread,
@@ -15,6 +16,7 @@ from penstock.sim.report.figures import (
     figures,
     jain,
     largest_gap,
+    ttft_shares,
 )
 from penstock.sim.traffic.request import RequestRecord
 
@@ -121,3 +123,13 @@ def test_the_interval_is_students() -> None:
     assert (mean, half) == (2.0, pytest.approx(4.303 / 3**0.5))
     assert mean_and_half_width([1.0])[1] == float("inf")
     assert t95(11) == t95(10) > t95(12)
+
+
+def test_shares_of_first_tokens_rise_to_one_and_are_bounded() -> None:
+    records = [record(i, i + 1) for i in range(1000)] + [record(5, outcome=Outcome.REJECTED)]
+    shares = ttft_shares(records)
+    assert len(shares) == SHARES_MAX + 1
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == ((1.0, 0.001), (1000.0, 1.0))
+    assert ttft_shares(records[:1]) == [(1.0, 1.0)]
+    assert ttft_shares(records[-1:]) == []

@@ -21,7 +21,7 @@ from penstock.config.load import load_config
 from penstock.errors import ConfigError
 from penstock.planning.step_time import read_model
 from penstock.sim.report.compare import Difference, compare
-from penstock.sim.report.figures import Figures, Spread
+from penstock.sim.report.figures import Figures, Spread, ttft_shares
 from penstock.sim.report.html import compare_page, report_page
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import Finding, Scenario, Verdict, find, run_scenario
@@ -370,11 +370,15 @@ def _verdict_json(verdict: Verdict) -> dict[str, object]:
     return {
         "schema": SCHEMA,
         "scenario": verdict.scenario.name,
+        "question": verdict.scenario.question,
+        "answer": verdict.scenario.answer,
+        "workers": ", ".join(f"{pool.count} x {pool.worker.kind}" for pool in played.setup.world.pools),
         "seed": played.seed,
         "digest": played.result.digest,
         "passed": verdict.passed,
         "findings": [{**msgspec.to_builtins(each), "passed": each.passed} for each in verdict.findings],
         "figures": msgspec.to_builtins(played.figures),
+        "ttft_shares": ttft_shares(played.records),
     }
 
 

@@ -103,7 +103,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 async def wait_for_attached(registry: Registry, models: Sequence[ModelConfig], log: Log) -> None:
-    """Wait until every worker is ready, or for `CONNECT_TIMEOUT_S`.
+    """Wait until every worker that was not launched here is ready, or for `CONNECT_TIMEOUT_S`.
 
     That somebody is not there then is no reason not to serve: it is said, by the key of the configuration
     that names him.
@@ -116,7 +116,7 @@ async def wait_for_attached(registry: Registry, models: Sequence[ModelConfig], l
     registry.listen(listener)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            while not all(worker.is_ready for worker in registry):
+            while not all(worker.is_ready for worker in registry if worker.stop is None):
                 changed.clear()
                 await changed.wait()
     except TimeoutError:
@@ -126,7 +126,7 @@ async def wait_for_attached(registry: Registry, models: Sequence[ModelConfig], l
             for j, worker in enumerate(model.workers)
         }
         for worker in registry:
-            if not worker.is_ready:
+            if not worker.is_ready and worker.stop is None:
                 log.warning(
                     "a worker is not there yet",
                     model=worker.route,

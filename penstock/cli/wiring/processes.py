@@ -169,7 +169,7 @@ class GatewayProcesses:
         return self._tenancy.config
 
     async def start(self, listeners: Sequence[socket.socket]) -> None:
-        """Take sockets that listen; connections wait until there is a process."""
+        """Take sockets that listen, and stay their owner's; connections wait until there is a process."""
         self._listeners = list(listeners)
         self._server = await asyncio.start_unix_server(self._hear, self._path)
         self._tenancy.start(follows_provider=False)  # Tokens are read where requests come.
@@ -251,8 +251,6 @@ class GatewayProcesses:
             task.cancel()
         if self._supervisors:
             await asyncio.wait(self._supervisors)
-        for listener in self._listeners:
-            listener.close()
         if self._server is not None:
             self._server.close()
         self._tenancy.stop()

@@ -12,8 +12,8 @@ import contextlib
 import errno
 import os
 import socket
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,7 +30,7 @@ from penstock.config.engine_settings import promised, with_quota
 from penstock.config.fleet import FleetConfig
 from penstock.config.machine import state_directory
 from penstock.config.tree import Config, ModelConfig, ServerConfig
-from penstock.errors import ConfigError, OperatorError
+from penstock.errors import ConfigError, OperatorError, WorkerUnavailable
 from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerStopped
 from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.process import Spares, TakeSpare, WorkerLogs, no_spare
@@ -41,7 +41,7 @@ from penstock.fleet.sources.discovery import Discovery
 from penstock.fleet.sources.found import attached, launched
 from penstock.gateway.app import Gateway
 from penstock.gateway.dispatch.assemble import GatewayTools
-from penstock.gateway.http.server import bound_sockets
+from penstock.gateway.http.server import bound_sockets, refuse_the_rest
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.peers import LaunchNote, Order, WorkerAt
 from penstock.telemetry.log import Log
@@ -249,18 +249,18 @@ class Stack:
                 await self._discovery.apply(model, part.served.tokenizer, self._tools)
 
     async def wait_ready(self, display: LoadingDisplay) -> None:
-        """Return once every worker that is launched here can answer, and those at addresses had their time.
+        """Return once every worker that is launched here can answer, or has failed while its model has
+        others, and those at addresses had their time.
 
         Raises:
             OperatorError: a model cannot be served.
-            WorkerUnavailable: a worker does not come up.
+            WorkerUnavailable: none of a model's workers comes up.
         """
-        tasks = [asyncio.create_task(self._wait_for(worker, display)) for worker in self._launcher.list()]
+        tasks = {
+            asyncio.create_task(self._wait_for(worker, display)): worker for worker in self._launcher.list()
+        }
         try:
-            if tasks:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
+            await self._wait_for_models(tasks)
         except OperatorError:
             self._words.forget()  # The error says the same, and better.
             raise
@@ -270,6 +270,24 @@ class Stack:
                 task.cancel()
         await wait_for_attached(self._registry, self._models, self._log)
         self._fleet_log = FleetLog(self._registry, self._log, self._gateway.notes)
+
+    async def _wait_for_models(self, waiting: Mapping[asyncio.Task[None], LaunchedWorker]) -> None:
+        """Raises: why a model has no worker that is ready, loads, or is at an address."""
+        left = Counter(worker.spec.model_name for worker in waiting.values())
+        for model, part in zip(self._models, self._parts, strict=True):
+            left[part.served.name] += len(model.workers) + len(model.discover)
+        pending = set(waiting)
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task, error in ((task, task.exception()) for task in done):
+                if error is None:
+                    continue
+                model, worker = waiting[task].spec.model_name, waiting[task].spec.worker_id
+                left[model] -= 1
+                if not left[model] or not isinstance(error, OperatorError | WorkerUnavailable):
+                    raise error
+                what = "a worker does not come up; its model has others"
+                self._log.error(what, model=model, worker=worker, error=error)
 
     async def _wait_for(self, worker: LaunchedWorker, display: LoadingDisplay) -> None:
         name = worker.spec.model_name
@@ -287,6 +305,8 @@ class Stack:
     async def drain(self, *, lameduck_s: float, listens: bool) -> None:
         """Stop as `Gateway.stop` says, then stop everything."""
         await self._gateway.stop(lameduck_s=lameduck_s, listens=listens)
+        if listens:
+            await refuse_the_rest(self.listeners, self._config.server, self._clock)
         await self._close(timeout_s=0.0)
 
     def hurry(self) -> None:
@@ -307,6 +327,8 @@ class Stack:
         self._discovery.stop()
         if self._processes is not None:
             await self._processes.kill()
+        for listener in self.listeners:
+            listener.close()
         await self._members.close(timeout_s)
         await self._launcher.close(timeout_s=timeout_s)
 

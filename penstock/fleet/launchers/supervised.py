@@ -1,8 +1,11 @@
 """One worker that is kept running, wherever its process is.
 
     spawn ─> loading ─> ready ─> exit ─┬─ asked to stop, or draining ──> gone
-      ^                                ├─ cannot serve, or never was ready ──> down (wait_ready raises)
+      ^                                ├─ cannot serve ──> down
       └──── back-off ──── restart <────┴─ crashed, killed, hung, lost ──> down once the restarts are used up
+
+While it never was ready, `wait_ready` raises at the first failure: its caller knows whether the model has
+other workers, and stops this one if not.
 
 When to restart is in `RestartBudget`; how a process is started and ended is the launcher's.
 
@@ -141,6 +144,8 @@ class SupervisedWorker:
         self._process, self._clock = process, clock
         self._budget = RestartBudget(spec.engine.restarts_max, clock)
         self._down: PenstockError | None = None
+        self._failed: PenstockError | None = None
+        """Why it did not get ready, while it never was."""
         self._was_ready = self._is_ready = False
         self._restarts = 0
         self._changed = asyncio.Event()
@@ -166,8 +171,8 @@ class SupervisedWorker:
     async def wait_ready(self, on_progress: ProgressCallback | None = None) -> None:
         """See `LaunchedWorker.wait_ready`."""
         while not self.backend.status.ready:
-            if self._down is not None:
-                raise self._down
+            if (error := self._down or self._failed) is not None:
+                raise error
             if on_progress is not None:
                 on_progress(self.backend.status)
             self._changed.clear()
@@ -196,6 +201,8 @@ class SupervisedWorker:
             self._process.doubt()
         self._is_ready = is_ready
         self._was_ready |= is_ready
+        if is_ready:
+            self._failed = None
         self._changed.set()
 
     def _on_supervisor_end(self, supervisor: "asyncio.Task[None]") -> None:
@@ -213,9 +220,13 @@ class SupervisedWorker:
                 self.backend.report(stage=what, fault="oom_kill")
             if self.backend.draining:
                 return
-            if not self._was_ready or self._process.exit_code == EXIT_CANNOT_SERVE:
-                await self._go_down(self._why_not(what))
+            error = self._why_not(what)
+            if self._process.exit_code == EXIT_CANNOT_SERVE or isinstance(error, OperatorError):
+                await self._go_down(error)
                 return
+            if not self._was_ready:
+                self._failed = error
+                self._changed.set()
             delay_s = self._budget.take()
             if delay_s is None:
                 stage = f"{what}, and {self._restarts} restarts were in vain"

@@ -3,9 +3,9 @@
 They want an admin key; a tenant's ordinary key is refused.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, get_args
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 import msgspec
 
@@ -15,7 +15,7 @@ from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.api.feed import ServerLine
-from penstock.gateway.api.inspect import Inspect, answer
+from penstock.gateway.api.inspect import Inspect, answer, query_of, whole_number
 from penstock.gateway.api.job import ANSWER_IDS
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.worker_trails import WorkerTrails
@@ -126,7 +126,7 @@ class Admin:
         Raises:
             InvalidRequest: `seconds` is no whole number of them.
         """
-        query = dict(parse_qsl(exchange.head.query[:1024]))
+        query = query_of(exchange)
         seconds = whole_number(query, "seconds", RECENT_S, least=1, most=DAY_S)
         await self._show(exchange, LookAt("history", seconds))
 
@@ -145,7 +145,7 @@ class Admin:
         Raises:
             InvalidRequest: a part of the query is not what it should be.
         """
-        query = dict(parse_qsl(exchange.head.query[:1024]))
+        query = query_of(exchange)
         kind = query.get("kind", "")
         if kind and kind not in get_args(Kind):
             message = f"Invalid value for 'kind': expected one of {', '.join(get_args(Kind))}."
@@ -283,19 +283,6 @@ def _names(name: str) -> list[RequestId]:
         (name.removeprefix(each) for each in ANSWER_IDS if name.startswith(each)), ""
     )
     return [RequestId(prefix + own) for prefix in (*ANSWER_IDS, "req-")] if own else [RequestId(name)]
-
-
-def whole_number(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
-    """A number of a query.
-
-    Raises:
-        InvalidRequest: it is something else.
-    """
-    text = query.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) <= 16 and least <= int(text) <= most):
-        message = f"Invalid value for {name!r}: expected a whole number from {least} to {most}."
-        raise InvalidRequest(message, param=name, code="invalid_value")
-    return int(text)
 
 
 def _model(model: ServedModel, numbers: ModelNumbers | None) -> ModelReport:

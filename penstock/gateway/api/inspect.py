@@ -17,7 +17,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
@@ -43,10 +43,10 @@ from penstock.protocol.openai import (
 from penstock.protocol.openai_validate import decoded, parse_tokenize
 from penstock.protocol.peers import ModelNumbers, Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
-from penstock.telemetry.aliases import aliases
 from penstock.telemetry.costs import CostAccount, cost_accounts
 from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
+from penstock.telemetry.pages import aliases
 from penstock.telemetry.watch import free_share
 from penstock.telemetry.worker_meters import WorkerFacts
 from penstock.types import WorkerId
@@ -474,3 +474,21 @@ def _state(model: ServedModel, wall_ns: int) -> ModelState:
 def answer(exchange: Exchange, shape: Any) -> None:  # noqa: ANN401
     """Respond with a shape as JSON."""
     exchange.respond(Response(body=msgspec.json.encode(shape)))
+
+
+def query_of(exchange: Exchange) -> dict[str, str]:
+    """What stands behind the path, as far as anything is asked for there."""
+    return dict(parse_qsl(exchange.head.query[:1024]))
+
+
+def whole_number(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
+    """A number of a query.
+
+    Raises:
+        InvalidRequest: it is something else.
+    """
+    text = query.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) <= 16 and least <= int(text) <= most):
+        message = f"Invalid value for {name!r}: expected a whole number from {least} to {most}."
+        raise InvalidRequest(message, param=name, code="invalid_value")
+    return int(text)

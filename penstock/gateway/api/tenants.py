@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from penstock.clock import NS_PER_S
 from penstock.errors import ConfigError, InvalidRequest, NotFound
-from penstock.gateway.api.inspect import answer
+from penstock.gateway.api.inspect import answer, query_of, whole_number
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.identity import api_keys
@@ -99,17 +99,27 @@ class TenantsAdmin:
         self._services, self._tenancy = services, tenancy
 
     async def tenants(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /admin/tenants`: what each tenant may use, and what it uses and has spent."""
+        """`GET /admin/tenants?offset=0`: what each tenant may use, and what it uses and has spent; at most
+        500 from that one on.
+
+        Raises:
+            InvalidRequest: the query says something else.
+        """
         known = list(self._tenancy.table.tenants.known.values())
-        shown = sorted(known, key=lambda tenant: tenant.id)[:LISTED_MAX]
+        shown = _page(exchange, sorted(known, key=lambda tenant: tenant.id))
         answer(exchange, {"tenants": [self._line(each) for each in shown], "total": len(known)})
 
     async def keys(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /admin/keys`: the keys of `auth.keys_file`, newest first, without what is secret."""
+        """`GET /admin/keys?offset=0`: the keys of `auth.keys_file`, newest first, without what is secret; at
+        most 500 from that one on.
+
+        Raises:
+            InvalidRequest: the query says something else.
+        """
         path, now_s = self._tenancy.config.auth.keys_file, self._now_s()
         records = await asyncio.to_thread(_read, Path(path)) if path else ()
-        newest = sorted(records, key=lambda key: key.created_s, reverse=True)[:LISTED_MAX]
-        shown = [_shown(each, now_s) for each in newest]
+        newest = sorted(records, key=lambda key: key.created_s, reverse=True)
+        shown = [_shown(each, now_s) for each in _page(exchange, newest)]
         answer(exchange, {"writable": bool(path), "keys": shown, "total": len(records)})
 
     async def create(self, exchange: Exchange, caller: Caller) -> None:
@@ -211,6 +221,16 @@ class TenantsAdmin:
 
     def _now_s(self) -> int:
         return self._services.clock.wall_ns() // NS_PER_S
+
+
+def _page(exchange: Exchange, rows: Sequence[T]) -> Sequence[T]:
+    """Those that the query asks for.
+
+    Raises:
+        InvalidRequest: it says something else.
+    """
+    offset = whole_number(query_of(exchange), "offset", 0, least=0, most=10**9)
+    return rows[offset : offset + LISTED_MAX]
 
 
 def _read(path: Path) -> tuple[ApiKey, ...]:

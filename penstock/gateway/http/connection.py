@@ -65,10 +65,7 @@ class Application(Protocol):
     """What answers requests. Called on the event loop; must not block or raise."""
 
     def refuse(self, head: RequestHead, client: str) -> Response | None:
-        """Answer already from the headers, which spares reading a body; None to go on.
-
-        `client` is the peer's address.
-        """
+        """Answer from the headers, which spares reading a body; None to go on. `client` is its address."""
         ...
 
     def handle(self, exchange: Exchange) -> None:
@@ -319,10 +316,9 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
         elif self._deadline_ns is None or now_ns < self._deadline_ns:
             return
-        elif self._state is ConnectionState.HEAD:
-            self._fail(HttpFault(408, "The request's headers did not arrive in time."))
-        elif self._state is ConnectionState.BODY:
-            self._fail(HttpFault(408, "The request's body did not arrive in time."))
+        elif self._state in (ConnectionState.HEAD, ConnectionState.BODY):
+            part = "headers" if self._state is ConnectionState.HEAD else "body"
+            self._fail(HttpFault(408, f"The request's {part} did not arrive in time."))
         elif buffered and self._server.terms.write_timeout_s:
             self._wait(LINGER_S)  # A slow client that goes on reading gets all of its answer.
         else:
@@ -342,9 +338,15 @@ class Connection(asyncio.Protocol):
             self._exchange.close_after()
 
     def close_if_idle(self) -> None:
-        """Close if nothing is in flight."""
-        if self._state is ConnectionState.IDLE:
+        """Close if nothing is in flight. Who has just connected is about to ask, and has a moment."""
+        if self._state is ConnectionState.IDLE and self.is_owed():
+            self._wait(LINGER_S)
+        elif self._state is ConnectionState.IDLE:
             self._transport.close()
+
+    def is_owed(self) -> bool:
+        """Whether its client asks, waits for an answer, or has just come and said nothing yet."""
+        return self._reads() and (self._state is not ConnectionState.IDLE or not self._num_written)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -460,10 +462,8 @@ class Connection(asyncio.Protocol):
         if not self._upgrades:
             self._pipelined()
             return
-        lines = [
-            b"%b %b HTTP/%b"
-            % (self._parser.get_method(), self._url, self._parser.get_http_version().encode())
-        ]
+        version = self._parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, version)]
         lines += [b"%b: %b" % (k, v) for k, v in self._headers.items() if k not in _UPGRADE_FIELDS]
         if b"close" in self._headers.get(b"connection", b"").lower():
             lines.append(b"connection: close")

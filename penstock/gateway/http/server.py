@@ -7,15 +7,23 @@ import asyncio
 import socket
 from collections.abc import Sequence
 
-from penstock.clock import Clock
+from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.tree import ServerConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Draining
+from penstock.gateway.http import sockets
 from penstock.gateway.http.connection import Application, Connection, ServerContext
 from penstock.gateway.http.cors import Cors
+from penstock.gateway.http.errors import error_response
+from penstock.gateway.http.exchange import Exchange, RequestHead, Response
 from penstock.gateway.http.terms import WIRE_LIMITS, RelayTerms, WireLimits
 
 BACKLOG = 2048
 TICK_S_MAX = 1.0
+LAST_ANSWERS_S, LAST_BYTES_S = 2.0, 0.5
+"""When a server stops: for clients that are here to get their answers, and for connections to end."""
+HANDSHAKE_S = 0.1
+"""For clients that were connecting when the door was shut."""
+POLL_S = 0.01
 
 
 class HttpServer:
@@ -55,14 +63,14 @@ class HttpServer:
     async def start(self, listeners: Sequence[socket.socket] = ()) -> tuple[str, int]:
         """Accept connections. Returns the address, with the port that was taken if 0 was asked for.
 
-        `listeners` are sockets that listen already, shared with other processes; without any it makes its
+        `listeners` are sockets that listen already, and stay open for their owner; without any it makes its
         own.
 
         Raises:
             ConfigError: the address cannot be listened on.
         """
-        loop = asyncio.get_running_loop()
-        for each in listeners or await bound_sockets(self._config):
+        loop, given = asyncio.get_running_loop(), [each.dup() for each in listeners]
+        for each in given or await bound_sockets(self._config):
             self._listeners.append(await loop.create_server(self._connection, sock=each, backlog=BACKLOG))
         self._tick = loop.call_later(self._tick_s, self._on_tick)
         bound = self._listeners[0].sockets[0].getsockname()
@@ -75,7 +83,7 @@ class HttpServer:
             connection.close_after_answer()
 
     def close_listeners(self) -> None:
-        """Accept nothing new: another process listens on the same socket."""
+        """Accept nothing new. What comes waits for whoever else has the socket."""
         for listener in self._listeners:
             listener.close()
 
@@ -83,6 +91,18 @@ class HttpServer:
         """Close connections that wait for no answer."""
         for connection in list(self._connections):
             connection.close_if_idle()
+
+    async def finish(self, answers_s: float = LAST_ANSWERS_S) -> None:
+        """Accept nothing new, and let clients that are here get their answers, and the last bytes leave."""
+        self.close_listeners()
+        self.close_idle()
+        began_ns = self._clock.now_ns()
+        while self._connections:
+            waited_s = (self._clock.now_ns() - began_ns) / NS_PER_S
+            is_owed = any(connection.is_owed() for connection in self._connections)
+            if waited_s >= (answers_s if is_owed else LAST_BYTES_S):
+                return
+            await sleep(POLL_S)
 
     async def stop(self) -> None:
         """Cut every connection that is left and release the socket."""
@@ -103,6 +123,44 @@ class HttpServer:
         for connection in list(self._connections):
             connection.check_deadline(now_ns)
         self._tick = asyncio.get_running_loop().call_later(self._tick_s, self._on_tick)
+
+
+class _Refusing:
+    """The application of a server that has nothing behind it any more."""
+
+    def __init__(self) -> None:
+        self._response = error_response(Draining("The server is shutting down."))
+
+    def refuse(self, head: RequestHead, client: str) -> Response | None:
+        del head, client
+        return self._response
+
+    def handle(self, exchange: Exchange) -> None:
+        exchange.respond(self._response)
+
+    def finished(self, exchange: Exchange) -> None:
+        """Nothing counts any more."""
+
+
+async def refuse_the_rest(listeners: Sequence[socket.socket], config: ServerConfig, clock: Clock) -> None:
+    """The end of sockets that nobody accepts from any more: what waits there, or is about to, is answered
+    with 503 `draining`, and then they close.
+
+    Closed at once they would reset those connections, which the kernel has accepted for us.
+    """
+    for each in listeners:
+        sockets.shut(each)
+    server = HttpServer(_Refusing(), config, clock=clock)
+    server.close_after_answers()
+    await server.start(listeners)
+    await sleep(HANDSHAKE_S)
+    until_ns = clock.now_ns() + int(LAST_ANSWERS_S * NS_PER_S)
+    while any(sockets.has_waiting(each) for each in listeners) and clock.now_ns() < until_ns:
+        await sleep(POLL_S)
+    await server.finish()
+    await server.stop()
+    for each in listeners:
+        each.close()
 
 
 def tick_s(*timeouts_s: float) -> float:

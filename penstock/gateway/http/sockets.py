@@ -1,5 +1,5 @@
-"""The kernel's view of connections: whether a peer is still there, and how near this process is to its bound
-on open files (`ulimit -n`).
+"""The kernel's view of connections: whether a peer is still there, what waits at a listening socket, and how
+near this process is to its bound on open files (`ulimit -n`).
 
 A FIN says only that nothing more will be sent. RFC 9112 lets a client shut down its sending side and wait for
 its answer, and one that has left looks the same until something is sent to it: then its kernel answers with a
@@ -11,9 +11,12 @@ without any left cannot even accept a connection to refuse it. So the last numbe
 gets one of them is refused with an answer.
 """
 
+import ctypes
 import enum
 import resource
+import select
 import socket
+import struct
 import sys
 from typing import Protocol
 
@@ -56,6 +59,37 @@ def end_when_unacknowledged(found: socket.socket | None, timeout_s: float) -> No
         and found.family in (socket.AF_INET, socket.AF_INET6)
     ):
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
+
+
+_SO_ATTACH_FILTER = 26
+_DROP_SYN = b"".join(
+    struct.pack("HBBI", *step)
+    for step in (
+        (0x30, 0, 0, 13),  # Load the byte of TCP's flags.
+        (0x45, 0, 1, 0x02),  # SYN?
+        (0x06, 0, 0, 0),  # Drop it.
+        (0x06, 0, 0, 0xFFFFFFFF),  # Keep all others.
+    )
+)
+"""A packet filter in classic BPF (Linux, `Documentation/networking/filter.rst`)."""
+
+
+def shut(listener: socket.socket) -> None:
+    """Let no further client begin to connect, in whichever process the socket is open; those that have begun
+    still come. A client that is shut out asks again after a second, and then finds the port closed, or the
+    next server. Where that cannot be asked of the kernel, clients go on connecting.
+    """
+    if sys.platform == "linux" and listener.family in (socket.AF_INET, socket.AF_INET6):
+        steps = ctypes.create_string_buffer(_DROP_SYN)
+        program = struct.pack("HL", len(_DROP_SYN) // 8, ctypes.addressof(steps))
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def has_waiting(listener: socket.socket) -> bool:
+    """Whether a connection waits to be accepted."""
+    poll = select.poll()
+    poll.register(listener.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
 
 
 RESERVE_MIN, RESERVE_MAX = 16, 256

@@ -420,3 +420,18 @@ def _windows(records: Sequence[RequestRecord], is_good: IsGood, begins: int, sec
 
 
 _REFUSED = (Outcome.REJECTED, Outcome.EVICTED, Outcome.FAILED)
+
+
+SHARES_MAX = 200
+
+
+def ttft_shares(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
+    """Of the requests that had a first token, which share had it within how many milliseconds: at most
+    `SHARES_MAX` points and one, by rising share.
+    """
+    values = sorted(record.ttft_ns / NS_PER_MS for record in records if record.first_ns >= 0)
+    last = len(values) - 1
+    places = (
+        {min(last, len(values) * i // SHARES_MAX) for i in range(SHARES_MAX + 1)} if values else set[int]()
+    )
+    return [(max(values[place], 0.1), (place + 1) / len(values)) for place in sorted(places)]
