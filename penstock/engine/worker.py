@@ -30,6 +30,7 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock, SystemClock
 from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_core
+from penstock.engine.device_readings import watch_device
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.engine.memory import settle_malloc
@@ -151,6 +152,7 @@ def main() -> int:
         ready.set()  # First: a peer that sees us ready may order a drain.
         server.publish(0, {}, core.stats())
         server.announce(Ready(msgspec.structs.replace(info, model=launch.model_name)))
+        readings = watch_device(info.device_uuid, server.publish_readings)
         watch = StepWatch(config.stall_timeout_s, clock, lambda what: _end_stalled(server, what))
         run_steps(core, mailbox, server, feed, watch)
     except OperatorError as error:
@@ -158,6 +160,7 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 The process boundary: any error is reported and ends the process.
         traceback.print_exc()
         return _fail(server, error, EXIT_FAILED)
+    readings.set()
     watch.close()
     feed.close()
     server.close()
