@@ -133,6 +133,10 @@ def constraint_of(request: GenerationRequest) -> Constraint:
     fields = {name: value for name in _ENGINE_FIELDS if (value := getattr(request, name, None))}
     asked: list[tuple[str, Mapping[str, Any]]] = []
     if structured := getattr(request, "structured_outputs", None):
+        if "calls" in structured:  # Our engine's own word.
+            raise InvalidRequest(
+                "Invalid 'structured_outputs': 'calls' is not supported.", param="structured_outputs"
+            )
         asked.append(("structured_outputs", structured))
     for name, keyword in _GUIDED.items():
         if (value := getattr(request, name, None)) is not None:

@@ -161,6 +161,12 @@ def test_fields_of_an_engine_are_kept_beside_the_shape() -> None:
     assert constraint_of(chat(bad_words=["x"])).structured == {}
 
 
+def test_the_word_for_calls_is_not_for_clients() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        constraint_of(completion(structured_outputs={"calls": {"format": "hermes", "tools": []}}))
+    assert refused.value.param == "structured_outputs"
+
+
 def test_two_shapes_for_one_answer_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="'guided_regex' and 'response_format' cannot both") as caught:
         constraint_of(chat(guided_regex="a", response_format={"type": "json_object"}))

@@ -35,6 +35,8 @@ _LIMITS: dict[str, Any] = {
 }
 """llguidance's bounds on one grammar: on compiling, on one mask, and on memory (1 to 2 KB a state)."""
 _ANOTHER = re.compile(r"Resource ('[^']*') is not present")
+_OWN_TEXT = re.compile(r"\A(at \d+\(\d+\): )?(failed to compile JSON schema: )?|\n\s*\d+ \|.*\Z", re.DOTALL)
+"""What llguidance says of the grammar that was made here around a schema: clients have not written it."""
 _JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -60,7 +62,8 @@ def grammar_text(form: bytes, marks: Marks = json.dumps) -> tuple[str, object]:
         _refuse("it is nested too deeply", "")
     given = [kind for kind in KINDS if kind in asked and asked[kind] is not None]
     if len(given) != 1:
-        _refuse(f"expected one of {', '.join(KINDS)}, but got {' and '.join(given) or 'none of them'}", "")
+        expected = ", ".join(KINDS[:-1])  # The last one is this server's own.
+        _refuse(f"expected one of {expected}, but got {' and '.join(given) or 'none of them'}", "")
     for name, value in asked.items():
         if name not in KINDS and value not in (None, False):
             _refuse(f"'{str(name)[:64]}' is not supported", str(name)[:64])
@@ -95,6 +98,8 @@ def refuse_words(said: str, schema: object) -> NoReturn:
     """
     if said.startswith("NoExtension"):
         said = "nothing matches it"
+    if schema is not None:
+        said = _OWN_TEXT.sub("", said)
     words = " ".join(said.partition("\n<")[0].split())
     words, _, within = words.partition(" while processing ")
     if schema is None:

@@ -202,6 +202,14 @@ def test_what_cannot_be_enforced_is_refused_by_keyword(name: str, schema: dict[s
         compile_tools(name, tools)
 
 
+def test_a_refusal_says_where_and_nothing_of_the_grammar_around_the_schema() -> None:
+    tools = {"f": {"type": "object", "properties": {"a": {"type": "string", "not": {}}}}}
+    with pytest.raises(InvalidRequest) as refused:
+        compile_tools("hermes", tools)
+    where = "/tools/0/function/parameters/properties/a/not"
+    assert str(refused.value) == f'the schema cannot be enforced at {where}: Unimplemented keys: ["not"]'
+
+
 @pytest.mark.parametrize("name", ["pythonic", "tool_code", "gemma", "qwen3_coder"])
 def test_a_schema_may_refer_to_itself(name: str) -> None:
     node = {
