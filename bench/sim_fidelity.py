@@ -52,7 +52,7 @@ from penstock.sim.traffic.workload import (
     even,
     merged,
 )
-from penstock.sim.world.spec import WorldSpec
+from penstock.sim.world.run import WorldSpec
 
 HERE = Path(__file__).parent
 MODEL, DEVICE, MAX_RUNNING, STEP_TOKENS = "7b", "a10g", 32, 512

@@ -33,8 +33,7 @@ from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.planning.step_time import LinearStepTime
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
-from penstock.sim.world.result import SimResult
-from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.run import PoolSpec, SimResult, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World
 
@@ -51,7 +50,7 @@ PARTS = {
     "messages",
     "sim/world/gateway": "simulated gateway", "sim/world/caches": "simulated gateway",
     "sim/traffic/prompts": "block names",
-    "sim/traffic/streams": "block names", "sim/world/result": "records and digest",
+    "sim/traffic/streams": "block names", "sim/world/run": "records and digest",
     "sim/traffic/request": "records and "
     "digest",
     "kv/cache/block_pool": "blocks and prefix cache", "kv/cache/manager": "blocks and prefix cache",

@@ -38,7 +38,7 @@ from penstock.sim.scenarios.scenario import pool, setup
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.workload import Chat, LengthDistribution
 from penstock.sim.world.faults import Fault, FaultKind
-from penstock.sim.world.result import RequestRecord
+from penstock.sim.world.run import RequestRecord
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "doubles"))
 from provider_process import ProviderProcess

@@ -5,8 +5,8 @@ changed; tests/telemetry/test_metrics.py compares.
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.telemetry.aliases import COMPUTED, RENAMED
 from penstock.telemetry.catalog import CATALOG
+from penstock.telemetry.pages import COMPUTED, RENAMED
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics
@@ -17,6 +17,10 @@ TTFT is queue and prefill, which are counted apart. Labels have values from clos
 and bands, workers that are there, outcomes; of tenants the 32 that use most have their names and all others
 are `other`, so nothing that a client invents adds a series. [The runbook](runbook.md) explains objectives;
 `GET /admin/history` has the last 15 minutes and 24 hours without a Prometheus.
+
+Each worker of ours tells every five seconds what it takes of its machine, and what NVML says of its GPU; the
+gateway passes it on per worker, under the names of NVIDIA's DCGM exporter where it is about a GPU.
+`penstock_worker_info` joins engine, version (identity) and device to every series with the label `worker`.
 
 [`examples/observability/`](../examples/observability/) starts Prometheus and Alertmanager beside a server.
 

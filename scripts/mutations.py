@@ -10,8 +10,8 @@ delete      a call, an assignment to an attribute or item, `+=`, `del`, `raise`,
             out
 
 Left alone: assertions and `check_invariants` (they are checks themselves), annotations, contracts
-(`Protocol`), `__repr__`, all text, that of errors included, and the constants of a module (bounds and tables:
-a test would only repeat them).
+(`Protocol`), `__repr__`, all text, that of errors included, and constants: those of a module, and the values
+of a class that has nothing else (bounds and tables: a test would only repeat them).
 """
 
 import ast
@@ -130,8 +130,14 @@ def _is_skipped(node: ast.AST) -> bool:
 
 
 def _is_bound(parent: ast.AST, node: ast.AST) -> bool:
-    """Whether a node gives a module's constant its value: which one is right is no question for a test."""
+    """Whether a node gives a constant its value: which one is right is no question for a test."""
+    if isinstance(parent, ast.ClassDef) and all(map(_is_value_or_text, parent.body)):
+        return True
     return isinstance(parent, ast.Module) and isinstance(node, (ast.Assign, ast.AnnAssign))
+
+
+def _is_value_or_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) or (isinstance(node, ast.AnnAssign) and node.value is not None)
 
 
 def _of_place(parent: ast.AST, field: str, node: ast.AST) -> Iterator[tuple[str, ast.AST]]:

@@ -21,7 +21,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 COMMANDS = (
     "serve", "worker", "chat", "top", "drain", "explain", "alerts", "bench", "doctor", "keys", "usage",
-    "simulate", "plan", "completion",
+    "simulate", "plan", "quantize", "completion",
 )  # fmt: skip
 """The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser."""
 

@@ -35,6 +35,11 @@ def device_name(device: torch.device) -> str:
     return names[0] if names else "cpu"
 
 
+def device_uuid(device: torch.device) -> str:
+    """Of a GPU, as its driver writes it; of anything else empty."""
+    return f"GPU-{_cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+
+
 def cost_floor(
     spec: DecoderSpec, info: ModelInfo, device: torch.device, *, itemsize: int, kept_bits: int = 0
 ) -> CostFloor:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 import uvloop
 
 from penstock.clock import Clock
@@ -26,7 +27,9 @@ from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway
 from penstock.protocol.worker import (
     AbortRequest,
     Challenge,
+    DeviceReadings,
     Drain,
+    Fault,
     FrameDecoder,
     FromWorker,
     KVEvents,
@@ -104,6 +107,7 @@ class WorkerServer:
         self._shares_port = shares_port
         self._state: Loading | Ready | WorkerFailed = Loading("starting")
         self._stats: Stats | None = None
+        self._readings: DeviceReadings | None = None
         self._stats_timer: asyncio.TimerHandle | None = None
         self._connections: dict[ConnectionId, _Connection] = {}
         self._next_id: ConnectionId = 0
@@ -125,6 +129,10 @@ class WorkerServer:
         """Tell every gateway, now and whenever one connects, how far the worker is."""
         self._loop.call_soon_threadsafe(self._announce, state)
 
+    def report_fault(self, fault: Fault) -> None:
+        """Tell every gateway of it, once."""
+        self._loop.call_soon_threadsafe(self._send_to_all, fault)
+
     def use_grammars(self, compiler: "GrammarCompiler") -> None:
         """Compile the grammars that requests bring. Before the worker is ready."""
         self.grammars = compiler
@@ -132,6 +140,10 @@ class WorkerServer:
     def publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats) -> None:
         """Send one step's outputs: one frame and one write for each connection."""
         self._loop.call_soon_threadsafe(self._publish, step, outputs, stats)
+
+    def publish_readings(self, readings: DeviceReadings) -> None:
+        """Send what the device says of itself, with the latest figures."""
+        self._loop.call_soon_threadsafe(self._publish_readings, readings)
 
     def publish_kv_events(self, events: KVEvents) -> None:
         """Send one batch to the subscribers."""
@@ -190,12 +202,19 @@ class WorkerServer:
         self._send_to_all(state)
 
     def _publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats) -> None:
-        self._stats = stats
+        readings = self._readings
+        self._stats = stats if readings is None else msgspec.structs.replace(stats, readings=readings)
         for connection_id, found in outputs.items():
             if connection := self._connections.get(connection_id):
                 connection.send_outputs(step, found)
         if self._stats_timer is None:
             self._stats_timer = self._loop.call_later(STATS_INTERVAL_S, self._send_stats)
+
+    def _publish_readings(self, readings: DeviceReadings) -> None:
+        self._readings = readings
+        if self._stats is not None:
+            self._stats = msgspec.structs.replace(self._stats, readings=readings)
+            self._send_to_all(self._stats)
 
     def _publish_kv_events(self, events: KVEvents) -> None:
         if subscribers := [each for each in self._connections.values() if each.hears_kv_events]:

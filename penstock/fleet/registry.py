@@ -112,7 +112,7 @@ def _utc(wall_ns: int) -> str:
     return datetime.fromtimestamp(wall_ns // NS_PER_S, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-_SUMMED = tuple(name for name in Stats.__struct_fields__)
+_SUMMED = tuple(name for name in Stats.__struct_fields__ if name != "readings")
 
 
 class RouteWorkers:

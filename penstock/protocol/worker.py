@@ -133,6 +133,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     use to it."""
     device: str = ""
     """What it computes on, as its maker calls it."""
+    device_uuid: str = ""
+    """Of a GPU, as its driver writes it."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -172,6 +174,14 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Name of the type in `penstock.errors`, or of the unexpected exception."""
 
 
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """Something is wrong with the worker's machine. If that ends the worker it says so next."""
+
+    kind: str
+    """`xid` (a device that wants a restart or more), `xid_noted`, `oom_kill`."""
+    words: str
+
+
 class RequestFinished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request ended, with everything it used."""
 
@@ -207,6 +217,37 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
 
     step: int
     outputs: tuple[Output, ...]
+
+
+class GpuReadings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a GPU says of itself; None: it does not."""
+
+    index: int
+    """As the driver counts."""
+    util: int | None = None
+    """Percent of the time in which a kernel ran."""
+    memory_util: int | None = None
+    """Percent of the time in which its memory was read or written."""
+    used_mib: int | None = None
+    free_mib: int | None = None
+    power_w: float | None = None
+    temperature_c: int | None = None
+    sm_clock_mhz: int | None = None
+    xid: int | None = None
+    """Of the last error that the driver told of; 0: there was none."""
+
+
+class DeviceReadings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker's process takes of its machine, and its GPU if it has one."""
+
+    rss_bytes: int = 0
+    cpu_ms: int = 0
+    cgroup_bytes: int = 0
+    """Memory of all processes in its cgroup, and the most that they may have; 0: not told, no limit."""
+    cgroup_limit_bytes: int = 0
+    load: float = 0.0
+    """Of its machine over a minute, per core."""
+    gpu: GpuReadings | None = None
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
@@ -254,6 +295,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     timed_kv_read: int = 0
     timed_pairs: int = 0
     timed_ns: int = 0
+    readings: DeviceReadings | None = None
+    """Of its device, some seconds old; None: it does not tell."""
 
     @property
     def timed(self) -> tuple[int, int, int, int, int, int]:
@@ -291,7 +334,7 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
 
 
 ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof
-FromWorker = Loading | Ready | WorkerFailed | StepOutput | Stats | KVEvents | Challenge | Welcome
+FromWorker = Loading | Ready | WorkerFailed | Fault | StepOutput | Stats | KVEvents | Challenge | Welcome
 """What it has to say; a `Pong` only shows that it lives."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -63,6 +63,8 @@ class Metric:
     @property
     def needed_by(self) -> str:
         """Who reads it, in words."""
+        if self.name.startswith("DCGM"):
+            return "on call; capacity"
         return next(who for prefix, who in NEEDED_BY if self.name.startswith(f"penstock_{prefix}"))
 
 
@@ -131,6 +133,8 @@ LAG_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 
 
 MODEL = ("model",)
 WORKER = ("model", "worker")
+GPU = ("model", "worker", "gpu")
+"""The last is the driver's index, as DCGM has it."""
 
 CATALOG = (
     # Requests, as the gateway sees them.
@@ -188,6 +192,27 @@ CATALOG = (
         WORKER, shared=True),
     Metric("penstock_worker_info", "gauge", "Always 1; what a worker runs, on which device, are labels.",
         ("model", "worker", "engine", "identity", "device"), shared=True),
+    # Of a worker's process and machine, and of its GPU under the names of NVIDIA's DCGM exporter.
+    Metric("penstock_worker_rss_bytes", "gauge", "Resident memory of one worker's process.", WORKER,
+        shared=True),
+    Metric("penstock_worker_cpu_seconds_total", "counter", "CPU time of one worker's process.", WORKER,
+        shared=True),
+    Metric("penstock_worker_cgroup_memory_bytes", "gauge", "Memory in use in one worker's cgroup.", WORKER,
+        shared=True),
+    Metric("penstock_worker_cgroup_memory_limit_bytes", "gauge", "Memory limit of one worker's cgroup; 0: "
+        "none.", WORKER, shared=True),
+    Metric("penstock_worker_load_ratio", "gauge", "Load of one worker's machine over a minute, per core.",
+        WORKER, shared=True),
+    Metric("DCGM_FI_DEV_GPU_UTIL", "gauge", "Percent of the time in which a kernel ran.", GPU, shared=True),
+    Metric("DCGM_FI_DEV_MEM_COPY_UTIL", "gauge", "Percent of the time in which the GPU's memory was read or "
+        "written.", GPU, shared=True),
+    Metric("DCGM_FI_DEV_FB_USED", "gauge", "GPU memory in use, in MiB.", GPU, shared=True),
+    Metric("DCGM_FI_DEV_FB_FREE", "gauge", "Free GPU memory, in MiB.", GPU, shared=True),
+    Metric("DCGM_FI_DEV_POWER_USAGE", "gauge", "Power draw, in watts.", GPU, shared=True),
+    Metric("DCGM_FI_DEV_GPU_TEMP", "gauge", "Temperature of the GPU, in degrees Celsius.", GPU, shared=True),
+    Metric("DCGM_FI_DEV_SM_CLOCK", "gauge", "Clock of the streaming multiprocessors, in MHz.", GPU,
+        shared=True),
+    Metric("DCGM_FI_DEV_XID_ERRORS", "gauge", "Xid of the GPU's last error; 0: none.", GPU, shared=True),
     Metric("penstock_host_kv_blocks", "gauge", "KV blocks stored in host memory.", MODEL, shared=True),
     Metric("penstock_host_kv_stores_total", "counter", "KV blocks copied to host memory.", MODEL,
         shared=True),
@@ -346,6 +371,8 @@ CATALOG = (
         ("model", "cause"), shared=True),
     Metric("penstock_ejections_total", "counter", "Workers that were given nothing more, by cause.",
         ("model", "cause")),
+    Metric("penstock_worker_faults_total", "counter", "Faults of workers' machines: xid (a device wants a "
+    "restart or more), xid_noted, oom_kill, weights (they have changed in memory).", ("model", "kind")),
     # External workers.
     Metric(
         "penstock_backend_requests_total", "counter", "Completed streams of external workers, by outcome.",

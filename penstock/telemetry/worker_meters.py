@@ -6,7 +6,7 @@ from typing import NamedTuple
 from prometheus_client import Counter, Gauge
 
 from penstock.clock import NS_PER_S
-from penstock.protocol.worker import Stats
+from penstock.protocol.worker import DeviceReadings, Stats
 
 
 class Followed:
@@ -46,6 +46,60 @@ class WorkerFacts(NamedTuple):
     device: str
 
 
+_PROCESS = (
+    ("rss_bytes", "penstock_worker_rss_bytes"),
+    ("cgroup_bytes", "penstock_worker_cgroup_memory_bytes"),
+    ("cgroup_limit_bytes", "penstock_worker_cgroup_memory_limit_bytes"),
+    ("load", "penstock_worker_load_ratio"),
+)
+_GPU = (
+    ("util", "DCGM_FI_DEV_GPU_UTIL"),
+    ("memory_util", "DCGM_FI_DEV_MEM_COPY_UTIL"),
+    ("used_mib", "DCGM_FI_DEV_FB_USED"),
+    ("free_mib", "DCGM_FI_DEV_FB_FREE"),
+    ("power_w", "DCGM_FI_DEV_POWER_USAGE"),
+    ("temperature_c", "DCGM_FI_DEV_GPU_TEMP"),
+    ("sm_clock_mhz", "DCGM_FI_DEV_SM_CLOCK"),
+    ("xid", "DCGM_FI_DEV_XID_ERRORS"),
+)
+"""The fields of `GpuReadings` and `DeviceReadings` with the gauges that show them."""
+
+
+class DeviceMeters:
+    """What the devices of a model's workers say of themselves."""
+
+    def __init__(self, model: str, gauge: Callable[[str], Gauge], counter: Callable[[str], Counter]) -> None:
+        self._model = model
+        self._process = [(field, gauge(name)) for field, name in _PROCESS]
+        self._gpu = [(field, gauge(name)) for field, name in _GPU]
+        self._cpu = counter("penstock_worker_cpu_seconds_total")
+        self._followed: dict[str, Followed] = {}
+        self._shown: dict[tuple[str, ...], Gauge] = {}
+        """Gauges of GPUs by worker, index and field."""
+
+    def follow(self, worker: str, readings: DeviceReadings) -> None:
+        """A worker's latest."""
+        if worker not in self._followed:
+            self._followed[worker] = Followed(self._cpu.labels(self._model, worker), 1000)
+        self._followed[worker].follow(readings.cpu_ms)
+        for field, gauge in self._process:
+            gauge.labels(self._model, worker).set(getattr(readings, field))
+        gpu = readings.gpu
+        for field, gauge in self._gpu if gpu is not None else ():
+            if gpu is not None and (value := getattr(gpu, field)) is not None:
+                gauge.labels(self._model, worker, str(gpu.index)).set(value)
+                self._shown[worker, str(gpu.index), field] = gauge
+
+    def forget(self, worker: str) -> None:
+        """It is gone, and its series with it."""
+        if self._followed.pop(worker, None) is None:
+            return
+        for metric in (self._cpu, *(gauge for _, gauge in self._process)):
+            metric.remove(self._model, worker)
+        for name, index, field in [each for each in self._shown if each[0] == worker]:
+            self._shown.pop((name, index, field)).remove(self._model, name, index)
+
+
 class WorkerMeters:
     """What each worker of a model says; series of workers that are gone go, too."""
 
@@ -62,6 +116,7 @@ class WorkerMeters:
             )
         }
         """By the field of `Stats`, with what one of the counter's unit is there."""
+        self._devices = DeviceMeters(model, gauge, counter)
         self._mbu, self._info = gauge("penstock_worker_mbu_ratio"), gauge("penstock_worker_info")
         self._followed: dict[str, dict[str, Followed]] = {}
         self._facts: dict[str, WorkerFacts] = {}
@@ -89,6 +144,8 @@ class WorkerMeters:
                 for field, counter in self._followed[worker].items():
                     counter.follow(getattr(stats, field))
                 self._look_at_memory(worker, stats)
+                if stats.readings is not None:
+                    self._devices.follow(worker, stats.readings)
 
     def tell(self, facts: Mapping[str, WorkerFacts]) -> None:
         """What runs where, by worker."""
@@ -113,6 +170,7 @@ class WorkerMeters:
         for metric in (*self._gauges, *(counter for counter, _ in self._counters.values())):
             metric.remove(self._model, worker)
         self._forget_facts(worker)
+        self._devices.forget(worker)
         self._seen.pop(worker, None)
         if self.mbu.pop(worker, None) is not None:
             self._mbu.remove(self._model, worker)

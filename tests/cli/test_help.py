@@ -37,6 +37,7 @@ GOLDEN = Path(__file__).parent / "golden"
         "drain",
         "explain",
         "alerts",
+        "quantize",
         "completion",
     ],
 )

@@ -15,6 +15,11 @@ SOURCE = """
 BOUND = 7
 
 
+class Bounds:
+    size_max: int = 3
+    'Bytes.'
+
+
 class Contract(Protocol):
     def size(self) -> int:
         return 1

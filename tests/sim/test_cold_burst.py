@@ -10,7 +10,7 @@ from penstock.config.routing import TTFT_TARGET_MS
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.record import Outcome
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
-from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.run import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World
 

@@ -16,7 +16,7 @@ from penstock.sim.scenarios.scenario import described
 from penstock.sim.scenarios.setup import Knobs, with_settings
 from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.world.faults import Chaos, Fault, FaultKind
-from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.run import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World
 

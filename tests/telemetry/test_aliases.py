@@ -7,9 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.backends.http.engine_metrics import LOAD_NAMES, load_of, parse_metrics
 from penstock.protocol.worker import Stats
-from penstock.telemetry.aliases import COMPUTED, RENAMED, aliases, label_of
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.pages import COMPUTED, RENAMED, aliases, label_of
 from penstock.telemetry.tenant_labels import FOLLOWED_MAX, OTHER, TENANTS_MAX, TenantLabels
 
 VLLM = dict(

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.policy.lifecycle.machine_costs import Costs
 from penstock.policy.resilience.probes import ProbeAnswer
 from penstock.policy.resilience.worker_state import WorkerState
-from penstock.protocol.worker import Stats
+from penstock.protocol.worker import DeviceReadings, GpuReadings, Stats
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import Metrics, RequestMeasurement
 from penstock.telemetry.worker_meters import WorkerFacts
@@ -68,15 +68,25 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     anomalies = metrics.anomalies()
     anomalies.probed("m", "m-0", "right", ProbeAnswer(tokens=()), 0.0)
     anomalies.ejected("m", "slow")
+    anomalies.fault("m", "xid")
     anomalies.workers([("m", "m-0", None, 1.0)])
     anomalies.certain([("m", "slow")])
     metrics.shared_limits(is_away=True, failures=2, num_gateways=3)
     metrics.accelerator_costs({"m": Costs()})
-    told = [stats(1), msgspec.structs.replace(stats(2), memory_ns=MS)]
+    gpu = GpuReadings(index=1, util=2, memory_util=3, used_mib=4, free_mib=5, power_w=6.5, temperature_c=7,
+        sm_clock_mhz=8, xid=79)  # fmt: skip
+    readings = DeviceReadings(rss_bytes=1, cpu_ms=1500, cgroup_bytes=2, load=0.5, gpu=gpu)
+    told = [stats(1), msgspec.structs.replace(stats(2), memory_ns=MS, readings=readings)]
     for each in told:
         metrics.model("m").engine_stats({"m-0": each})
     metrics.model("m").worker_facts({"m-0": WorkerFacts("penstock", "f00", "a device")})
     assert exposed_names(metrics) == GOLDEN.read_text().splitlines()
+    assert value(metrics, "DCGM_FI_DEV_XID_ERRORS", model="m", worker="m-0", gpu="1") == 79
+    assert value(metrics, "penstock_worker_cpu_seconds_total", model="m", worker="m-0") == 1.5
+    metrics.model("m").engine_stats({})
+    page = metrics.render().decode()
+    assert "DCGM_FI_DEV_XID_ERRORS{" not in page, "series of a worker that is gone go with it"
+    assert "penstock_worker_rss_bytes{" not in page
 
 
 def test_the_page_has_the_catalog() -> None:
@@ -92,7 +102,7 @@ def test_the_catalog_is_well_formed() -> None:
     names = [metric.name for metric in CATALOG]
     assert len(set(names)) == len(names)
     for metric in CATALOG:
-        assert metric.name.startswith("penstock_")
+        assert metric.name.startswith(("penstock_", "DCGM_FI_DEV_"))
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert bool(metric.buckets) == (metric.kind == "histogram")
         assert list(metric.buckets) == sorted(set(metric.buckets))

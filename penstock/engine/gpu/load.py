@@ -15,7 +15,7 @@ from penstock.clock import Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import EngineConfig
 from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
-from penstock.engine.device_speed import cost_floor, device_name, measured_speed
+from penstock.engine.device_speed import cost_floor, device_name, device_uuid, measured_speed
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of, torch_kernels
 from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.graphs import GraphLimits
@@ -197,6 +197,7 @@ class _Builder:
             max_running=self._max_running,
             num_host_blocks=num_host_blocks,
             device=device_name(target.platform.device),
+            device_uuid=device_uuid(target.platform.device),
         )
         graphs = GraphLimits(
             max_running=self._max_running,

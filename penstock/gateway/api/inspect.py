@@ -43,10 +43,10 @@ from penstock.protocol.openai import (
 from penstock.protocol.openai_validate import decoded, parse_tokenize
 from penstock.protocol.peers import ModelNumbers, Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
-from penstock.telemetry.aliases import aliases
 from penstock.telemetry.costs import CostAccount, cost_accounts
 from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
+from penstock.telemetry.pages import aliases
 from penstock.telemetry.watch import free_share
 from penstock.telemetry.worker_meters import WorkerFacts
 from penstock.types import WorkerId

@@ -42,7 +42,7 @@ from penstock.sim.checks.order_checks import ObservedStart, OrderChecks
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Began, Finished, Submission, WorkerMessage
-from penstock.sim.world.result import SimResult
+from penstock.sim.world.run import SimResult
 from penstock.sim.world.worker import SimWorker
 from penstock.sim.world.world import World
 from penstock.types import BLOCK_TOKENS, RequestId, WorkerId

@@ -12,7 +12,7 @@ from penstock.sim.report.figures import Figures, Objective
 from penstock.sim.scenarios.scenario import kind_of
 from penstock.sim.scenarios.setup import Setup, play, promised
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, even
-from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.run import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 
 REPLICAS_MAX = 4

@@ -31,7 +31,7 @@ from penstock.sim.scenarios.setup import Knobs, Played, Setup, play, promised
 from penstock.sim.traffic.request import RequestRecord
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, TrafficSource, even
 from penstock.sim.world.faults import Fault
-from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.run import PoolSpec, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 
 

@@ -28,8 +28,7 @@ from penstock.sim.report.figures import Figures, Objective, Run, WorkerUse, figu
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.traffic.workload import TrafficSource, merged
 from penstock.sim.world.faults import Chaos, Fault
-from penstock.sim.world.result import SimResult
-from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.run import PoolSpec, SimResult, WorldSpec
 from penstock.sim.world.worker import SimWorkerSpec
 from penstock.sim.world.world import World
 

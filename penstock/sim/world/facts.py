@@ -19,7 +19,7 @@ from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked
 from penstock.sim.world.messages import KVEventChannel, Submission, WorkerMessage
-from penstock.sim.world.spec import PoolSpec
+from penstock.sim.world.run import PoolSpec
 from penstock.sim.world.worker import SimWorker, SimWorkerSpec
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 

@@ -26,8 +26,7 @@ from penstock.sim.world.events import Rank, Timeline
 from penstock.sim.world.facts import Facts, Member, Watcher
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import KVEventChannel, KVUpdate, Submission, WorkerLoadReport, WorkerMessage
-from penstock.sim.world.result import RunTally, SimResult
-from penstock.sim.world.spec import PoolSpec, WorldSpec
+from penstock.sim.world.run import PoolSpec, RunTally, SimResult, WorldSpec
 from penstock.sim.world.store import SharedStore
 from penstock.sim.world.worker import SimWorker
 from penstock.types import RequestId, WorkerId

@@ -1,0 +1,140 @@
+"""`penstock quantize`: its output loads and loses little, and interrupted work is taken up again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import distributions
+from safetensors.torch import load_file
+from tiny_models import save, tiny_model
+
+from penstock.cli.main import main
+from penstock.engine.quantize import publish
+from penstock.engine.quantize.methods import awq_scales, gptq, nearest, relative_error
+from penstock.engine.quantize.publish import TARGETS, Quantizer
+from penstock.errors import CheckpointError, ConfigError
+from penstock.rng import stream
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+MINI = Path(__file__).parents[2] / "models" / "penstock-demo-mini"
+BOUNDS = {"gptq-int4": 0.12, "awq-int4": 0.12, "int8": 2e-3, "fp8": 2e-2}
+"""Mean KL divergence in nats to the dense model at most; the weights are random, which is the hardest."""
+
+
+def prompts(count: int = 6) -> list[list[int]]:
+    random = stream(3, "calibration")
+    return [[random.randrange(211) for _ in range(64)] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_model("qwen3", **SIZES), tmp_path_factory.mktemp("dense"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_written_answers_like_the_dense_model(target: str, dense: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    seen: list[tuple[int, int]] = []
+    errors = Quantizer(dense, output, target, prompts()).run(lambda *step: seen.append(step))
+    assert len(errors) == 21
+    assert all(0 < each.error < 0.2 for each in errors)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1]
+    found = distributions(output, dtype="float32", kernels="torch")
+    right = distributions(dense, dtype="float32", kernels="torch")
+    assert 0 < (right.exp() * (right - found)).sum(1).mean() < BOUNDS[target]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "mixtral"])
+@pytest.mark.parametrize("target", ["gptq-int4", "awq-int4"])
+def test_families_that_store_their_layers_otherwise(family: str, target: str, tmp_path: Path) -> None:
+    """Norms that add one, fused tensors, experts."""
+    changes: dict[str, object] = dict(SIZES)
+    if family == "phi3":
+        changes |= {"head_dim": None, "pad_token_id": 0}
+    if family == "mixtral":
+        changes |= {"num_local_experts": 2}
+    source = save(tiny_model(family, **changes), tmp_path / "dense")
+    if (family, target) == ("mixtral", "awq-int4"):
+        with pytest.raises(ConfigError, match="take gptq-int4"):
+            Quantizer(source, tmp_path / "out", target, prompts())
+        return
+    Quantizer(source, tmp_path / "out", target, prompts()).run(lambda _done, _total: None)
+    found = distributions(tmp_path / "out", dtype="float32", kernels="torch")
+    right = distributions(source, dtype="float32", kernels="torch")
+    assert 0 < (right.exp() * (right - found)).sum(1).mean() < 0.2
+
+
+def test_gptq_and_awq_lose_less_than_rounding_does() -> None:
+    """On inputs of which some are large and some go together."""
+    torch.manual_seed(5)
+    x = torch.randn(512, 128) @ (torch.eye(128) + 0.3 * torch.randn(128, 128))
+    x[:, ::16] *= 8
+    weight, gram = torch.randn(64, 128), x.t() @ x
+    plain = relative_error(weight, nearest(weight, 32).dense(), gram)
+    assert relative_error(weight, gptq(weight, gram, 32).dense(), gram) < 0.8 * plain
+    factor = awq_scales(weight, gram, x.abs().mean(0), 32)
+    scaled = nearest(weight * factor, 32).dense() / factor
+    assert relative_error(weight, scaled, gram) < 0.9 * plain
+
+
+def test_interrupted_work_is_taken_up_again(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "GRAM_BYTES_MAX", 1)  # One layer at a time.
+    whole, output = tmp_path / "whole", tmp_path / "out"
+    Quantizer(dense, whole, "gptq-int4", prompts()).run(lambda _done, _total: None)
+
+    def interrupt(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Quantizer(dense, output, "gptq-int4", prompts()).run(interrupt)
+    first = output / "model-layers-0000-0000.safetensors"
+    written = first.stat().st_mtime_ns
+    assert not (output / "config.json").exists(), "an unfinished directory is no model"
+    with pytest.raises(ConfigError, match="another model, format or text"):
+        Quantizer(dense, output, "awq-int4", prompts())
+    errors = Quantizer(dense, output, "gptq-int4", prompts()).run(lambda _done, _total: None)
+    assert len(errors) == 21
+    assert first.stat().st_mtime_ns == written
+    for path in whole.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            assert torch.equal(tensor, load_file(output / path.name)[name]), name
+    with pytest.raises(CheckpointError, match="is quantized already"):
+        Quantizer(output, tmp_path / "again", "int8", prompts())
+    with pytest.raises(ConfigError, match="is not empty"):
+        Quantizer(dense, output, "int8", prompts())
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.write_text("What is the capital of France? " * 200)
+    output = tmp_path / "mini"
+    assert (
+        main(
+            [
+                "quantize",
+                str(MINI),
+                "--to",
+                "int8",
+                "--text",
+                str(text),
+                "--tokens",
+                "512",
+                "--output",
+                str(output),
+            ]
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert f"penstock serve {output}" in said
+    assert (
+        json.loads((output / "config.json").read_text())["quantization_config"]["format"] == "int-quantized"
+    )
+    assert (output / "tokenizer.json").is_file()
+    assert main(["quantize", str(MINI), "--to", "int8", "--text", str(tmp_path / "none")]) == 2
+    assert "--text" in capsys.readouterr().err
