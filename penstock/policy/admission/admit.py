@@ -80,6 +80,12 @@ class Promises:
 
     def of(self, *, tier: str, band: str) -> Promise:
         """The promise to a request of this tier and band, as configured."""
+        found = self._found.get((tier, band))  # Asked four times for each request.
+        if found is None:
+            found = self._found[tier, band] = self._narrowest(tier, band)
+        return found
+
+    def _narrowest(self, tier: str, band: str) -> Promise:
         keys = [key for key in ((band, tier), ("", tier), (band, "")) if any(key)]
         wider = [target for key in keys if (target := self._targets.get(key)) is not None]
         wider.append(self._all)
