@@ -127,9 +127,7 @@ class WorkerCapacity:
         An idle worker takes anything: what it cannot do at all it refuses itself.
         """
         view, taken = self.view, self.booked + self.others
-        if not view.ready or (work.goes_on and not can_resume_at(work, view)):
-            return False
-        if work.needs and not self.is_able(work):
+        if not view.ready or (work.goes_on and not can_resume_at(work, view)) or not self.is_able(work):
             return False
         if not taken:
             return True
