@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from svg_plots import Axes, Series, bars, lines
+
 from penstock.clock import NS_PER_S
 from penstock.sim.report.figures import Spread
-from penstock.sim.report.html import Axes, Series, bars, lines, run_plots
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import Verdict, run_scenario
 from penstock.sim.scenarios.setup import Knobs, with_settings
@@ -26,9 +27,28 @@ def run(name: str, **settings: str) -> Verdict:
 
 
 def spike() -> dict[str, str]:
-    played = run("spike-20x").played
-    plots = run_plots(played.figures, played.records)
-    return {"spike-requests": plots[0], "spike-ttft": plots[1]}
+    figures = run("spike-20x").played.figures
+    windows, objective = figures.windows, figures.objective
+    width = windows[1].begins_s if len(windows) > 1 else figures.seconds
+    seen = [window for window in windows if window.ttft_p95_ms]
+    time = "virtual seconds"
+    target = (objective.ttft_ms, f"promised: {objective.ttft_ms:g} ms")
+    requests = lines(
+        Axes(title="Requests per second, by outcome", x=time, y="requests/s"),
+        [
+            Series("came", [(w.begins_s, w.arrived / width) for w in windows], 0),
+            Series("met both promises", [(w.begins_s, w.good / width) for w in windows], 2),
+            Series("refused or dropped", [(w.begins_s, w.refused / width) for w in windows], 1),
+        ],
+    )
+    ttft = lines(
+        Axes(title="Time to first token", x=time, y="ms", mark=target),
+        [
+            Series("p95", [(w.begins_s, w.ttft_p95_ms) for w in seen], 1),
+            Series("p50", [(w.begins_s, w.ttft_p50_ms) for w in seen], 0),
+        ],
+    )
+    return {"spike-requests": requests, "spike-ttft": ttft}
 
 
 def noisy() -> dict[str, str]:

@@ -25,7 +25,8 @@
     │   │   └── AttemptTimeout         no first token in time                         (503)
     │   ├── StreamBroken           tokens were already sent: resume, never restart    (502)
     │   ├── EngineFault            the engine failed this request alone (NaN logits)  (500)
-    │   └── WeightsDamaged         what it computes with is not what was loaded: it ends
+    │   ├── WeightsDamaged         what it computes with is not what was loaded: it ends
+    │   └── DeviceFault            its device or its machine's memory is lost: it ends
     └── OperatorError          whoever runs the server must mend it
         ├── ConfigError            a config key or value
         ├── CheckpointError        a model directory that cannot be served
@@ -187,6 +188,10 @@ class WeightsDamaged(WorkerError):
     """The weights in an engine's memory have changed: its process ends, so that the next one loads them
     anew.
     """
+
+
+class DeviceFault(WorkerError):
+    """A worker's device, or the memory of its machine, is lost: its process ends."""
 
 
 class OperatorError(PenstockError):

@@ -11,7 +11,7 @@ const COLUMNS_MAX = 24;
 const DEPTH_MAX = 6;
 const TENANTS_MAX = 12;
 
-type Json = null | boolean | number | string | Json[] | { [name: string]: Json };
+export type Json = null | boolean | number | string | Json[] | { [name: string]: Json };
 type Row = { [name: string]: Json };
 
 interface Spread {
@@ -79,6 +79,8 @@ interface Run {
 
 /** A line of `penstock simulate --compare`. */
 interface Difference {
+  sides?: [string, string];
+  seeds?: number;
   words: string;
   a: number;
   b: number;
@@ -299,7 +301,8 @@ function Runs({ runs }: { runs: Run[] }): JSX.Element {
 }
 
 function Comparison({ rows }: { rows: Difference[] }): JSX.Element {
-  return (
+  const [first] = rows;
+  const table = (
     <Table
       label="A and B" head={["Figure", "A", "B", "B − A", "95 % interval", "B is"]}
       rows={rows.map((each, i) => (
@@ -319,6 +322,16 @@ function Comparison({ rows }: { rows: Difference[] }): JSX.Element {
         </tr>
       ))}
     />
+  );
+  return (
+    <>
+      {first?.sides && (
+        <p class="soft">
+          A is <code>{first.sides[0]}</code>, B is <code>{first.sides[1]}</code>. {format.plural(first.seeds ?? 0, "seed")}, the same for both; means over the seeds, and the 95 % interval of the paired difference (Student's t).
+        </p>
+      )}
+      {table}
+    </>
   );
 }
 
@@ -395,6 +408,15 @@ export function Report({ report }: { report: Opened }): JSX.Element {
     return "figures" in first ? <Runs runs={content as unknown as Run[]} /> : <Comparison rows={content as unknown as Difference[]} />;
   }
   return <Result name="" value={content} />;
+}
+
+/** A page that is one report. */
+export function ReportPage({ report }: { report: Opened }): JSX.Element {
+  return (
+    <Page title={report.name}>
+      <Report report={report} />
+    </Page>
+  );
 }
 
 export function Reports(): JSX.Element {

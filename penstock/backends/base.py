@@ -237,6 +237,9 @@ class BackendStatus:
     restarts: int = 0
     resumes: bool = True
     """It can continue a stream that another worker began."""
+    faults: dict[str, int] = field(default_factory=dict[str, int])
+    """What was wrong with its machine or its memory, counted by kind: `protocol.worker.Fault`, and `weights`
+    that have changed."""
     is_given_up: bool = False
     """Another process of this server launched it, and will not start it again."""
     notes: list[Note] = field(default_factory=list[Note])

@@ -1,4 +1,6 @@
-"""This machine: which addresses only it can reach, and where a user's state is kept between runs."""
+"""This machine: which addresses only it can reach, where a user's state is kept between runs, and the cgroup
+that memory is counted in.
+"""
 
 import functools
 import ipaddress
@@ -28,3 +30,41 @@ def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
     base = environ.get("XDG_STATE_HOME")
     state = Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
     return state / "penstock"
+
+
+class CgroupMemory:
+    """The memory controller of a process's cgroup (version 2)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @classmethod
+    def of_self(
+        cls, root: Path = Path("/sys/fs/cgroup"), self_file: Path = Path("/proc/self/cgroup")
+    ) -> "CgroupMemory | None":
+        """This process's; None where there is none."""
+        try:
+            lines = self_file.read_text().splitlines()
+        except OSError:
+            return None
+        for line in lines:
+            if line.startswith("0::"):
+                found = cls(root / line[3:].strip().lstrip("/"))
+                return found if (found.directory / "memory.events").exists() else None
+        return None
+
+    def num_kills(self) -> int:
+        """Processes that were killed for lack of memory since the cgroup was made; 0 if that is not known."""
+        try:
+            text = (self.directory / "memory.events").read_text()
+        except OSError:
+            return 0
+        counts = dict(line.split() for line in text.splitlines() if len(line.split()) == 2)
+        return int(counts.get("oom_kill", "0"))
+
+    def is_own(self, pid: int) -> bool:
+        """Whether no process but this one is in it."""
+        try:
+            return (self.directory / "cgroup.procs").read_text().split() == [str(pid)]
+        except OSError:
+            return False

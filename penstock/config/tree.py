@@ -113,6 +113,9 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """"random" makes weights up from the config's shapes, for benchmarks."""
     startup_timeout_s: Seconds = 600.0
     """A worker that is not ready after this long is started again."""
+    kernel_log: str = "/dev/kmsg"
+    """Where a worker on a GPU reads of Xids, which end it when its device is damaged (docs/failures.md): the
+    kernel's log, or a file that it is written to. Empty: nowhere."""
     stall_timeout_s: Seconds = 120.0
     """A worker with queued work whose steps do not advance for this long is declared hung and restarted."""
     restarts_max: Annotated[int, Meta(ge=0)] = 5

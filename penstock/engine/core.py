@@ -83,6 +83,14 @@ class Check(Protocol):
 
 
 @runtime_checkable
+class OnDevice(Protocol):
+    """A runner that computes on a device with faults of its own."""
+
+    pci_address: str | None
+    """As in the kernel's log; empty if that is not known, None for a processor."""
+
+
+@runtime_checkable
 class HoldsWeights(Protocol):
     """A runner whose weights can be read in idle time."""
 
@@ -141,6 +149,11 @@ class EngineCore:
     def info(self) -> ModelInfo:
         """What the runner loaded."""
         return self._runner.info
+
+    @property
+    def device(self) -> str | None:
+        """The PCI address of the GPU that computes, empty if that is not known; None without one."""
+        return self._runner.pci_address if isinstance(self._runner, OnDevice) else None
 
     @property
     def has_work(self) -> bool:

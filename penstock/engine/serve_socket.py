@@ -29,6 +29,7 @@ from penstock.protocol.worker import (
     Challenge,
     DeviceReadings,
     Drain,
+    Fault,
     FrameDecoder,
     FromWorker,
     KVEvents,
@@ -127,6 +128,10 @@ class WorkerServer:
     def announce(self, state: Loading | Ready | WorkerFailed) -> None:
         """Tell every gateway, now and whenever one connects, how far the worker is."""
         self._loop.call_soon_threadsafe(self._announce, state)
+
+    def report_fault(self, fault: Fault) -> None:
+        """Tell every gateway of it, once."""
+        self._loop.call_soon_threadsafe(self._send_to_all, fault)
 
     def use_grammars(self, compiler: "GrammarCompiler") -> None:
         """Compile the grammars that requests bring. Before the worker is ready."""

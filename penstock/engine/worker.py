@@ -29,15 +29,18 @@ from pathlib import Path
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock, SystemClock
+from penstock.config.machine import CgroupMemory
 from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_core
 from penstock.engine.device_readings import watch_device
+from penstock.engine.fault_watch import FaultWatch
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.engine.memory import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
-from penstock.errors import EngineFault, OperatorError
+from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.protocol.address import WorkerLaunch, parse_address
-from penstock.protocol.worker import WARMING_UP, Loading, ModelInfo, Ready, WorkerFailed
+from penstock.protocol.device_faults import Remedy
+from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
 from penstock.types import GRAMMAR_CAPABILITIES
 
 # Notices, from inside the process, that steps do not advance while there is work.
@@ -152,6 +155,7 @@ def main() -> int:
         ready.set()  # First: a peer that sees us ready may order a drain.
         server.publish(0, {}, core.stats())
         server.announce(Ready(msgspec.structs.replace(info, model=launch.model_name)))
+        faults = _watch_faults(core, config.kernel_log, server)
         readings = watch_device(info.device_uuid, server.publish_readings)
         watch = StepWatch(config.stall_timeout_s, clock, lambda what: _end_stalled(server, what))
         run_steps(core, mailbox, server, feed, watch)
@@ -162,6 +166,7 @@ def main() -> int:
         return _fail(server, error, EXIT_FAILED)
     readings.set()
     watch.close()
+    faults.close()
     feed.close()
     server.close()
     if server.grammars is not None:
@@ -281,6 +286,25 @@ def _fail(server: WorkerServer, error: Exception, exit_code: int) -> int:
     server.announce(WorkerFailed(str(error), type(error).__name__))
     server.close()
     return exit_code
+
+
+def _watch_faults(core: EngineCore, kernel_log: str, server: WorkerServer) -> FaultWatch:
+    """Report what happens to the machine, and end the process where its device or its memory is lost."""
+
+    def on_fault(kind: str, words: str, remedy: Remedy) -> None:
+        _log.error("%s", words)
+        server.report_fault(Fault(kind, words))
+        if remedy is not Remedy.NOTE:
+            # The main thread may hang in a device that is gone: no other thread can end the process.
+            code = EXIT_CANNOT_SERVE if remedy is Remedy.END else EXIT_FAILED
+            os._exit(_fail(server, DeviceFault(words), code))
+
+    log = Path(kernel_log) if kernel_log and core.device is not None else None
+    watch = FaultWatch(
+        device=core.device or "", kernel_log=log, memory=CgroupMemory.of_self(), on_fault=on_fault
+    )
+    watch.start()
+    return watch
 
 
 def _end_stalled(server: WorkerServer, what: str) -> None:

@@ -174,6 +174,14 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Name of the type in `penstock.errors`, or of the unexpected exception."""
 
 
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """Something is wrong with the worker's machine. If that ends the worker it says so next."""
+
+    kind: str
+    """`xid` (a device that wants a restart or more), `xid_noted`, `oom_kill`."""
+    words: str
+
+
 class RequestFinished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request ended, with everything it used."""
 
@@ -326,7 +334,7 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
 
 
 ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof
-FromWorker = Loading | Ready | WorkerFailed | StepOutput | Stats | KVEvents | Challenge | Welcome
+FromWorker = Loading | Ready | WorkerFailed | Fault | StepOutput | Stats | KVEvents | Challenge | Welcome
 """What it has to say; a `Pong` only shows that it lives."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -222,6 +222,10 @@ def _found(cause: str) -> Sum:
     return Sum("penstock_anomalous_workers", match=(("cause", cause),))
 
 
+def _faults(kind: str) -> Sum:
+    return Sum("penstock_worker_faults_total", match=(("kind", kind),), window_s=10 * MINUTE_S)
+
+
 _READY = _in_state("ready")
 _BUSY = Ratio(Sum("penstock_engine_step_seconds_total", window_s=15 * MINUTE_S), _READY, 1 / (15 * MINUTE_S))
 _COST = Sum("penstock_accelerator_cost_total", window_s=15 * MINUTE_S)
@@ -255,6 +259,24 @@ _SYMPTOMS = (
             Test(_in_state("warming"), "==", 0.0),
         ),
         for_s=2 * MINUTE_S,
+    ),
+    Rule(
+        "DeviceLost",
+        "page",
+        "A GPU reported a fatal Xid: its worker has ended, and is not used before the device is well.",
+        (Test(_faults("xid"), ">", 0.0, "{value:.0f} in 10m"),),
+    ),
+    Rule(
+        "OomKill",
+        "page",
+        "The kernel killed a process for lack of memory on a worker's machine.",
+        (Test(_faults("oom_kill"), ">", 0.0, "{value:.0f} in 10m"),),
+    ),
+    Rule(
+        "WeightsDamaged",
+        "page",
+        "Weights in a worker's memory have changed: it has loaded them anew, and its memory is not sound.",
+        (Test(_faults("weights"), ">", 0.0, "{value:.0f} in 10m"),),
     ),
     Rule(
         "WorkerWrong",

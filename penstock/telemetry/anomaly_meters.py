@@ -26,6 +26,7 @@ class AnomalyMeters:
         self._distance = gauge("penstock_probe_logprob_distance")
         self._slowness = gauge("penstock_worker_slowness_ratio")
         self._weight = gauge("penstock_worker_weight_ratio")
+        self._faults = counter("penstock_worker_faults_total")
         self._models = set[str]()
         self._known = set[Labels]()
 
@@ -41,6 +42,10 @@ class AnomalyMeters:
     def ejected(self, model: str, cause: str) -> None:
         """A worker is out."""
         self._ejections.labels(model, cause).inc()
+
+    def fault(self, model: str, kind: str) -> None:
+        """Something is wrong with a worker's machine (`protocol.worker.Fault`)."""
+        self._faults.labels(model, kind).inc()
 
     def workers(self, found: Iterable[tuple[str, str, float | None, float]]) -> None:
         """Model, worker, slowness (None: not known) and weight of all of them; others are gone."""

@@ -1,10 +1,12 @@
 """`penstock simulate` and `penstock plan`, as they are typed."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from penstock.cli.commands.simulate import report_page
 from penstock.cli.main import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trace.jsonl.gz"
@@ -20,7 +22,7 @@ def test_a_scenario_prints_and_writes_its_report(tmp_path: Path, capsys: pytest.
     (entry,) = json.loads(out.read_text())
     assert (entry["schema"], entry["scenario"], entry["seed"]) == ("penstock.simulate/1", "steady", 1)
     assert entry["figures"]["requests"] > 0
-    assert page.read_text().startswith("<!doctype html>")
+    check_page(page.read_text(), out)
 
 
 def test_two_configurations_are_compared_on_the_same_seeds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,3 +106,18 @@ def test_the_list_has_every_scenario(capsys: pytest.CaptureFixture[str]) -> None
     text = capsys.readouterr().out
     for name in ("spike-20x", "noisy-tenant", "large-tenants", "kv-full"):
         assert name in text
+
+
+def check_page(page: str, out: Path) -> None:
+    """The console's page with the same entries in it, which fetches nothing."""
+    assert page.startswith("<!doctype html>")
+    data = re.search(r'<script type="application/json" id="report">([^<]*)</script>', page)
+    assert json.loads(data[1]) == json.loads(out.read_text())
+    assert set(re.findall(r"https?://[\w.-]+", page)) <= {"http://www.w3.org"}, "names of XML"
+    assert not re.search(r"<(?:link|img|script[^>]* src)", page)
+
+
+def test_nothing_in_a_report_ends_the_element_that_it_is_in() -> None:
+    page = report_page("<b>", b'["</script><script>alert(1)</script>"]').decode()
+    assert page.count("<script") == page.count("</script>") == 2
+    assert "<title>&lt;b&gt;</title>" in page

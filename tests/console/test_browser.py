@@ -165,9 +165,12 @@ def test_a_tool_is_called_in_the_playground_and_its_result_goes_back(page, until
 
 
 def test_a_simulators_report_and_a_result_of_a_bench_open(page, until, replay, findings, tmp_path) -> None:
-    run, compared = tmp_path / "run.json", tmp_path / "compared.json"
+    run, compared, html = (tmp_path / name for name in ("run.json", "compared.json", "run.html"))
     small = ["steady", "--set", "seconds=20", "--set", "workers=1"]
-    for path, more in ((run, ["--seeds", "2"]), (compared, ["--compare", "base", "workers=2"])):
+    for path, more in (
+        (run, ["--seeds", "2", "--html", str(html)]),
+        (compared, ["--compare", "base", "workers=2"]),
+    ):
         assert main(["simulate", *small, *more, "--json", str(path)]) in (0, 1)
     opened = page(replay(role="viewer").url + "/console#/reports")
     opened.get_by_label("Open a report").set_input_files(run)
@@ -186,6 +189,10 @@ def test_a_simulators_report_and_a_result_of_a_bench_open(page, until, replay, f
     opened.get_by_label("Draw").select_option(label="goodput rps")
     assert opened.locator(".bars li").count() == opened.locator("tbody tr").count() > 5
     assert findings(opened) == []
+    alone = page(f"file://{html}")
+    alone.get_by_text("Seed 1, hash").wait_for()
+    until(alone, "document.querySelectorAll('.charts .chart svg path').length === 8")
+    assert findings(alone) == []
     (tmp_path / "broken.json").write_text("{")
     opened.get_by_label("Open a report").set_input_files(tmp_path / "broken.json")
     opened.get_by_text("broken.json cannot be opened").wait_for()

@@ -89,6 +89,7 @@ COST_BUSY, COST_IDLE = (
 FLOOR = 'penstock_accelerator_floor_total{model="m"}'
 PENDING, LOST = "penstock_ledger_pending_records", "penstock_ledger_lost_records_total"
 DISK = "penstock_disk_free_ratio"
+FAULTS = 'penstock_worker_faults_total{{model="m",kind="{}"}}'
 WRONG, SLOW = (f'penstock_anomalous_workers{{model="m",cause="{each}"}}' for each in ("wrong", "slow"))
 
 
@@ -149,6 +150,14 @@ SYMPTOMS = (
         "a model loads for ten minutes",
         gauges=workers((10, 0), (20, 1)) | {LOADING: [(10, 1), (20, 0)]},
         fires={9: NONE, 20: NONE},
+    ),
+    *(
+        Scene(
+            f"a fault: {kind}",
+            counters={FAULTS.format(kind): [(20, 0), (1, 1), (30, 0)], FAULTS.format("xid_noted"): [(51, 1)]},
+            fires={20: NONE, 23: alert(name, "page"), 40: NONE},
+        )
+        for kind, name in (("xid", "DeviceLost"), ("oom_kill", "OomKill"), ("weights", "WeightsDamaged"))
     ),
     Scene(
         "a worker answers wrongly",

@@ -54,6 +54,7 @@ class ScriptedRunner:
             block_tokens=BLOCK_TOKENS,
             max_running=max_running,
         )
+        self.pci_address = os.environ.get("SCRIPTED_PCI")
         self.step_s = step_s
         self._gate = gate
         self.num_steps = 0

@@ -118,6 +118,16 @@ def test_a_fault_is_wrong_a_lost_worker_says_nothing_and_slow_ones_are_told(pool
     pool.wait_until(lambda: prober.anomalies.get(WORKERS[3]).verdict == "it is gone")
     assert pool.watched(WORKERS[3]).standing == "well"
 
+    def break_machine() -> None:
+        pool.backend[0].status.faults["xid"] = 1
+        pool.backend[0].on_change()
+        pool.backend[0].on_change()
+
+    pool.call(break_machine)
+    page = ask(pool, "/metrics").decode()
+    assert 'penstock_worker_faults_total{kind="xid",model="tiny"} 1.0' in page
+    assert "a fault of a worker's machine" in pool.log_text.getvalue()
+
     def report() -> None:
         pool.backend[0].status.stats = Stats(
             step=9, running=0, waiting=0, blocks_total=4, blocks_used=0, blocks_cached=0,

@@ -5,11 +5,12 @@ from scheduled_engine import STEP_NS, ScheduledEngine
 
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong, InvalidRequest, Overloaded
+from penstock.kv.cache.manager import blocks_for
 from penstock.kv.hashing import token_array
 from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, Sampled, StepPlan, StepResult
 from penstock.schedule.request import Request
-from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
+from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 STOP = 5
 
@@ -504,3 +505,19 @@ def test_statistics_add_up() -> None:
     assert now.generated_tokens == sum(
         end.usage.completion_tokens for end in engine.ends.values() if end.usage
     )
+
+
+def test_steps_done_at_once_take_a_block_for_each_that_begins_one() -> None:
+    """Also where the last of them does."""
+    for count in range(1, 2 * BLOCK_TOKENS + 2):
+        engine = ScheduledEngine()
+        engine.submit("a", range(20), max_tokens=90)
+        engine.step()
+        request, start_ns = engine.requests["a"], engine.clock.now_ns()
+        assert engine.scheduler.fast_forward_max(count) == count
+        engine.clock.advance(count * STEP_NS)
+        times_ns = [start_ns + step * STEP_NS for step in range(count + 1)]
+        engine.scheduler.fast_forward(times_ns, lambda _, num: token_array([1] * num))
+        assert request.num_planned == 20 + count
+        assert len(request.table.blocks) == blocks_for(20 + count)
+        engine.scheduler.check_invariants()

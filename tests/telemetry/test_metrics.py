@@ -68,6 +68,7 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     anomalies = metrics.anomalies()
     anomalies.probed("m", "m-0", "right", ProbeAnswer(tokens=()), 0.0)
     anomalies.ejected("m", "slow")
+    anomalies.fault("m", "xid")
     anomalies.workers([("m", "m-0", None, 1.0)])
     anomalies.certain([("m", "slow")])
     metrics.shared_limits(is_away=True, failures=2, num_gateways=3)

@@ -18,7 +18,7 @@ from penstock.backends.engine.link import Handshake, LinkRefused, WorkerKey, Wor
 from penstock.backends.engine.stream import EngineStream
 from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import Clock, sleep
-from penstock.errors import WorkerUnavailable
+from penstock.errors import WeightsDamaged, WorkerUnavailable
 from penstock.kv.events import KVEventBatch, decode_batch
 from penstock.kv.hashing import token_bytes
 from penstock.protocol.address import Address
@@ -28,6 +28,7 @@ from penstock.protocol.worker import (
     AbortRequest,
     Challenge,
     Drain,
+    Fault,
     FromWorker,
     KVEvents,
     Loading,
@@ -255,9 +256,19 @@ class EngineBackend:
         self._change(Phase.DOWN, "closed")
 
     def report(
-        self, *, stage: str, note: str | None = None, restarts: int | None = None, is_down: bool = False
+        self,
+        *,
+        stage: str,
+        note: str | None = None,
+        restarts: int | None = None,
+        is_down: bool = False,
+        fault: str = "",
     ) -> None:
-        """For the launcher: what happened to the process, and whether that was its end."""
+        """For the launcher: what happened to the process, whether that was its end, and the kind of a fault
+        (`BackendStatus.faults`).
+        """
+        if fault:
+            self._status.faults[fault] = self._status.faults.get(fault, 0) + 1
         if note is not None:
             self._status.notes[:] = [*self._status.notes, Note(note, self._clock.wall_ns())][-NOTES_MAX:]
         if restarts is not None:
@@ -317,6 +328,8 @@ class EngineBackend:
                 self._kv.push(message)
         elif isinstance(message, Challenge | Welcome):
             self._shake_hands(message)
+        elif isinstance(message, Fault):
+            self.report(stage=self._status.stage, note=message.words, fault=message.kind)
         else:
             self._on_state(message)
 
@@ -383,6 +396,8 @@ class EngineBackend:
             self._change(Phase.WARMING if state.stage == WARMING_UP else Phase.LOADING, state.stage)
         elif isinstance(state, WorkerFailed):
             self.failure = state
+            if state.kind == WeightsDamaged.__name__:
+                self.report(stage=self._status.stage, note=state.error, fault="weights")
             self._change(Phase.LOST, f"failed: {state.error}")
         elif state.version != PROTOCOL_VERSION:
             stage = f"the worker speaks protocol {state.version}, this gateway {PROTOCOL_VERSION}"

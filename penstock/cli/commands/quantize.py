@@ -10,7 +10,7 @@ from rich.table import Table
 
 from penstock.cli import console
 from penstock.cli.flags import Commands, Help, number
-from penstock.config.presets import resolve
+from penstock.config.checkpoints import resolve
 from penstock.errors import ConfigError
 from penstock.text.tokenizer import Tokenizer
 

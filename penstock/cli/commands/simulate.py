@@ -7,12 +7,14 @@ import argparse
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import msgspec
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import penstock
 from penstock.cli import console
 from penstock.cli.console import check_place, screen_beside, write_to
 from penstock.cli.flags import Commands, Help, number
@@ -22,7 +24,6 @@ from penstock.errors import ConfigError
 from penstock.planning.step_time import read_model
 from penstock.sim.report.compare import Difference, compare
 from penstock.sim.report.figures import Figures, Spread, ttft_shares
-from penstock.sim.report.html import compare_page, report_page
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import Finding, Scenario, Verdict, find, run_scenario
 from penstock.sim.scenarios.setup import Knobs, Played, Setup, with_settings
@@ -142,6 +143,16 @@ def compare_table(names: tuple[str, str], found: Sequence[Difference], num_seeds
 
 
 SCHEMA = "penstock.simulate/1"
+STATIC = Path(penstock.__file__).parent / "gateway" / "api" / "static"
+"""The console's built page (docs/design/020-the-console.md)."""
+PAGE = b"""\
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>%b</title><style>%b</style></head>
+<body><div id="app"></div><script type="application/json" id="report">%b</script>
+<script type="module">%b</script></body></html>
+"""
 SEEDS_MAX = 100_000
 
 DESCRIPTION = """\
@@ -248,6 +259,15 @@ def _knobs(args: argparse.Namespace, settings: Sequence[str]) -> Knobs:
     return with_settings(knobs, _pairs(settings))
 
 
+def report_page(title: str, entries: bytes) -> bytes:
+    """The console's own page of reports with `entries` in it, in one file: nothing is fetched."""
+    script, style = ((STATIC / name).read_bytes() for name in ("app.js", "app.css"))
+    # Nothing in the data or in the script may end the element that it is in.
+    data = entries.replace(b"<", b"\\u003c")
+    script = script.replace(b"</script", b"<\\/script")
+    return PAGE % (escape(title).encode(), style, data, script)
+
+
 def _pairs(settings: Sequence[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for each in settings:
@@ -309,7 +329,7 @@ def _run(scenario: Scenario, knobs: Knobs, args: argparse.Namespace) -> int:
         screen.print(seeds_table(verdicts))
     failed = next((verdict for verdict in verdicts if not verdict.passed), last)
     screen.print(findings_table(failed.findings))
-    _write_out(args, [_verdict_json(verdict) for verdict in verdicts], _page(failed))
+    _write_out(args, [_verdict_json(verdict) for verdict in verdicts])
     return 0 if all(verdict.passed for verdict in verdicts) else 1
 
 
@@ -324,8 +344,8 @@ def _compare(scenario: Scenario, args: argparse.Namespace) -> int:
         screen.print(
             "one seed has no interval; --seeds 8 or more tells differences from chance", style="yellow"
         )
-    page = compare_page(f"{scenario.name}: A and B", names, found, args.seeds)
-    _write_out(args, [_difference_json(each) for each in found], page)
+    sides = {"sides": names, "seeds": args.seeds}
+    _write_out(args, [{"schema": SCHEMA, **sides, **_difference_json(each)} for each in found])
     return 0
 
 
@@ -352,19 +372,6 @@ def _progress(what: str, seconds: float) -> Generator[Callable[[int], None]]:
         yield lambda at_ns: progress.update(task, completed=at_ns / NS_PER_S)
 
 
-def _page(verdict: Verdict) -> str:
-    scenario, played = verdict.scenario, verdict.played
-    notes = [scenario.answer] if scenario.answer else []
-    notes += [
-        f"{'passes' if f.passed else 'FAILS'}: {f.words} {f.value:.4g} "
-        f"({'at most' if f.at_most else 'at least'} {f.bound:g})"
-        for f in verdict.findings
-    ]
-    pools = ", ".join(f"{pool.count} x {pool.worker.kind}" for pool in played.setup.world.pools)
-    notes.append(f"Workers at the start: {pools}. Seed {played.seed}, hash {played.result.digest}.")
-    return report_page(scenario.name, scenario.question, played.figures, played.records, notes)
-
-
 def _verdict_json(verdict: Verdict) -> dict[str, object]:
     played = verdict.played
     return {
@@ -383,12 +390,13 @@ def _verdict_json(verdict: Verdict) -> dict[str, object]:
 
 
 def _difference_json(each: Difference) -> dict[str, object]:
-    return {"schema": SCHEMA, **msgspec.to_builtins(each), "verdict": each.verdict}
+    return {**msgspec.to_builtins(each), "verdict": each.verdict}
 
 
-def _write_out(args: argparse.Namespace, entries: list[dict[str, object]], page: str) -> None:
-    content = msgspec.json.format(msgspec.json.encode(entries), indent=1)
-    for path, text in ((args.json, content + b"\n"), (args.html, page.encode())):
+def _write_out(args: argparse.Namespace, entries: list[dict[str, object]]) -> None:
+    content = msgspec.json.encode(entries)
+    page = report_page(args.scenario, content) if args.html is not None else b""
+    for path, text in ((args.json, msgspec.json.format(content, indent=1) + b"\n"), (args.html, page)):
         write_to(path, text)
         if path is not None and str(path) != "-":
             console.err().print(f"wrote {path}", markup=False, soft_wrap=True)

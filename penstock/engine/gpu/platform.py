@@ -39,6 +39,9 @@ class Platform(Protocol):
     """One device and its queue of work."""
 
     device: torch.device
+    pci_address: str | None
+    """Of the device, as in the kernel's log ("0000:3b:00"); empty if that is not known, None for a
+    processor."""
     share: Share
     """What a KV cache gets of the free memory."""
 
@@ -93,6 +96,7 @@ class CpuPlatform:
 
     device = torch.device("cpu")
     share = CPU_SHARE
+    pci_address: str | None = None
     _done = _Done()
 
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -137,6 +141,7 @@ class CudaPlatform:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.share = GPU_SHARE
+        self.pci_address: str | None = _pci_address(device)
         self._pool: object | None = None
 
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -210,3 +215,12 @@ class Staging:
         self._used = end
         words = self._words[start:end].view(as_tensor(values).dtype)
         return words.to(self._device, non_blocking=True)
+
+
+def _pci_address(device: torch.device) -> str:
+    """Empty where torch does not say."""
+    facts = _cuda.get_device_properties(device)
+    try:
+        return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}"
+    except AttributeError:
+        return ""

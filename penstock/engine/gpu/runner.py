@@ -74,6 +74,7 @@ class DeviceRunner:
         self.info, self.floor = parts.info, parts.floor
         self.kernels = f"{parts.platform.device.type} {parts.ops.name}"
         """What computes, for people."""
+        self.pci_address = parts.platform.pci_address
         self.cache = parts.cache
         """Keys and values."""
         self._weights = parts.weights

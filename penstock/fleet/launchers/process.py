@@ -37,6 +37,7 @@ from urllib.parse import quote
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock
+from penstock.config.machine import CgroupMemory
 from penstock.protocol.address import REAL_RUNNER, Address, TcpAddress, UnixAddress, WorkerLaunch
 
 
@@ -103,6 +104,7 @@ class WorkerProcess:
         self._name, self._launch, self._log = name, launch, log
         self._environment, self._spare = environment_of(launch.engine.threads) | environment, spare
         self._process: Process | None = None
+        self._memory, self._num_kills = CgroupMemory.of_self(), 0
         self._pump: asyncio.Task[None] | None = None
 
     @property
@@ -118,6 +120,7 @@ class WorkerProcess:
         """
         assert self._process is None, "one at a time"
         self.exit_code = None
+        self._num_kills = self._memory.num_kills() if self._memory is not None else 0
         self.tail.clear()
         self._process = self._spare(self._environment) or await create_process(self._environment)
         assert self._process.stdin is not None
@@ -144,7 +147,17 @@ class WorkerProcess:
 
     def describe_end(self) -> str:
         """How the last process ended, in words."""
+        if self.was_killed_for_memory:
+            return f"{describe_exit(self.exit_code)}: the kernel ended it for lack of memory"
         return describe_exit(self.exit_code)
+
+    @property
+    def was_killed_for_memory(self) -> bool:
+        """Whether the kernel ended the last process, as far as its cgroup, which is ours, tells."""
+        memory = self._memory
+        return (
+            self.exit_code == -signal.SIGKILL and memory is not None and memory.num_kills() > self._num_kills
+        )
 
     async def end(self, timeout_s: float) -> None:
         """Make sure that it is gone: ask, then force; reap it and remove its socket."""

@@ -235,6 +235,11 @@ class RayProcess:
             await asyncio.wait([self._pump], timeout=self._config.answer_timeout_s)
             self._pump.cancel()
 
+    @property
+    def was_killed_for_memory(self) -> bool:
+        """See `Supervisable`: another machine's cgroups cannot be seen from here."""
+        return False
+
     def describe_end(self) -> str:
         """See `Supervisable`."""
         return self._end or describe_exit(self.exit_code)

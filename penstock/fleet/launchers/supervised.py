@@ -125,6 +125,11 @@ class Supervisable(Protocol):
         """It will not be started again: let go of its place. After `end`."""
         ...
 
+    @property
+    def was_killed_for_memory(self) -> bool:
+        """Whether the kernel ended the last process for lack of memory, as far as can be told from here."""
+        ...
+
     def describe_end(self) -> str:
         """How the last process ended, in words."""
         ...
@@ -211,6 +216,8 @@ class SupervisedWorker:
         """Run the process again and again, until it must not be."""
         while True:
             what = await self._run_once()
+            if self._process.was_killed_for_memory:
+                self.backend.report(stage=what, fault="oom_kill")
             if self.backend.draining:
                 return
             error = self._why_not(what)

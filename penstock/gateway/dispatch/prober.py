@@ -12,9 +12,10 @@ from collections.abc import Callable
 from penstock.backends.base import Delta, Finish, GenerateRequest, Generation
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import EngineFault, PenstockError
-from penstock.fleet.registry import Registry
+from penstock.fleet.registry import Registry, Worker
 from penstock.policy.resilience.anomalies import Anomalies, Change, Standing
 from penstock.policy.resilience.probes import PROMPT, TOKENS, TOP, ProbeAnswer, ProbeToken
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.anomaly_meters import AnomalyMeters
 from penstock.telemetry.log import Log
 from penstock.text.tokenizer import Tokenizer
@@ -46,7 +47,10 @@ class Prober:
         self._meters, self._clock, self._log = meters, clock, log
         self._prompts: dict[str, tuple[int, ...]] = {}
         self._running: dict[WorkerId, _Probe] = {}
+        self._faults: dict[WorkerId, dict[str, int]] = {}
+        """As last seen."""
         self._num = 0
+        registry.listen(self._look)
 
     def tick(self) -> None:
         """Send what is due, end what takes too long, and carry out what was decided."""
@@ -80,6 +84,20 @@ class Prober:
             self._judged(
                 worker_id, None, why=f"no answer within {TIMEOUT_S:g} s" if error is None else str(error)
             )
+
+    def _look(self, worker: Worker) -> None:
+        """Count its faults as they come: a worker that ends with one is gone before anyone asks."""
+        status = worker.backend.status
+        if status.faults:
+            seen = self._faults.setdefault(worker.id, {})
+            for kind, count in status.faults.items():
+                for _ in range(count - seen.get(kind, 0)):
+                    self._meters.fault(worker.route, kind)
+                    words = status.notes[-1].text if status.notes else kind
+                    self._log.error("a fault of a worker's machine", worker=worker.id, kind=kind, why=words)
+            self._faults[worker.id] = dict(status.faults)
+        if worker.state is WorkerState.GONE:
+            self._faults.pop(worker.id, None)
 
     def _judged(
         self, worker_id: WorkerId, answer: ProbeAnswer | None, *, fault: str = "", why: str = ""

@@ -1,0 +1,102 @@
+"""Watches the worker's machine: NVIDIA's Xids in the kernel's log, and kills for lack of memory in the
+worker's cgroup. A thread of the worker's process.
+
+A kill of the worker itself is its launcher's to see (fleet/launchers/process.py). Another process of the same
+cgroup that is killed means that the worker may be next: in a cgroup of its own it ends in order, so that its
+streams move before the kernel chooses; where other programs share the cgroup it is only reported.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.config.machine import CgroupMemory
+from penstock.protocol.device_faults import Remedy, parse_xid
+
+LOOK_S = 0.25
+"""Between two looks: reaction and all are to be over in 2 s."""
+RECORD_BYTES = 64 * 1024
+_log = logging.getLogger(__name__)
+
+OnFault = Callable[[str, str, Remedy], None]
+"""Told (kind, words, remedy), on the watch's thread."""
+
+
+class KernelLog:
+    """New lines of the kernel's log: `/dev/kmsg`, or a file that it is written to."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError: it may not be read."""
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.lseek(self._descriptor, 0, os.SEEK_END)  # What was before this worker is not about it.
+        self._rest = b""
+
+    def lines(self) -> list[str]:
+        """Those that came since the last call."""
+        found = list[str]()
+        while True:
+            try:
+                data = os.read(self._descriptor, RECORD_BYTES)
+            except BlockingIOError:
+                return found
+            except OSError:  # The ring has overrun us: the next read goes on with what is there.
+                continue
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            found += [line.decode(errors="replace") for line in lines]
+            if len(self._rest) > RECORD_BYTES:
+                self._rest = b""
+            if not data:
+                return found
+
+    def close(self) -> None:
+        """Read no more."""
+        os.close(self._descriptor)
+
+
+class FaultWatch:
+    """`start` it once; it tells `on_fault` of everything."""
+
+    def __init__(
+        self, *, device: str, kernel_log: Path | None, memory: CgroupMemory | None, on_fault: OnFault
+    ) -> None:
+        """`device`: PCI address of the one that computes; empty: of any.
+
+        `kernel_log`: None watches no devices.
+        """
+        self._device, self._memory, self._on_fault = device.lower(), memory, on_fault
+        self._log: KernelLog | None = None
+        if kernel_log is not None:
+            try:
+                self._log = KernelLog(kernel_log)
+            except OSError as error:
+                _log.info("no watch for device faults: %s: %s", kernel_log, error.strerror)
+        self._kills = memory.num_kills() if memory is not None else 0
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Watch, if there is anything to watch."""
+        if self._log is not None or self._memory is not None:
+            threading.Thread(target=self._run, name="worker-faults", daemon=True).start()
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._closed.set()
+
+    def look(self) -> None:
+        """See what has happened since the last look."""
+        for line in self._log.lines() if self._log is not None else ():
+            xid = parse_xid(line)
+            if xid is not None and self._device in ("", xid.device):
+                kind = "xid_noted" if xid.remedy is Remedy.NOTE else "xid"
+                self._on_fault(kind, f"Xid {xid.code} of the device {xid.device}: {xid.text}", xid.remedy)
+        if self._memory is not None and (kills := self._memory.num_kills()) > self._kills:
+            self._kills = kills
+            remedy = Remedy.RESTART if self._memory.is_own(os.getpid()) else Remedy.NOTE
+            words = f"the kernel killed a process for lack of memory in {self._memory.directory}"
+            self._on_fault("oom_kill", words, remedy)
+
+    def _run(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            self.look()
