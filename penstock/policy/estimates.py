@@ -227,20 +227,19 @@ class OnlineLinearModel:
         """What one unit of a term adds to the value."""
         return self._law[index]
 
-    def observe(self, terms: Sequence[float], value: float, *, scale: float = 0.0) -> None:
+    def observe(self, terms: Sequence[float], value: float) -> None:
         """Learn that `terms` gave `value` (0 or more).
 
-        Errors count relative to `scale`, or to the value expected.
+        Errors count relative to the value expected.
         """
         assert value >= 0
         if not self._unit:
             # A prior is a statement about values as such, so it is kept when the unit becomes known.
-            self._unit = max(value, scale, 1.0)
+            self._unit = max(value, 1.0)
             self._coefficients = [known / self._unit for known in self._coefficients]
             self._target = [known / self._unit for known in self._target]
         expected = self.predict(terms)
-        if scale <= 0:
-            scale = max(expected, value / 4) if self._count >= _FIRST else value
+        scale = max(expected, value / 4) if self._count >= _FIRST else value
         scale = max(scale, self._unit * 1e-3)
         deviation = abs(value - expected) / scale
         trust = min(1.0, _HUBER * self._usual / deviation) if deviation and self._count >= _FIRST else 1.0

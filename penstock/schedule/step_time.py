@@ -98,6 +98,11 @@ class StepSums:
         self.pairs += load.chunk_pairs
         self.ns += step_ns
 
+    @property
+    def counts(self) -> tuple[int, int, int, int, int, int]:
+        """All of them, in their order."""
+        return self.steps, self.tokens, self.sequences, self.kv_read, self.pairs, self.ns
+
     def since(self, before: "StepSums") -> tuple[StepLoad, int]:
         """What came after `before`, and the time that it took."""
         assert self.steps >= before.steps, "steps are only added"

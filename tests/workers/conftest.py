@@ -4,13 +4,15 @@ PENSTOCK_TEST_VLLM names one that runs already (its URL), serving the 28M model 
 publishing KV events at KV_EVENTS and KV_REPLAY.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ START_TIMEOUT_S = 400.0
 KV_EVENTS, KV_REPLAY = "tcp://127.0.0.1:9374", "tcp://127.0.0.1:9375"
 """Where the real vLLM tells its KV events."""
 ADAPTERS = ("tone", "brief")
+StartVllm = Callable[[], AbstractContextManager[tuple[str, "subprocess.Popen[bytes]"]]]
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -47,6 +50,36 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def real_vllm(
+    model: Path, place: Path, port: int, *options: str
+) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """A real vLLM on the CPU, in a process group of its own: its URL, and its first process."""
+    program, log = PEERS / "vllm" / "bin" / "vllm", place / "log"
+    if not program.exists():
+        pytest.fail("vLLM is not installed: bench/peers/install_vllm.sh")
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(PEERS / "vllm-cache"),
+    }
+    command = [str(program), "serve", str(model), "--served-model-name", "served", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--max-model-len", "2048", "--enable-prompt-tokens-details", *options]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(f"{url}/health", process, log)
+        compile_all(url)
+        yield url, process
+    finally:
+        stop(process)
 
 
 def compile_all(url: str) -> None:
@@ -95,40 +128,27 @@ def vllm_url(model_28m: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     if url := os.environ.get("PENSTOCK_TEST_VLLM"):
         yield url
         return
-    program = PEERS / "vllm" / "bin" / "vllm"
-    if not program.exists():
-        pytest.fail("vLLM is not installed: bench/peers/install_vllm.sh")
-    port, log = 9372, tmp_path_factory.mktemp("vllm") / "log"
-    environment = {
-        **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(PEERS / "vllm-cache"),
-    }
-    command = [str(program), "serve", str(model_28m), "--served-model-name", "served", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--max-model-len", "2048", "--enable-prompt-tokens-details"]
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         "endpoint": "tcp://*:9374",
         "replay_endpoint": "tcp://*:9375",
     }
-    command += ["--kv-events-config", json.dumps(events)]
     adapters = tmp_path_factory.mktemp("adapters")
-    command += ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "1", "--lora-modules"]
-    command += [
+    options = ["--kv-events-config", json.dumps(events)]
+    options += ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "1", "--lora-modules"]
+    options += [
         f"{name}={make_adapter(adapters / name, model_28m, seed)}" for seed, name in enumerate(ADAPTERS)
     ]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_for(f"{url}/health", process, log)
-        compile_all(url)
+    place = tmp_path_factory.mktemp("vllm")
+    with real_vllm(model_28m, place, 9372, *options) as (url, _):
         yield url
-    finally:
-        stop(process)
+
+
+@pytest.fixture
+def start_vllm(model_28m: Path, tmp_path: Path) -> StartVllm:
+    """Starts one of the test's own, that it may kill."""
+    return lambda: real_vllm(model_28m, tmp_path, 9377)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 answers, and what is counted.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from provider_process import ProviderProcess
@@ -138,6 +139,30 @@ def test_a_provider_answers_for_a_real_vllm_that_stands_still_until_it_goes_on(
     for served_model, _, _, attempts, _, cost in rows:
         assert cost == 8 * (5 if served_model == "big" else 2), "the model that answered is paid for, once"
         assert attempts <= 2
+
+
+@pytest.mark.timeout(1800)  # It starts two of them.
+def test_a_provider_answers_for_a_real_vllm_that_is_killed_until_another_one_is_there(
+    tmp_path: Path, model_28m: Path, start_vllm: Any
+) -> None:
+    with ProviderProcess() as provider, contextlib.ExitStack() as stack:
+        url, vllm = stack.enter_context(start_vllm())
+        route = Route(tmp_path, provider, url, model_28m, turned=True)
+        try:
+            assert route.ask()[:2] == ("big", "")
+            os.killpg(vllm.pid, signal.SIGKILL)
+            vllm.wait()
+            answered = [route.ask()[:2] for _ in range(8)]
+            assert {model for model, _ in answered} == {"local"}
+            assert {why for _, why in answered} <= {"unavailable", "failure", "breaker"}
+            stack.enter_context(start_vllm())
+            route.server.until(lambda: route.ask()[0] == "big", "the next one is not found")
+            rows = route.stop()
+        finally:
+            route.server.close()
+    assert {row[2] for row in rows} == {"finished"}
+    assert all(row[4] == 8 for row in rows), "tokens count once"
+    assert all(row[5] == 8 * (5 if row[0] == "big" else 2) for row in rows), "and are paid for once"
 
 
 class Frozen:

@@ -43,13 +43,11 @@ KV_TOKEN_WEIGHT = 1
 """Beside `TOKEN_WEIGHT`; a fitted law of step times knows better: hand its ratio in."""
 
 
-def work_weight(
-    *, computed_tokens: int, kv_tokens_read: int, token: int = TOKEN_WEIGHT, kv_token: int = KV_TOKEN_WEIGHT
-) -> int:
+def work_weight(*, computed_tokens: int, kv_tokens_read: int) -> int:
     """The weight of some work: tokens run through the model, and for each of them the tokens that its
     attention read.
     """
-    return token * computed_tokens + kv_token * kv_tokens_read
+    return TOKEN_WEIGHT * computed_tokens + KV_TOKEN_WEIGHT * kv_tokens_read
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

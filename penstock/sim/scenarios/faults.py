@@ -354,13 +354,13 @@ def slow_spells(knobs: Knobs) -> Setup:
     return _spells(knobs, hedged=True)
 
 
-def _check_recovers(after_s: float, share: float = 0.9) -> Check:
+def _check_recovers(after_s: float) -> Check:
     def check(played: Played, _: Played | None) -> Sequence[Finding]:
         late = [record for record in played.records if record.at_ns > after_s * NS_PER_S]
         good = sum(played.good(record) for record in late) / max(1, len(late))
         return (
             answered(played), no_failures(played),
-            at_least(f"good share of requests after {after_s:g} s", good, share),
+            at_least(f"good share of requests after {after_s:g} s", good, 0.9),
         )  # fmt: skip
 
     return check

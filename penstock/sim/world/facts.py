@@ -85,6 +85,7 @@ class Facts:
         "seed",
         "skews_ns",
         "tenants",
+        "watches_speed",
     )
 
     def __init__(
@@ -99,6 +100,8 @@ class Facts:
         """Numbers of requests that bring down every worker that computes them."""
         self.skews_ns: dict[int, int] = {}
         """How far the dates of gateways are off, by their number."""
+        self.watches_speed = False
+        """See `WorldSpec`."""
         self.seed = 0
         """What the chance in decisions is drawn from."""
         self.placement: Callable[[str], Placement] | None = None

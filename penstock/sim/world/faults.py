@@ -76,8 +76,8 @@ _AMOUNTS: dict[FaultKind, tuple[float, float]] = {
 }
 
 
-def draw_faults(seed: int, *, until_ns: int, requests: int, count_max: int = 3) -> tuple[Fault, ...]:
-    """The faults of one run, in order of time: each kind with even chance, then up to `most` of it.
+def draw_faults(seed: int, *, until_ns: int, requests: int) -> tuple[Fault, ...]:
+    """The faults of one run, in order of time: each kind with even chance, then up to three of it.
 
     They begin in the first two thirds of the time until `until_ns`, and are over by then.
     """
@@ -86,7 +86,7 @@ def draw_faults(seed: int, *, until_ns: int, requests: int, count_max: int = 3) 
         if random.random() < 0.5:
             continue
         low, high = _AMOUNTS.get(kind, (1.0, 1.0))
-        for _ in range(random.randint(1, count_max)):
+        for _ in range(random.randint(1, 3)):
             begin_ns = random.randrange(until_ns // 10, 2 * until_ns // 3)
             end_ns = begin_ns + random.randrange(1, until_ns - begin_ns)
             target = random.randrange(requests) if kind is FaultKind.POISON else random.randrange(1 << 16)

@@ -7,6 +7,7 @@ This is what the driver's ports are here; gateway/dispatch/dispatcher.py has tho
 bytes.
 """
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -42,6 +43,7 @@ from penstock.sim.world.messages import (
     WorkerLoadReport,
     WorkerMessage,
 )
+from penstock.sim.world.speeds import SpeedWatch
 from penstock.sim.world.store import SharedStore, SimFairExchange, SimLeaseKeeper
 from penstock.sim.world.worker import SimWorker
 from penstock.types import FinishReason, RequestId, Usage, WorkerId
@@ -98,6 +100,7 @@ class SimGateway:
         """What the workers cost: nothing where the configuration has no `prices.accelerators`."""
         self._driver = Driver(self.control, self, self, self, self.meters)
         self._known: dict[WorkerId, str] = {}
+        self.speeds = SpeedWatch(self.policies.anomalies)
         self._timer_ns: int | None = None
 
     # --- clients ------------------------------------------------------------------------------------
@@ -179,9 +182,14 @@ class SimGateway:
         `ready`).
         """
         worker_id, spec, is_shared = worker.id, worker.spec, self._facts.config.server.processes > 1
+        weight = 1.0
+        if self._facts.watches_speed:
+            told = (route, worker, report, ready)
+            weight = self.speeds.weight(now_ns, told, lambda r: self.reported(now_ns, *r[:3], ready=r[3]))
+        rows = report.rows_max if report is not None else spec.engine.max_running
         view = WorkerView(
-            ready=ready,
-            max_running=report.rows_max if report is not None else spec.engine.max_running,
+            ready=ready and weight > 0,
+            max_running=math.ceil(weight * rows),
             running=report.running if report is not None and is_shared else 0,
             waiting=report.waiting if report is not None and is_shared else 0,
             kv_blocks_total=report.blocks_total if report is not None else 0,
@@ -213,6 +221,7 @@ class SimGateway:
                 kind = StreamBroken if ticket_of(request).first_ns >= 0 else WorkerUnavailable
                 self._failed(now_ns, request, attempt, kind("the worker is gone", died=died))
         self.control.set_worker(now_ns, route, worker_id, None)
+        self.speeds.gone(worker_id)
         self.caches.left(worker_id)
         self.meters.left(now_ns, worker_id)
         self._dispatch(now_ns)

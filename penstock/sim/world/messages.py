@@ -97,6 +97,8 @@ class WorkerLoadReport(msgspec.Struct, frozen=True, gc=False):
     blocks_total: int
     blocks_used: int
     rows_max: int
+    timed: tuple[int, int, int, int, int, int] = (0, 0, 0, 0, 0, 0)
+    """As `protocol.worker.Stats.timed`."""
 
 
 KVUpdate = tuple[KVEvent, ...] | Numbered

@@ -54,6 +54,8 @@ class WorldSpec:
     placement: Callable[[str], Placement] | None = None
     """Makes the placement of a model in place of the configured one, for comparisons; for worlds of one
     gateway."""
+    watches_speed: bool = False
+    """Gateways hold workers' speed against their peers' (policy/resilience/anomalies.py)."""
     until_ns: int = 0
     """When the run is cut off; 0: when everything has ended."""
 

@@ -261,7 +261,8 @@ class SimWorker:
 
     def _gauges(self) -> WorkerLoadReport:
         now = self.scheduler.statistics()
-        return WorkerLoadReport(now.running, now.waiting, now.blocks_total, now.blocks_used, now.rows_max)
+        blocks = now.blocks_total, now.blocks_used
+        return WorkerLoadReport(now.running, now.waiting, *blocks, now.rows_max, now.sums.counts)
 
     def _report_later(self, now_ns: int) -> None:
         when_ns = now_ns + self._listener.report_ns
@@ -406,9 +407,7 @@ class SimWorker:
         step_ns, time_ns, slowness = self.spec.step_time.step_ns, self._times[-1], self._slowness
         for _ in range(min(_FAST_FORWARD_STEPS, self._fast_forward_max + 1 - len(times))):
             kv_tokens += rows
-            each_ns = step_ns(StepShape(rows, 0, 0, kv_tokens))
-            if slowness != 1.0:
-                each_ns = int(each_ns * slowness)
+            each_ns = int(step_ns(StepShape(rows, 0, 0, kv_tokens)) * slowness)
             time_ns += max(1, each_ns)
             times.append(time_ns)
         self._fast_forward_kv = kv_tokens

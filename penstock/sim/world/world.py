@@ -65,6 +65,7 @@ class World:
             number: int(skew_s * NS_PER_S) for number, skew_s in enumerate(spec.clock_skews_s)
         }
         self.facts.seed, self.facts.placement = spec.seed, spec.placement
+        self.facts.watches_speed = spec.watches_speed
         self.regions = tuple(dict.fromkeys(pool.region for pool in spec.pools))
         shared = spec.config.shared
         self.store = SharedStore(shared) if shared.url else None
