@@ -24,7 +24,7 @@ from penstock.clock import SystemClock
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import LogConfig
 from penstock.gateway.api.feed import Feed, ServerLine
-from penstock.gateway.api.recent import RecentRequests
+from penstock.gateway.api.recent import AllRequests, RecentRequests
 from penstock.gateway.identity.tenants import OPERATOR
 from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport
 from penstock.telemetry.log import Log
@@ -111,7 +111,8 @@ async def gateway_side(num_workers: int, num_watchers: int, ticks: int = 200) ->
         return server, report
 
     log = Log(LogConfig(), clock)
-    feed = Feed(look, lambda _: None, RecentRequests(clock), AdmissionConfig(), clock=clock, log=log)
+    recent = AllRequests(RecentRequests(clock), clock, None)
+    feed = Feed(look, lambda _: None, recent, AdmissionConfig(), clock=clock, log=log)
     exchanges = [_Exchange() for _ in range(num_watchers)]
     for exchange in exchanges:
         feed.watch(exchange, OPERATOR, sees_requests=True)

@@ -249,19 +249,21 @@ function Orders({ worker }: { worker: WorkerLine }): JSX.Element {
 }
 
 function History({ worker }: { worker: WorkerLive }): JSX.Element {
-  const drawn = useSignal(0);
+  // What is remembered changes every five seconds, what this page has seen every second.
+  const drawn = useSignal<Remembered | number>(0);
+  const waits = useRef<Remembered | null>(null);
   drawn.value;
   const latest = beat.value;
   useEffect(() => {
     // A moment after the map, so that the two are not one long task.
-    const timer = setTimeout(() => (drawn.value = latest), 250);
+    const timer = setTimeout(() => (drawn.value = waits.current ?? latest), 250);
     return () => clearTimeout(timer);
   }, [latest]);
   const path = role.value === "admin" ? `/admin/workers/${encodeURIComponent(worker.id)}/history` : "";
   const { told } = usePolled<Remembered>(path, REMEMBERED_EVERY_MS);
   const remembered = told.value;
-  // What is remembered changes every five seconds, what this page has seen every second.
-  return useMemo(() => <HistoryCharts worker={worker} remembered={remembered} />, [worker, remembered ?? drawn.value]);
+  waits.current = remembered;
+  return useMemo(() => <HistoryCharts worker={worker} remembered={typeof drawn.value === "number" ? null : drawn.value} />, [worker, drawn.value]);
 }
 
 /** `GET /admin/workers/{id}/history`: what the server remembers. */
@@ -334,6 +336,7 @@ function LogTail({ id }: { id: string }): JSX.Element | null {
 }
 
 function Detail({ worker }: { worker: WorkerLive }): JSX.Element {
+  const tail = useMemo(() => <LogTail key={worker.id} id={worker.id} />, [worker.id]); // Not drawn again with every number.
   const now = worker.now.value;
   const rows: [string, JSX.Element | string][] = [
     ["State", <State state={now.state} alone={now.left_alone !== "" && now.state === "ready"} />],
@@ -365,7 +368,7 @@ function Detail({ worker }: { worker: WorkerLive }): JSX.Element {
           </ol>
         </section>
       )}
-      {role.value === "admin" && <LogTail key={worker.id} id={worker.id} />}
+      {role.value === "admin" && tail}
     </Drawer>
   );
 }

@@ -1,0 +1,237 @@
+"""What instrumentation costs: CPU of the gateway per request and of the engine's thread per step, with and
+without.
+
+    python bench/instrumentation.py [--streams 400] [--tokens 100] [--rounds 5] [--model DIR] [--out FILE]
+
+Both sides run the same program: gateways in turning order within a round, steps of one batch in turn.
+"Without" replaces, in this process only, what is there to be looked at: metrics, history, recent requests,
+decisions and traces in the gateway; the shares of time, the cost floor and the sums of steps in the engine.
+What a request pays for and what its answer needs stays: the ledger, limits, placement. Traces are exported
+to a collector of this script that takes everything.
+
+Prints one JSON object: of each round both sides; the median of what instrumentation adds, and the best
+rounds.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import relay_cost
+import uvloop
+from provenance import write_result
+from relay_cost import Load, run_client
+
+from penstock.clock import SystemClock
+from penstock.config.engine_settings import EngineSettings
+from penstock.config.tree import Config, EngineConfig, TracesConfig
+from penstock.gateway.api.recent import RecentRequests
+from penstock.kv.hashing import token_bytes
+from penstock.planning.roofline import CostFloor
+from penstock.policy.placement.pick import DecisionLog
+from penstock.protocol.worker import Stats, Submit
+from penstock.schedule.step import Flight
+from penstock.telemetry.history import Recorder
+from penstock.types import RequestId, SamplingParams
+
+SIDES = ("with", "without")
+RATE = 50.0
+ROWS, STEPS, WARM_STEPS = 16, 60, 4
+
+
+class NoMetrics:
+    """Stands for `Metrics`, and for everything in it."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> "NoMetrics":
+        return self
+
+    def __call__(self, *_: object, **__: object) -> "NoMetrics":
+        return self
+
+    def render(self) -> bytes:
+        return b""
+
+
+def nothing(*_: object, **__: object) -> None:
+    """What is called in place of what counts."""
+
+
+def no_gateway_instruments() -> None:
+    relay_cost.Metrics = NoMetrics
+    for owner, name in ((Recorder, "ended"), (RecentRequests, "add"), (DecisionLog, "add")):
+        setattr(owner, name, nothing)
+
+
+# --- the gateway ---------------------------------------------------------------------------------
+
+
+class CpuPipe:
+    """Between the gateway and the run: CPU from when it listens until its answers have ended."""
+
+    def __init__(self, pipe: Connection, load: Load) -> None:
+        self._pipe, self._load, self._cpu_s = pipe, load, 0.0
+
+    def send(self, found: object) -> None:
+        if isinstance(found, dict):
+            used_s = time.process_time() - self._cpu_s
+            found = {"us_per_request": used_s / self._load.streams * 1e6}
+        self._pipe.send(found)
+        self._cpu_s = time.process_time()
+
+
+def run_gateway(side: str, load: Load, collector: int, pipe: Connection) -> None:
+    if side == "without":
+        no_gateway_instruments()
+    else:
+        endpoint = f"http://127.0.0.1:{collector}/v1/traces"
+        relay_cost.Config = partial(Config, traces=TracesConfig(endpoint=endpoint))
+    uvloop.run(relay_cost.serve_gateway(load, CpuPipe(pipe, load)))
+
+
+def gateway_us(side: str, load: Load, collector: int) -> float:
+    """CPU microseconds per request."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=run_gateway, args=(side, load, collector, theirs))
+    server.start()
+    port = ours.recv()
+    near, far = context.Pipe()
+    client = context.Process(target=run_client, args=(port, load, far))
+    client.start()
+    result, events = ours.recv(), near.recv()
+    server.join()
+    client.join()
+    assert events >= load.streams * load.ticks, f"{side}: {events} events arrived"
+    return result["us_per_request"]
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes every trace."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def collector_port() -> int:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return int(server.server_address[1])
+
+
+# --- the engine ----------------------------------------------------------------------------------
+
+
+class Engine:
+    """A real model with a full batch that decodes."""
+
+    def __init__(self, model: Path) -> None:
+        from penstock.engine.core import build_core
+        from penstock.engine.runner import load_runner
+
+        config = EngineConfig(max_running=ROWS)
+        runner = load_runner(model, config, lambda *_: None)
+        runner.warm_up()
+        self._core = build_core(runner, EngineSettings.of(config), b"k" * 32, SystemClock())
+        self._number = 0
+
+    def block(self) -> dict[str, float]:
+        """The tenth percentile of the CPU microseconds of the engine's own thread per step, of steps with
+        and without in turn.
+        """
+        core = self._core
+        for _ in range(ROWS):
+            self._number += 1
+            prompt = token_bytes([100 + (self._number * 7 + i) % 800 for i in range(48)])
+            sampling = SamplingParams(max_tokens=STEPS + 2 * WARM_STEPS, temperature=0.0)
+            message = Submit(request_id=RequestId(f"r{self._number}"), prompt=prompt, sampling=sampling)
+            core.submit(1, message, time.monotonic_ns())
+        real, empty = (Flight.share, CostFloor.count, type(core).stats), core.stats()
+        took: dict[str, list[float]] = {side: [] for side in SIDES}
+        for step in range(WARM_STEPS + STEPS):
+            side = SIDES[step % 2]
+            if side == "without":
+                Flight.share = CostFloor.count = nothing
+                type(core).stats = lambda _: empty
+            started_ns = time.thread_time_ns()
+            core.step()
+            core.stats()
+            used_ns = time.thread_time_ns() - started_ns
+            Flight.share, CostFloor.count, type(core).stats = real
+            if step >= WARM_STEPS:
+                took[side].append(used_ns / 1000)
+        core.abort(1, tuple(RequestId(f"r{self._number - i}") for i in range(ROWS)))
+        while core.has_work:
+            core.step()
+        assert isinstance(core.stats(), Stats)
+        return {side: statistics.quantiles(each, n=10)[0] for side, each in took.items()}
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+def paired(rounds: int, measure: Callable[[int], dict[str, float]]) -> dict[str, Any]:
+    """Rounds of both sides, and the median of what instrumentation adds."""
+    found = list[dict[str, float]]()
+    for number in range(rounds):
+        sides = measure(number)
+        found.append(sides | {"added": sides["with"] / sides["without"] - 1})
+        print(json.dumps(found[-1]), file=sys.stderr)
+    if not found:
+        return {"rounds": found}
+    # Other work on the machine only adds: the best round of each side is what the program itself needs.
+    best = {side: min(each[side] for each in found) for side in SIDES}
+    return {
+        "rounds": found,
+        "added_median": statistics.median(each["added"] for each in found),
+        "best": best | {"added": best["with"] / best["without"] - 1},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--streams", type=int, default=400)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--engine-rounds", type=int, default=5)
+    parser.add_argument("--model", type=Path, default=Path(__file__).parents[1] / "models" / "penstock-demo")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    load, port = Load(args.streams, RATE, args.tokens / RATE), collector_port()
+    engine = Engine(args.model)
+    if args.engine_rounds:
+        engine.block()
+
+    def gateways(number: int) -> dict[str, float]:
+        order = SIDES if number % 2 else SIDES[::-1]
+        return {side: gateway_us(side, load, port) for side in order}
+
+    result = {
+        "engine_us_per_step": paired(args.engine_rounds, lambda _: engine.block()),
+        "gateway_us_per_request": paired(args.rounds, gateways),
+    }
+    print(json.dumps(result))
+    if args.out:
+        write_result(args.out, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
