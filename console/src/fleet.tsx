@@ -46,7 +46,7 @@ function Totals(): JSX.Element {
 }
 
 /** How much longer its steps take than those of its peers, or than predicted. */
-const residual = (worker: WorkerLine): string => (worker.residual == null ? "–" : `${worker.residual >= 1 ? "+" : "−"}${format.percent(Math.abs(worker.residual - 1))}`);
+const residual = (worker: WorkerLine): string => (worker.slowness == null ? "–" : `${worker.slowness >= 1 ? "+" : "−"}${format.percent(Math.abs(worker.slowness - 1))}`);
 
 function Meter({ share, label }: { share: number | null; label: string }): JSX.Element {
   const value = share === null ? 0 : Math.min(1, share);
@@ -168,7 +168,7 @@ function Table({ list }: { list: WorkerLive[] }): JSX.Element {
                 <td class="right num">{now.waiting ?? "–"}</td>
                 <td class="right num">{kv === null ? "–" : format.percent(kv)}</td>
                 <td class="right num">{residual(now)}</td>
-                <td class="mono">{now.version || "–"}</td>
+                <td class="mono">{now.identity?.slice(0, 8) || "–"}</td>
                 <td class="right num">{now.restarts || ""}</td>
               </tr>
             );
@@ -346,8 +346,9 @@ function Detail({ worker }: { worker: WorkerLive }): JSX.Element {
   if (now.stage) rows.push(["Doing", now.stage]);
   if (now.left_alone) rows.push(["Left alone", now.left_alone]);
   if (now.address) rows.push(["Address", <code>{now.address}</code>]);
-  if (now.version) rows.push(["Version", <code>{now.version}</code>]);
-  rows.push(["Residual", <span class="num" title="Its steps' time over that of its peers, or over what is predicted">{residual(now)}</span>]);
+  if (now.standing) rows.push(["Standing", now.standing]);
+  if (now.probe) rows.push(["Last probe", now.probe]);
+  rows.push(["Residual", <span class="num" title="Its steps' time over that of its peers">{residual(now)}</span>]);
   if (now.identity) rows.push(["Computes", <code title={now.identity}>{now.identity.slice(0, 24)}</code>]);
   if (now.kv_blocks_total) rows.push(["KV blocks", <span class="num">{`${format.count(now.kv_blocks_used ?? 0)} of ${format.count(now.kv_blocks_total)}`}</span>]);
   rows.push(["Life", <span class="num">{`epoch ${now.epoch}, ${format.plural(now.restarts, "restart")}`}</span>]);

@@ -44,10 +44,12 @@ export interface WorkerLine {
   adapters_loaded: string[];
   restarts: number;
   notes: string[];
-  /** Of the engine, where it says so. */
-  version?: string;
-  /** Its steps' time over what is usual; 1 is as its peers. */
-  residual?: number | null;
+  /** Judged by probes and by its peers: well, doubted, ejected or returning. */
+  standing?: string;
+  /** Its steps' time over that of its peers; 1 is as they are. */
+  slowness?: number | null;
+  /** The verdict on its last probe. */
+  probe?: string;
 }
 
 export interface EndedRequest {

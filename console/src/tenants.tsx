@@ -22,8 +22,6 @@ interface TenantLine {
   spent_month_micros: number;
   budget_month_micros: number;
   models: string[];
-  /** What its requests cost in machine time, where a price of machines is set. */
-  cost_day_micros?: number | null;
 }
 
 interface KeyLine {
@@ -73,7 +71,6 @@ function Table({ list }: { list: TenantLine[] }): JSX.Element {
             <th scope="col" class="right">Tokens/min</th>
             <th scope="col">Spent today</th>
             <th scope="col">Spent this month</th>
-            <th scope="col" class="right">Cost today</th>
             <th scope="col">Models</th>
           </tr>
         </thead>
@@ -93,7 +90,6 @@ function Table({ list }: { list: TenantLine[] }): JSX.Element {
               <td>
                 <Use used={each.spent_month_micros} of={each.budget_month_micros} show={format.money} label={`Month budget of ${each.id}`} />
               </td>
-              <td class="right num">{each.cost_day_micros == null ? "–" : format.money(each.cost_day_micros)}</td>
               <td>{each.models.length ? each.models.join(", ") : "all"}</td>
             </tr>
           ))}
