@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
@@ -232,7 +233,8 @@ class RouteWorkers:
         each = [stats for worker in workers if (stats := worker.backend.status.stats) is not None]
         if len(each) <= 1:
             return each[0] if each else None
-        return Stats(**{name: sum(getattr(stats, name) for stats in each) for name in _SUMMED})
+        sums: dict[str, Any] = {name: sum(getattr(stats, name) for stats in each) for name in _SUMMED}
+        return Stats(**sums)
 
     def _take_ready(self, worker: Worker, *, is_ready: bool) -> None:
         if is_ready == (worker.id in self._ready):
