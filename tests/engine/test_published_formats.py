@@ -1,5 +1,6 @@
 """Quantized checkpoints as people publish them: they load to the numbers that they stand for."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -16,8 +17,14 @@ from penstock.engine.quantized import QuantizedMatrix
 from penstock.errors import CheckpointError
 from penstock.models.names import decoder_weights
 from penstock.models.registry import read_spec, stored_quantization
-from scripts.models_page import FORMS, PAGE, page
 
+SCRIPT = Path(__file__).parents[2] / "scripts" / "models_page.py"
+_spec = importlib.util.spec_from_file_location("models_page", SCRIPT)
+assert _spec is not None
+assert _spec.loader is not None
+models_page = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(models_page)
+FORMS: dict[str, tuple[str, str]] = models_page.FORMS
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 """All inputs can be cut into groups of 32."""
 SHAPES = {
@@ -46,8 +53,8 @@ def weights(directory: Path, kept: frozenset[int], dtype: torch.dtype = torch.fl
 
 
 def test_the_page_is_that_of_the_code() -> None:
-    text = PAGE.read_text()
-    assert page(text) == text, "make format"
+    text = models_page.PAGE.read_text()
+    assert models_page.page(text) == text, "make format"
     assert FORMS.keys() - {"dense"} <= FORMATS.keys()
 
 
