@@ -55,7 +55,13 @@ def test_a_tenant_sees_its_models_and_requests_and_no_workers(page, served) -> N
     opened = page(served.url + "/console")
     sign_in(opened, served.tenant_key)
     opened.get_by_role("heading", name="Models").wait_for()
-    assert opened.locator("nav a").all_inner_texts() == ["Fleet", "Requests", "Playground", "Tenants"]
+    assert opened.locator("nav a").all_inner_texts() == [
+        "Fleet",
+        "Requests",
+        "Playground",
+        "Tenants",
+        "Reports",
+    ]
     assert "tiny-0" not in opened.inner_text("main")
 
 
