@@ -49,11 +49,13 @@ class CostSums(msgspec.Struct, kw_only=True, omit_defaults=True):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def since(self, before: "CostSums") -> "CostSums":
-        """What it grew by; a number that fell began again at 0."""
+        """What it grew by. Of several gateway processes the one that counted most may be gone: a number that
+        fell has not grown.
+        """
         grown = CostSums()
         for name in self.__struct_fields__:
             now, then = getattr(self, name), getattr(before, name)
-            setattr(grown, name, now - then if now >= then else now)
+            setattr(grown, name, max(0.0, now - then))
         return grown
 
 

@@ -77,9 +77,15 @@ class Watch:
             self.history.add(self._take())
             self._notes.note("server", "stopped", __version__)
             await self._keeper.stop()
-            if self._costs is not None and self._costs.take(self._metrics()):
+            self.count_costs()
+            if self._costs is not None and self._costs.has_news:
                 await asyncio.to_thread(self._write_costs, self._costs)
             await asyncio.to_thread(self._audit.write)
+
+    def count_costs(self) -> None:
+        """Take what the machines cost until now, before processes end and take it with them."""
+        if self._costs is not None:
+            self._costs.take(self._metrics())
 
     def keep(self, event: AuditEvent) -> None:
         """Something happened, in whichever process."""

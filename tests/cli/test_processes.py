@@ -20,9 +20,12 @@ from penstock.gateway.api.recent import AllRequests, EndedRequest, RecentRequest
 from penstock.gateway.shared import peers as peers_module
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.admission.admit import Promises
+from penstock.policy.lifecycle.machine_costs import Costs
+from penstock.policy.limits.price import MICROS
 from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.protocol.peers import ChildLaunch, ChildReport, LookAt, Snapshot
 from penstock.telemetry.audit import Notes
+from penstock.telemetry.costs import COSTS_DIRECTORY, CostDays, read_days
 from penstock.telemetry.counts import Series
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import Log
@@ -219,3 +222,39 @@ def test_counters_outlive_their_process_and_gauges_do_not() -> None:
     assert b"a_total 14.0" in found.metrics
     assert b"\ng 4.0" in found.metrics
     assert (found.connections, found.processes) == (4, 2)
+
+
+def costs_snapshot(idle: int, charged: int) -> Snapshot:
+    metrics = Metrics(["m"], version="1")
+    metrics.accelerator_costs({"m": Costs(idle=idle * MICROS, charged=charged * MICROS)})
+    return Snapshot(metrics=metrics.render(), connections=0, streams=0)
+
+
+def test_the_end_of_a_process_books_no_cost_again(tmp_path) -> None:
+    numbers, days = ProcessStats(), CostDays(tmp_path, SystemClock(), keep_days=0)
+    numbers.record("a", costs_snapshot(102, 4))
+    numbers.record("b", costs_snapshot(100, 5))
+    days.take(numbers.sum().metrics)
+    numbers.ended("a")
+    days.take(numbers.sum().metrics)
+    numbers.record("b", costs_snapshot(103, 6))
+    days.take(numbers.sum().metrics)
+    numbers.ended("b")
+    days.take(numbers.sum().metrics)
+    days.write()
+    (found,) = read_days(tmp_path).values()
+    assert (found.idle, found.charged) == (105, 10)
+
+
+def test_what_was_counted_last_before_the_end_is_kept(tmp_path, monkeypatch) -> None:
+    async def check() -> None:
+        made = processes(ledger=str(tmp_path))
+        await made.start([])
+        for who, snapshot in (("a", costs_snapshot(7, 3)), ("b", costs_snapshot(6, 2))):
+            made._stats.record(who, snapshot)
+        monkeypatch.setattr(made, "_tell", lambda _: [made._stats.ended(who) for who in ("a", "b")])
+        await made.stop()
+
+    asyncio.run(check())
+    (found,) = read_days(tmp_path / COSTS_DIRECTORY).values()
+    assert (found.idle, found.charged) == (7, 5)

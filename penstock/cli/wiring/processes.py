@@ -231,6 +231,7 @@ class GatewayProcesses:
     async def stop(self, *, lameduck_s: float = 0.0, listens: bool = True) -> None:
         """Let every process stop as `Gateway.stop` says, all at the same time."""
         self._stopping = True
+        self._watch.count_costs()
         self._tell(ChildReport(stop=StopOrder(lameduck_s, listens)))
         waits = [asyncio.ensure_future(process.wait()) for process in self._running.values()]
         if waits:
