@@ -1,6 +1,6 @@
 """What each worker says of itself, as metrics of the worker."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from prometheus_client import Counter, Gauge
@@ -85,10 +85,13 @@ class DeviceMeters:
         for field, gauge in self._process:
             gauge.labels(self._model, worker).set(getattr(readings, field))
         gpu = readings.gpu
+        said = set[tuple[str, ...]]()
         for field, gauge in self._gpu if gpu is not None else ():
             if gpu is not None and (value := getattr(gpu, field)) is not None:
                 gauge.labels(self._model, worker, str(gpu.index)).set(value)
+                said.add((worker, str(gpu.index), field))
                 self._shown[worker, str(gpu.index), field] = gauge
+        self._hide([each for each in self._shown if each[0] == worker and each not in said])
 
     def forget(self, worker: str) -> None:
         """It is gone, and its series with it."""
@@ -96,8 +99,12 @@ class DeviceMeters:
             return
         for metric in (self._cpu, *(gauge for _, gauge in self._process)):
             metric.remove(self._model, worker)
-        for name, index, field in [each for each in self._shown if each[0] == worker]:
-            self._shown.pop((name, index, field)).remove(self._model, name, index)
+        self._hide([each for each in self._shown if each[0] == worker])
+
+    def _hide(self, those: Iterable[tuple[str, ...]]) -> None:
+        """A GPU does not tell them, or not any more: an old value would pass for its latest."""
+        for worker, index, field in those:
+            self._shown.pop((worker, index, field)).remove(self._model, worker, index)
 
 
 class WorkerMeters:

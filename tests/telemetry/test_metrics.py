@@ -83,6 +83,11 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     assert exposed_names(metrics) == GOLDEN.read_text().splitlines()
     assert value(metrics, "DCGM_FI_DEV_XID_ERRORS", model="m", worker="m-0", gpu="1") == 79
     assert value(metrics, "penstock_worker_cpu_seconds_total", model="m", worker="m-0") == 1.5
+    silent = msgspec.structs.replace(readings, gpu=msgspec.structs.replace(gpu, util=None))
+    metrics.model("m").engine_stats({"m-0": msgspec.structs.replace(stats(3), readings=silent)})
+    page = metrics.render().decode()
+    assert "DCGM_FI_DEV_GPU_UTIL{" not in page, "what a GPU does not tell any more is not shown"
+    assert "DCGM_FI_DEV_XID_ERRORS{" in page
     metrics.model("m").engine_stats({})
     page = metrics.render().decode()
     assert "DCGM_FI_DEV_XID_ERRORS{" not in page, "series of a worker that is gone go with it"
