@@ -12,6 +12,7 @@ handler, turns errors into responses, and counts and logs every exchange once.
 import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from penstock import __version__
 from penstock.clock import NS_PER_S, sleep
@@ -123,7 +124,7 @@ class Gateway:
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         self._recorder = Recorder(Promises(config.admission), metrics)
-        self._left_alone = LeftAlone(self._dispatcher.left_alone, self.notes)
+        self._left_alone = LeftAlone(partial(self._dispatcher.left_alone, rests=False), self.notes)
         self._routes = self._make_routes(registry, members, watch)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()

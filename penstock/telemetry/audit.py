@@ -100,7 +100,7 @@ class Audit:
     def keep(self, event: AuditEvent) -> None:
         """It happened; it gets its number here."""
         kept = self._kept[event.kind]
-        if event.kind == "worker" and any(_is_same(event, other) for other in list(kept)[-8:]):
+        if event.kind == "worker" and _was_told(event, reversed(kept)):
             return
         self._number += 1
         event = msgspec.structs.replace(event, number=self._number)
@@ -119,7 +119,11 @@ class Audit:
         """Take over what earlier servers noted. Blocks on the disk."""
         if self._path is None:
             return
-        events, num_damaged = _read(self._path)
+        try:
+            events, num_damaged = _read(self._path)
+        except OSError as error:
+            self._log.warning("the audit trail cannot be read; it begins empty", error=error)
+            return
         for number, event in enumerate(events, 1):
             self._kept[event.kind].append(msgspec.structs.replace(event, number=number))
         self._number = len(events)
@@ -160,9 +164,14 @@ def _cut(text: str) -> str:
     return text if len(text) <= TEXT_CHARS_MAX else f"{text[: TEXT_CHARS_MAX - 1]}…"
 
 
-def _is_same(event: AuditEvent, other: AuditEvent) -> bool:
-    is_near = abs(event.at_ms - other.at_ms) * NS_PER_MS < SAME_S * NS_PER_S
-    return is_near and (event.what, event.about, event.why) == (other.what, other.about, other.why)
+def _was_told(event: AuditEvent, others: Iterable[AuditEvent]) -> bool:
+    """Whether another process has just noted the same; `others` are the newest first."""
+    for other in others:
+        if abs(event.at_ms - other.at_ms) * NS_PER_MS >= SAME_S * NS_PER_S:
+            return False  # All further ones are older still.
+        if (event.what, event.about, event.why) == (other.what, other.about, other.why):
+            return True
+    return False
 
 
 def _read(path: Path) -> tuple[list[AuditEvent], int]:

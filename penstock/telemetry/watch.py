@@ -7,6 +7,7 @@ they counted (`Recorder.take`). Views of it are JSON, for the endpoints under /a
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ class Watch:
         self._notes = Notes(clock, self._audit.keep)
         self._keeper = HistoryKeeper(self.history, place and HistoryFiles(place), log)
         self._clock, self._log, self._metrics, self._tail = clock, log, metrics, tail
+        self._one_writer, self._is_failing = threading.Lock(), False
+        """Of costs."""
         self._take: Callable[[], Rows] = tuple
         self._due_ns = 0
         self._task: asyncio.Task[None] | None = None
@@ -140,10 +143,16 @@ class Watch:
             self._notes.note("alert", what, about, why=alert.why)
 
     def _write_costs(self, costs: CostDays) -> None:
-        try:
-            costs.write()
-        except OSError as error:
-            self._log.warning("what the machines cost cannot be written down", error=error)
+        """Trouble is said once. At the end a write that was cut off may still be under way."""
+        with self._one_writer:
+            try:
+                costs.write()
+            except OSError as error:
+                if not self._is_failing:
+                    self._log.warning("what the machines cost cannot be written down", error=error)
+                self._is_failing = True
+            else:
+                self._is_failing = False
 
 
 def free_share(directory: Path) -> float:

@@ -2,7 +2,14 @@ import pytest
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.fleet import HealthConfig
-from penstock.errors import EngineFault, InvalidRequest, Overloaded, PenstockError, WorkerUnavailable
+from penstock.errors import (
+    EngineFault,
+    InvalidRequest,
+    Overloaded,
+    PenstockError,
+    WorkerBusy,
+    WorkerUnavailable,
+)
 from penstock.policy.resilience.health import FleetHealth
 from penstock.policy.resilience.worker_state import BreakerState
 from penstock.types import WorkerId
@@ -106,3 +113,11 @@ def test_a_worker_that_is_not_there_makes_nobody_wait_for_its_breaker(ready: boo
     fail(made, IDS[0], WorkerUnavailable("gone"))
     assert made.due_ns("m") is None
     assert made.blocked(10 * S, "m") == frozenset()
+
+
+def test_a_worker_that_rests_is_told_of_where_that_is_asked_for() -> None:
+    made = health()
+    made.ended(0, "m", IDS[1], WorkerBusy("full", retry_after_s=6.0))
+    fail(made, IDS[0], WorkerUnavailable("gone"))
+    assert made.left_alone(0, "m").keys() == {IDS[0], IDS[1]}
+    assert made.left_alone(0, "m", rests=False).keys() == {IDS[0]}

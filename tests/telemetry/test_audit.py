@@ -5,10 +5,15 @@ import io
 import pytest
 
 from penstock.clock import NS_PER_S, ManualClock
-from penstock.config.tree import LogConfig
+from penstock.config.ledger import LedgerConfig
+from penstock.config.tree import Config, LogConfig
+from penstock.policy.lifecycle.machine_costs import Costs
 from penstock.telemetry import audit
 from penstock.telemetry.audit import Audit, Notes
+from penstock.telemetry.costs import CostDays
 from penstock.telemetry.log import Log
+from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.watch import Watch
 
 
 @pytest.fixture
@@ -95,6 +100,33 @@ def test_what_several_processes_see_of_a_worker_is_one_event_and_long_text_is_cu
     assert [event.kind for event in trail.report().events] == ["worker", "admin", "admin", "admin", "worker"]
     assert len(trail.report().events[0].why) == audit.TEXT_CHARS_MAX
     trail.write()
+    before = trail.report().total
+    for _ in range(2):
+        for i in range(40):
+            notes.note("worker", "left", f"m-{i}")
+    assert trail.report().total == before + 40, "all workers of a machine are lost at the same time"
+
+
+def test_a_trail_that_cannot_be_read_begins_empty(make, clock, tmp_path):
+    path = tmp_path / "history" / "audit.jsonl"
+    path.mkdir(parents=True)
+    trail, notes = make()
+    notes.note("server", "started")
+    assert said(trail) == [("server", "started", "")]
+    assert "the audit trail cannot be read; it begins empty" in make.log.getvalue()
+
+
+def test_costs_that_cannot_be_written_are_said_once(clock, tmp_path):
+    (tmp_path / "costs").write_text("a file where the directory should be")
+    log, costs = io.StringIO(), CostDays(tmp_path / "costs", clock, keep_days=0)
+    config = Config(ledger=LedgerConfig(directory=str(tmp_path)))
+    metrics = Metrics(["m"], version="1")
+    metrics.accelerator_costs({"m": Costs(idle=1)})
+    watch = Watch(config, clock, Log(LogConfig(), clock, stream=log), metrics.render)
+    costs.take(metrics.render())
+    for _ in range(2):
+        watch._write_costs(costs)
+    assert log.getvalue().count("what the machines cost cannot be written down") == 1
 
 
 def test_a_disk_that_takes_nothing_is_said_once(make, tmp_path):

@@ -78,7 +78,9 @@ class LeftAlone:
     """Notes when a worker that is ready is given nothing, or little, and when that is over."""
 
     def __init__(self, look: Callable[[str], Mapping[WorkerId, str]], notes: Notes) -> None:
-        """`look`: at the workers of a model that are left alone, and why."""
+        """`look`: at the workers of a model that are left alone, and why; those that rest for some seconds
+        would fill the trail.
+        """
         self._look, self._notes = look, notes
         self._known: dict[str, Mapping[WorkerId, str]] = {}
 

@@ -221,9 +221,10 @@ class Dispatcher:
         self._dispatch_soon()
         return True
 
-    def left_alone(self, model: str) -> Mapping[WorkerId, str]:
-        """Workers of a model that are ready and given nothing, or little, and why."""
-        return self._health.left_alone(self._clock.now_ns(), model) | self._workers.left_alone(model)
+    def left_alone(self, model: str, *, rests: bool = True) -> Mapping[WorkerId, str]:
+        """Workers of a model that are ready and given nothing, or little: `FleetHealth.left_alone`."""
+        told = self._health.left_alone(self._clock.now_ns(), model, rests=rests)
+        return told | self._workers.left_alone(model)
 
     def heartbeat(self, ticks: int) -> None:
         """Let every reply that was silent for `ticks` calls show that it lives."""

@@ -253,8 +253,10 @@ class FleetHealth:
                 breaker = found.breakers.get(worker_id)
                 yield route, worker_id, BreakerState.CLOSED if breaker is None else breaker.state
 
-    def left_alone(self, now_ns: int, route: str) -> dict[WorkerId, str]:
-        """Ready workers of a model that are given nothing, or little, and why, for people."""
+    def left_alone(self, now_ns: int, route: str, *, rests: bool = True) -> dict[WorkerId, str]:
+        """Ready workers of a model that are given nothing, or little, and why, for people. Without `rests`
+        those are left out that said for how long they have no room.
+        """
         found = self._routes.get(route)
         if found is None or not (found.unwell or found.resting):
             return {}
@@ -263,7 +265,7 @@ class FleetHealth:
             for worker_id, breaker in found.unwell.items()
             if worker_id in found.ready
         }
-        for worker_id in sorted(_resting(found, now_ns) - told.keys()):
+        for worker_id in sorted(_resting(found, now_ns) - told.keys()) if rests else ():
             wait_s = (found.resting[worker_id][1] - now_ns) / NS_PER_S
             told[worker_id] = f"it has no room for another {wait_s:.0f} s, as it says"
         return told
