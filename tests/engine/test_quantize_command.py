@@ -70,7 +70,7 @@ def test_families_that_store_their_layers_otherwise(family: str, target: str, tm
 
 def test_a_model_that_would_lose_a_part_is_refused(tmp_path: Path) -> None:
     source = save(tiny_model("gemma3_whole", **SIZES, num_hidden_layers=1), tmp_path / "dense")
-    with pytest.raises(ConfigError, match="parts beside its decoder .*vision"):
+    with pytest.raises(ConfigError, match=r"parts beside its decoder .*vision"):
         Quantizer(source, tmp_path / "out", "int8", prompts())
     assert not (tmp_path / "out").exists()
 

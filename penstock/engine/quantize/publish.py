@@ -99,8 +99,8 @@ class Quantizer:
         self._spec, self._names = read_spec(directory)
         if self._names.ignored_prefixes:
             raise ConfigError(
-                f"{directory}: has parts beside its decoder ({', '.join(self._names.ignored_prefixes)}), which "
-                f"this engine does not read and would lose"
+                f"{directory}: has parts beside its decoder ({', '.join(self._names.ignored_prefixes)}), "
+                f"which this engine does not read and would lose"
             )
         if target == "awq-int4" and self._spec.moe is not None:
             raise ConfigError("awq-int4 needs a model without experts: take gptq-int4")
