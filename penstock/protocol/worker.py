@@ -178,7 +178,7 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
     """Something is wrong with the worker's machine. If that ends the worker it says so next."""
 
     kind: str
-    """`xid` (a device that wants a restart or more), `xid_noted`, `oom_kill`."""
+    """`xid` (a device that wants a restart or more), `xid_noted`, `oom_kill`, `weights`."""
     words: str
 
 

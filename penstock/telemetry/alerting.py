@@ -12,6 +12,7 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import SloConfig
 from penstock.telemetry.alerts import BURNS, DUE, MISSED, Ratio, Rule, Severity, Sum, duration, rules, targets
 from penstock.telemetry.history import SLO_S, History, Objective
+from penstock.telemetry.pages import SHARED
 
 EVALUATE_S = 15.0
 ENDED_MAX = 100
@@ -171,14 +172,17 @@ class Alerts:
         return found
 
     def _grown(self, wanted: Sum, labels: tuple[tuple[str, str], ...], now_ns: int) -> float:
-        """What a counter grew by in the window; a lower value means that it began again at 0."""
+        """What a counter grew by in the window. A lower value means that it began again at 0; of one that all
+        gateway processes share, that the process which counted most is gone.
+        """
+        is_shared = wanted.name.encode() in SHARED
         since_ns, grown, before = now_ns - wanted.window_s * NS_PER_S, 0.0, None
         for at_ns, samples in self._samples:
             value = samples.get(wanted.name, {}).get(labels)
             if value is None:
                 continue
             if before is not None and at_ns > since_ns:
-                grown += value - before if value >= before else value
+                grown += value - before if value >= before else 0.0 if is_shared else value
             before = value
         return grown
 

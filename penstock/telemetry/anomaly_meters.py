@@ -11,6 +11,8 @@ from penstock.policy.resilience.probes import ProbeAnswer
 Labels = tuple[str, str]
 """Model and worker."""
 CAUSES = ("slow", "wrong")
+FAULTS = ("xid", "xid_noted", "oom_kill", "weights")
+"""The kinds of `protocol.worker.Fault`."""
 
 
 class AnomalyMeters:
@@ -28,6 +30,8 @@ class AnomalyMeters:
         self._weight = gauge("penstock_worker_weight_ratio")
         self._faults = counter("penstock_worker_faults_total")
         self._models = set[str]()
+        self._with_faults = set[str]()
+        """Models whose faults count from 0, so that the first one is seen as growth."""
         self._known = set[Labels]()
 
     def probed(self, model: str, worker: str, verdict: str, answer: ProbeAnswer | None, apart: float) -> None:
@@ -52,6 +56,10 @@ class AnomalyMeters:
         now = set[Labels]()
         for model, worker, slowness, weight in found:
             now.add((model, worker))
+            if model not in self._with_faults:
+                self._with_faults.add(model)
+                for kind in FAULTS:
+                    self._faults.labels(model, kind)
             self._weight.labels(model, worker).set(weight)
             self._slowness.labels(model, worker).set(1.0 if slowness is None else slowness)
         for labels in self._known - now:

@@ -372,7 +372,8 @@ CATALOG = (
     Metric("penstock_ejections_total", "counter", "Workers that were given nothing more, by cause.",
         ("model", "cause")),
     Metric("penstock_worker_faults_total", "counter", "Faults of workers' machines: xid (a device wants a "
-    "restart or more), xid_noted, oom_kill, weights (they have changed in memory).", ("model", "kind")),
+    "restart or more), xid_noted, oom_kill, weights (they have changed in memory).", ("model", "kind"),
+    shared=True),
     # External workers.
     Metric(
         "penstock_backend_requests_total", "counter", "Completed streams of external workers, by outcome.",

@@ -10,6 +10,8 @@ from penstock.telemetry.alerting import Alerts
 from penstock.telemetry.alerts import names, rules, targets
 from penstock.telemetry.counts import Counts, Series
 from penstock.telemetry.history import SLO_S, History
+from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.pages import merged
 
 M = Series(SERIES["model"], SERIES["band"])
 SCENES = all_scenes()
@@ -101,6 +103,32 @@ def test_an_alert_says_what_it_is_about_and_when_it_is_over():
     assert report.firing == []
     assert [(each.name, each.since) for each in report.ended] == [("WorkerCrashed", alert.since)]
     assert report.ended[0].ended > alert.since
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("xid", "DeviceLost"), ("oom_kill", "OomKill"), ("weights", "WeightsDamaged")]
+)
+def test_the_first_fault_of_a_machine_fires_and_counts_once_however_many_processes_see_it(kind, name):
+    clock = ManualClock(wall_ns=1_700_000_040 * NS_PER_S)
+    alerts = Alerts(SloConfig(), History(clock), clock)
+    pages = [Metrics(["m"], version="1") for _ in range(2)]
+    meters = [each.anomalies() for each in pages]
+
+    def evaluate(*gateways: Metrics) -> list[str]:
+        for each in meters:
+            each.workers([("m", "m-0", None, 1.0)])
+        clock.advance(15 * NS_PER_S)
+        page = merged([each.render() for each in gateways])
+        return [f"{each.name}: {each.why}" for each in alerts.evaluate(page)]
+
+    assert evaluate(*pages) == []
+    meters[0].fault("m", kind)
+    meters[1].fault("m", kind)
+    assert evaluate(*pages) == [f"{name}: 1 in 10m"]
+    meters[0].fault("m", kind)
+    assert evaluate(*pages) == []
+    assert evaluate(pages[1]) == [], "one process ends"
+    assert alerts.report().firing[0].why == "2 in 10m"
 
 
 def test_burn_rates_are_told_by_objective():
