@@ -93,6 +93,8 @@ class Decoder:
         table = weights.take("embedding")
         self.dtype = table.dtype
         """Of weights, activations and the KV cache."""
+        self.table = table
+        """The embedding's rows."""
         self._embed = _embedding(spec, table)
         self._first_norm = _norm(spec, weights, kernels, "0.input_norm")
         scratch = MoeScratch(

@@ -6,8 +6,10 @@ cgroup that is killed means that the worker may be next: in a cgroup of its own 
 streams move before the kernel chooses; where other programs share the cgroup it is only reported.
 """
 
+import errno
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,26 +31,52 @@ class KernelLog:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError: it may not be read."""
+        self._path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.lseek(self._descriptor, 0, os.SEEK_END)  # What was before this worker is not about it.
         self._rest = b""
+        try:
+            os.lseek(self._descriptor, 0, os.SEEK_END)  # What was before this worker is not about it.
+            if os.path.isdir(path):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        except OSError:
+            self.close()
+            raise
 
     def lines(self) -> list[str]:
         """Those that came since the last call."""
+        self._reopen()
         found = list[str]()
         while True:
             try:
                 data = os.read(self._descriptor, RECORD_BYTES)
             except BlockingIOError:
                 return found
-            except OSError:  # The ring has overrun us: the next read goes on with what is there.
-                continue
+            except OSError as error:
+                if error.errno == errno.EPIPE:  # The ring has overrun us: the next read continues behind.
+                    continue
+                return found
             *lines, self._rest = (self._rest + data).split(b"\n")
             found += [line.decode(errors="replace") for line in lines]
             if len(self._rest) > RECORD_BYTES:
                 self._rest = b""
             if not data:
                 return found
+
+    def _reopen(self) -> None:
+        """Begin again where the file was rotated away or cut; a device is neither."""
+        try:
+            held, named = os.fstat(self._descriptor), os.stat(self._path)
+            if not stat.S_ISREG(held.st_mode):
+                return
+            if (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino):
+                descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                os.close(self._descriptor)
+                self._descriptor, self._rest = descriptor, b""
+            elif named.st_size < os.lseek(self._descriptor, 0, os.SEEK_CUR):
+                os.lseek(self._descriptor, 0, os.SEEK_SET)
+                self._rest = b""
+        except OSError:  # Between two names, or not ours to read any more: the next look tries again.
+            return
 
     def close(self) -> None:
         """Read no more."""
@@ -100,3 +128,5 @@ class FaultWatch:
     def _run(self) -> None:
         while not self._closed.wait(LOOK_S):
             self.look()
+        if self._log is not None:
+            self._log.close()

@@ -42,7 +42,7 @@ from penstock.engine.memory import (
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, Type
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
-from penstock.engine.weight_check import KeptWeights, WeightCheck
+from penstock.engine.weight_check import ListedKernels, WeightCheck
 from penstock.errors import ConfigError
 from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
@@ -205,13 +205,15 @@ def wire_model(
         decoder = NativeDecoder(spec, weights, native, limits, cache, computing.precision)
         return _Pair(computing.kernels, decoder, NativeAttention(), decoder.rehearsing, decoder.weights)
     kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
-    kept = KeptWeights(weights)
-    torch_decoder = Decoder(spec, kept, kernels, limits)
+    listed = ListedKernels(kernels)
+    torch_decoder = Decoder(spec, weights, listed, limits)
     attention = kernels.attention(cache, torch_decoder.rotary)
     rehearsing = partial(
         attention.rehearsing, max_rows=limits.max_samples, max_model_len=limits.max_model_len
     )
-    return _Pair("torch", torch_decoder, attention, rehearsing, kept.taken)
+    return _Pair(
+        "torch", torch_decoder, attention, rehearsing, lambda: [torch_decoder.table, *listed.tensors]
+    )
 
 
 OnProgress = Callable[[str, int, int], None]

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock
-from penstock.engine.decoder import WeightSource
-from penstock.engine.quantized import QuantizedMatrix
+from penstock.engine.attention.base import Attention
+from penstock.engine.kernels import Activation, Kernels, Norm
+from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.linear import Linear
+from penstock.engine.layers.rotary import RotaryWeights
 from penstock.errors import WeightsDamaged
 
 FIRST_NS = 10 * NS_PER_S
@@ -31,26 +34,39 @@ _log = logging.getLogger(__name__)
 _Slice = tuple[str, Callable[[], int]]
 
 
-class KeptWeights:
-    """A source of weights that remembers what it has handed out: torch computes with those very tensors."""
+class ListedKernels:
+    """Kernels that list the tensors which their layers compute with: a copy in another order, where one was
+    made, and not what it was made from.
+    """
 
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self._taken: list[Tensor] = []
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.tensors: list[Tensor] = []
 
-    def take(self, key: str) -> Tensor:
-        """See `WeightSource`."""
-        found = self._source.take(key)
-        self._taken.append(found)
-        return found
+    def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
+        """See `Kernels`."""
+        made = self._kernels.linear(weight, bias, rows_max=rows_max)
+        self.tensors += made.tensors
+        return made
 
-    def take_parts(self, key: str) -> tuple[Tensor | QuantizedMatrix, ...]:
-        """See `WeightSource`: parts are copied at once, so they are nothing to remember."""
-        return self._source.take_parts(key)
+    def linears(self, weight: Tensor, *, count: int, rows_max: int) -> Sequence[Linear]:
+        """See `Kernels`."""
+        made = self._kernels.linears(weight, count=count, rows_max=rows_max)
+        self.tensors += [tensor for each in made for tensor in each.tensors]
+        return made
 
-    def taken(self) -> list[Tensor]:
-        """All of them."""
-        return self._taken
+    def norm(self, weight: Tensor, eps: float) -> Norm:
+        """See `Kernels`."""
+        self.tensors.append(weight)
+        return self._kernels.norm(weight, eps)
+
+    def activation(self) -> Activation:
+        """See `Kernels`."""
+        return self._kernels.activation()
+
+    def attention(self, cache: KVCache, rotary: RotaryWeights) -> Attention:
+        """See `Kernels`."""
+        return self._kernels.attention(cache, rotary)
 
 
 class WeightCheck:
@@ -58,7 +74,9 @@ class WeightCheck:
 
     def __init__(self, weights: Sequence[Tensor], clock: Clock) -> None:
         self._clock = clock
-        self._slices: list[_Slice] = [each for i, weight in enumerate(weights) for each in _slices(i, weight)]
+        # A tied head is the embedding's memory: once is enough.
+        once = {(each.data_ptr(), each.numel()): each for each in weights}.values()
+        self._slices: list[_Slice] = [each for i, weight in enumerate(once) for each in _slices(i, weight)]
         self._sums: list[int] = []
         self._next = 0
         self.num_passes = 0
@@ -79,7 +97,7 @@ class WeightCheck:
         if not self.num_passes:
             self._sums.append(found)
         elif found != self._sums[self._next]:
-            raise WeightsDamaged(f"the weights in memory have changed ({where}): it must load them anew")
+            raise WeightsDamaged(f"the weights in memory have changed ({where}): they must be loaded again")
         self._next += 1
         self.due_ns = now_ns + PAUSE_NS
         if self._next == len(self._slices):
@@ -103,6 +121,8 @@ def _slices(number: int, weight: Tensor) -> list[_Slice]:
 
 def _as_bytes(weight: Tensor) -> Tensor | None:
     """The same memory; None if it has gaps."""
+    if weight.dim() == 2 and not weight.is_contiguous():
+        weight = weight.t()  # A view of a weight that lies the other way round.
     if not weight.is_contiguous() or not weight.numel():
         return None
     return weight.detach().view(-1).view(torch.uint8)

@@ -68,6 +68,13 @@ def test_families_that_store_their_layers_otherwise(family: str, target: str, tm
     assert 0 < (right.exp() * (right - found)).sum(1).mean() < 0.2
 
 
+def test_a_model_that_would_lose_a_part_is_refused(tmp_path: Path) -> None:
+    source = save(tiny_model("gemma3_whole", **SIZES, num_hidden_layers=1), tmp_path / "dense")
+    with pytest.raises(ConfigError, match=r"parts beside its decoder .*vision"):
+        Quantizer(source, tmp_path / "out", "int8", prompts())
+    assert not (tmp_path / "out").exists()
+
+
 def test_gptq_and_awq_lose_less_than_rounding_does() -> None:
     """On inputs of which some are large and some go together."""
     torch.manual_seed(5)

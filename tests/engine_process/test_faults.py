@@ -11,7 +11,7 @@ from scripted_worker import bench
 from penstock.backends.base import GenerateRequest, Phase
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.machine import CgroupMemory
-from penstock.engine.fault_watch import LOOK_S, FaultWatch
+from penstock.engine.fault_watch import LOOK_S, FaultWatch, KernelLog
 from penstock.errors import StreamBroken
 from penstock.protocol.device_faults import REMEDIES, Remedy, parse_xid
 from penstock.types import RequestId, SamplingParams
@@ -163,3 +163,17 @@ def test_a_worker_that_the_kernel_killed_is_known_as_such_and_starts_again(tmp_p
             assert any("lack of memory" in note.text for note in worker.backend.status.notes)
 
     asyncio.run(play())
+
+
+def test_a_log_that_is_rotated_or_cut_is_followed_and_a_directory_is_refused(tmp_path):
+    path = tmp_path / "kern.log"
+    path.write_text("before\n")
+    log = KernelLog(path)
+    path.rename(tmp_path / "kern.log.1")
+    path.write_text("rotated\n")
+    assert log.lines() == ["rotated"]
+    path.write_text("cut\n")
+    assert log.lines() == ["cut"]
+    log.close()
+    with pytest.raises(IsADirectoryError):
+        KernelLog(tmp_path)

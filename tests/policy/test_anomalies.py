@@ -7,7 +7,16 @@ import math
 import pytest
 
 from penstock.clock import NS_PER_S
-from penstock.policy.resilience.anomalies import OUT_NS, TABLE, WEIGHTS, Anomalies, Sign, Standing
+from penstock.policy.resilience.anomalies import (
+    OUT_MAX_NS,
+    OUT_NS,
+    PROBE_REST,
+    TABLE,
+    WEIGHTS,
+    Anomalies,
+    Sign,
+    Standing,
+)
 from penstock.policy.resilience.probes import TOLERANCE, Goldens, ProbeAnswer, ProbeToken, distance
 
 BEAT_NS = 30 * NS_PER_S
@@ -157,3 +166,48 @@ def test_a_new_process_is_a_stranger_and_a_beat_of_0_watches_nothing():
 def test_every_standing_has_its_weight_and_every_move_its_row():
     assert {standing for standing, _ in TABLE} == set(Standing) == set(WEIGHTS)
     assert {sign for _, sign in TABLE} == set(Sign)
+
+
+def test_a_worker_that_is_out_returns_where_too_few_others_are_left():
+    fleet = Fleet(3)
+    fleet.beat()
+    fleet.answers["w0"] = WRONG
+    while not fleet.out():
+        fleet.beat()
+    fleet.anomalies.gone("w1")
+    fleet.anomalies.worker(fleet.now_ns, "m", "w2", ready=False, identity="i")
+    assert [(each.worker, each.standing) for each in fleet.anomalies.tick(fleet.now_ns)] == [
+        ("w0", S.RETURNING)
+    ]
+
+
+def test_a_damaged_golden_answer_ends_with_the_process_that_gave_it():
+    fleet = Fleet(1)
+    fleet.answers["w0"] = WRONG
+    fleet.beat()
+    fleet.anomalies.worker(fleet.now_ns, "m", "w0", ready=True, identity="i", epoch=2)
+    fleet.answers["w0"] = RIGHT
+    assert fleet.beat() == {}
+    assert fleet.anomalies.weight("w0") == 1
+    assert list(fleet.anomalies.certain()) == []
+
+
+def test_a_slow_probe_is_followed_by_a_long_rest():
+    anomalies = Anomalies(BEAT_NS)
+    anomalies.worker(0, "m", "w0", ready=True, identity="i")
+    assert anomalies.due(BEAT_NS) == ["w0"]
+    anomalies.probed(BEAT_NS + 15 * NS_PER_S, "w0", None, why="no answer")
+    assert anomalies.due(BEAT_NS + 300 * NS_PER_S) == []
+    assert anomalies.due(BEAT_NS + (15 + PROBE_REST * 15) * NS_PER_S) == ["w0"]
+
+
+def test_a_doubt_without_load_ends_by_itself_and_does_not_confirm_another():
+    fleet = Fleet(3)
+    found = fleet.anomalies.get("w0")
+    fleet.anomalies._flag(0, "w0", found, "slow", "slow")
+    found.is_certain = True
+    fleet.anomalies._flag(0, "w0", found, "wrong", "one wrong answer")
+    assert not found.is_certain
+    fleet.anomalies._flag(0, "w0", found, "slow", "slow")
+    assert fleet.anomalies.tick(OUT_MAX_NS - 1)[-1].standing is S.DOUBTED
+    assert fleet.anomalies.tick(OUT_MAX_NS)[-1].standing is S.WELL

@@ -284,7 +284,9 @@ class Stack:
                     continue
                 model, worker = waiting[task].spec.model_name, waiting[task].spec.worker_id
                 left[model] -= 1
-                if not left[model] or not isinstance(error, OperatorError | WorkerUnavailable):
+                # One that failed before is started again, and may be ready by now.
+                is_last = not left[model] and not self._registry.of(model).is_ready
+                if is_last or not isinstance(error, OperatorError | WorkerUnavailable):
                     raise error
                 what = "a worker does not come up; its model has others"
                 self._log.error(what, model=model, worker=worker, error=error)
@@ -305,9 +307,11 @@ class Stack:
     async def drain(self, *, lameduck_s: float, listens: bool) -> None:
         """Stop as `Gateway.stop` says, then stop everything."""
         await self._gateway.stop(lameduck_s=lameduck_s, listens=listens)
-        if listens:
-            await refuse_the_rest(self.listeners, self._config.server, self._clock)
-        await self._close(timeout_s=0.0)
+        try:
+            if listens:
+                await refuse_the_rest(self.listeners, self._config.server, self._clock)
+        finally:
+            await self._close(timeout_s=0.0)
 
     def hurry(self) -> None:
         """End what a `drain` waits for: streams get a last event, and what clients got is settled."""

@@ -125,6 +125,11 @@ class DeviceLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._transposed, self._bias = weight.t(), bias
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it computes with: the weight, and the bias."""
+        return (self._transposed,) if self._bias is None else (self._transposed, self._bias)
+
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """See `Linear`."""
         if self._bias is None:

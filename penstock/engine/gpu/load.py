@@ -37,7 +37,7 @@ from penstock.engine.memory import (
     plan_host_blocks,
     plan_kv,
 )
-from penstock.engine.weight_check import KeptWeights
+from penstock.engine.weight_check import ListedKernels
 from penstock.errors import ConfigError
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
@@ -160,8 +160,8 @@ class _Builder:
             max_samples=self._max_running + SCORED_TOKENS_MAX,
             max_model_len=self._limits.max_model_len,
         )
-        self._weights = KeptWeights(weights)
-        self._decoder = Decoder(spec, self._weights, self._kernels, sizes)
+        self._listed = ListedKernels(self._kernels)
+        self._decoder = Decoder(spec, weights, self._listed, sizes)
         self._dtype = self._decoder.dtype
 
     def budget(self) -> KVBudget:
@@ -211,7 +211,7 @@ class _Builder:
             platform=target.platform,
             ops=target.ops,
             decoder=self._decoder,
-            weights=self._weights.taken,
+            weights=lambda: [self._decoder.table, *self._listed.tensors],
             cache=cache,
             host=host_store(cache, num_host_blocks),
             attention=self._kernels.attention(cache, self._decoder.rotary),

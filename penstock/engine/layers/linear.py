@@ -138,6 +138,11 @@ class Linear(Protocol):
         """
         ...
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it computes with, as it lies in memory."""
+        ...
+
 
 class TorchLinear:
     """A dense weight in the model's dtype, multiplied by torch in row counts that agree with each other."""
@@ -151,6 +156,11 @@ class TorchLinear:
         self._bias = bias
         self._tiles = tiles
         self._pad_in, self._pad_out = pads
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it computes with: the weight, perhaps a copy in another order, and the bias."""
+        return (self._transposed,) if self._bias is None else (self._transposed, self._bias)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """See `Linear`."""

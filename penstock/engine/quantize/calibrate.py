@@ -76,6 +76,10 @@ class _Ear:
     def __init__(self, inner: Linear, name: str, hear: Callable[[str, Tensor], None]) -> None:
         self._inner, self._name, self._hear = inner, name, hear
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._inner.tensors
+
     def __call__(self, x: Tensor, out: Tensor) -> None:
         self._hear(self._name, x)
         self._inner(x, out)

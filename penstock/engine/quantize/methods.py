@@ -60,8 +60,9 @@ def gptq(weight: Tensor, gram: Tensor, group: int) -> Rounded:
     gram[unused, unused] = 1.0
     weight[:, unused] = 0.0
     gram.diagonal().add_(DAMPING * float(importance.mean()) + _TINY)
-    lower = cast(Tensor, _linalg.cholesky(gram))
-    inverse = cast(Tensor, _linalg.cholesky(torch.cholesky_inverse(lower), upper=True))
+    # In float64: inputs with a few huge values leave little of float32's digits.
+    lower = cast(Tensor, _linalg.cholesky(gram.double()))
+    inverse = cast(Tensor, _linalg.cholesky(torch.cholesky_inverse(lower), upper=True)).float()
     values = torch.empty(n, k, dtype=torch.uint8)
     scale = torch.empty(n, k // group)
     for start in range(0, k, BLOCK):

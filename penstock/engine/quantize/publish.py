@@ -97,6 +97,11 @@ class Quantizer:
                 f"{directory}: is quantized already ({stored.name}): give the dense weights"
             )
         self._spec, self._names = read_spec(directory)
+        if self._names.ignored_prefixes:
+            raise ConfigError(
+                f"{directory}: has parts beside its decoder ({', '.join(self._names.ignored_prefixes)}), "
+                f"which this engine does not read and would lose"
+            )
         if target == "awq-int4" and self._spec.moe is not None:
             raise ConfigError("awq-int4 needs a model without experts: take gptq-int4")
         self._weights = {weight.key: weight for weight in decoder_weights(self._spec, self._names)}
@@ -181,7 +186,9 @@ class Quantizer:
         if numbers.start == 0:
             stored |= self._outside()
         name = _part_name(numbers)
-        save_file({key: value.contiguous() for key, value in stored.items()}, self._output / name)
+        # Older readers refuse files that do not say which library wrote them.
+        whole = {key: value.contiguous() for key, value in stored.items()}
+        save_file(whole, self._output / name, metadata={"format": "pt"})
         self._state.parts.append(name)
         self._state.errors |= errors
         self._write_state()
@@ -269,7 +276,10 @@ class _Layer:
         self._quantizer, self._number, self._inputs = quantizer, number, inputs
         keys = quantizer.keys_of(number)
         found = quantizer.take(keys)
-        self._linears = {key: [part.float() for part in found[f"{number}.{key}"]] for key in LINEARS}
+        # Copies: what is taken may lie in the mapped file.
+        self._linears = {
+            key: [part.to(torch.float32, copy=True) for part in found[f"{number}.{key}"]] for key in LINEARS
+        }
         self.others: Tensors = {
             part.name: tensor
             for key in keys
@@ -292,7 +302,9 @@ class _Layer:
         bias = f"{number}.gate_up_bias"
         if bias in self._quantizer.keys_of(number):
             part = self._quantizer.parts(bias)[-1]
-            self.others[part.name][-len(factor) :] /= factor.to(self.others[part.name].dtype)
+            scaled = self.others[part.name].to(torch.float32, copy=True)
+            scaled[-len(factor) :] /= factor
+            self.others[part.name] = scaled.to(self.others[part.name].dtype)
 
     def _scaled(self, key: str, group: int) -> Tensor:
         inputs = self._inputs[f"{self._number}.{key}"]

@@ -11,6 +11,7 @@ without any left cannot even accept a connection to refuse it. So the last numbe
 gets one of them is refused with an answer.
 """
 
+import contextlib
 import ctypes
 import enum
 import resource
@@ -82,7 +83,8 @@ def shut(listener: socket.socket) -> None:
     if sys.platform == "linux" and listener.family in (socket.AF_INET, socket.AF_INET6):
         steps = ctypes.create_string_buffer(_DROP_SYN)
         program = struct.pack("HL", len(_DROP_SYN) // 8, ctypes.addressof(steps))
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        with contextlib.suppress(OSError):  # A sandbox may forbid it.
+            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def has_waiting(listener: socket.socket) -> bool:

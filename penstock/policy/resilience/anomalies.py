@@ -28,6 +28,8 @@ READY_MIN = 3
 """With fewer ready workers none is ejected."""
 QUIET_WINDOWS = 6
 """So many in a row in which it was as fast as its peers end a doubt."""
+PROBE_REST = 50
+"""So many times what a probe took pass before the next one: a slow machine is not kept busy by them."""
 RIGHT_ANSWERS = 3
 """So many in a row let a worker that was wrong return."""
 OUT_NS, OUT_MAX_NS = 120 * NS_PER_S, 3600 * NS_PER_S
@@ -99,6 +101,7 @@ class Watched:
     num_right: int = 0
     """Right answers in a row."""
     probe_due_ns: int = 0
+    probe_began_ns: int = 0
     is_probing: bool = False
     answer: ProbeAnswer | None = None
     """Its last one."""
@@ -174,7 +177,9 @@ class Anomalies:
         if found is None:
             return "gone"
         assert answer is None or not (fault or why), "a probe ends in one way"
-        found.is_probing, found.probe_due_ns = False, now_ns + self._beat_ns
+        took_ns = now_ns - found.probe_began_ns if found.is_probing else 0
+        found.is_probing = False
+        found.probe_due_ns = now_ns + max(self._beat_ns, PROBE_REST * took_ns)
         if answer is not None:
             peers = (
                 each for each in self._workers.values() if each.is_ready and each.identity == found.identity
@@ -208,6 +213,7 @@ class Anomalies:
         ]
         for worker_id in found:
             self._workers[worker_id].is_probing = True
+            self._workers[worker_id].probe_began_ns = now_ns
         return found
 
     def tick(self, now_ns: int) -> list[Change]:
@@ -224,6 +230,7 @@ class Anomalies:
                 self._rest(now_ns, worker_id, each)
             if each.is_certain and each.standing is Standing.DOUBTED:
                 self._eject(now_ns, worker_id, each)
+        self._call_back(now_ns)
         changes, self._changes = self._changes, []
         return changes
 
@@ -283,6 +290,8 @@ class Anomalies:
             self._eject(now_ns, worker_id, found)
 
     def _flag(self, now_ns: int, worker_id: WorkerId, found: Watched, cause: Cause, why: str) -> None:
+        if cause != found.cause and found.standing is not Standing.EJECTED:
+            found.is_certain = False  # A doubt of another kind is not confirmed yet.
         found.cause = cause
         if found.standing is Standing.WELL:
             if now_ns - found.since_ns > OUT_MAX_NS:
@@ -299,13 +308,27 @@ class Anomalies:
             was_long = now_ns - found.since_ns >= QUIET_WINDOWS * WINDOW_NS
             if was_long and peers is not None and peers.num_quiet(worker_id) >= QUIET_WINDOWS:
                 self._move(now_ns, worker_id, found, Sign.CLEAR, "it is as fast as its peers")
+            elif now_ns - found.since_ns >= OUT_MAX_NS:  # Without load or peers there are no windows.
+                self._move(now_ns, worker_id, found, Sign.CLEAR, "nothing has confirmed it")
+
+    def _out(self, route: str) -> tuple[list[tuple[WorkerId, Watched]], int]:
+        """Ready workers of a route that are out, and how many may be."""
+        pool = [(w, each) for w, each in self._workers.items() if each.route == route and each.is_ready]
+        allowed = max(1, int(EJECTED_SHARE * len(pool))) if len(pool) >= READY_MIN else 0
+        return [(w, each) for w, each in pool if each.standing is Standing.EJECTED], allowed
+
+    def _call_back(self, now_ns: int) -> None:
+        """Let workers return where others have left and too few remain; slow ones first."""
+        for route in {each.route for each in self._workers.values() if each.standing is Standing.EJECTED}:
+            out, allowed = self._out(route)
+            out.sort(key=lambda found: found[1].cause == "wrong")
+            for worker_id, each in out[: max(0, len(out) - allowed)]:
+                self._move(now_ns, worker_id, each, Sign.RELEASE, "too few others are ready")
 
     def _eject(self, now_ns: int, worker_id: WorkerId, found: Watched) -> None:
         """Take it out, if one more may be out."""
         assert found.is_certain, "a doubt is confirmed first"
-        pool = [(w, each) for w, each in self._workers.items() if each.route == found.route and each.is_ready]
-        out = [(w, each) for w, each in pool if each.standing is Standing.EJECTED]
-        allowed = max(1, int(EJECTED_SHARE * len(pool))) if len(pool) >= READY_MIN else 0
+        out, allowed = self._out(found.route)
         num_out = len(out)
         if num_out >= allowed > 0 and found.cause == "wrong":
             for other_id, other in out:

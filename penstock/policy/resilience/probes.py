@@ -104,10 +104,15 @@ class Goldens:
         return (False if 2 * self._agreeing(answers, golden) > num_workers else None), apart
 
     def forget(self, identity: str, worker: WorkerId) -> None:
-        """It is gone, or a new process. The golden answer stays."""
+        """It is gone, or a new process. The golden answer stays while a worker is left that gave it: else a
+        damaged one would condemn every healthy process that follows.
+        """
         answers = self._answers.get(identity)
-        if answers is not None:
-            answers.pop(worker, None)
+        if answers is None or answers.pop(worker, None) is None:
+            return
+        golden = self._golden.get(identity)
+        if golden is not None and not self._agreeing(answers, golden):
+            del self._golden[identity]
 
     @staticmethod
     def _agreeing(answers: Mapping[WorkerId, ProbeAnswer], with_it: ProbeAnswer) -> int:
