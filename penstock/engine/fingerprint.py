@@ -33,7 +33,8 @@ from penstock.errors import CheckpointError
 from penstock.kv.hashing import Computation
 from penstock.models.config import CONFIG_FILE
 from penstock.models.files import is_gguf
-from penstock.models.gguf import GgufFile, read_gguf
+from penstock.models.gguf import read_gguf
+from penstock.models.gguf_header import GgufFile
 from penstock.text.tokenizer import decode_json, read_bytes
 
 SAMPLES_MAX = 1024
@@ -189,6 +190,7 @@ def _scattered(*numbers: int) -> int:
 class _File(ABC):
     """An open file of weights."""
 
+    kind: str
     header: bytes
     """What it says about its tensors."""
     num_tensors: int
@@ -213,12 +215,14 @@ class _File(ABC):
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be read: {error.strerror}") from error
         if len(found) < size:
-            raise CheckpointError(f"{self._path}: not a whole file of weights (truncated?)")
+            raise CheckpointError(f"{self._path}: not a whole {self.kind} file (truncated?)")
         return found
 
 
 class _GgufWeights(_File):
     """A GGUF file; its header was checked against its size when it was read."""
+
+    kind = "GGUF"
 
     def __init__(self, file: GgufFile) -> None:
         super().__init__(file.path)
@@ -234,6 +238,8 @@ class _GgufWeights(_File):
 
 class _SafetensorsFile(_File):
     """A safetensors file."""
+
+    kind = "safetensors"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -10,7 +10,8 @@ from typing import Any
 
 from penstock.errors import CheckpointError
 from penstock.models.config import FULL, SIZES_MAX, HfConfig, RopeParameters, check_sizes
-from penstock.models.gguf import Gguf, GgufTensor, read_floats
+from penstock.models.gguf import Gguf, read_floats
+from penstock.models.gguf_header import GgufTensor
 from penstock.models.names import CheckpointNames
 from penstock.models.quantization import Quantization
 
