@@ -32,7 +32,7 @@ from penstock.sim.traffic.prompts import LazyTokens
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches
 from penstock.sim.world.events import LocalClock, Rank, Timeline
-from penstock.sim.world.facts import Facts, Network, RunRecorder, Ticket, ticket_of
+from penstock.sim.world.facts import Facts, Network, RunRecorder, SpeedWatch, Ticket, ticket_of
 from penstock.sim.world.messages import (
     Began,
     Failed,
@@ -43,7 +43,6 @@ from penstock.sim.world.messages import (
     WorkerLoadReport,
     WorkerMessage,
 )
-from penstock.sim.world.speeds import SpeedWatch
 from penstock.sim.world.store import SharedStore, SimFairExchange, SimLeaseKeeper
 from penstock.sim.world.worker import SimWorker
 from penstock.types import FinishReason, RequestId, Usage, WorkerId
