@@ -24,7 +24,7 @@ from penstock.config.tree import Config, LogConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.process import WorkerLogs
-from penstock.fleet.members import Members, zmq_address
+from penstock.fleet.members import DiscoveredAddress, DiscoveredWorkers, Members, worker_at, zmq_address
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources import discovery as discovery_module
 from penstock.fleet.sources import kubernetes
@@ -36,7 +36,6 @@ from penstock.fleet.sources.discovery import (
     addresses,
     lookup_for,
 )
-from penstock.fleet.sources.found import DiscoveredAddress, DiscoveredWorkers, worker_at
 from penstock.fleet.sources.kubernetes import KubernetesSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -112,7 +111,7 @@ def test_kv_events_are_at_an_address_or_at_a_port_of_the_workers_host(url, given
 
 
 def test_only_changes_are_applied_and_only_so_many_are_taken(monkeypatch) -> None:
-    monkeypatch.setattr("penstock.fleet.sources.found.FOUND_MAX", 2)
+    monkeypatch.setattr("penstock.fleet.members.FOUND_MAX", 2)
 
     async def check() -> None:
         applied = Applied()

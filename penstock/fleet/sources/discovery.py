@@ -19,8 +19,15 @@ from penstock.config.checkpoints import served_name
 from penstock.config.fleet import DiscoverConfig, WorkerConfig
 from penstock.config.tree import ModelConfig
 from penstock.errors import ConfigError
-from penstock.fleet.members import Attached, BackendDependencies, Members, worker_id_at
-from penstock.fleet.sources.found import TIMEOUT_S, DiscoveredAddress, DiscoveredWorkers
+from penstock.fleet.members import (
+    TIMEOUT_S,
+    Attached,
+    BackendDependencies,
+    DiscoveredAddress,
+    DiscoveredWorkers,
+    Members,
+    worker_id_at,
+)
 from penstock.fleet.sources.kubernetes import KubernetesSource
 from penstock.telemetry.log import Log
 from penstock.text.tokenizer import Tokenizer

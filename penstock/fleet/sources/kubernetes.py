@@ -31,7 +31,7 @@ from penstock.backends.http.handler import HttpFailure
 from penstock.clock import Clock, sleep
 from penstock.config.fleet import KubernetesConfig
 from penstock.errors import ConfigError
-from penstock.fleet.sources.found import TIMEOUT_S, DiscoveredAddress, DiscoveredWorkers
+from penstock.fleet.members import TIMEOUT_S, DiscoveredAddress, DiscoveredWorkers
 from penstock.telemetry.log import Log
 
 
