@@ -22,8 +22,8 @@ from penstock.clock import SystemClock
 from penstock.config.fleet import DiscoverConfig, KubernetesConfig
 from penstock.config.tree import Config, LogConfig, ModelConfig
 from penstock.errors import ConfigError
-from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.process import WorkerLogs
+from penstock.fleet.launchers.supervised import LocalLauncher
 from penstock.fleet.members import DiscoveredAddress, DiscoveredWorkers, Members, worker_at, zmq_address
 from penstock.fleet.registry import Registry
 from penstock.fleet.sources import discovery as discovery_module

@@ -19,7 +19,7 @@ from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong
 from penstock.fleet.launchers.base import WorkerSpec
-from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.launchers.supervised import LocalLauncher
 from penstock.telemetry.metrics import Metrics
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, ModelName, RequestId, SamplingParams, WorkerId
