@@ -348,7 +348,12 @@ class SupervisingLauncher:
 
 
 class LocalLauncher(SupervisingLauncher):
-    """Starts workers on this machine. `close` it, and nothing of them is left but their logs."""
+    """Starts workers as child processes of this one. `close` it, and nothing of them is left but their logs.
+
+    Each listens on a socket in a directory that only this user may enter; or, where other machines shall
+    reach it, on a port of `host` that is kept for it. A worker cannot outlive this process: the kernel kills
+    it with the thread that started it, and the end of its standard input tells it too.
+    """
 
     def __init__(
         self,
