@@ -26,9 +26,8 @@ from penstock.clock import NS_PER_S, ManualClock, SystemClock
 from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.tree import LogConfig
 from penstock.errors import ConfigError
-from penstock.gateway.shared.keeper import LeaseKeeper, StoreError
+from penstock.gateway.shared.keeper import LeaseKeeper, LeaseServer, LocalStore, StoreError
 from penstock.gateway.shared.limits import open_store
-from penstock.gateway.shared.local_store import LeaseServer, LocalStore
 from penstock.gateway.shared.redis_store import RedisStore
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.lease_messages import Ask, BudgetAsk, LeaseAsk, LeaseReply
