@@ -30,8 +30,7 @@ from penstock.gateway.shared.keeper import LeaseKeeper, LeaseServer, LocalStore,
 from penstock.gateway.shared.limits import open_store
 from penstock.gateway.shared.redis_store import RedisStore
 from penstock.policy.limits.lease import Leases
-from penstock.policy.limits.lease_messages import Ask, BudgetAsk, LeaseAsk, LeaseReply
-from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.lease_table import Ask, BudgetAsk, LeaseAsk, LeaseReply, LeaseTable
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import SharedTerms

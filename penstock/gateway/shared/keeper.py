@@ -23,8 +23,7 @@ import msgspec
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.flow import SharedConfig
 from penstock.policy.limits.lease import Leases
-from penstock.policy.limits.lease_messages import Ask, LeaseReply
-from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.lease_table import Ask, LeaseReply, LeaseTable
 from penstock.policy.terms import shared_terms
 from penstock.telemetry.log import Log
 
