@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.config.tree import Config
+from penstock.policy.answers import UsageRecord
 from penstock.policy.queueing.capacity import Placement
-from penstock.policy.record import UsageRecord
 from penstock.policy.requests.request import Request
 from penstock.policy.resilience.anomalies import Anomalies, Change
 from penstock.policy.tenant import Tenant
