@@ -17,12 +17,12 @@ from penstock.protocol.openai import ContentPart, Message
 
 ANY_HOST = "*"
 """In the list of hosts: every public name or address."""
-_MEDIA = (
+_FIELDS = (
     "image_url", "input_audio", "video_url", "file", "audio_url", "image_pil", "image_embeds", "audio_embeds",
     "file_url", "file_id",
 )  # fmt: skip
-_media_of = attrgetter(*_MEDIA)
-_NONE = (None,) * len(_MEDIA)
+_media_of = attrgetter(*_FIELDS)
+_NONE = (None,) * len(_FIELDS)
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]{0,31}:")
 """How a URL begins. Base64 and the names of files at providers have no colon."""
 
@@ -44,7 +44,7 @@ def check_media(messages: Sequence[Message], hosts: Sequence[str]) -> None:
 
 
 def _check_part(part: ContentPart, values: Sequence[object], where: str, hosts: Sequence[str]) -> None:
-    for name, value in zip(_MEDIA, values, strict=True):
+    for name, value in zip(_FIELDS, values, strict=True):
         if value is None:
             continue
         here = f"{where}.{name}"
