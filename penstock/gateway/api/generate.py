@@ -57,9 +57,9 @@ from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.requests.request import Request
 from penstock.policy.tenant import Tenant
-from penstock.protocol.media import check_media
 from penstock.protocol.needs import (
     NO_CONSTRAINT,
+    check_media,
     common_needs,
     constraint_of,
     rare_needs,
