@@ -23,8 +23,12 @@ from penstock.gateway.api.job import (
     Job,
     body_bytes,
     facts_of,
+    forwards,
+    holds_calls,
     read_hints,
     requests_of,
+    shaped,
+    template_extra,
     uses_tools,
 )
 from penstock.gateway.api.services import Services
@@ -41,7 +45,6 @@ from penstock.gateway.models.prepare import (
     truncated,
 )
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.models.shape import forwards, holds_calls, shaped, template_extra
 from penstock.gateway.relay.chat import ChatSink, PassedSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
