@@ -6,7 +6,6 @@ gateway/relay/: reply.py, relay.py, collect.py).
 """
 
 import math
-import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -21,10 +20,10 @@ from penstock.gateway.api.job import (
     COMPLETION_ID,
     Hints,
     Job,
+    answer_parser,
     body_bytes,
     facts_of,
     forwards,
-    holds_calls,
     read_hints,
     requests_of,
     shaped,
@@ -35,13 +34,11 @@ from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (
-    begins_reasoning,
     chat_max_tokens,
     chat_prompt,
     check_sampling,
     completion_max_tokens,
     completion_prompt,
-    schemas_of,
     truncated,
 )
 from penstock.gateway.models.served import ServedModel
@@ -74,9 +71,6 @@ from penstock.protocol.parameters import Need, RareCompletionRequest
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
-from penstock.text.reasoning import AnswerParser, ThoughtCount
-from penstock.text.tool_tails import ForcedCalls
-from penstock.text.tools import FirstCallOnly, ToolParser
 
 _Begin = Callable[[Job], tuple[Reply, Sequence[Sink]]]
 """Makes the reply of a job, and with it takes its exchange."""
@@ -384,31 +378,6 @@ def _session_word(request: GenerationRequest) -> object:
     """
     key = request.prompt_cache_key if isinstance(request, ChatRequest) else None
     return key or request.user
-
-
-def answer_parser(job: Job) -> AnswerParser:
-    """Of one choice's text."""
-    model, request = job.model, job.request
-    assert isinstance(request, ChatRequest)
-    tools: ToolParser | None = None
-    if job.constraint.forced_tool is not None:
-        tools = ForcedCalls(job.constraint.forced_tool)
-    elif uses_tools(request):
-        schemas, syntax = schemas_of(request), model.tool_format
-        held = re.compile(syntax.call_mark(schemas)) if holds_calls(request) else None
-        tools = syntax.parser(schemas, held)
-        if request.parallel_tool_calls is False:
-            tools = FirstCallOnly(tools)
-    if (marks := model.reasoning) is None:
-        return AnswerParser(tools)
-    has_begun = begins_reasoning(model, job.prompts[0])
-    return AnswerParser(
-        tools,
-        marks,
-        has_begun=has_begun,
-        shows=getattr(request, "include_reasoning", None) is not False,
-        counts=ThoughtCount(marks, model.tokenizer.token_bytes, has_begun=has_begun),
-    )
 
 
 def _annotated(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequence[Sink]:

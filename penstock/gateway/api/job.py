@@ -13,6 +13,7 @@ x-penstock-session: 7f3a                        the conversation it belongs to, 
 Where a model's reasoning ends, and where a grammar begins, is the shape of an answer.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -23,7 +24,13 @@ from penstock.clock import NS_PER_MS
 from penstock.errors import InvalidRequest, Unsupported
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
-from penstock.gateway.models.prepare import begins_reasoning, choice_seed, ends_reasoning, sampling
+from penstock.gateway.models.prepare import (
+    begins_reasoning,
+    choice_seed,
+    ends_reasoning,
+    sampling,
+    schemas_of,
+)
 from penstock.gateway.models.served import ServedModel
 from penstock.kv.hashing import PromptKeys
 from penstock.policy.flow import RequestFacts
@@ -33,6 +40,9 @@ from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.openai import ChatRequest, GenerationRequest
 from penstock.rng import fresh_seed
 from penstock.telemetry.ledger import USER_CHARS_MAX
+from penstock.text.reasoning import AnswerParser, ThoughtCount
+from penstock.text.tool_tails import ForcedCalls
+from penstock.text.tools import FirstCallOnly, ToolParser
 from penstock.types import Capability, RequestId
 
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
@@ -390,3 +400,28 @@ def _budget(request: ChatRequest, max_tokens: int) -> tuple[int | None, str]:
 def forwards(model: ServedModel) -> bool:
     """Whether some worker of it is a provider, which makes of the parameter what it likes."""
     return not model.workers.lacking(_MAY_FORWARD)
+
+
+def answer_parser(job: Job) -> AnswerParser:
+    """Of one choice's text."""
+    model, request = job.model, job.request
+    assert isinstance(request, ChatRequest)
+    tools: ToolParser | None = None
+    if job.constraint.forced_tool is not None:
+        tools = ForcedCalls(job.constraint.forced_tool)
+    elif uses_tools(request):
+        schemas, syntax = schemas_of(request), model.tool_format
+        held = re.compile(syntax.call_mark(schemas)) if holds_calls(request) else None
+        tools = syntax.parser(schemas, held)
+        if request.parallel_tool_calls is False:
+            tools = FirstCallOnly(tools)
+    if (marks := model.reasoning) is None:
+        return AnswerParser(tools)
+    has_begun = begins_reasoning(model, job.prompts[0])
+    return AnswerParser(
+        tools,
+        marks,
+        has_begun=has_begun,
+        shows=getattr(request, "include_reasoning", None) is not False,
+        counts=ThoughtCount(marks, model.tokenizer.token_bytes, has_begun=has_begun),
+    )
