@@ -1,10 +1,8 @@
-"""What a simulated gateway is told of its world, and what it asks of it.
+"""Interfaces and records that a simulated gateway and its world share.
 
-A worker as the fleet of a simulation knows it.
-
-What a simulated gateway keeps with each accepted request.
-
-What a world lets others see while it runs.
+The network that it sends to (`Network`), what is the same for all gateways (`Facts`), the workers that the
+fleet knows (`Member`), the note that it keeps with each accepted request (`Ticket`), and who listens while a
+world runs (`RunRecorder`, `Watcher`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
