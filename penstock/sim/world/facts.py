@@ -1,8 +1,8 @@
 """Interfaces and records that a simulated gateway and its world share.
 
 The network that it sends to (`Network`), what is the same for all gateways (`Facts`), the workers that the
-fleet knows (`Member`) and how fast they are, the note that is kept with each accepted request (`Ticket`), and
-who listens while a world runs (`RunRecorder`, `Watcher`).
+fleet knows (`Member`) and how fast they are (`SpeedWatch`), the note that is kept with each accepted request
+(`Ticket`), and who listens while a world runs (`RunRecorder`, `Watcher`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
