@@ -390,7 +390,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     stored = None if config.load_format == "random" else stored_quantization(model_path)
     computing = choose_computing(config, spec)
     dtype = computing.dtype
-    kept_bits = stored.bits if stored is not None and stored.bits in computing.kept_bits else 0
+    kept_bits = 0 if stored is None else stored.kept(computing.kept_bits)
 
     def on_bytes(done: int, total: int) -> None:
         on_progress("loading weights", done, total)
