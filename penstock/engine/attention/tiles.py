@@ -47,7 +47,7 @@ class TileShape:
     def of(cls, cache: KVCache, num_heads: int, spec: AttentionSpec) -> Self:
         """For the heads of `cache` and `num_heads` query heads."""
         scale = cache.head_dim**-0.5 if spec.scale is None else spec.scale
-        tiles = query_tiles(cache.num_kv_heads, cache.head_dim, cache.pages.dtype, torch.get_num_threads())
+        tiles = query_tiles(cache.num_kv_heads, cache.head_dim, cache.dtype, torch.get_num_threads())
         return cls(num_heads, cache.num_kv_heads, cache.head_dim, tiles, scale, spec.softcap)
 
     @property

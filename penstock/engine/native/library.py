@@ -12,10 +12,9 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 9
-SPIN_US = 50
-"""An idle thread of the kernels spins for so long before it sleeps."""
+ABI_VERSION = 10
 _OUT_OF_BOUNDS = -2
+_SPIN_US = 50
 
 
 class KernelsUnavailable(Exception):
@@ -90,6 +89,7 @@ class KvCache(Structure):
     _fields_ = [
         ("base", c_void_p), ("block_stride", c_int64), ("kv_stride", c_int64),
         ("block_size", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32), ("type", c_int32),
+        ("rounded", c_int32), ("reserved", c_int32),
     ]  # fmt: skip
 
 
@@ -212,13 +212,13 @@ class NativeLibrary:
         between them."""
 
     def set_threads(self, num_threads: int) -> None:
-        """Compute with that many threads, the caller included; idle ones spin `SPIN_US`, then sleep.
+        """Compute with that many threads, the caller included; idle ones spin 50 us, then sleep.
 
         Results do not depend on it. No thread is tied to a CPU of its own, which was slower.
         """
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, not {num_threads}")
-        self._lib.ps_set_threads(num_threads, SPIN_US, 0)
+        self._lib.ps_set_threads(num_threads, _SPIN_US, 0)
 
     def supports(self, kind: Type) -> bool:
         """Whether weights of that type can be computed with on this machine."""
