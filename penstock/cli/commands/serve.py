@@ -1,8 +1,7 @@
 """`penstock serve`: from flags to a running server, and back down again.
 
-What `penstock serve` does first: it begins its workers, and only then imports the gateway.
-
-The effective configuration of `serve`: flag, else environment, else file, else default.
+The effective configuration is made first: flag, else environment, else file, else default. Then the workers
+begin, and only then the gateway is imported, so that models load meanwhile.
 """
 
 import argparse

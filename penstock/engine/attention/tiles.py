@@ -1,6 +1,5 @@
-"""The arithmetic on one KV tile, shared by decode and chunks so that both give the same bits.
-
-Positions to places: where in the cache a step's tokens are stored.
+"""The arithmetic on one KV tile, shared by decode and chunks so that both give the same bits, and where in
+the cache a step's tokens are stored.
 """
 
 from collections.abc import Callable

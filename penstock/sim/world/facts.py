@@ -1,6 +1,8 @@
-"""What a simulated gateway knows: its world as far as it may ask it, the workers as the fleet has them, what
-it keeps with each accepted request, and how fast its workers are. `Watcher` is what a world lets others see
-while it runs.
+"""Interfaces and records that a simulated gateway and its world share.
+
+The network that it sends to (`Network`), what is the same for all gateways (`Facts`), the workers that the
+fleet knows (`Member`) and how fast they are (`SpeedWatch`), the note that is kept with each accepted request
+(`Ticket`), and who listens while a world runs (`RunRecorder`, `Watcher`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
