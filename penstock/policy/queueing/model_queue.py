@@ -307,10 +307,10 @@ class ModelQueue:
         Whoever runs much more than its part leaves `headroom` (and the credit, which is no row yet) to the
         others: their next request starts at once, and not when a stream of that tenant happens to end.
         """
-        rooms, config = self.rooms, self._config
-        credit = rooms.num_ready * config.worker_credit
-        rows = rooms.num_slots - credit
-        reserve = credit + (math.ceil(config.headroom * rows) if rows >= _HEADROOM_ROWS else 0)
+        rooms = self.rooms
+        rows = rooms.num_slots - rooms.num_spare
+        headroom = math.ceil(self._config.headroom * rows) if rows >= _HEADROOM_ROWS else 0
+        reserve = max(0, rooms.num_spare + headroom)  # Rows that are kept free are headroom already.
         if rooms.num_slots - rooms.num_running > reserve:
             return None
         num_active = sum(band.num_active for band in self.queue.bands)
