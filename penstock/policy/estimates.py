@@ -167,6 +167,7 @@ class OutputLengths:
 
 _RIDGE = 1e-3
 """Pull towards the prior, in units of one observation: decides only what nothing has shown yet."""
+_OWN_MIN = _RIDGE * 1e-3
 _SWEEPS = 4
 """Rounds of coordinate descent per observation, at most. The solution moves little from one to the next."""
 _STILL = 1e-6
@@ -272,8 +273,8 @@ class OnlineLinearModel:
             for i, line in enumerate(self._information):
                 was, own = found[i], line[i]
                 rest = self._target[i] - sum(map(mul, line, found)) + own * was
-                now = rest / max(own, _RIDGE * 1e-3) if rest > 0 else 0.0
-                if abs(now - was) > _STILL * now:
+                now = rest / (own if own > _OWN_MIN else _OWN_MIN) if rest > 0 else 0.0
+                if now - was > _STILL * now or was - now > _STILL * now:
                     moved = True
                 found[i] = now
             if not moved:

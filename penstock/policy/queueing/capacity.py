@@ -114,7 +114,9 @@ class WorkerCapacity:
         An idle worker takes anything: what it cannot do at all it refuses itself.
         """
         view, taken = self.view, self.booked + self.others
-        if not view.ready or (work.goes_on and not can_resume_at(work, view)) or not self.is_able(work):
+        if not view.ready or (work.goes_on and not can_resume_at(work, view)):
+            return False
+        if work.needs and not self.is_able(work):
             return False
         if not taken:
             return True
@@ -404,7 +406,8 @@ def can_resume_at(work: Work, view: WorkerView) -> bool:
 
 def uncached_tokens(work: Work) -> int:
     """Prompt tokens that the worker which was chosen has to compute, as far as is known."""
-    return max(0, work.prompt_tokens - work.matched_tokens)
+    left = work.prompt_tokens - work.matched_tokens
+    return left if left > 0 else 0  # Asked several times for each placement: `max` costs as much again.
 
 
 def _load(room: WorkerCapacity) -> int:
