@@ -224,9 +224,10 @@ class OnlineLinearModel:
         """The value at these terms; what the prior says before the first observation."""
         return sum(map(mul, map(mul, terms, self._units), self._coefficients)) * (self._unit or 0.0)
 
-    def coefficient(self, index: int) -> float:
-        """What one unit of a term adds to the value."""
-        return self._law[index]
+    @property
+    def coefficients(self) -> Sequence[float]:
+        """What one unit of each term adds to the value. To read."""
+        return self._law
 
     def observe(self, terms: Sequence[float], value: float) -> None:
         """Learn that `terms` gave `value` (0 or more).
@@ -394,15 +395,16 @@ class _Kind:
         self._prefill.observe(terms, ran.first_ns)
 
     def _read(self) -> Speed:
-        prefill, step = self._prefill.coefficient, self._step.coefficient
+        fixed_ns, token_ns, pair_ns, stream_ns, token_stream_ns = self._prefill.coefficients
+        step_ns, step_stream_ns = self._step.coefficients
         return Speed(
-            fixed_s=prefill(0) / NS_PER_S,
-            token_s=prefill(1) / NS_PER_S,
-            pair_s=prefill(2) / NS_PER_S,
-            stream_s=prefill(3) / NS_PER_S,
-            token_stream_s=prefill(4) / NS_PER_S,
-            step_s=step(0) / NS_PER_S,
-            step_stream_s=step(1) / NS_PER_S,
+            fixed_s=fixed_ns / NS_PER_S,
+            token_s=token_ns / NS_PER_S,
+            pair_s=pair_ns / NS_PER_S,
+            stream_s=stream_ns / NS_PER_S,
+            token_stream_s=token_stream_ns / NS_PER_S,
+            step_s=step_ns / NS_PER_S,
+            step_stream_s=step_stream_ns / NS_PER_S,
             service_s=self._service_s,
         )
 
