@@ -268,16 +268,16 @@ class OnlineLinearModel:
         self._settle()
 
     def _settle(self) -> None:
-        found = self._coefficients
+        found, rows = self._coefficients, list(enumerate(zip(self._information, self._target, strict=True)))
         for _ in range(_SWEEPS):
             moved = False
-            for i, line in enumerate(self._information):
+            for i, (line, target) in rows:
                 was, own = found[i], line[i]
-                rest = self._target[i] - sum(map(mul, line, found)) + own * was
-                now = rest / (own if own > _OWN_MIN else _OWN_MIN) if rest > 0 else 0.0
-                if now - was > _STILL * now or was - now > _STILL * now:
-                    moved = True
-                found[i] = now
+                rest = target - sum(map(mul, line, found)) + own * was
+                found[i] = now = rest / (own if own > _OWN_MIN else _OWN_MIN) if rest > 0 else 0.0
+                if not moved:
+                    still = _STILL * now
+                    moved = now - was > still or was - now > still
             if not moved:
                 break
         self._law = [known * unit * self._unit for known, unit in zip(found, self._units, strict=True)]
