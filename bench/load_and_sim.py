@@ -26,13 +26,13 @@ from modelled_runner import Linear, Modelled
 
 from penstock import rng
 from penstock.bench.client import ApiAddress, Client, ClientLimits
-from penstock.bench.measure import percentile
+from penstock.bench.load import percentile
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock, sleep
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.planning.step_time import LinearStepTime
-from penstock.policy.record import Outcome
+from penstock.policy.answers import Outcome
 from penstock.policy.tenant import Tenant
 from penstock.protocol.address import WorkerLaunch
 from penstock.sim.scenarios.setup import Setup, play
