@@ -424,7 +424,7 @@ def model_numbers(services: Services, metrics: Metrics) -> dict[str, ModelNumber
     def of(name: str) -> ModelNumbers:
         lane, numbers = services.dispatcher.control.lane(name), metrics.model(name)
         waiting = 0 if lane is None else lane.queue.num_waiting
-        return ModelNumbers(waiting, numbers.ttft_sum_s, numbers.ttft_count)
+        return ModelNumbers(waiting, numbers.ttft.sum, numbers.ttft.count)
 
     return {model.name: of(model.name) for model in services.models}
 
