@@ -151,11 +151,11 @@ class Instruments:
     def __init__(self, catalog: Iterable[Metric]) -> None:
         self._families = {metric.name: _family(metric) for metric in catalog}
 
-    def page(self) -> bytes:
-        """All of it, in the catalog's order."""
+    def page(self, names: Iterable[str] | None = None) -> bytes:
+        """All of it in the catalog's order, or these metrics."""
         lines = list[str]()
-        for family in self._families.values():
-            family.write(lines)
+        for name in self._families if names is None else names:
+            self._families[name].write(lines)
         return "".join(lines).encode()
 
     def counter(self, name: str) -> Family[Counter]:

@@ -293,9 +293,9 @@ class Metrics:
         """A tenant has crossed a share of its budget (`policy.budget.BudgetEvent`)."""
         self._budget_warnings.labels(period).inc()
 
-    def render(self) -> bytes:
-        """All of it in Prometheus' text format; serve it as `CONTENT_TYPE`."""
-        return self._table.page()
+    def render(self, names: Iterable[str] | None = None) -> bytes:
+        """All of it, or these metrics, in Prometheus' text format; serve it as `CONTENT_TYPE`."""
+        return self._table.page(names)
 
 
 class ModelMetrics:

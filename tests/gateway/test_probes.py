@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from fake_backend import FakeBackend, endless_words
 
-from penstock.backends.base import GenerateRequest
+from penstock.backends.base import GenerateRequest, Note
 from penstock.errors import EngineFault
-from penstock.protocol.worker import Stats
+from penstock.protocol.worker import FaultCount, Stats
 from penstock.types import WorkerId
 
 WORKERS = [WorkerId(f"tiny-{i}") for i in range(4)]
@@ -119,14 +119,16 @@ def test_a_fault_is_wrong_a_lost_worker_says_nothing_and_slow_ones_are_told(pool
     assert pool.watched(WORKERS[3]).standing == "well"
 
     def break_machine() -> None:
-        pool.backend[0].status.faults["xid"] = 1
+        pool.backend[0].status.faults["xid"] = FaultCount(1, "Xid 79 of this GPU")
+        pool.backend[0].status.notes.append(Note("an older thing", 0))
         pool.backend[0].on_change()
         pool.backend[0].on_change()
 
     pool.call(break_machine)
     page = ask(pool, "/metrics").decode()
     assert 'penstock_worker_faults_total{kind="xid",model="tiny"} 1.0' in page
-    assert "a fault of a worker's machine" in pool.log_text.getvalue()
+    (line,) = (each for each in pool.log_text.getvalue().splitlines() if "a fault of a worker's" in each)
+    assert 'why="Xid 79 of this GPU"' in line
 
     def report() -> None:
         pool.backend[0].status.stats = Stats(
