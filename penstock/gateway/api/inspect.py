@@ -262,8 +262,8 @@ class Inspect:
         """`GET /health`: 200 while every model works or will again by itself, else 503."""
         services = self._services
         found = gateway_health((model.workers for model in services.models), services.dispatcher.left_alone)
-        status = 503 if found.status is HealthStatus.DOWN else 200
-        exchange.respond(Response(status=status, body=msgspec.json.encode(found)))
+        code = 503 if found.status is HealthStatus.DOWN else 200
+        exchange.respond(Response(status=code, body=msgspec.json.encode(found)))
 
     async def ready(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /ready`: 200 once every model takes requests, else 503 and why.
@@ -340,8 +340,8 @@ class Inspect:
         return self._metrics.render(COST_METRICS)
 
     def _follow_costs(self) -> None:
-        costs = self._services.dispatcher.meters.costs(self._services.clock.now_ns())
-        self._metrics.accelerator_costs(costs)
+        meters, now_ns = self._services.dispatcher.meters, self._services.clock.now_ns()
+        self._metrics.accelerator_costs(meters.costs(now_ns))
 
     def mbu(self, worker: Worker) -> float | None:
         """The memory bandwidth utilisation of a worker's last steps; None: it does not tell."""
@@ -410,14 +410,12 @@ class Inspect:
         metrics, workers = self._metrics.model(model.name), list(model.workers)
         metrics.workers(worker.state for worker in workers)
         metrics.engine_stats({worker.id: worker.backend.status.stats for worker in workers})
-        facts = ((each.id, each.engine, each.backend.status.info) for each in workers)
-        metrics.worker_facts(
-            {
-                worker: WorkerFacts(engine, info.identity, info.device)
-                for worker, engine, info in facts
-                if info is not None
-            }
-        )
+        facts = {
+            each.id: WorkerFacts(each.engine, info.identity, info.device)
+            for each in workers
+            if (info := each.backend.status.info) is not None
+        }
+        metrics.worker_facts(facts)
         if (info := model.workers.info) is not None:
             metrics.block_tokens(info.block_tokens)
         restarts = {str(worker.id): worker.backend.status.restarts for worker in workers}
