@@ -20,7 +20,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
@@ -106,13 +106,13 @@ def run_gateway(side: str, load: Load, collector: int, pipe: Connection) -> None
     uvloop.run(relay_cost.serve_gateway(load, CpuPipe(pipe, load)))
 
 
-def gateways_us(load: Load, collector: int) -> dict[str, float]:
+def gateways_us(load: Load, collector: int, order: Sequence[str]) -> dict[str, float]:
     """CPU microseconds per request of both sides, which run at the same time: whatever else the machine does
-    then, it does to both.
+    then, it does to both. They begin in this order.
     """
     context = multiprocessing.get_context("spawn")
     servers = dict[str, tuple[BaseProcess, Connection, int]]()
-    for side in SIDES:
+    for side in order:
         ours, theirs = context.Pipe()
         server = context.Process(target=run_gateway, args=(side, load, collector, theirs))
         server.start()
@@ -236,9 +236,12 @@ def main() -> int:
     if args.engine_rounds:
         engine.block()
 
+    def gateways(number: int) -> dict[str, float]:
+        return gateways_us(load, port, SIDES if number % 2 else SIDES[::-1])
+
     result = {
         "engine_us_per_step": paired(args.engine_rounds, lambda _: engine.block()),
-        "gateway_us_per_request": paired(args.rounds, lambda _: gateways_us(load, port)),
+        "gateway_us_per_request": paired(args.rounds, gateways),
     }
     print(json.dumps(result))
     if args.out:
