@@ -32,14 +32,14 @@ from penstock.clock import NS_PER_MS, NS_PER_S, Clock, SystemClock
 from penstock.config.machine import CgroupMemory
 from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_core
 from penstock.engine.device_readings import watch_device
-from penstock.engine.fault_watch import FaultWatch
+from penstock.engine.fault_watch import FaultWatch, Remedy
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.engine.memory import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.errors import DeviceFault, EngineFault, OperatorError
+from penstock.models.files import has_file
 from penstock.protocol.address import WorkerLaunch, parse_address
-from penstock.protocol.device_faults import Remedy
 from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
 from penstock.types import GRAMMAR_CAPABILITIES
 
@@ -200,7 +200,7 @@ def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> 
     if not isinstance(runner, FollowsGrammars):
         _log.info("no structured output: this runner does not hold answers to grammars")
         return info
-    if not (model_dir / "tokenizer.json").exists():
+    if not has_file(model_dir / "tokenizer.json"):
         _log.info("no structured output: the model has no tokenizer.json")
         return info
     try:

@@ -25,10 +25,12 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 CASES = (
     "phi3-bfloat16-native",
     "qwen2-float32-torch",
-    "qwen3-float32-native",
     "qwen3_moe-bfloat16-torch",
     "llama3rope-bfloat16-native",
+    "qwen3-bfloat16-native-int8",
+    "phi3-float32-torch-int8",
 )
+"""The fourth part is `engine.kv_dtype`."""
 
 
 def asked() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -60,8 +62,8 @@ def crowd(order: int) -> tuple[list[list[int]], list[SamplingParams]]:
 class Case:
     """One model on one kind of kernels, with what each request is answered alone."""
 
-    def __init__(self, path: Path, dtype: str, kernels: str) -> None:
-        self.path, self.settings = path, {"dtype": dtype, "kernels": kernels}
+    def __init__(self, path: Path, dtype: str, kernels: str, kv_dtype: str = "auto") -> None:
+        self.path, self.settings = path, {"dtype": dtype, "kernels": kernels, "kv_dtype": kv_dtype}
         driver = self.driver(prefix_cache=False)
         self.block_bytes = 8 * 1024 * 1024 // driver.runner.info.num_blocks
         self.alone = self.one_by_one(driver)
@@ -76,14 +78,14 @@ class Case:
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    name, dtype, kernels = request.param.split("-")
+    name, dtype, kernels, *kv_dtype = request.param.split("-")
     if kernels == "native":
         try:
             NativeLibrary()
         except KernelsUnavailable as why:
             pytest.skip(str(why))
     family, changes = MODELS[name]
-    return Case(save(tiny_model(family, **changes), tmp_path_factory.mktemp(name)), dtype, kernels)
+    return Case(save(tiny_model(family, **changes), tmp_path_factory.mktemp(name)), dtype, kernels, *kv_dtype)
 
 
 def check_same(answers: list[Answer], expected: list[Answer]) -> None:

@@ -17,9 +17,8 @@ from penstock.cli.wiring.wire import worker_at
 from penstock.clock import ManualClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.machine import CgroupMemory
-from penstock.engine.fault_watch import LOOK_S, FaultWatch, KernelLog
+from penstock.engine.fault_watch import LOOK_S, REMEDIES, FaultWatch, KernelLog, Remedy, parse_xid
 from penstock.errors import StreamBroken
-from penstock.protocol.device_faults import REMEDIES, Remedy, parse_xid
 from penstock.protocol.peers import WorkerAt
 from penstock.protocol.worker import FaultCount
 from penstock.types import RequestId, SamplingParams

@@ -2,14 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.policy.answers import Outcome
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
-from penstock.policy.record import Outcome
 from penstock.policy.requests.request import Holds, Request, request_of
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 US = 1000
-NO_HOLDS = Holds(tokens=None, money=None, expected=0, budgeted=0)
+NO_HOLDS = Holds(tokens=None, money=0, expected=0, budgeted=0)
 
 
 def make(**facts) -> Request:

@@ -25,13 +25,13 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from penstock.backends.http.address import HttpAddress, HttpLimits
+from penstock.backends.http.backend import ProbeFailed, fetch
 from penstock.backends.http.client import HttpClient, HttpExchange, NoConnection
-from penstock.backends.http.fetch import ProbeFailed, fetch
 from penstock.backends.http.handler import HttpFailure
 from penstock.clock import Clock, sleep
 from penstock.config.fleet import KubernetesConfig
 from penstock.errors import ConfigError
-from penstock.fleet.sources.found import TIMEOUT_S, DiscoveredAddress, DiscoveredWorkers
+from penstock.fleet.members import TIMEOUT_S, DiscoveredAddress, DiscoveredWorkers
 from penstock.telemetry.log import Log
 
 
@@ -246,7 +246,6 @@ class KubernetesSource:
         config: KubernetesConfig,
         clock: Clock,
         log: Log,
-        environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Nothing is sent yet.
 
@@ -254,7 +253,7 @@ class KubernetesSource:
             ConfigError: no API server is named, and this is not a pod.
         """
         self._found, self._config, self._clock, self._log = found, config, clock, log
-        self._address = api_server(config, environ)
+        self._address = api_server(config, os.environ)
         self._slices = EndpointSlices(config)
         self._version = ""
         """Of the slices; empty until they were listed."""

@@ -4,11 +4,9 @@ A scenario is a function from `Knobs` to `Setup`; its docstring is the question.
 what was found and whether that passes. Where the answer is a comparison (with the spike, without it) the
 scenario names the setup that runs beside it on the same seed.
 
-A simulated fleet as an operator describes it: through the parsing and the checks of `penstock serve`, to
-the names and engines that come out.
-
-A model's directory is called by the shape that is simulated, and served under the pool's name, so nothing in
-a simulation works because the two are the same.
+Its fleet is described as an operator describes one: `described` takes it through the parsing and the checks
+of `penstock serve`, to the names and engines that come out. A model's directory is called by the shape that
+is simulated, and served under the pool's name, so nothing in a simulation works because the two are the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +20,10 @@ from penstock.config.checks import check
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.load import convert_config
 from penstock.config.routing import AdmissionConfig
-from penstock.config.tree import Config, ModelConfig, Scheduling
+from penstock.config.tree import Config, ModelConfig
 from penstock.errors import ConfigError
 from penstock.planning.roofline import Placed, Roofline, accelerator, model_shape, unknown
-from penstock.policy.record import Outcome
+from penstock.policy.answers import Outcome
 from penstock.sim.report.figures import Figures, Objective, Spread
 from penstock.sim.scenarios.setup import Knobs, Played, Setup, play, promised
 from penstock.sim.traffic.request import RequestRecord
@@ -167,9 +165,7 @@ def pool(
     name: str = "model",
     shape: str = "7b",
     device: str = "a10g",
-    region: str = "",
     cold_start_s: float = 60.0,
-    scheduling: Scheduling = "fair",
 ) -> PoolSpec:
     """Workers of one model; knobs go before what the scenario says.
 
@@ -188,7 +184,7 @@ def pool(
         engine=EngineSettings(
             step_tokens=max(knobs.step_tokens or 512, max_running),
             max_running=max_running,
-            scheduling=knobs.scheduling or scheduling,
+            scheduling=knobs.scheduling or "fair",
         ),
         checkpoint=placed.model.name,
         dtype=placed.dtype,
@@ -197,7 +193,7 @@ def pool(
         kind=kind_of(placed),
         cold_start_ns=round(cold_start_s * NS_PER_S),
     )
-    return PoolSpec(model=name, worker=spec, count=(main and knobs.workers) or workers, region=region)
+    return PoolSpec(model=name, worker=spec, count=(main and knobs.workers) or workers)
 
 
 def kind_of(placed: Placed) -> str:
