@@ -54,8 +54,12 @@ def test_only_what_a_request_runs_is_on_its_way(house: ModuleType) -> None:
 
 
 def test_objects_per_request_are_those_that_every_stream_has(house: ModuleType) -> None:
+    streams = house.NUM_STREAMS
     idle = {"gateway": {"objects": {"App": 1, "Old": 7}}, "worker": {"objects": {}}}
-    held = {"gateway": {"objects": {"App": 1, "Old": 9, "Reply": 4}}, "worker": {"objects": {"Row": 8}}}
+    held = {
+        "gateway": {"objects": {"App": 1, "Old": 6 + streams, "Reply": streams}},
+        "worker": {"objects": {"Row": 2 * streams}},
+    }
     found = house._objects(idle, held)
     assert found["classes_per_request"] == {"gateway": ["Reply"], "worker": ["Row"]}
     assert (found["objects_per_request"], found["objects_per_request_in_worker"]) == (1, 1)
