@@ -2,12 +2,14 @@
 
 The queue needs no bound of its own: the server lets in at most `max_running + max_waiting` living requests,
 and each can post at most one submission and one abort; a connection subscribes to KV events at most once.
+Orders about adapters come from operators, one by one.
 """
 
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from penstock.protocol.worker import Submit
+from penstock.engine.adapters.desk import AdapterRead
+from penstock.protocol.worker import LoadAdapter, Submit, UnloadAdapter
 from penstock.types import RequestId
 
 ConnectionId = int
@@ -47,7 +49,14 @@ class KVEventsAsked:
     from_sequence: int
 
 
-Mail = Submitted | Aborted | DrainAsked | KVEventsAsked
+@dataclass(slots=True, frozen=True)
+class AdapterAsked:
+    """A gateway wants an adapter to come or to go."""
+
+    order: LoadAdapter | UnloadAdapter
+
+
+Mail = Submitted | Aborted | DrainAsked | KVEventsAsked | AdapterAsked | AdapterRead
 
 
 class Mailbox:

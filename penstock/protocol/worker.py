@@ -15,7 +15,9 @@ token costs neither side a system call of its own. This module knows no sockets:
        |  <-- Pong                           |   at once, also while a step computes
        |  SubscribeKVEvents -->              |   once; then
        |  <-- KVEvents*                      |   changes of the KV cache, one message per step that has any
-       |  Drain -->                          |   finish what runs, refuse what is new, then exit
+       |  LoadAdapter, UnloadAdapter -->     |
+    |  <-- Adapters                       |   on connect, and whenever one came, went or failed
+    |  Drain -->                          |   finish what runs, refuse what is new, then exit
 
 What a worker checks of a submission before its engine sees it.
 
@@ -71,6 +73,28 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defau
     """Its tenant runs nothing else of the model: it may have the row of a request whose tenant has more."""
     grammar: Grammar | None = None
     """What the answer must match: for a worker that says it can (`Capability.STRUCTURED_OUTPUTS`)."""
+    adapter: str = ""
+    """One that the worker was told to load, by its name."""
+    adapter_digest: str = ""
+    """Which one the gateway means by that name; empty: whichever the worker has."""
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter", omit_defaults=True):
+    """Read an adapter and take requests for it from then on, which `Adapters` says. Only for workers that
+    have places for some (`ModelInfo.adapter_slots`). Again for one that is there changes nothing.
+    """
+
+    name: str
+    path: str
+    """A directory on the worker's machine, or `http://`, `https://` or `s3://`."""
+    digest: str = ""
+    """It must have this one; empty: any."""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """Take no more requests for an adapter; those that have it go on."""
+
+    name: str
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
@@ -135,6 +159,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What it computes on, as its maker calls it."""
     device_uuid: str = ""
     """Of a GPU, as its driver writes it."""
+    adapter_slots: int = 0
+    """Adapters that requests in one batch may have; 0: it takes none."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -180,6 +206,25 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
     kind: str
     """`xid` (a device that wants a restart or more), `xid_noted`, `oom_kill`, `weights`."""
     words: str
+
+
+class AdapterState(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that the worker was told to load."""
+
+    name: str
+    path: str
+    digest: str = ""
+    """Of its files: it decides the bits of answers and of KV blocks."""
+    is_loaded: bool = False
+    """In memory; else it is read again when a request names it."""
+    error: str = ""
+    """Why it cannot be had, and requests for it are refused."""
+
+
+class Adapters(msgspec.Struct, frozen=True, tag="adapters"):
+    """All adapters that were read, or that could not be. Told on every change."""
+
+    adapters: tuple[AdapterState, ...] = ()
 
 
 class RequestFinished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -333,8 +378,10 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
     """The snapshot goes on in the next message, which has the same number."""
 
 
-ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof
-FromWorker = Loading | Ready | WorkerFailed | Fault | StepOutput | Stats | KVEvents | Challenge | Welcome
+ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof | LoadAdapter | UnloadAdapter
+FromWorker = (
+    Loading | Ready | WorkerFailed | Fault | StepOutput | Stats | KVEvents | Challenge | Welcome | Adapters
+)
 """What it has to say; a `Pong` only shows that it lives."""
 
 _encoder = msgspec.msgpack.Encoder()

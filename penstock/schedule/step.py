@@ -178,6 +178,7 @@ class StepBuilder:
                 request.sampling,
                 blocks,
                 request.grammar,
+                request.adapter,
             )
         )
 
