@@ -149,6 +149,12 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     """Workers that run somewhere already."""
     discover: Annotated[tuple[DiscoverConfig, ...], Meta(max_length=16)] = ()
     """Workers that come and go: by a name, or in a cluster."""
+    adapters: Annotated[
+        dict[Annotated[str, Meta(max_length=256)], Annotated[str, Meta(max_length=4096)]],
+        Meta(max_length=1024),
+    ] = {}  # noqa: RUF012 - msgspec copies it.
+    """Low-rank adapters (LoRA) of the model, by the names that clients ask for: directories in PEFT's format,
+    `http(s)://` or `s3://`; with `#digest=HEX` behind it must have that one."""
     engine: EngineConfig = EngineConfig()
 
 

@@ -21,15 +21,14 @@ from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
 from penstock.planning.roofline import CostFloor
 from penstock.planning.step_time import StepShape
+from penstock.protocol.adapters import LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import (
     INT64_MAX,
-    LoadAdapter,
     ModelInfo,
     Output,
     RequestFinished,
     Stats,
     Submit,
-    UnloadAdapter,
     sampling_problem,
     weight_of,
 )

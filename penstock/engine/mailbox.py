@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from penstock.engine.adapters.desk import AdapterRead
-from penstock.protocol.worker import LoadAdapter, Submit, UnloadAdapter
+from penstock.protocol.adapters import LoadAdapter, UnloadAdapter
+from penstock.protocol.worker import Submit
 from penstock.types import RequestId
 
 ConnectionId = int

@@ -53,6 +53,7 @@ from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSam
 from penstock.engine.weight_check import ListedKernels, WeightCheck
 from penstock.errors import ConfigError
 from penstock.models.adapters import FUSED
+from penstock.models.names import CheckpointNames
 from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
@@ -404,9 +405,18 @@ def _weights_name(config: EngineConfig, stored: Quantization | None) -> str:
     return stored.name if stored is not None and config.quantization == "none" else config.quantization
 
 
-def _packer(spec: DecoderSpec, limits: DecoderLimits, computing: Computing) -> Packer:
-    """What lays adapters out for the decoder that computes."""
-    return TorchPacker(limits.step_tokens) if computing.native is None else NativePacker(spec)
+def _adapter_reader(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    names: CheckpointNames,
+    limits: DecoderLimits,
+    computing: Computing,
+) -> AdapterReader | None:
+    """What reads adapters and lays them out for the decoder that computes; None: it takes none."""
+    if not config.adapter_slots:
+        return None
+    packer: Packer = TorchPacker(limits.step_tokens) if computing.native is None else NativePacker(spec)
+    return AdapterReader(spec, names, computing.dtype, packer)
 
 
 def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> Runner:
@@ -430,15 +440,8 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     if config.load_format == "random":
         weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes)
     else:
-        weights = load_weights(
-            model_path,
-            spec,
-            names,
-            dtype,
-            on_bytes,
-            quantization=stored,
-            kept_bits=computing.kept_bits,
-        )
+        kept = computing.kept_bits
+        weights = load_weights(model_path, spec, names, dtype, on_bytes, quantization=stored, kept_bits=kept)
     # Memory for the weights is reserved: they are read when the decoder is built.
     size, free = dtype.itemsize, free_memory_bytes() - weights.num_bytes_left
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
@@ -466,8 +469,8 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     )
     with torch.inference_mode():
         cache = KVCache(spec, budget.num_blocks, dtype, device)
-        takes = config.adapter_slots > 0
-        model = wire_model(spec, weights, limits, cache, computing, takes_adapters=takes)
+        reader = _adapter_reader(config, spec, names, limits, computing)
+        model = wire_model(spec, weights, limits, cache, computing, takes_adapters=reader is not None)
     on_progress("preparing kernels", 0, 0)
     sampler = Sampler(spec.vocab_size) if computing.native is None else NativeSampler(computing.native)
     return Runner(
@@ -479,6 +482,6 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             step_tokens=config.step_tokens,
             host=host_store(cache, info.num_host_blocks),
             floor=cost_floor(spec, info, device, itemsize=size, kept_bits=kept_bits),
-            adapters=AdapterReader(spec, names, dtype, _packer(spec, limits, computing)) if takes else None,
+            adapters=reader,
         )
     )

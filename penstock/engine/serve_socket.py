@@ -39,17 +39,16 @@ from penstock.engine.server_limits import (
     ServerLimits,
 )
 from penstock.errors import InvalidRequest, WorkerUnavailable
+from penstock.protocol.adapters import Adapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
 from penstock.protocol.worker import (
     AbortRequest,
-    Adapters,
     Challenge,
     DeviceReadings,
     Fault,
     FrameDecoder,
     FromWorker,
     KVEvents,
-    LoadAdapter,
     Loading,
     Output,
     Ping,
@@ -63,7 +62,6 @@ from penstock.protocol.worker import (
     Submit,
     SubscribeKVEvents,
     ToWorker,
-    UnloadAdapter,
     Welcome,
     WorkerFailed,
     decode_to_worker,

@@ -40,9 +40,10 @@ from penstock.engine.mailbox import Aborted, AdapterAsked, DrainAsked, KVEventsA
 from penstock.engine.memory import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.errors import DeviceFault, EngineFault, OperatorError
+from penstock.protocol.adapters import Adapters
 from penstock.protocol.address import WorkerLaunch, parse_address
 from penstock.protocol.device_faults import Remedy
-from penstock.protocol.worker import WARMING_UP, Adapters, Fault, Loading, ModelInfo, Ready, WorkerFailed
+from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
 from penstock.types import GRAMMAR_CAPABILITIES
 
 # Notices, from inside the process, that steps do not advance while there is work.
@@ -154,7 +155,8 @@ def main() -> int:
         publisher = open_publisher(config.kv_events)  # First, for it may be refused.
         core, info = load(launch, server, clock)
         feed = KVEventPublisher(core.kv, config.kv_events, clock, publisher)
-        _take_adapters(core, mailbox, clock)
+        fetcher = AdapterFetcher()
+        _take_adapters(core, mailbox, clock, fetcher)
         ready.set()  # First: a peer that sees us ready may order a drain.
         server.publish(0, {}, core.stats())
         server.announce(Ready(msgspec.structs.replace(info, model=launch.model_name)))
@@ -172,6 +174,7 @@ def main() -> int:
     faults.close()
     feed.close()
     server.close()
+    fetcher.close()
     if server.grammars is not None:
         server.grammars.close()
     return 0
@@ -219,11 +222,11 @@ def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> 
     return msgspec.structs.replace(info, capabilities=info.capabilities | GRAMMAR_CAPABILITIES)
 
 
-def _take_adapters(core: EngineCore, mailbox: Mailbox, clock: Clock) -> None:
+def _take_adapters(core: EngineCore, mailbox: Mailbox, clock: Clock, fetcher: AdapterFetcher) -> None:
     """Let requests name adapters, if the runner takes some."""
     if (reader := core.adapter_reader) is not None:
         slots = core.info.adapter_slots
-        core.use_adapters(AdapterDesk(reader, AdapterFetcher(), clock, slots=slots, post=mailbox.post))
+        core.use_adapters(AdapterDesk(reader, fetcher, clock, slots=slots, post=mailbox.post))
 
 
 def run_steps(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -46,5 +46,23 @@ def write_adapter(
     (directory / "adapter_config.json").write_text(
         f'{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {alpha}, "bias": "none", '
         f'"target_modules": [{names}]{more}}}'
+    )
+    return directory
+
+
+def write_adapter_for(directory: Path, checkpoint: Path, *, rank: int = 8, seed: int = 0) -> Path:
+    """A PEFT directory for all linears of a checkpoint in one file, strong enough to change its answers."""
+    directory.mkdir(parents=True)
+    random = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(checkpoint / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            (out, inner), draw = weight.shape, random
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, inner, generator=draw) * 0.3
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, rank, generator=draw) * 0.3
+    save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(
+        f'{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}, "bias": "none"}}'
     )
     return directory

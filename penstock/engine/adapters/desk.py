@@ -21,7 +21,8 @@ from typing import Protocol
 from penstock.clock import NS_PER_S, Clock
 from penstock.engine.adapters.files import Packed
 from penstock.errors import PenstockError, WorkerUnavailable
-from penstock.protocol.worker import AdapterState, LoadAdapter, Submit, UnloadAdapter
+from penstock.protocol.adapters import AdapterState, LoadAdapter, UnloadAdapter
+from penstock.protocol.worker import Submit
 from penstock.types import RequestId
 
 POOL_BYTES_MAX = 4 << 30
@@ -213,6 +214,9 @@ class AdapterDesk:
             entry.digest, entry.packed, entry.was_read = news.digest, news.packed, True
             assert news.packed is not None
             self._in_memory[entry] = news.packed.num_bytes
+            _log.info(
+                "adapter %s is loaded: %d bytes, digest %s", entry.name, news.packed.num_bytes, news.digest
+            )
             self._evict()
         return self.release()
 

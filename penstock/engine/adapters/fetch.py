@@ -31,6 +31,7 @@ TIMEOUT_S = 30.0
 """Without a byte."""
 MEMBERS_MAX = 1000
 _CHUNK = 1 << 20
+_PREFIX = "penstock-adapters-"
 _BOUNDS = {CONFIG_FILE: CONFIG_BYTES_MAX, WEIGHTS_FILE: FILE_BYTES_MAX}
 _ZIP, _TAR = (".zip",), (".tar", ".tar.gz", ".tgz")
 
@@ -38,10 +39,11 @@ Open = Callable[[], "contextlib.AbstractContextManager[IO[bytes]]"]
 
 
 class AdapterFetcher:
-    """Keeps what it has fetched in a directory of its own until the process ends."""
+    """Keeps what it has fetched in a directory of its own until it is closed."""
 
-    def __init__(self) -> None:
-        self._cache: tempfile.TemporaryDirectory[str] | None = None
+    def __init__(self, cache: Path | None = None) -> None:
+        """`cache`: where to keep it; None: in a temporary directory."""
+        self._cache, self._is_ours = cache, cache is None
 
     def fetch(self, path: str, *, again: bool = False) -> Path:
         """The directory in which the adapter's files are now.
@@ -57,8 +59,9 @@ class AdapterFetcher:
         if scheme not in ("http", "https", "s3"):
             raise CheckpointError(f"{path}: expected a directory, http://, https:// or s3://")
         if self._cache is None:
-            self._cache = tempfile.TemporaryDirectory(prefix="penstock-adapters-")
-        target = Path(self._cache.name) / hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
+            _sweep()
+            self._cache = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        target = self._cache / hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
         if again and target.is_dir():
             return target
         fresh = target.with_suffix(".new")
@@ -79,6 +82,20 @@ class AdapterFetcher:
         shutil.rmtree(target, ignore_errors=True)
         os.replace(fresh, target)
         return target
+
+    def close(self) -> None:
+        """Forget what was fetched."""
+        if self._cache is not None and self._is_ours:
+            shutil.rmtree(self._cache, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Remove what processes of this user left behind that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and path.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(source: Open, target: Path, what: str) -> None:
