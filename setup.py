@@ -22,6 +22,8 @@ from setuptools.command.build_py import build_py
 NATIVE = Path("penstock/engine/native")
 KERNELS = "penstock.engine.native._kernels"
 MODELS = Path("models")
+IN_WHEEL = ("penstock-demo", "penstock-demo-mini")
+"""Their quantized copies are in a checkout only: `penstock quantize` makes them in a minute."""
 
 
 def recipe() -> ModuleType:
@@ -79,7 +81,7 @@ class BuildFiles(build_py):
         if self.editable_mode:
             return {}
         goal = Path(self.build_lib, "penstock", "demo_models")
-        files = sorted(path for path in MODELS.rglob("*") if path.is_file())
+        files = sorted(path for name in IN_WHEEL for path in (MODELS / name).iterdir() if path.is_file())
         return {str(path): str(goal / path.relative_to(MODELS)) for path in files}
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from provenance import add_json_option, write_result
 
-from penstock.bench.measure import percentile
+from penstock.bench.load import percentile
 
 NOISY, POLITE = "sk-noisy-neighbour-0001", "sk-polite-tenant-0002"
 CROWD = [f"sk-one-of-a-crowd-{number:04}" for number in range(64)]

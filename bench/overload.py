@@ -49,7 +49,7 @@ from open_load import MANNERS, Asked, Kind, OpenLoad, Sender
 from provenance import add_json_option, write_result
 
 from penstock.bench.client import ApiAddress, Client, ClientLimits
-from penstock.bench.measure import percentile
+from penstock.bench.load import percentile
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock
 from penstock.config.routing import AdmissionConfig
 from penstock.gateway.identity import api_keys

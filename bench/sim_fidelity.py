@@ -34,7 +34,7 @@ from modelled_runner import VOCAB_SIZE, Modelled, OnDevice
 
 from penstock import rng
 from penstock.bench.client import ApiAddress, Client, ClientLimits
-from penstock.bench.measure import LoadTally, Stopwatch
+from penstock.bench.load import LoadTally, Stopwatch
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock, sleep
 from penstock.config.engine_settings import EngineSettings
 from penstock.planning.roofline import Placed, accelerator, model_shape

@@ -1,7 +1,7 @@
 """Write what the evaluation found into the documentation: `python -m training.report`.
 
-Fills the part of `docs/demo-models.md` between its markers, and each model's card, from `scores.json` and
-from the facts that training left in `training/facts.json`.
+Fills the part of `docs/demo-models.md` between its markers, and each model's card, from `scores.json`, from
+the facts that training left in `training/facts.json`, and from what `bench/quantized_demo.py` measured last.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from training.settings import FACTS, RECIPES, ROOT, SCORES, Recipe
 from training.tasks.registry import TASKS
 
 PAGE = ROOT / "docs" / "demo-models.md"
+RESULTS = ROOT / "docs" / "results"
+QUANTIZED = "*-quantized-demo.json"
+"""Its newest is the one that counts."""
 CARD = """\
 # {name}
 
@@ -75,6 +78,43 @@ def samples_text(scores: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
+def quantized_table(models: dict[str, Any]) -> str:
+    """What rounding costs: points lost by task, with their 95 % intervals, and how large the files are."""
+    blocks: list[str] = []
+    for name, found in models.items():
+        dense, prompts = found["bf16"], found["prompts"]
+        formats = [each for each in found if each not in ("bf16", "prompts")]
+        count = next(iter(prompts.values()))
+        assert all(each == count for each in prompts.values())
+        lines = [
+            f"| `{name}`, {count} prompts a task | bf16 | "
+            + " | ".join(f"`{each}`" for each in formats)
+            + " |",
+            "|---" * (len(formats) + 2) + "|",
+            f"| size | {dense['bytes'] / 1e6:.1f} MB | "
+            + " | ".join(f"{found[each]['bytes'] / 1e6:.1f} MB" for each in formats)
+            + " |",
+        ]
+        for task, percent in dense["percent"].items():
+            lost = [found[each]["points_lost"][task] for each in formats]
+            cells = [f"{signed(each['points'])} ± {each['ci95']:.1f}" for each in lost]
+            lines.append(f"| {task} | {percent:.1f} % | " + " | ".join(cells) + " |")
+        means = [
+            f"**{signed(found[each]['mean_points_lost'], 2)} ± {found[each]['mean_ci95']:.2f}**"
+            for each in formats
+        ]
+        mean = sum(dense["percent"].values()) / len(dense["percent"])
+        blocks.append(
+            "\n".join([*lines, f"| **mean over tasks** | **{mean:.1f} %** | " + " | ".join(means) + " |"])
+        )
+    return "\n\n".join(blocks)
+
+
+def signed(lost: float, digits: int = 1) -> str:
+    """Points that were lost, as a change."""
+    return f"{0.0 - lost:+.{digits}f}" if round(lost, digits) else f"{0:.{digits}f}"
+
+
 def fill(text: str, section: str, content: str) -> str:
     """`text` with the part between the section's markers replaced."""
     begin, end = f"<!-- {section}: written by training/report.py -->", f"<!-- end of {section} -->"
@@ -105,6 +145,7 @@ def write_report() -> None:
     text = PAGE.read_text(encoding="utf-8")
     text = fill(text, "scores", score_table(scores))
     text = fill(text, "training", facts_table({name: facts[name] for name in RECIPES if name in facts}))
+    text = fill(text, "quantized", quantized_table(read(max(RESULTS.glob(QUANTIZED)))["models"]))
     PAGE.write_text(fill(text, "samples", samples_text(scores)), encoding="utf-8")
     for name, recipe in RECIPES.items():
         if name in scores and name in facts:

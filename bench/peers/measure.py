@@ -12,8 +12,7 @@ import msgspec
 from peers.figures import Arrival, Level, PrefixTimes
 from penstock.bench.client import ApiAddress, ApiResponse, Client
 from penstock.bench.load import Level as LoadLevel
-from penstock.bench.load import LoadRun, RequestShape, probe
-from penstock.bench.measure import percentile
+from penstock.bench.load import LoadRun, RequestShape, percentile, probe
 from penstock.bench.prompts import Prompt, PromptPlan, made, sentence
 from penstock.bench.prompts import probe as probe_prompt
 from penstock.bench.report import level_report

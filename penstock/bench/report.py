@@ -16,8 +16,7 @@ import msgspec
 from rich.table import Table
 
 from penstock import __version__
-from penstock.bench.load import Level, LoadRun
-from penstock.bench.measure import Distribution
+from penstock.bench.load import Distribution, Level, LoadRun
 from penstock.clock import NS_PER_MS, NS_PER_S
 
 PACKAGES = ("torch", "uvloop", "httptools", "msgspec", "tokenizers")

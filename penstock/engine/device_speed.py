@@ -41,10 +41,17 @@ def device_uuid(device: torch.device) -> str:
 
 
 def cost_floor(
-    spec: DecoderSpec, info: ModelInfo, device: torch.device, *, itemsize: int, kept_bits: int = 0
+    spec: DecoderSpec,
+    info: ModelInfo,
+    device: torch.device,
+    *,
+    itemsize: int,
+    kept_bits: int = 0,
+    rounded_kv: bool = False,
 ) -> CostFloor:
     """The floor of a model's cost on this device. `itemsize` is that of its activations and KV cache,
-    `kept_bits` the width of weights that are computed with as the checkpoint has them; 0: they are not.
+    unless that is rounded to int8; `kept_bits` the width of weights that are computed with as the checkpoint
+    has them; 0: they are not.
     """
     dtype = "fp32" if itemsize == 4 else "bf16"
     weights = f"int{kept_bits}" if kept_bits else info.quantization
@@ -61,7 +68,9 @@ def cost_floor(
         source="measured",
         overhead_ns=0,
     )
-    placed = Placed(model=_shape(spec), device=speed, dtype=weights, kv_bytes=itemsize)
+    token_bytes = spec.kv_bytes_per_token(itemsize, rounded=rounded_kv)
+    kv_bytes = token_bytes / (2 * spec.num_layers * spec.kv_size)
+    placed = Placed(model=_shape(spec), device=speed, dtype=weights, kv_bytes=kv_bytes)
     kv_tokens = max(1, info.num_blocks * info.block_tokens)
     return CostFloor(placed, rows=info.max_running, kv_tokens=kv_tokens)
 

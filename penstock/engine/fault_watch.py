@@ -1,21 +1,83 @@
 """Watches the worker's machine: NVIDIA's Xids in the kernel's log, and kills for lack of memory in the
 worker's cgroup. A thread of the worker's process.
 
+What an Xid means for the worker follows NVIDIA's catalog of Xids by class. A number that is not in it is
+taken for the worst: a device that says what nobody knows is not computed on.
+
 A kill of the worker itself is its launcher's to see (fleet/launchers/process.py). Another process of the same
 cgroup that is killed means that the worker may be next: in a cgroup of its own it ends in order, so that its
 streams move before the kernel chooses; where other programs share the cgroup it is only reported.
 """
 
+import enum
 import errno
 import logging
 import os
+import re
 import stat
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config.machine import CgroupMemory
-from penstock.protocol.device_faults import Remedy, parse_xid
+
+
+class Remedy(enum.StrEnum):
+    """What the worker on the device does."""
+
+    END = "end"
+    """Its process ends, its streams move, and it is not started again: the device wants a reset or is
+    gone."""
+    RESTART = "restart"
+    """Its process ends, its streams move, and it is started anew."""
+    NOTE = "note"
+    """It goes on; people are told."""
+
+
+@dataclass(slots=True, frozen=True)
+class Xid:
+    """One line of the driver."""
+
+    device: str
+    """PCI domain, bus and device: "0000:3b:00"."""
+    code: int
+    remedy: Remedy
+    text: str
+
+
+_END = (
+    79,  # Fallen off the bus.
+    46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158,  # Reset the device.
+    48, 74, *range(144, 151),  # Uncorrectable memory errors and links.
+    54, 78, 151,  # Power, firmware, virtual machine.
+)  # fmt: skip
+_RESTART = (8, 11, 13, 25, 31, 32, 39, 40, 41, 60, *range(68, 73), 75, 76, 77, 80, 94)
+_NOTE = (
+    45,  # Follows another one.
+    37, 38, 43, 44, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141, 152, 153, 157, 160, 161,
+)  # fmt: skip
+REMEDIES: dict[int, Remedy] = {
+    **dict.fromkeys(_END, Remedy.END),
+    **dict.fromkeys(_RESTART, Remedy.RESTART),
+    **dict.fromkeys(_NOTE, Remedy.NOTE),
+}
+RECOVERY_CHANGED = 154
+"""Its text names the action that the device wants now."""
+_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)(.*)")
+
+
+def parse_xid(line: str) -> Xid | None:
+    """What a line of the kernel's log says of a device; None if it is about something else."""
+    found = _LINE.search(line)
+    if found is None:
+        return None
+    code, text = int(found[2]), found[3].strip(" ,")
+    remedy = REMEDIES.get(code, Remedy.END)
+    if code == RECOVERY_CHANGED:
+        remedy = Remedy.NOTE if text.rstrip(".").endswith("(None)") else Remedy.END
+    return Xid(found[1].lower().partition(".")[0], code, remedy, text[:200])
+
 
 LOOK_S = 0.25
 """Between two looks: reaction and all are to be over in 2 s."""

@@ -74,7 +74,7 @@ def identify(directory: Path, config: EngineConfig, *, dtype: str, kernels: str)
         checkpoint=files.checkpoint,
         tokenizer=files.tokenizer,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
         quantization=config.quantization,
         kernels=f"penstock {__version__} {kernels}",
     ).identity

@@ -86,7 +86,7 @@ def plan_kv(
             f"engine.max_model_len is {asked_len}, but the model was made for {spec.max_position} tokens at "
             f"most"
         )
-    block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token(bytes_per_value)
+    block_bytes = block_bytes_of(config, spec, bytes_per_value)
     num_blocks = _affordable_bytes(config, free_bytes, share) // block_bytes
     if not config.kv_memory_bytes:
         # More than every request at its longest would never be used up.
@@ -119,7 +119,12 @@ def plan_host_blocks(
     if asked is not None and asked > free_bytes:
         raise ConfigError(f"engine.host_kv_memory_bytes is {asked}, but only {free_bytes} bytes are free")
     given = min(int(free_bytes * HOST_KV_FRACTION), HOST_KV_BYTES_MAX) if asked is None else asked
-    return given // (BLOCK_TOKENS * spec.kv_bytes_per_token(bytes_per_value))
+    return given // block_bytes_of(config, spec, bytes_per_value)
+
+
+def block_bytes_of(config: EngineConfig, spec: DecoderSpec, bytes_per_value: int) -> int:
+    """Bytes of one KV block over all layers."""
+    return BLOCK_TOKENS * spec.kv_bytes_per_token(bytes_per_value, rounded=config.kv_dtype == "int8")
 
 
 def _affordable_bytes(config: EngineConfig, free_bytes: int, share: Share) -> int:

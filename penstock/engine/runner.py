@@ -440,8 +440,9 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     if config.load_format == "random":
         weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes)
     else:
-        kept = computing.kept_bits
-        weights = load_weights(model_path, spec, names, dtype, on_bytes, quantization=stored, kept_bits=kept)
+        weights = load_weights(
+            model_path, spec, names, dtype, on_bytes, quantization=stored, kept_bits=computing.kept_bits
+        )
     # Memory for the weights is reserved: they are read when the decoder is built.
     size, free = dtype.itemsize, free_memory_bytes() - weights.num_bytes_left
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
@@ -468,7 +469,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         max_model_len=info.max_model_len,
     )
     with torch.inference_mode():
-        cache = KVCache(spec, budget.num_blocks, dtype, device)
+        cache = KVCache(spec, budget.num_blocks, dtype, device, rounded=config.kv_dtype == "int8")
         reader = _adapter_reader(config, spec, names, limits, computing)
         model = wire_model(spec, weights, limits, cache, computing, takes_adapters=reader is not None)
     on_progress("preparing kernels", 0, 0)
@@ -481,7 +482,9 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             sampler=sampler,
             step_tokens=config.step_tokens,
             host=host_store(cache, info.num_host_blocks),
-            floor=cost_floor(spec, info, device, itemsize=size, kept_bits=kept_bits),
+            floor=cost_floor(
+                spec, info, device, itemsize=size, kept_bits=kept_bits, rounded_kv=cache.rounded
+            ),
             adapters=reader,
         )
     )

@@ -34,7 +34,7 @@ from penstock.engine.adapters.desk import AdapterDesk, AdapterRead
 from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_core
 from penstock.engine.device_readings import watch_device
-from penstock.engine.fault_watch import FaultWatch
+from penstock.engine.fault_watch import FaultWatch, Remedy
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.mailbox import Aborted, AdapterAsked, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.engine.memory import settle_malloc
@@ -42,7 +42,6 @@ from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.protocol.adapters import Adapters
 from penstock.protocol.address import WorkerLaunch, parse_address
-from penstock.protocol.device_faults import Remedy
 from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
 from penstock.types import GRAMMAR_CAPABILITIES
 

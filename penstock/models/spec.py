@@ -10,6 +10,10 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 ActivationKind = Literal["silu", "gelu_tanh"]
 
 
+ROUNDED_EXTRA_BYTES = 4
+"""Behind every head of a KV cache that is rounded to int8: its scale, a float32."""
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RopeSpec:
     """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) and how it was stretched."""
@@ -148,6 +152,7 @@ class DecoderSpec:
         embeddings = self.vocab_size * hidden * (1 if self.tied_head else 2)
         return embeddings + hidden + self.num_layers * (attention + mlp + norms)
 
-    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Bytes that one token occupies in the KV cache, over all layers."""
-        return self.num_layers * 2 * self.kv_size * bytes_per_value
+    def kv_bytes_per_token(self, bytes_per_value: int, *, rounded: bool = False) -> int:
+        """Bytes that one token occupies in the KV cache, over all layers; rounded: as int8."""
+        head = self.head_dim + ROUNDED_EXTRA_BYTES if rounded else self.head_dim * bytes_per_value
+        return self.num_layers * 2 * self.num_kv_heads * head

@@ -15,7 +15,6 @@ import msgspec
 
 from penstock.config.flow import LimitsConfig
 from penstock.errors import InvalidRequest, Unsupported
-from penstock.protocol.json_keys import TooManyValues, repeated_key
 from penstock.protocol.needs import MEDIA_TYPES
 from penstock.protocol.openai import (
     ChatRequest,
@@ -27,7 +26,7 @@ from penstock.protocol.openai import (
     TokenizeRequest,
     ToolSpec,
 )
-from penstock.protocol.parameters import RareChatRequest, RareCompletionRequest
+from penstock.protocol.parameters import RareChatRequest, RareCompletionRequest, TooManyValues, repeated_key
 
 T = TypeVar("T")
 _FINDING = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)

@@ -1,5 +1,5 @@
 """Which alerts there are, as one table: evaluated in process (`watch.py`), written as Prometheus' rules
-(`rules.py`), explained in docs/runbook.md.
+(`alerting.py`), explained in docs/runbook.md.
 
 A rule is a row of comparisons that must all hold, for the same labels, for some time. They compare sums over
 labels of the metrics in catalog.py, as they are or by how much they grew in a window; so a rule is PromQL as

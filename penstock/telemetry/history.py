@@ -5,7 +5,7 @@
                           v
     History.add(rows)  in the process itself, or in the parent of several (cli/wiring/processes.py)
        │        │
-       │        └─ when a minute is over: its counts, encoded, for `history_files.py`
+       │        └─ when a minute is over: its counts, encoded, for `watch.py`
        v
     History.window(seconds), History.slo(...)
 

@@ -22,8 +22,8 @@ from penstock.clock import Clock
 from penstock.config.branch import extended
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import LedgerError
+from penstock.policy.answers import UsageRecord
 from penstock.policy.limits.budget import Spent
-from penstock.policy.record import UsageRecord
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger_journal import Journal
 from penstock.telemetry.ledger_recovery import Damage, LedgerReader, recover_abandoned, report_damage

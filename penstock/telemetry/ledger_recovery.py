@@ -24,8 +24,8 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.errors import LedgerError
+from penstock.policy.answers import SCHEMA_VERSION, Outcome, UsageRecord
 from penstock.policy.limits.budget import DAY_NS, Spent, day_of, first_day, month_of
-from penstock.policy.record import SCHEMA_VERSION, Outcome, UsageRecord
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger_segment import (
     Frame,

@@ -4,19 +4,21 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from penstock.text.argument_readers import ArgumentReader, JsonArguments, LiteralArguments
+from penstock.text.argument_readers import ArgumentReader, EndedBy, JsonArguments, LiteralArguments
 from penstock.text.json_calls import HEAD_CHARS_MAX, JsonScan, head_of, parse_call, parse_calls
-from penstock.text.tools import CallPiece, Text, ToolEvent, held, split_space
+from penstock.text.tools import CallPiece, Text, ToolEvent, held, slices, split_space
 from penstock.text.xml_arguments import XmlArguments
 
 Calls = list[tuple[str, str]]
 """Names and arguments, the latter as JSON."""
 CALL_CHARS_MAX = 65_536
 _JSON_ARRAY = re.compile(r"\s*\[?")
-PYTHON_CALL = re.compile(
-    r"\s*(?:print\(\s*)?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\(\s*(?=\)|[A-Za-z_]\w*\s*=[^=])", re.ASCII
-)
+BLANKS = r"(?:\s|#[^\r\n]*[\r\n])*"
+"""White space and comments of Python."""
+_CALL = rf"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\({BLANKS}(?=\)|[A-Za-z_]\w*\s*=[^=])"
+PYTHON_CALL = re.compile(BLANKS + _CALL, re.ASCII)
 """Up to the first argument. A call with an argument that has no name is none."""
+_LINE = re.compile(rf"{BLANKS}(?:print\(\s*)?{_CALL}", re.ASCII)
 
 
 class Head(NamedTuple):
@@ -33,9 +35,11 @@ class Head(NamedTuple):
 class BlockParser:
     """Calls between `OPEN` and `CLOSE`, told while they are written, or else when a block is whole.
 
-    White space around a call belongs to the syntax and is dropped. A block that is no valid call, or is over
-    `call_chars_max`, is given back as text, to the character. A last block may lack its closing mark
-    (models like to stop there).
+    White space around a call belongs to the syntax and is dropped. A call whose name comes first is told from
+    there on: it stays a call however it goes on and however long it is, and what stands between its arguments
+    and the end of its object is dropped. Any other block waits for its closing mark; one that is no valid
+    call, or is over `call_chars_max`, is given back as text, to the character. A last block may lack its
+    closing mark (models like to stop there).
     """
 
     OPEN = ""
@@ -75,10 +79,11 @@ class BlockParser:
 
     def push(self, text: str) -> list[ToolEvent]:
         """Take more text; return what is certain now."""
-        self._buffer += text
         events: list[ToolEvent] = []
-        while self._read_block(events) if self._inside else self._read_prose(events):
-            pass  # Each turn that goes on has taken a mark off the buffer.
+        for part in slices(text):
+            self._buffer += part
+            while self._read_block(events) if self._inside else self._read_prose(events):
+                pass  # Each turn that goes on has taken a mark off the buffer.
         return events
 
     def finish(self) -> list[ToolEvent]:
@@ -112,18 +117,18 @@ class BlockParser:
 
     def _read_block(self, events: list[ToolEvent]) -> bool:
         """Take a block once its closing mark is here, or once it is too long. True: prose goes on."""
-        buffer = self._buffer
-        if (
-            not self._told
-            and self._searched <= HEAD_CHARS_MAX
-            and (head := self.head_of(buffer[: min(self._max, HEAD_CHARS_MAX + 1)])) is not None
-        ):
-            self._call(events, CallPiece(self._num_calls, head.name))
-            self._reader, self._rest, self._told = head.reader, head.rest, True
-            self._buffer = buffer = buffer[head.start :]
         if self._told:
             return self._read_told(events)
+        buffer = self._buffer
         end = buffer.find(self.CLOSE, self._searched, self._max + len(self.CLOSE))
+        if self._searched <= HEAD_CHARS_MAX:
+            within = end if end >= 0 else len(buffer) - held(buffer, self.CLOSE)
+            head = self.head_of(buffer[: min(self._max, HEAD_CHARS_MAX + 1, within)])
+            if head is not None:
+                self._call(events, CallPiece(self._num_calls, head.name))
+                self._reader, self._rest, self._told = head.reader, head.rest, True
+                self._buffer = buffer[head.start :]
+                return self._read_told(events)
         if end >= 0:
             self._block(buffer[:end], self.CLOSE, events)
             self._buffer = buffer[end + len(self.CLOSE) :]
@@ -238,7 +243,7 @@ class Qwen3CoderToolParser(BlockParser):
 
     OPEN = "<tool_call>"
     CLOSE = "</tool_call>"
-    _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+    _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>")
 
     def __init__(
         self, schemas: Mapping[str, Mapping[str, Any]], *, call_chars_max: int = CALL_CHARS_MAX
@@ -259,6 +264,8 @@ class Qwen3CoderToolParser(BlockParser):
 class GemmaToolParser(BlockParser):
     """Gemma's function calls:
     `<start_function_call>call:NAME{KEY:<escape>TEXT<escape>,..}<end_function_call>`.
+
+    The closing mark ends a call wherever it stands.
     """
 
     OPEN = "<start_function_call>"
@@ -268,7 +275,7 @@ class GemmaToolParser(BlockParser):
     def head_of(self, body: str) -> Head | None:
         """Up to the bracket: keys are bare, and strings stand between `<escape>`."""
         match = self._CALL.match(body)
-        return None if match is None else Head(match[1], match.end(), LiteralArguments())
+        return None if match is None else Head(match[1], match.end(), EndedBy(self.CLOSE))
 
 
 class ToolCodeParser(BlockParser):
@@ -286,8 +293,8 @@ class ToolCodeParser(BlockParser):
 
     def head_of(self, body: str) -> Head | None:
         """Of the next line."""
-        match = PYTHON_CALL.match(body)
-        return None if match is None else Head(match[1], match.end(), LiteralArguments())
+        match = _LINE.match(body)
+        return None if match is None else Head(match[1], match.end(), LiteralArguments(is_python=True))
 
 
 def _json_head(body: str) -> Head | None:

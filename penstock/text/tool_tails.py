@@ -8,15 +8,21 @@ from collections.abc import Set as AbstractSet
 
 from penstock.text.argument_readers import ArgumentReader, JsonArguments, LiteralArguments
 from penstock.text.json_calls import HEAD_CHARS_MAX, JsonScan, head_of, parse_call
-from penstock.text.tool_blocks import CALL_CHARS_MAX, PYTHON_CALL
-from penstock.text.tools import SPACE_CHARS_MAX, CallPiece, Text, ToolEvent, held, split_space
+from penstock.text.tool_blocks import BLANKS, CALL_CHARS_MAX, PYTHON_CALL
+from penstock.text.tools import SPACE_CHARS_MAX, CallPiece, Text, ToolEvent, held, slices, split_space
 
 _BETWEEN = " \t\r\n,;"
 _MISTRAL_NAME = re.compile(r"([\w.-]{1,64})(?:\[CALL_ID\][\w-]{1,64})?\[ARGS\]\s*(?=\{)")
 _MISTRAL_NAME_CHARS_MAX = 160
 _PYTHON_START, _PYTHON_END = "<|python_start|>", "<|python_end|>"
-_LIST = re.compile(rf"\s*(?:{re.escape(_PYTHON_START)}\s*)?\[\s*")
-_HALF_HEAD = re.compile(r"\s*(?:[A-Za-z_][\w.]*(?:\(\s*(?:[A-Za-z_]\w*\s*=?)?)?)?\Z", re.ASCII)
+_NEAR = rf"\s{{0,{SPACE_CHARS_MAX}}}"
+_LIST = re.compile(rf"{_NEAR}(?:{re.escape(_PYTHON_START)}{_NEAR})?\[")
+_BLANKS = re.compile(BLANKS)
+_HALF_BLANKS = re.compile(rf"{BLANKS}(?:#[^\r\n]*)?")
+_HALF_HEAD = re.compile(
+    rf"(?:{_HALF_BLANKS.pattern}|{BLANKS}[A-Za-z_][\w.]*(?:\((?:{_HALF_BLANKS.pattern}|{BLANKS}[A-Za-z_]\w*\s*=?))?)\Z",
+    re.ASCII,
+)
 
 
 class JsonTailParser:
@@ -54,10 +60,11 @@ class JsonTailParser:
 
     def push(self, text: str) -> list[ToolEvent]:
         """Take more text; return what is certain now."""
-        self._buffer += text
         events: list[ToolEvent] = []
-        while self._state(events):
-            pass  # Each turn that goes on has changed the state or shortened the buffer.
+        for part in slices(text):
+            self._buffer += part
+            while self._state(events):
+                pass  # Each turn that goes on has changed the state or shortened the buffer.
         return events
 
     def finish(self) -> list[ToolEvent]:
@@ -131,7 +138,7 @@ class JsonTailParser:
 
     def _read_named(self, events: list[ToolEvent]) -> bool:
         """Mistral's newer way: the name, a mark, and the arguments."""
-        match = _MISTRAL_NAME.match(self._buffer)
+        match = _MISTRAL_NAME.match(self._buffer[:_MISTRAL_NAME_CHARS_MAX])
         if match is not None and self._is_tool(match[1]):
             self._begin(match[1], match.end(), events)
             self._rest_of_call = None
@@ -146,9 +153,9 @@ class JsonTailParser:
             self._begin(*head, events)
             self._rest_of_call = JsonScan(depth=1)
             return True
-        end = self._scan.end_in(self._buffer[self._scanned :])
+        end = self._scan.end_in(self._buffer[self._scanned : self._max])
         if end < 0:
-            self._scanned = len(self._buffer)
+            self._scanned = min(len(self._buffer), self._max)
             return self._give_up() if len(self._buffer) > self._max else False
         call = parse_call(self._buffer[: self._scanned + end])
         if call is None or not self._is_tool(call[0]):
@@ -216,18 +223,25 @@ class PythonicToolParser:
 
     def push(self, text: str) -> list[ToolEvent]:
         """Take more text; return what is certain now."""
-        self._buffer += text
         events: list[ToolEvent] = []
-        while self._state(events):
-            pass  # Each turn that goes on has changed the state.
+        for part in slices(text):
+            self._buffer += part
+            while self._state(events):
+                pass  # Each turn that goes on has changed the state.
         return events
 
     def finish(self) -> list[ToolEvent]:
         """The stream is over: return what was held back."""
         rest, self._buffer = self._shown_if_none + self._buffer, ""
-        is_told = self._reader is not None or (self._num_calls and not rest.strip(_BETWEEN + "]"))
+        is_over = not rest.strip(_BETWEEN + "]") or self._is_comment(rest)
+        is_told = self._reader is not None or (self._num_calls and is_over)
         self._reader, self._shown_if_none = None, ""
         return [] if is_told or not rest else [Text(rest)]
+
+    def _is_comment(self, rest: str) -> bool:
+        """Whether there is nothing else behind a call, within the list."""
+        in_list = self._state in (self._read_between, self._read_head)
+        return in_list and _HALF_BLANKS.fullmatch(rest) is not None
 
     def _read_start(self, events: list[ToolEvent]) -> bool:
         del events
@@ -237,22 +251,25 @@ class PythonicToolParser:
             self._state = self._read_head
             return True
         begun = self._buffer.lstrip()
-        is_near = len(self._buffer) - len(begun) <= 2 * SPACE_CHARS_MAX
-        if is_near and (_PYTHON_START.startswith(begun) or begun.rstrip() == _PYTHON_START):
-            return False
-        return self._give_up()
+        if len(self._buffer) - len(begun) > SPACE_CHARS_MAX:
+            return self._give_up()
+        behind = begun.removeprefix(_PYTHON_START)
+        is_half = _PYTHON_START.startswith(begun) or (
+            len(behind) < len(begun) and not behind.strip() and len(behind) <= SPACE_CHARS_MAX
+        )
+        return False if is_half else self._give_up()
 
     def _read_head(self, events: list[ToolEvent]) -> bool:
-        match = PYTHON_CALL.match(self._buffer)
-        if match is None or "print(" in match[0]:
+        match = PYTHON_CALL.match(self._buffer[: HEAD_CHARS_MAX + 1])
+        if match is None:
             is_half = len(self._buffer) <= HEAD_CHARS_MAX and _HALF_HEAD.match(self._buffer)
-            return False if is_half and match is None else self._give_up()
+            return False if is_half else self._give_up()
         begins = None if self._num_calls else self._held
         if begins is not None and not begins.match(self._shown_if_none + self._buffer):
             return self._give_up()
         events.append(CallPiece(self._num_calls, match[1]))
         self._num_calls += 1
-        self._reader, self._buffer = LiteralArguments(), self._buffer[match.end() :]
+        self._reader, self._buffer = LiteralArguments(is_python=True), self._buffer[match.end() :]
         self._shown_if_none, self._state = "", self._read_arguments
         return True
 
@@ -270,8 +287,12 @@ class PythonicToolParser:
     def _read_between(self, events: list[ToolEvent]) -> bool:
         """Look for the next call, or the end of the list."""
         del events
-        self._buffer = self._buffer.lstrip()
-        if not self._buffer:
+        blanks = _BLANKS.match(self._buffer)
+        assert blanks is not None, "it matches nothing too"
+        self._buffer = self._buffer[blanks.end() :]
+        if self._buffer.startswith("#"):
+            self._buffer = "#"  # The rest of a comment is still to come.
+        if not self._buffer or self._buffer == "#":
             return False
         if self._buffer[0] not in ",]":
             return self._give_up()
@@ -315,7 +336,8 @@ class ForcedCalls(JsonTailParser):
 
     def _read_prose(self, events: list[ToolEvent]) -> bool:
         stripped = self._buffer.lstrip()
-        if self._name and stripped.startswith("{") and not self._began:
+        is_near = len(self._buffer) - len(stripped) <= SPACE_CHARS_MAX
+        if self._name and is_near and stripped.startswith("{") and not self._began:
             self._buffer = stripped
             self._begin(self._name, 0, events)
             self._name = ""

@@ -4,7 +4,7 @@ A model that was shown tools writes its calls in a syntax of its own (`tool_form
 syntax reads the stream and gives back events. How a call is told to the client is the gateway's business.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -105,8 +105,17 @@ def _whole(first: ToolEvent, joined_pieces: str) -> WholeEvent:
     return type(first)(joined_pieces)
 
 
+SLICE_CHARS_MAX = 1_024
+"""Parsers take a longer text in parts of this size: what one keeps is copied for each mark in it, so a text
+that came at once would cost the square of its length."""
 SPACE_CHARS_MAX = 256
 """White space that is held back until it is clear what follows it; of a longer run, the last of it."""
+
+
+def slices(text: str) -> Iterator[str]:
+    """A text in parts that are short enough."""
+    for start in range(0, len(text), SLICE_CHARS_MAX):
+        yield text[start : start + SLICE_CHARS_MAX]
 
 
 def split_space(text: str) -> tuple[str, str]:

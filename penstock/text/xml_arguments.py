@@ -7,16 +7,19 @@ from typing import Any
 from penstock.text.argument_readers import JSON_WORDS, LiteralArguments
 from penstock.text.json_calls import json_of, value_of
 from penstock.text.tool_types import STRING, fits, kinds_of, resolved
+from penstock.text.tools import SLICE_CHARS_MAX
 
 _NESTED = frozenset({"object", "array"})
 _NUMERIC = frozenset({"integer", "number"})
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>|</tool_call>")
-_VALUE_END = re.compile(r"\n?(?:</parameter>|(?=<parameter=|(?:</function>\s*)?</tool_call>))")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]{1,256})>|</tool_call>")
+_HALF_PARAMETER = re.compile(r"<parameter=[^<>\n]{0,256}")
+_VALUE_END = re.compile(r"\n?(?:</parameter>|(?=<parameter=|(?:</function>\s{0,256})?</tool_call>))")
 _HALF_VALUE_END = re.compile(
     r"\n?(?:<(?:/(?:function>\s{0,256}(?:<(?:/[a-z_]{0,9})?)?|[a-z_]{0,9})?|[a-z]{0,9})?)?\Z"
 )
-_LAST_VALUE_END = re.compile(r"\n?(?:</parameter>\s*|</function>\s*)?\Z")
+_LAST_VALUE_END = re.compile(r"\n?(?:</parameter>\s{0,256}|</function>\s{0,256})?\Z")
 _HELD_CHARS_MAX = 600
+"""At least the longest match of `_HALF_VALUE_END`; and of a value that may still be a word or a number."""
 _DIGITS = re.compile(r"[0-9.e+-]*")
 
 
@@ -37,13 +40,16 @@ class XmlArguments:
 
     def push(self, text: str) -> tuple[str, str | None]:
         """See `ArgumentReader`."""
-        self._buffer += text
-        while not self._is_over and (
-            self._read_value(self._value) if self._value is not None else self._read_between()
-        ):
-            pass  # Each turn that goes on has taken a tag off the buffer.
+        taken = 0
+        while not self._is_over and taken < len(text):
+            self._buffer += text[taken : taken + SLICE_CHARS_MAX]
+            taken += SLICE_CHARS_MAX
+            while not self._is_over and (
+                self._read_value(self._value) if self._value is not None else self._read_between()
+            ):
+                pass  # Each turn that goes on has taken a tag off the buffer.
         written, self._written = "".join(self._written), []
-        return written, self._buffer if self._is_over else None
+        return written, self._buffer + text[taken:] if self._is_over else None
 
     def close(self) -> str:
         """What was cut off ends there: the value's text is what there is of it."""
@@ -59,9 +65,10 @@ class XmlArguments:
     def _read_between(self) -> bool:
         match = _PARAMETER.search(self._buffer)
         if match is None:
-            self._buffer = self._buffer[
-                max(self._buffer.rfind("<"), len(self._buffer) - _HELD_CHARS_MAX, 0) :
-            ]
+            # Only the last `<` may begin a tag: none has another one within it.
+            last = self._buffer[self._buffer.rfind("<") :]
+            is_half = "</tool_call>".startswith(last) or _HALF_PARAMETER.fullmatch(last)
+            self._buffer = last if is_half or "<parameter=".startswith(last) else ""
             return False
         if match[1] is None:
             self._written.append("}")
@@ -94,11 +101,17 @@ class _XmlValue:
 
     def __init__(self, kinds: frozenset[str]) -> None:
         self._kinds = kinds
-        self._text = ""
+        self._begun = ""
+        """Its beginning."""
+        self._parts: list[str] = []
+        """All of it, while it is not known what it is."""
+        self._num_chars = 0
         self._is_first = True
         """The line break behind the tag is still to come, or not there."""
         self._is_string = False
         """It is certain to be a text."""
+        self._may_be_nested = kinds <= _NESTED
+        """It has nothing but blanks so far, and may be told as an object or an array."""
         self._nested: LiteralArguments | None = None
 
     def push(self, text: str) -> str:
@@ -112,11 +125,18 @@ class _XmlValue:
             return json_of(text)[1:-1]
         if self._nested is not None:
             return self._nested.push(text)[0]
-        self._text += text
+        self._parts.append(text)
+        self._num_chars += len(text)
+        self._begun += text[: _HELD_CHARS_MAX - len(self._begun)]
+        if self._may_be_nested and (begun := text.lstrip()):
+            self._may_be_nested = False
+            if begun[0] in "[{":
+                self._nested = LiteralArguments(begun[0])
+                return self._nested.push(begun[1:])[0]
         if self._may_be_other():
-            return self._open_nested()
+            return ""
         self._is_string = True
-        text, self._text = self._text, ""
+        text, self._parts = "".join(self._parts), []
         return '"' + json_of(text)[1:-1]
 
     def end(self) -> str:
@@ -125,7 +145,7 @@ class _XmlValue:
             return self._nested.complete()
         if self._is_string:
             return '"'
-        return _value_json(self._text, self._kinds)
+        return _value_json("".join(self._parts), self._kinds)
 
     def _may_be_other(self) -> bool:
         """Whether it may be anything but a string."""
@@ -133,21 +153,13 @@ class _XmlValue:
             return True
         if self._kinds == STRING:
             return False
-        begun = self._text[:_HELD_CHARS_MAX].strip().lower()
+        begun = self._begun.strip().lower()
         if not begun or begun[0] in "[{":
             return not begun or bool(self._kinds & _NESTED)
-        return len(self._text) < _HELD_CHARS_MAX and (
+        return self._num_chars < _HELD_CHARS_MAX and (
             any(word.startswith(begun) for word in JSON_WORDS)
             or (bool(self._kinds & _NUMERIC) and _DIGITS.fullmatch(begun) is not None)
         )
-
-    def _open_nested(self) -> str:
-        """An object or an array is told while it is written."""
-        begun = self._text.lstrip()
-        if not self._kinds <= _NESTED or not begun or begun[0] not in "[{":
-            return ""
-        self._nested = LiteralArguments(begun[0])
-        return self._nested.push(begun[1:])[0]
 
 
 def _value_json(value: str, kinds: frozenset[str]) -> str:

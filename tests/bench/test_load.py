@@ -5,8 +5,16 @@ import msgspec
 import pytest
 
 from penstock.bench.client import ApiAddress, Client, ClientLimits
-from penstock.bench.load import Level, LoadRun, ProbeRefused, RequestShape, probe
-from penstock.bench.measure import ERROR_KINDS_MAX, LoadTally, Stopwatch
+from penstock.bench.load import (
+    ERROR_KINDS_MAX,
+    Level,
+    LoadRun,
+    LoadTally,
+    ProbeRefused,
+    RequestShape,
+    Stopwatch,
+    probe,
+)
 from penstock.bench.prompts import Prompt
 from penstock.bench.report import LevelReport, level_report
 from penstock.bench.stand_in import Script, StandIn

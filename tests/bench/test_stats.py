@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import rng
-from penstock.bench.measure import Samples, percentile
+from penstock.bench.load import Samples, percentile
 
 VALUES = st.lists(st.integers(0, 10**12), min_size=2, max_size=60)
 

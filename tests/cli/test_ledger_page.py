@@ -11,10 +11,10 @@ from usage_records import T0_NS
 from penstock.cli.main import main
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
+from penstock.policy.answers import Outcome, UsageRecord
 from penstock.policy.lifecycle.machine_costs import AcceleratorCost
 from penstock.policy.limits.budget import WARN_AT, BudgetReservation, TenantBudgets
 from penstock.policy.limits.price import PriceList
-from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger import LedgerTerms

@@ -11,7 +11,6 @@ from penstock.telemetry.alerts import BURNS, DUE, MISSED, Burn, duration
 
 MODEL = {"model": "m"}
 SERIES = {"model": "m", "band": "default"}
-HEALTHY: Mapping[tuple[str, str], Sequence[tuple[int, float]]] = {}
 Expected = frozenset[tuple[str, str, str]]
 """Name, severity, burn."""
 

@@ -12,9 +12,8 @@ from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.fleet.launchers.base import WorkerSpec
-from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.process import WorkerLogs
-from penstock.fleet.launchers.supervised import SupervisedWorker
+from penstock.fleet.launchers.supervised import LocalLauncher, SupervisedWorker
 from penstock.types import ModelName, WorkerId
 
 DOUBLES = str(Path(__file__).parent)

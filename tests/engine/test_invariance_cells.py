@@ -26,13 +26,13 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 CASES = (
     "phi3-bfloat16-native",
     "qwen2-float32-torch",
-    "qwen3-float32-native",
     "qwen3_moe-bfloat16-torch",
     "llama3rope-bfloat16-native",
-    "qwen3-bfloat16-native-adapters",
-    "phi3-float32-torch-adapters",
+    "qwen3-bfloat16-native-int8",
+    "qwen3-bfloat16-native-auto-adapters",
+    "phi3-float32-torch-int8-adapters",
 )
-"""Model, type, kernels; with adapters the requests have one, another one, and none."""
+"""Model, type, kernels, `engine.kv_dtype`; with adapters the requests have one, another one, and none."""
 ADAPTERS = ("one", "two", "")
 
 
@@ -65,8 +65,15 @@ def crowd(order: int) -> tuple[list[list[int]], list[SamplingParams]]:
 class Case:
     """One model on one kind of kernels, with what each request is answered alone."""
 
-    def __init__(self, path: Path, dtype: str, kernels: str, adapters: dict[str, Path] | None) -> None:
-        self.path, self.settings = path, {"dtype": dtype, "kernels": kernels}
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        kernels: str,
+        kv_dtype: str = "auto",
+        adapters: dict[str, Path] | None = None,
+    ) -> None:
+        self.path, self.settings = path, {"dtype": dtype, "kernels": kernels, "kv_dtype": kv_dtype}
         self.adapters = adapters
         driver = self.driver(prefix_cache=False)
         self.block_bytes = 8 * 1024 * 1024 // driver.runner.info.num_blocks
@@ -99,6 +106,7 @@ class Case:
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     name, dtype, kernels, *rest = request.param.split("-")
+    kv_dtype, has_adapters = rest[0] if rest else "auto", "adapters" in rest
     if kernels == "native":
         try:
             NativeLibrary()
@@ -110,7 +118,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     adapters = {
         each: write_adapter(path / each, model, rank=3 + i, seed=i) for i, each in enumerate(ADAPTERS[:2])
     }
-    return Case(path, dtype, kernels, adapters if rest else None)
+    return Case(path, dtype, kernels, kv_dtype, adapters if has_adapters else None)
 
 
 def check_same(answers: list[Answer], expected: list[Answer]) -> None:

@@ -11,9 +11,8 @@ from scripted_worker import bench
 from penstock.backends.base import GenerateRequest, Phase
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.machine import CgroupMemory
-from penstock.engine.fault_watch import LOOK_S, FaultWatch, KernelLog
+from penstock.engine.fault_watch import LOOK_S, REMEDIES, FaultWatch, KernelLog, Remedy, parse_xid
 from penstock.errors import StreamBroken
-from penstock.protocol.device_faults import REMEDIES, Remedy, parse_xid
 from penstock.types import RequestId, SamplingParams
 
 XID = "4,1,2,-;NVRM: Xid (PCI:{}): {}, pid=7, name=python, some words\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 from launcher_conformance import DOUBLES, LauncherConformance, Place
 
 from penstock.clock import SystemClock
-from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.process import WorkerLogs
+from penstock.fleet.launchers.supervised import LocalLauncher
 
 
 class TestUnixSockets(LauncherConformance):

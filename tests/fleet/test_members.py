@@ -14,9 +14,8 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.fleet import WorkerConfig
 from penstock.config.tree import LogConfig, ModelConfig
 from penstock.errors import ConfigError
-from penstock.fleet.members import Members
+from penstock.fleet.members import Members, share_of
 from penstock.fleet.registry import Registry, Worker
-from penstock.fleet.sources.found import share_of
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import FinishReason, WorkerId

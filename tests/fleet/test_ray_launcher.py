@@ -151,5 +151,5 @@ def test_no_cluster_is_the_operators_error(cluster, tmp_path) -> None:
         raise AssertionError
 
     ray.shutdown()
-    with pytest.raises(ConfigError, match=r"fleet\.ray\.address: no cluster at '127.0.0.1:1'"):
-        run(check, cluster, tmp_path, address="127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"fleet\.ray_address: no cluster at '127.0.0.1:1'"):
+        run(check, cluster, tmp_path, ray_address="127.0.0.1:1")

@@ -16,9 +16,8 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.fleet import FleetConfig
 from penstock.config.tree import Config, EngineConfig, ModelConfig
 from penstock.fleet.launchers.base import WorkerSpec
-from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.launchers.process import Spares
-from penstock.fleet.launchers.supervised import SupervisedWorker
+from penstock.fleet.launchers.supervised import LocalLauncher, SupervisedWorker
 from penstock.types import ModelName, WorkerId
 
 

@@ -7,9 +7,8 @@ import types
 import pytest
 
 from penstock.errors import InvalidRequest
-from penstock.gateway.api.job import NO_HINTS, Job, requests_of
+from penstock.gateway.api.job import NO_HINTS, Job, requests_of, shaped
 from penstock.gateway.models.prepare import check_sampling, sampling
-from penstock.gateway.models.shape import shaped
 from penstock.protocol.needs import NO_CONSTRAINT
 from penstock.protocol.openai import ChatRequest
 from penstock.protocol.parameters import RareChatRequest, RareCompletionRequest

@@ -26,13 +26,11 @@ from penstock.clock import NS_PER_S, ManualClock, SystemClock
 from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.tree import LogConfig
 from penstock.errors import ConfigError
-from penstock.gateway.shared.keeper import LeaseKeeper, StoreError
+from penstock.gateway.shared.keeper import LeaseKeeper, LeaseServer, LocalStore, StoreError
 from penstock.gateway.shared.limits import open_store
-from penstock.gateway.shared.local_store import LeaseServer, LocalStore
 from penstock.gateway.shared.redis_store import RedisStore
 from penstock.policy.limits.lease import Leases
-from penstock.policy.limits.lease_messages import Ask, BudgetAsk, LeaseAsk, LeaseReply
-from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.lease_table import Ask, BudgetAsk, LeaseAsk, LeaseReply, LeaseTable
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import SharedTerms

@@ -5,8 +5,8 @@ from pathlib import Path
 from penstock.clock import SystemClock
 from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.tree import LogConfig
+from penstock.gateway.shared.keeper import LeaseServer
 from penstock.gateway.shared.limits import SharedLimits
-from penstock.gateway.shared.local_store import LeaseServer
 from penstock.policy.limits.rate_limit import LimitRefusal, LimitReservation
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import SharedTerms

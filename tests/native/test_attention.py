@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from penstock.engine.kv_cache import ROUNDED_EXTRA_BYTES, round_heads
 from penstock.engine.native.ops import LayerCache, Rows, paged_attention
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -9,12 +10,21 @@ DTYPES = [torch.bfloat16, torch.float32]
 class World:
     """Rows of random length in a cache whose other blocks hold NaN, with an exact answer for any query."""
 
-    def __init__(self, rng, lens, *, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16, block_size=16):
+    def __init__(
+        self, rng, lens, *, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16, block_size=16, rounded=False
+    ):
         self.lens, self.heads, self.kv_heads, self.dim = lens, heads, kv_heads, dim
         num_blocks = sum(-(-n // block_size) for n in lens) + 3
-        self.cache = torch.full((num_blocks, 2, 2, block_size, kv_heads, dim), float("nan"), dtype=dtype)
-        self.layer = LayerCache(self.cache, 1)
+        shape = (num_blocks, 2, 2, block_size, kv_heads)
+        if rounded:  # As a scale too these bytes are a NaN.
+            self.cache = torch.full((*shape, dim + ROUNDED_EXTRA_BYTES), -1, dtype=torch.int8)
+        else:
+            self.cache = torch.full((*shape, dim), float("nan"), dtype=dtype)
+        self.layer = LayerCache(self.cache, 1, dtype)
         self.kv = [torch.randn(2, n, kv_heads, dim, generator=rng).to(dtype) for n in lens]
+        kept = [round_heads(kv) for kv in self.kv] if rounded else self.kv
+        if rounded:
+            self.kv = [each[..., :dim] * each[..., dim:].view(torch.float32) for each in kept]
         self.q = [torch.randn(n, heads, dim, generator=rng).to(dtype) for n in lens]
         free = torch.randperm(num_blocks, generator=rng).tolist()
         width = max(-(-n // block_size) for n in lens)
@@ -23,7 +33,7 @@ class World:
             for first in range(0, n, block_size):
                 block = free.pop()
                 self.tables[row, first // block_size] = block
-                piece = self.kv[row][:, first : first + block_size]
+                piece = kept[row][:, first : first + block_size]
                 self.cache[block, 1, :, : piece.shape[1]] = piece
 
     def attend(self, kernels, chunks, **options):
@@ -66,6 +76,20 @@ def test_matches_exact_attention(kernels, rng, dim, heads, kv_heads, dtype):
     world = World(rng, [1, 37, 130], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
     for row, got in enumerate(world.attend(kernels, [(0, 0, 1), (1, 0, 37), (2, 0, 130)])):
         near(got, world.exact(row))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 80, 128, 256])
+def test_a_rounded_cache_is_what_its_integers_say(kernels, rng, dim, dtype):
+    """And no other row, chunk or later token moves a bit."""
+    world = World(rng, [1, 37, 200], heads=6, kv_heads=2, dim=dim, dtype=dtype, rounded=True)
+    whole = world.attend(kernels, [(0, 0, 1), (1, 0, 37), (2, 0, 200)], window=70, softcap=3.0)
+    for row, got in enumerate(whole):
+        near(got, world.exact(row, window=70, softcap=3.0))
+    plain = world.attend(kernels, [(2, 0, 200)])[0]
+    near(plain, world.exact(2))
+    for first, last in ((0, 1), (1, 63), (63, 130), (130, 200)):
+        assert torch.equal(world.attend(kernels, [(2, first, last)])[0], plain[first:last])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

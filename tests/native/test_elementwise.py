@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from penstock.engine.kv_cache import ROUNDED_EXTRA_BYTES, round_heads
 from penstock.engine.native.ops import LayerCache, Rope, rms_norm, rope_write, silu_mul
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -107,6 +108,9 @@ def test_rope_write(kernels, rng, dim, rotary, dtype, normed):
         )
         assert torch.equal(one[0], got[i])
     assert torch.equal(again, cache)
+    rounded = torch.zeros(3, 4, 2, 16, kv_heads, dim + ROUNDED_EXTRA_BYTES, dtype=torch.int8)
+    rope_write(kernels, qkv, rope, LayerCache(rounded, 2, dtype), positions, slots)
+    assert torch.equal(rounded, round_heads(cache))
 
 
 def test_refusals(kernels, rng):

@@ -20,8 +20,7 @@ from penstock.policy.limits.budget import (
     day_of,
 )
 from penstock.policy.limits.lease import Leases
-from penstock.policy.limits.lease_messages import LeaseReply
-from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.lease_table import LeaseReply, LeaseTable
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import SharedTerms
 from penstock.types import TenantId

@@ -6,12 +6,11 @@ import pytest
 
 from penstock.clock import NS_PER_S
 from penstock.errors import WorkerUnavailable
-from penstock.policy.answers import Start
+from penstock.policy.answers import Outcome, Start
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import DeploymentTerms, WorkerView
-from penstock.policy.record import Outcome
 from penstock.policy.requests.request import hedge_of
 from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.policy.limits.lease import Leases
-from penstock.policy.limits.lease_messages import LeaseAsk
-from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.lease_table import LeaseAsk, LeaseTable
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal, LimitReservation
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import SharedTerms

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from penstock.errors import InvalidRequest
-from penstock.protocol.media import check_media
+from penstock.protocol.needs import check_media
 from penstock.protocol.openai import ContentPart, Message
 
 

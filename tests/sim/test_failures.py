@@ -12,8 +12,8 @@ from penstock.clock import NS_PER_S
 from penstock.config.fleet import HealthConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
+from penstock.policy.answers import Outcome
 from penstock.policy.limits.rate_limit import RateTerms
-from penstock.policy.record import Outcome
 from penstock.policy.resilience.worker_state import BreakerState
 from penstock.sim.checks.checks import Checks
 from penstock.sim.world.faults import Chaos, Fault, FaultKind

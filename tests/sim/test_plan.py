@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.cli.commands.plan import check_plan
 from penstock.errors import ConfigError
 from penstock.planning.plan import Demand, Terms, cheapest, options, sizing_example
 from penstock.planning.roofline import ACCELERATORS, MODELS, accelerator
-from penstock.sim.scenarios.plan_check import check_plan
 
 DEVICES = [accelerator(name) for name in ("a100-80", "h100", "l40s")]
 

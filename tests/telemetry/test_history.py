@@ -14,9 +14,9 @@ from penstock.policy.admission.admit import Promises
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.counts import Book, Counts, Latency, Series, bounds_us, bucket_of
 from penstock.telemetry.history import COLUMNS_MAX, DAY_S, SERIES_MAX, SLO_S, History, Recorder
-from penstock.telemetry.history_files import HistoryFiles, HistoryKeeper
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.watch import HistoryFiles, HistoryKeeper
 
 M = Series("m", "default")
 

@@ -12,8 +12,8 @@ from penstock.clock import SystemClock, sleep
 from penstock.config.ledger import BudgetsConfig, LedgerConfig
 from penstock.config.tree import LogConfig
 from penstock.errors import LedgerError
+from penstock.policy.answers import UsageRecord
 from penstock.policy.limits.budget import DAY_NS, BudgetRefusal, Spent, TenantBudgets
-from penstock.policy.record import UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger import USER_CHARS_MAX, Ledger, LedgerTerms

@@ -10,10 +10,9 @@ from prometheus_programs import ROOT, SHIPPED, program
 
 from penstock.cli.main import main
 from penstock.config.tree import SloConfig
-from penstock.telemetry.alerting import runbook
+from penstock.telemetry.alerting import rules_file, runbook
 from penstock.telemetry.alerts import names, rules
 from penstock.telemetry.metrics import Metrics
-from penstock.telemetry.rules import rules_file
 
 
 def test_the_shipped_file_is_what_the_code_writes(capsys: pytest.CaptureFixture[str]) -> None:

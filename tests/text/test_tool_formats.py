@@ -192,6 +192,7 @@ def test_published_examples(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_split_gives_the_same_events(name: str, data: st.DataObject) -> None:
     text = data.draw(
@@ -420,14 +421,3 @@ def test_prose_about_a_mark_does_not_hide_a_call() -> None:
     events = read(parser_of("functools"), list(text))
     assert events[0] == Text("I use functools for that.")
     assert len(events) == 3
-
-
-@settings(max_examples=25)
-@given(
-    spaces=st.lists(st.sampled_from([0, 1, 255, 256, 257, 600]), min_size=3, max_size=3),
-    name=st.sampled_from(TOOL_FORMAT_NAMES),
-)
-def test_any_split_of_long_white_space_gives_the_same_events(spaces: list[int], name: str) -> None:
-    call = ANSWERS[name][0]
-    text = " " * spaces[0] + ("a" if spaces[1] else "") + " " * spaces[1] + call + "\n" * spaces[2]
-    assert read(parser_of(name), list(text)) == read(parser_of(name), [text])

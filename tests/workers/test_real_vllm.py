@@ -19,7 +19,7 @@ from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong
 from penstock.fleet.launchers.base import WorkerSpec
-from penstock.fleet.launchers.local import LocalLauncher
+from penstock.fleet.launchers.supervised import LocalLauncher
 from penstock.telemetry.metrics import Metrics
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, ModelName, RequestId, SamplingParams, WorkerId
@@ -33,6 +33,7 @@ class TestRealVllm(BackendConformance):
     loop_factory = staticmethod(uvloop.new_event_loop)
     ENDLESS = 1900
     MOVED_TEMPERATURE = 0.0
+    LOGPROB_ERROR = NEAR
     url: str
     model: Path
 
@@ -56,12 +57,15 @@ class TestRealVllm(BackendConformance):
     )
 
     def test_streams_do_not_mix(self) -> None:
-        """Greedy, and each from a prompt of its own: what is sampled may depend on the batch in vLLM."""
+        """Greedy, and each from a prompt of its own: what is sampled may depend on the batch in vLLM, and
+        with AVX-512 so does a choice between two tokens that are nearly as likely.
+        """
 
         async def check(backend: Backend, requests: Requests) -> None:
             alone = [await greedy(backend, (10 + i, 500)) for i in range(4)]
             many = await asyncio.gather(*(greedy(backend, (10 + i % 4, 500)) for i in range(16)))
-            assert all(found[0] == alone[i % 4][0] for i, found in enumerate(many))
+            for i, (found, tops) in enumerate(many):
+                assert_same_up_to_ties(self.model, alone[i % 4][0], found, tops)
 
         self.run(check)
 
@@ -146,16 +150,21 @@ class TestRealVllm(BackendConformance):
                     prompt = tuple(range(first, first + 20))
                     expected, _ = await greedy(ours, prompt)
                     found, tops = await greedy(backend, prompt)
-                    differs = next(
-                        (i for i, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1]),
-                        None,
-                    )
-                    if differs is not None:
-                        near = dict(tops[differs])
-                        text = Tokenizer.load(self.model).token_text(expected[differs])
-                        assert near.get(text, -100.0) > max(near.values()) - NEAR, (differs, near, text)
+                    assert_same_up_to_ties(self.model, expected, found, tops)
 
         self.run(check)
+
+
+def assert_same_up_to_ties(
+    model: Path, expected: list[int], found: list[int], tops: list[list[tuple[str, float]]]
+) -> None:
+    """Up to the first choice between tokens of which bfloat16 cannot tell the likelier one."""
+    pairs = enumerate(zip(expected, found, strict=True))
+    differs = next((i for i, (one, other) in pairs if one != other), None)
+    if differs is not None:
+        near = dict(tops[differs])
+        text = Tokenizer.load(model).token_text(expected[differs])
+        assert near.get(text, -100.0) > max(near.values()) - NEAR, (differs, near, text)
 
 
 async def greedy(

@@ -1,10 +1,8 @@
 """Our own engine as a backend: many streams over one connection to its worker process.
 
-Owns the connection (made again whenever it is lost) and which stream gets which output. It neither starts
-nor restarts the process: a launcher does (fleet/launchers), and says through `report` what the socket
-cannot tell.
-
-A worker's KV events at the gateway: which ones were heard, what to ask for next, and who wants to know.
+Owns the connection (made again whenever it is lost), which stream gets which output, and the subscription to
+the worker's KV events: which ones were heard, and what to ask for next. It neither starts nor restarts the
+process: a launcher does (fleet/launchers), and says through `report` what the socket cannot tell.
 """
 
 import asyncio

@@ -6,10 +6,11 @@ is.
     a connection refused or broken in mid-answer: not ready at once, and probed at once
 
 Which API it speaks is a `Dialect`'s business. A worker that serves another model than it should is not ready.
+`fetch` is one small GET, for probes and for other servers that are asked little.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -27,11 +28,10 @@ from penstock.backends.base import (
     nothing,
 )
 from penstock.backends.http.address import HttpBackendLimits
-from penstock.backends.http.client import HttpClient, NoConnection
+from penstock.backends.http.client import HttpClient, HttpExchange, NoConnection
 from penstock.backends.http.dialects.base import Dialect, ServerFacts
 from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
-from penstock.backends.http.fetch import ProbeFailed, fetch
-from penstock.backends.http.handler import Anomaly
+from penstock.backends.http.handler import Anomaly, HttpFailure
 from penstock.backends.http.stream import HttpStream, StreamContext
 from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import NS_PER_S, Clock, sleep
@@ -41,6 +41,55 @@ from penstock.telemetry.metrics import BackendMeters
 from penstock.text.detokenizer import PieceTokens
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId
+
+
+class ProbeFailed(Exception):
+    """The worker does not answer a probe as it should."""
+
+
+class _Whole:
+    """Collects one small answer."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self.exchange: HttpExchange | None = None
+        self._status, self._body, self._bytes_max = 0, bytearray(), bytes_max
+
+    def on_response(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self._status = status
+
+    def on_body(self, data: bytes) -> None:
+        self._body += data
+        if self.exchange is not None:
+            self.exchange.touch()
+        if len(self._body) > self._bytes_max and not self.done.done():
+            self.done.set_exception(ProbeFailed(f"an answer of more than {self._bytes_max} bytes"))
+
+    def on_end(self) -> None:
+        if not self.done.done():
+            self.done.set_result((self._status, bytes(self._body)))
+
+    def on_failure(self, failure: HttpFailure) -> None:
+        if not self.done.done():
+            self.done.set_exception(ProbeFailed(failure.message))
+
+
+async def fetch(client: HttpClient, path: str, bytes_max: int) -> tuple[int, bytes]:
+    """GET a small answer: its status and body.
+
+    Raises:
+        ProbeFailed: there is none, or it is over `bytes_max`.
+    """
+    handler = _Whole(bytes_max)
+    try:
+        handler.exchange = client.start("GET", path, handler)
+    except NoConnection as error:
+        raise ProbeFailed(str(error)) from None
+    try:
+        return await handler.done
+    finally:
+        handler.exchange.abort()
+
 
 NOTES_MAX = 20
 """Lines kept in `BackendStatus.notes`; older ones go first."""

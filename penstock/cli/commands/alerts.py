@@ -15,9 +15,8 @@ from penstock.cli.console import printable
 from penstock.cli.flags import Commands, Help
 from penstock.config.load import load_config
 from penstock.config.tree import Config
-from penstock.telemetry.alerting import Alert, AlertsReport, SloRow
+from penstock.telemetry.alerting import Alert, AlertsReport, SloRow, rules_file
 from penstock.telemetry.alerts import rules
-from penstock.telemetry.rules import rules_file
 
 DESCRIPTION = """\
 Show which alerts fire and why, and how fast every error budget burns. docs/runbook.md says what to do.

@@ -1,7 +1,7 @@
 """`penstock bench`: put load on an OpenAI endpoint and report latency and throughput.
 
-`penstock bench --fit`: measures the steps of our own engine, and says how well a law tells the time of
-steps it never saw.
+With `--fit` it measures the steps of our own engine instead, and says how well a law tells the time of steps
+that it never saw.
 """
 
 import argparse

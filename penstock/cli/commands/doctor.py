@@ -1,6 +1,6 @@
 """`penstock doctor`: what works on this machine, what does not, and what to do about it.
 
-The checks of `penstock doctor`. Each looks at one thing and says what it found; none raises.
+Each check looks at one thing and says what it found; none raises.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 """`penstock serve`: from flags to a running server, and back down again.
 
-What `penstock serve` does first: it begins its workers, and only then imports the gateway.
-
-The effective configuration of `serve`: flag, else environment, else file, else default.
+The effective configuration is made first: flag, else environment, else file, else default. Then the workers
+begin, and only then the gateway is imported, so that models load meanwhile.
 """
 
 import argparse
@@ -121,6 +120,7 @@ def _models(args: argparse.Namespace, models: tuple[ModelConfig, ...]) -> tuple[
     given = _given(
         dtype=args.dtype,
         quantization=args.quantization,
+        kv_dtype=args.kv_dtype,
         load_format=args.load_format,
         max_model_len=args.max_model_len,
         kv_memory_bytes=args.kv_memory,
@@ -235,11 +235,11 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     )
     door.add_argument("--no-auth", action="store_true", help="let everybody in (loopback addresses only)")
     door.add_argument("--take-over", action="store_true", help="once ready, replace the serve on this port")
-    _add_engine_flags(parser)
+    _add_engine(parser)
     parser.set_defaults(run=run)
 
 
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--name", help="what clients call the model (default: last part of MODEL)")
     engine.add_argument(
@@ -255,6 +255,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         choices=("none", "int8", "int4"),
         help="round the weights while loading, for speed and memory (default: none)",
+    )
+    engine.add_argument(
+        "--kv-dtype",
+        choices=("auto", "int8"),
+        help="int8: round the KV cache, for nearly twice the tokens in its memory (default: auto)",
     )
     engine.add_argument(
         "--load-format",

@@ -1,6 +1,5 @@
-"""`penstock simulate`: the product on virtual time, by scenario.
-
-Tables of `penstock simulate` and `penstock plan` for a terminal.
+"""`penstock simulate`: play scenarios on virtual time, with the product's own policies, and show the figures
+as tables, JSON or a page.
 """
 
 import argparse

@@ -1,6 +1,5 @@
-"""`penstock usage`: what was used and what it cost, from the ledger.
-
-Totals of usage as a table for people, or as CSV, JSON or Parquet for machines.
+"""`penstock usage`: what was used and what it cost, from the ledger: totals as a table for people, or as CSV,
+JSON or Parquet for machines.
 """
 
 import argparse

@@ -1,7 +1,5 @@
 """From the configuration to what a gateway needs of each model: tokenizer, template, and where its workers
-will be.
-
-Workers at addresses, when a server starts: they have a moment to be there, and who is not is named.
+will be. Workers at given addresses have a moment to be there when a server starts; one that is not is named.
 """
 
 import asyncio

@@ -28,7 +28,7 @@ from penstock.errors import OperatorError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
 from penstock.gateway.api.recent import RecentRequests
 from penstock.gateway.identity.tenancy import Tenancy
-from penstock.gateway.shared.local_store import LeaseServer
+from penstock.gateway.shared.keeper import LeaseServer
 from penstock.protocol.peers import (
     EXIT_CANNOT_SERVE,
     Ask,

@@ -73,7 +73,7 @@ class DecodeAttention:
         # The queries of a group are the rows of one product, if it may have so many; else each has its own.
         self._group = shape.group if shape.group <= shape.tiles.sizes[-1] else 1
         self._parts = shape.num_heads // self._group
-        tile_bytes = 2 * TILE_BLOCKS * cache.pages.shape[1] * cache.pages.element_size()
+        tile_bytes = 2 * TILE_TOKENS * cache.num_kv_heads * cache.head_dim * cache.dtype.itemsize
         self.tiles_max = max(scratch_bytes_max // tile_bytes, 1)
         """A row with more tiles than this goes the way of the chunks."""
         self._groups: dict[int, list[_Group]] = {}
@@ -160,7 +160,7 @@ class DecodeAttention:
         shape, n, parts = self._shape, group.num_tiles, self._parts
         assert self._scratch is not None
         kv, queries, raw, scores, weights, partial = self._scratch.views(n)
-        torch.index_select(self._cache.pages, 0, group.pages[layer], out=kv.view(2 * n * TILE_BLOCKS, -1))
+        self._cache.gather(group.pages[layer], kv, self._scratch.staging)
         spread = q if group.tiles_of_row is None else q.index_select(0, group.row_of_tile)
         queries[:, :, : self._group].copy_(spread.view(n, parts, self._group, -1).transpose(0, 1))
         heads = [part * shape.num_kv_heads // parts for part in range(parts)]
@@ -206,13 +206,14 @@ class _Scratch:
         """`product`: how many products there are for a tile, and their rows."""
         self.num_tiles = num_tiles
         (parts, rows), dim = product, shape.head_dim
-        self._kv = cache.pages.new_empty(num_tiles * 2 * TILE_TOKENS * shape.num_kv_heads * dim)
+        self._kv = cache.scratch(num_tiles * 2 * TILE_TOKENS * shape.num_kv_heads * dim)
+        self.staging = cache.staging(num_tiles * 2 * TILE_TOKENS)
         # Rows beyond the group are padding and stay zero.
-        self._queries = cache.pages.new_zeros(num_tiles * parts * rows * dim)
-        self._raw = cache.pages.new_empty(num_tiles * parts * rows * TILE_TOKENS)
+        self._queries = cache.scratch(num_tiles * parts * rows * dim).zero_()
+        self._raw = cache.scratch(num_tiles * parts * rows * TILE_TOKENS)
         self._scores = torch.empty(num_tiles * parts * rows * TILE_TOKENS, device=cache.pages.device)
         self._weights = torch.empty_like(self._scores)
-        self._partial = cache.pages.new_empty(num_tiles * parts * rows * dim)
+        self._partial = cache.scratch(num_tiles * parts * rows * dim)
         self._heads, self._parts, self._rows, self._dim = shape.num_kv_heads, parts, rows, dim
         self._views: dict[int, tuple[Tensor, ...]] = {}
 
@@ -220,6 +221,8 @@ class _Scratch:
         """Write to every page."""
         for each in (self._kv, self._queries, self._raw, self._scores, self._weights, self._partial):
             each.zero_()
+        if self.staging is not None:
+            self.staging.zero_()
 
     def views(self, n: int) -> tuple[Tensor, ...]:
         """(kv, queries, raw scores, scores, weights, partial outputs) for `n` tiles, all contiguous."""
@@ -284,13 +287,14 @@ class ChunkAttention:
         self._chunks: list[_Chunk] = []
         layers = torch.arange(cache.num_layers).view(-1, 1, 1)
         self._page_steps = layers * 2 + torch.arange(2).view(1, -1, 1)
-        self._kv = cache.pages.new_empty(2, TILE_TOKENS, shape.num_kv_heads, shape.head_dim)
+        self._kv = cache.scratch(2, TILE_TOKENS, shape.num_kv_heads, shape.head_dim)
+        self._staging = cache.staging(2 * TILE_TOKENS)
         rows, at_once = max_tokens * shape.group, shape.tiles.sizes[-1]
         heads = shape.num_kv_heads
         # Padding of the last product: whatever lies there.
-        self._queries = cache.pages.new_zeros(heads, rows + at_once, shape.head_dim)
-        self._raw = cache.pages.new_zeros(heads * at_once * TILE_TOKENS)
-        self._product = cache.pages.new_empty(heads * at_once * shape.head_dim)
+        self._queries = cache.scratch(heads, rows + at_once, shape.head_dim).zero_()
+        self._raw = cache.scratch(heads * at_once * TILE_TOKENS).zero_()
+        self._product = cache.scratch(heads * at_once * shape.head_dim)
         self._scores = torch.empty(heads * rows * TILE_TOKENS, device=cache.pages.device)
         self._weights = torch.empty_like(self._scores)
         self._merged, self._partial = torch.empty(2, heads * rows * shape.head_dim, device=cache.pages.device)
@@ -347,9 +351,7 @@ class ChunkAttention:
         shape, heads = self._shape, self._shape.num_kv_heads
         first, last = seeing
         rows = (last - first) * shape.group
-        torch.index_select(
-            self._cache.pages, 0, chunk.pages[tile, layer], out=self._kv.view(2 * TILE_BLOCKS, -1)
-        )
+        self._cache.gather(chunk.pages[tile, layer], self._kv, self._staging)
         keys, values = self._kv[0].permute(1, 2, 0), self._kv[1].transpose(0, 1)
         scores = self._scores[: heads * rows * TILE_TOKENS].view(heads, rows, TILE_TOKENS)
         weights = self._weights[: heads * rows * TILE_TOKENS].view_as(scores)
@@ -415,7 +417,7 @@ class CpuAttention:
         self._chunk = ChunkAttention(cache, shape, windows, max_tokens=max_tokens)
         self._rotary = QKRotary(rotary, max_tokens, cache.tensor.device)
         self._num_qk = rotary.num_heads + rotary.num_kv_heads
-        self._kv = cache.slots.new_empty(2 * max_tokens, cache.num_kv_heads, cache.head_dim)
+        self._kv = cache.scratch(2 * max_tokens, cache.num_kv_heads, cache.head_dim)
         self._slots = torch.empty(0)
         self._single_index = torch.empty(0)
         self._all_single = False
@@ -466,7 +468,7 @@ class CpuAttention:
         kv = self._kv[: 2 * num_tokens]
         self._rotary(layer, qkv[:, : self._num_qk], q, kv[:num_tokens])
         kv[num_tokens:].copy_(qkv[:, self._num_qk :])
-        self._cache.slots.index_copy_(0, self._slots[layer], kv.flatten(1))
+        self._cache.store(self._slots[layer], kv)
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         """See `Attention`."""

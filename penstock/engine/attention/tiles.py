@@ -1,6 +1,5 @@
-"""The arithmetic on one KV tile, shared by decode and chunks so that both give the same bits.
-
-Positions to places: where in the cache a step's tokens are stored.
+"""The arithmetic on one KV tile, shared by decode and chunks so that both give the same bits, and where in
+the cache a step's tokens are stored.
 """
 
 from collections.abc import Callable
@@ -47,7 +46,7 @@ class TileShape:
     def of(cls, cache: KVCache, num_heads: int, spec: AttentionSpec) -> Self:
         """For the heads of `cache` and `num_heads` query heads."""
         scale = cache.head_dim**-0.5 if spec.scale is None else spec.scale
-        tiles = query_tiles(cache.num_kv_heads, cache.head_dim, cache.pages.dtype, torch.get_num_threads())
+        tiles = query_tiles(cache.num_kv_heads, cache.head_dim, cache.dtype, torch.get_num_threads())
         return cls(num_heads, cache.num_kv_heads, cache.head_dim, tiles, scale, spec.softcap)
 
     @property

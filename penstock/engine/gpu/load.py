@@ -98,6 +98,10 @@ def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> De
         ConfigError: a setting that is impossible on this device or with this model.
     """
     config, device = target.config, target.platform.device
+    if config.kv_dtype != "auto":
+        raise ConfigError(
+            f"engine.kv_dtype is {config.kv_dtype}, but a GPU keeps its cache in the type of the model"
+        )
     if config.quantization != "none":
         raise ConfigError(
             f"engine.quantization is {config.quantization}, but a GPU computes with whole weights only"

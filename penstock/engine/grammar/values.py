@@ -20,7 +20,7 @@ Marks = Callable[[str], str]
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _GEMMA_KEY = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 _GEMMA_ENDS = ("<escape>", "<end_function_call>")
-_ANY: dict[str, Any] = {"type": ["string", "number", "boolean", "null"]}
+_ALL_KINDS = ("string", "number", "boolean", "null", "array", "object")
 _NUMERIC = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _KNOWN = {
     "string": frozenset({"minLength", "maxLength"}),
@@ -126,6 +126,8 @@ class Values:
     def __init__(self, spelling: Spelling, root: dict[str, Any], rules: Rules) -> None:
         self._spelling, self._root, self._rules = spelling, root, rules
         self._refs: dict[str, str] = {}
+        self._any = ""
+        """The rule of any value, once it is there."""
 
     def arguments(self) -> str:
         """What stands between the brackets of the call."""
@@ -182,8 +184,8 @@ class Values:
         return int(schema.get("minLength", 0)), schema.get("maxLength")
 
     def _value(self, schema: object) -> str:
-        if schema is True or schema == {}:
-            schema = _ANY
+        if schema is True:
+            schema = {}
         if not isinstance(schema, dict):
             _refuse("a schema that allows nothing")
         node = cast(dict[str, Any], schema)
@@ -200,10 +202,22 @@ class Values:
             _check({name: each for name, each in node.items() if name != "anyOf"}, "null")
             return "(" + " | ".join(map(self._value, cast(list[Any], branches))) + ")"
         said = node.get("type")
-        kinds = cast(list[str], said) if isinstance(said, list) else [said or _implied(node)]
+        if not said and node.keys() <= SILENT:
+            return self._anything()
+        kinds = cast(list[str], said) if isinstance(said, list) else [said] if said else _implied(node)
         known = frozenset[str]().union(*(_KNOWN.get(kind, ()) for kind in kinds))
         for name in node.keys() - known - SILENT:
             _refuse_keyword(name)
+        return self._of_kinds(kinds, node)
+
+    def _anything(self) -> str:
+        """Where nothing is said of a value, it is any one of JSON. Its rule refers to itself."""
+        if not self._any:
+            self._any = self._rules.new_name()
+            self._rules.rule(self._of_kinds(_ALL_KINDS, {}), self._any)
+        return self._any
+
+    def _of_kinds(self, kinds: Sequence[str], node: dict[str, Any]) -> str:
         return "(" + " | ".join(self._typed(kind, node) for kind in kinds) + ")"
 
     def _typed(self, kind: str, node: dict[str, Any]) -> str:
@@ -314,10 +328,11 @@ def _argument(name: str) -> str | None:
     return f"{name}=" if _IDENTIFIER.fullmatch(name) and not iskeyword(name) else None
 
 
-def _implied(node: dict[str, Any]) -> str:
+def _implied(node: dict[str, Any]) -> Sequence[str]:
+    """Of a value without a type. A keyword holds for values of its own type; others are free."""
     if "properties" in node:
-        return "object"
-    return "array" if "items" in node else _refuse("a value without a type")
+        return ("object",)
+    return ("array",) if "items" in node else _ALL_KINDS
 
 
 def _properties(node: dict[str, Any]) -> tuple[dict[str, Any], Sequence[str]]:

@@ -188,7 +188,7 @@ class NativeDecoder:
         self._kept: list[
             Tensor | PackedWeight | Array[Layer] | Array[PsMlp]
         ] = []  # What the structs point into.
-        embedding = dense(weights.take_parts("embedding")[0], cache.tensor.dtype)
+        embedding = dense(weights.take_parts("embedding")[0], cache.dtype)
         packer = _Packer(kernels, precision, spec.activation, embedding.dtype)
         angles = self._angles(spec, limits.max_model_len)
         layers = (Layer * spec.num_layers)(
@@ -205,7 +205,8 @@ class NativeDecoder:
         kernels.advise_huge(cache.tensor.data_ptr(), cache.tensor.nbytes)
         self._struct = PsDecoder(
             layers=layers, embedding=None if reads_head else self._keep(embedding.clone()), head=head.struct,
-            final_norm=self._norm(spec, weights, "final_norm"), cache=LayerCache(cache.tensor, 0).struct,
+            final_norm=self._norm(spec, weights, "final_norm"),
+            cache=LayerCache(cache.tensor, 0, cache.dtype).struct,
             layer_stride=cache.tensor.stride(1), num_layers=spec.num_layers, hidden=spec.hidden_size,
             intermediate=spec.intermediate_size, num_blocks=cache.tensor.shape[0],
             num_positions=limits.max_model_len, num_q_heads=spec.num_heads, eps=spec.norm_eps,

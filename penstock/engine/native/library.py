@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 10
+ABI_VERSION = 11
 _OUT_OF_BOUNDS = -2
 
 
@@ -88,6 +88,7 @@ class KvCache(Structure):
     _fields_ = [
         ("base", c_void_p), ("block_stride", c_int64), ("kv_stride", c_int64),
         ("block_size", c_int32), ("num_kv_heads", c_int32), ("head_dim", c_int32), ("type", c_int32),
+        ("rounded", c_int32), ("reserved", c_int32),
     ]  # fmt: skip
 
 

@@ -18,6 +18,9 @@ SHRINKS = tuple(1.0 - 0.02 * i for i in range(20))
 coarse grid for all others."""
 ALPHAS = tuple(0.05 * i for i in range(20))
 """AWQ's exponents of the mean magnitude of an input."""
+CLIPS = tuple(1.0 - 0.05 * i for i in range(11))
+"""AWQ's parts of a group's range that are kept; what lies beyond takes the nearest value within."""
+CLIP_VALUES_AT_ONCE = 1 << 22
 LEVELS = 15
 FP8_MAX = 448.0
 _TINY = 1e-10
@@ -94,15 +97,49 @@ def _symmetric_scale(part: Tensor, importance: Tensor) -> Tensor:
     return best
 
 
-def nearest(weight: Tensor, group: int) -> Rounded:
-    """Four bits with zero points, rounded to nearest: what AWQ does with weights that were scaled before."""
+def nearest(weight: Tensor, group: int, kept: Tensor | None = None) -> Rounded:
+    """Four bits with zero points, rounded to nearest: what AWQ does with weights that were scaled before.
+
+    Args:
+        weight: [n, k].
+        group: inputs that share a scale.
+        kept: [n, groups], the part of each group's range that is kept; all of it if None.
+    """
     n, k = weight.shape
     blocks = weight.reshape(n, k // group, group)
     low, high = blocks.amin(2).clamp_max(0), blocks.amax(2).clamp_min(0)
+    if kept is not None:
+        low, high = low * kept, high * kept
     scale = _half(((high - low) / LEVELS).clamp_min(_TINY))
     zeros = (-low / scale).round().clamp(0, LEVELS)
     values = ((blocks / scale[:, :, None]).round() + zeros[:, :, None]).clamp(0, LEVELS)
     return Rounded(values.reshape(n, k).to(torch.uint8), scale, zeros.to(torch.uint8))
+
+
+def awq_clips(weight: Tensor, gram: Tensor, group: int) -> Tensor:
+    """The part [n, groups] of each group's range whose loss loses least of the outputs: few far values cost
+    all others their digits. The second half of AWQ's search; groups are taken one by one, as the paper does.
+
+    Args:
+        weight: [n, k], its inputs scaled already.
+        gram: [k, k] of the scaled inputs.
+        group: inputs that share a scale.
+    """
+    n, k = weight.shape
+    count = k // group
+    within = torch.stack([gram[at : at + group, at : at + group] for at in range(0, k, group)])
+    best = torch.ones(n, count)
+    step = max(1, CLIP_VALUES_AT_ONCE // k)
+    for first in range(0, n, step):
+        part = weight[first : first + step]
+        least = torch.full((len(part), count), torch.inf)
+        for ratio in CLIPS:
+            error = part - nearest(part, group, torch.full((len(part), count), ratio)).dense()
+            by_group = error.view(len(part), count, group).transpose(0, 1)
+            lost = ((by_group @ within) * by_group).sum(2).t()
+            better = lost < least
+            best[first : first + step][better], least = ratio, torch.minimum(lost, least)
+    return best
 
 
 def awq_scales(weight: Tensor, gram: Tensor, magnitude: Tensor, group: int) -> Tensor:

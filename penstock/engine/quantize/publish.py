@@ -28,6 +28,7 @@ from penstock.engine.loader import INDEX_FILE, load_weights
 from penstock.engine.quantize.calibrate import Calibration, Inputs
 from penstock.engine.quantize.methods import (
     Rounded,
+    awq_clips,
     awq_scales,
     float8,
     gptq,
@@ -189,6 +190,7 @@ class Quantizer:
         # Older readers refuse files that do not say which library wrote them.
         whole = {key: value.contiguous() for key, value in stored.items()}
         save_file(whole, self._output / name, metadata={"format": "pt"})
+        (self._output / name).chmod(0o644)  # The library makes it its owner's alone.
         self._state.parts.append(name)
         self._state.errors |= errors
         self._write_state()
@@ -220,7 +222,7 @@ class Quantizer:
         if self._target == "gptq-int4":
             rounded = gptq(weight, inputs.gram, self._group)
             return _gptq_tensors(base, rounded, self._group), rounded.dense()
-        rounded = nearest(weight, self._group)
+        rounded = nearest(weight, self._group, awq_clips(weight, inputs.gram, self._group))
         return _awq_tensors(base, rounded), rounded.dense()
 
     @property

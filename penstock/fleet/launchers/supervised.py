@@ -1,21 +1,17 @@
-"""One worker that is kept running, wherever its process is.
+"""Workers that are kept running: each with a supervisor, wherever its process is, and the launcher that
+starts them as child processes here. `SupervisingLauncher` is what it has in common with Ray's (ray.py).
 
     spawn ─> loading ─> ready ─> exit ─┬─ asked to stop, or draining ──> gone
       ^                                ├─ cannot serve ──> down
       └──── back-off ──── restart <────┴─ crashed, killed, hung, lost ──> down once the restarts are used up
 
 While it never was ready, `wait_ready` raises at the first failure: its caller knows whether the model has
-other workers, and stops this one if not.
-
-When to restart is in `RestartBudget`; how a process is started and ended is the launcher's.
-
-What every launcher whose workers are supervised from here has in common: which there are, who hears them,
-how they end.
-
-When a worker counts as hung, and when it may start again. Pure: facts and a clock in, a decision out.
+other workers, and stops this one if not. `RestartBudget` says when to restart. How a process is started and
+ended is process.py's.
 """
 
 import asyncio
+import tempfile
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -24,8 +20,15 @@ from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import CheckpointError, ConfigError, OperatorError, PenstockError, WorkerUnavailable
 from penstock.fleet.launchers.base import ProgressCallback, WorkerSpec, WorkerStopped
-from penstock.fleet.launchers.process import EXIT_CANNOT_SERVE, WorkerLogs
-from penstock.protocol.address import Address
+from penstock.fleet.launchers.process import (
+    EXIT_CANNOT_SERVE,
+    ReservedPort,
+    TakeSpare,
+    WorkerLogs,
+    WorkerProcess,
+    no_spare,
+)
+from penstock.protocol.address import Address, UnixAddress, WorkerLaunch, link_key_of
 from penstock.types import WorkerId
 
 RESTART_WINDOW_NS = 600 * NS_PER_S
@@ -342,3 +345,73 @@ class SupervisingLauncher:
     def _hearer_of(self, worker_id: WorkerId) -> Callable[[str], None]:
         """Takes the lines that a worker prints."""
         return self._logs.of(worker_id, self._clock)
+
+
+class LocalLauncher(SupervisingLauncher):
+    """Starts workers as child processes of this one. `close` it, and nothing of them is left but their logs.
+
+    Each listens on a socket in a directory that only this user may enter; or, where other machines shall
+    reach it, on a port of `host` that is kept for it. A worker cannot outlive this process: the kernel kills
+    it with the thread that started it, and the end of its standard input tells it too.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        hash_key: bytes,
+        *,
+        environment: dict[str, str] | None = None,
+        logs: WorkerLogs = WorkerLogs(),  # noqa: B008 - it is frozen.
+        host: str = "",
+        spare: TakeSpare = no_spare,
+    ) -> None:
+        """With a `host` workers listen on TCP ports of that address instead of on Unix sockets.
+
+        `spare` may have processes that were begun before.
+        """
+        super().__init__(clock, hash_key, environment, logs)
+        self._host, self._spare = host, spare
+        self.link_key = link_key_of(hash_key) if host else b""
+        self._directory = tempfile.TemporaryDirectory(prefix="penstock-")  # Mode 0700.
+        self._num_started = 0
+
+    async def open(self) -> None:
+        """See `Launcher`: this machine is there."""
+
+    async def start(self, spec: WorkerSpec, backend: EngineBackend) -> SupervisedWorker:
+        """Start a worker process and return at once; see `SupervisedWorker.wait_ready`.
+
+        Raises:
+            WorkerUnavailable: there is no port for it.
+        """
+        assert spec.worker_id not in self._workers, f"{spec.worker_id} runs already"
+        port = self._port()
+        address = port.address if port is not None else self._socket()
+        launch = WorkerLaunch(
+            model_path=spec.model_path,
+            model_name=spec.model_name,
+            address=str(address),
+            shares_port=bool(self._host),
+            hash_key=self._hash_key,
+            key=self.link_key,
+            engine=spec.engine,
+            runner=spec.runner,
+        )
+        hear = self._hearer_of(spec.worker_id)
+        process = WorkerProcess(spec.worker_id, launch, address, self._environment, hear, port, self._spare)
+        return self._supervise(spec, backend, process)
+
+    async def close(self, *, timeout_s: float) -> None:
+        """Stop every worker, all at the same time, and remove their sockets."""
+        await super().close(timeout_s=timeout_s)
+        self._directory.cleanup()
+
+    def _socket(self) -> UnixAddress:
+        self._num_started += 1
+        return UnixAddress(f"{self._directory.name}/{self._num_started}.sock")
+
+    def _port(self) -> ReservedPort | None:
+        try:
+            return ReservedPort(self._host) if self._host else None
+        except OSError as error:
+            raise WorkerUnavailable(f"there is no port for it on {self._host!r}: {error}") from error

@@ -25,13 +25,13 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from penstock.backends.http.address import HttpAddress, HttpLimits
+from penstock.backends.http.backend import ProbeFailed, fetch
 from penstock.backends.http.client import HttpClient, HttpExchange, NoConnection
-from penstock.backends.http.fetch import ProbeFailed, fetch
 from penstock.backends.http.handler import HttpFailure
 from penstock.clock import Clock, sleep
 from penstock.config.fleet import KubernetesConfig
 from penstock.errors import ConfigError
-from penstock.fleet.sources.found import TIMEOUT_S, DiscoveredAddress, DiscoveredWorkers
+from penstock.fleet.members import TIMEOUT_S, DiscoveredAddress, DiscoveredWorkers
 from penstock.telemetry.log import Log
 
 

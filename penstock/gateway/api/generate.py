@@ -6,7 +6,6 @@ gateway/relay/: reply.py, relay.py, collect.py).
 """
 
 import math
-import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -21,27 +20,28 @@ from penstock.gateway.api.job import (
     COMPLETION_ID,
     Hints,
     Job,
+    answer_parser,
     body_bytes,
     facts_of,
+    forwards,
     read_hints,
     requests_of,
+    shaped,
+    template_extra,
     uses_tools,
 )
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (
-    begins_reasoning,
     chat_max_tokens,
     chat_prompt,
     check_sampling,
     completion_max_tokens,
     completion_prompt,
-    schemas_of,
     truncated,
 )
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.models.shape import forwards, holds_calls, shaped, template_extra
 from penstock.gateway.relay.chat import ChatSink, PassedSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import (
@@ -57,9 +57,9 @@ from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.requests.request import Request
 from penstock.policy.tenant import Tenant
-from penstock.protocol.media import check_media
 from penstock.protocol.needs import (
     NO_CONSTRAINT,
+    check_media,
     common_needs,
     constraint_of,
     rare_needs,
@@ -71,9 +71,6 @@ from penstock.protocol.parameters import Need, RareCompletionRequest
 from penstock.protocol.stream import ChatChunks, CompletionChunks, StreamHead
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
-from penstock.text.reasoning import AnswerParser, ThoughtCount
-from penstock.text.tool_tails import ForcedCalls
-from penstock.text.tools import FirstCallOnly, ToolParser
 
 _Begin = Callable[[Job], tuple[Reply, Sequence[Sink]]]
 """Makes the reply of a job, and with it takes its exchange."""
@@ -381,31 +378,6 @@ def _session_word(request: GenerationRequest) -> object:
     """
     key = request.prompt_cache_key if isinstance(request, ChatRequest) else None
     return key or request.user
-
-
-def answer_parser(job: Job) -> AnswerParser:
-    """Of one choice's text."""
-    model, request = job.model, job.request
-    assert isinstance(request, ChatRequest)
-    tools: ToolParser | None = None
-    if job.constraint.forced_tool is not None:
-        tools = ForcedCalls(job.constraint.forced_tool)
-    elif uses_tools(request):
-        schemas, syntax = schemas_of(request), model.tool_format
-        held = re.compile(syntax.call_mark(schemas)) if holds_calls(request) else None
-        tools = syntax.parser(schemas, held)
-        if request.parallel_tool_calls is False:
-            tools = FirstCallOnly(tools)
-    if (marks := model.reasoning) is None:
-        return AnswerParser(tools)
-    has_begun = begins_reasoning(model, job.prompts[0])
-    return AnswerParser(
-        tools,
-        marks,
-        has_begun=has_begun,
-        shows=getattr(request, "include_reasoning", None) is not False,
-        counts=ThoughtCount(marks, model.tokenizer.token_bytes, has_begun=has_begun),
-    )
 
 
 def _annotated(reply: StreamReply, job: Job, sinks: Sequence[TextSink]) -> Sequence[Sink]:

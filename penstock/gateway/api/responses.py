@@ -16,8 +16,8 @@ import msgspec
 from penstock.backends.base import Sink
 from penstock.clock import NS_PER_S
 from penstock.errors import ClientError, InvalidRequest, NotFound, Overloaded, TooLarge, Unsupported
-from penstock.gateway.api.generate import Generate, Wording, answer_parser
-from penstock.gateway.api.job import RESPONSE_ID, Job
+from penstock.gateway.api.generate import Generate, Wording
+from penstock.gateway.api.job import RESPONSE_ID, Job, answer_parser
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller

@@ -20,13 +20,12 @@ from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.dispatch.worker_feed import WorkerFeed
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.relay.reply import FallBackTo, Reply, StreamSlots
-from penstock.policy.answers import Diverted, FallBack, Refused, Start
+from penstock.policy.answers import Diverted, FallBack, Outcome, Refused, Start, UsageRecord
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import PolicyStack
 from penstock.policy.limits.price import PriceList
-from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.requests.request import Request
 from penstock.telemetry.catalog import OutcomeLabel as Answer
 from penstock.telemetry.ledger import Ledger

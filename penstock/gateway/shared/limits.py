@@ -9,8 +9,7 @@ from collections.abc import Callable
 from penstock.clock import Clock
 from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.errors import LedgerError
-from penstock.gateway.shared.keeper import LeaseKeeper, LeaseStore
-from penstock.gateway.shared.local_store import LocalStore
+from penstock.gateway.shared.keeper import LeaseKeeper, LeaseStore, LocalStore
 from penstock.gateway.shared.redis_store import RedisStore
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.lease import Leases

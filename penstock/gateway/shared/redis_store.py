@@ -20,7 +20,7 @@ from typing import Any, cast
 from penstock.config.flow import SharedConfig
 from penstock.errors import ConfigError
 from penstock.gateway.shared.keeper import StoreError
-from penstock.policy.limits.lease_messages import Ask, BudgetAsk, LeaseAsk, LeaseGrant, LeaseReply
+from penstock.policy.limits.lease_table import Ask, BudgetAsk, LeaseAsk, LeaseGrant, LeaseReply
 from penstock.policy.terms import shared_terms
 
 SCRIPT = """

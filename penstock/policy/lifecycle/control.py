@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Evicted, PenstockError, WorkerUnavailable
-from penstock.policy.answers import Abort, Diverted, Queued, Refused, Requeued, Start, Stop
+from penstock.policy.answers import Abort, Diverted, Outcome, Queued, Refused, Requeued, Start, Stop
 from penstock.policy.contracts import Pass, RouteLoad
 from penstock.policy.extras.attempt_clock import AttemptClock
 from penstock.policy.extras.hedging import MARK, Hedging
@@ -30,7 +30,6 @@ from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.record import Outcome
 from penstock.policy.requests.extra import Extra
 from penstock.policy.requests.request import (
     Action,

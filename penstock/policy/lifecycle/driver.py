@@ -15,11 +15,20 @@ come back here before it returns.
 from typing import Protocol
 
 from penstock.errors import EngineFault, PenstockError, StreamBroken
-from penstock.policy.answers import Abort, Diverted, FallBack, GiveUp, Queued, Refused, Requeued, Start
+from penstock.policy.answers import (
+    Abort,
+    Diverted,
+    FallBack,
+    GiveUp,
+    Outcome,
+    Queued,
+    Refused,
+    Requeued,
+    Start,
+)
 from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.machine_costs import Meters
-from penstock.policy.record import Outcome
 from penstock.policy.requests.request import Evict, Request, Settled
 from penstock.types import FinishReason, RequestId, WorkerId
 

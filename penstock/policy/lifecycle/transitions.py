@@ -8,14 +8,13 @@ from typing import cast
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.policy.answers import Abort, Refused, Start
+from penstock.policy.answers import Abort, Outcome, Refused, Start
 from penstock.policy.contracts import MoneyHold, Refusal, TokenHold
 from penstock.policy.flow import Event, RequestFacts, State, Step
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.record import Outcome
 from penstock.policy.requests.extra import Extra
 from penstock.policy.requests.request import Holds, Request, Settled, blocks_of, charge, charge_matched, count
 from penstock.types import RequestId, Usage

@@ -17,7 +17,7 @@ twice. What a gateway holds that is counted no more is free again; what it had s
 from typing import Protocol
 
 from penstock.policy.limits.lease import Leases
-from penstock.policy.limits.lease_messages import BudgetAsk, LeaseGrant
+from penstock.policy.limits.lease_table import BudgetAsk, LeaseGrant
 
 _AHEAD = 2
 """Slices of each running answer, and lease times of spending, that are held ahead."""

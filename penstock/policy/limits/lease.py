@@ -25,7 +25,7 @@ from collections.abc import Callable
 from penstock.clock import NS_PER_S
 from penstock.config.flow import SharedConfig
 from penstock.policy.limits.bucket import UNIT, Line, ceil_div
-from penstock.policy.limits.lease_messages import Ask, LeaseAsk, Leased, LeaseGrant, LeaseReply
+from penstock.policy.limits.lease_table import Ask, LeaseAsk, Leased, LeaseGrant, LeaseReply
 from penstock.policy.terms import ASKS_MAX, shared_terms
 from penstock.types import TenantId
 

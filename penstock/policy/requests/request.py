@@ -12,13 +12,12 @@ from typing import Any
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.policy.answers import Abort, FallBack, GiveUp, Start
+from penstock.policy.answers import Abort, FallBack, GiveUp, Outcome, Start, UsageRecord
 from penstock.policy.contracts import MoneyHold, Pass, TokenHold
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.queueing.band import Work, cost
 from penstock.policy.queueing.capacity import WorkerCapacity
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.terms import QueueTerms
 from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
 

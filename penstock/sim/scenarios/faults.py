@@ -1,10 +1,6 @@
-"""Scenarios of failures: a worker crashes or slows down, a rollout goes bad, a region is lost, a request is
-poison.
-
-A scenario of workers that are slow for a moment, and of requests that are not made to wait for them.
-
-Scenarios in which the fleet changes: cold starts, restarts, spot capacity, everybody coming back at
-once.
+"""Scenarios in which workers fail, slow down, come and go: crashes, gray failures, bad rollouts, a lost
+region, poison requests, slow moments that hedges avoid, cold starts, restarts, spot capacity, and all clients
+back at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +10,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.config.routing import ModelRoute, RoutingConfig
-from penstock.policy.record import Outcome
+from penstock.policy.answers import Outcome
 from penstock.sim.report.figures import Objective, Spread
 from penstock.sim.scenarios.scenario import (
     ANSWER,

@@ -4,11 +4,9 @@ A scenario is a function from `Knobs` to `Setup`; its docstring is the question.
 what was found and whether that passes. Where the answer is a comparison (with the spike, without it) the
 scenario names the setup that runs beside it on the same seed.
 
-A simulated fleet as an operator describes it: through the parsing and the checks of `penstock serve`, to
-the names and engines that come out.
-
-A model's directory is called by the shape that is simulated, and served under the pool's name, so nothing in
-a simulation works because the two are the same.
+Its fleet is described as an operator describes one: `described` takes it through the parsing and the checks
+of `penstock serve`, to the names and engines that come out. A model's directory is called by the shape that
+is simulated, and served under the pool's name, so nothing in a simulation works because the two are the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +23,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, ModelConfig, Scheduling
 from penstock.errors import ConfigError
 from penstock.planning.roofline import Placed, Roofline, accelerator, model_shape, unknown
-from penstock.policy.record import Outcome
+from penstock.policy.answers import Outcome
 from penstock.sim.report.figures import Figures, Objective, Spread
 from penstock.sim.scenarios.setup import Knobs, Played, Setup, play, promised
 from penstock.sim.traffic.request import RequestRecord

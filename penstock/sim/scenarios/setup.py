@@ -1,12 +1,9 @@
-"""What a simulation is made of but its seed, and playing it: a world, its traffic, what was promised, and
-prices.
+"""All of a simulation but its seed (`Setup`: a world, its traffic, its promises and prices), and playing it.
 
-Which requests of a run were answered as promised: what goodput counts, by what the workers really take and
-not by what gateways learned.
-
-promise   by band and tier (policy/admission/admit.py), never less than `idle_factor` times what an idle
-          worker takes for the request:
-its uncached prompt in steps of its own, and one row's step per further token
+`Judge` says which requests of a run were answered as promised, which is what goodput counts. A promise is
+made by band and tier (policy/admission/admit.py), and is never less than `idle_factor` times the time of an
+idle worker for the request: its uncached prompt in steps of its own, and one row's step for each further
+token. That time comes from what the workers really take, not from what gateways learned.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +19,7 @@ from penstock.config.tree import Config, Scheduling
 from penstock.errors import ConfigError
 from penstock.planning.step_time import StepShape, StepTime
 from penstock.policy.admission.admit import IDLE_FACTOR, Promise, Promises
-from penstock.policy.record import Outcome
+from penstock.policy.answers import Outcome
 from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.sim.report.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of
 from penstock.sim.traffic.request import RequestRecord, SimRequest

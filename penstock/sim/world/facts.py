@@ -1,10 +1,8 @@
-"""What a simulated gateway is told of its world, and what it asks of it.
+"""Interfaces and records that a simulated gateway and its world share.
 
-A worker as the fleet of a simulation knows it.
-
-What a simulated gateway keeps with each accepted request.
-
-What a world lets others see while it runs.
+The network that it sends to (`Network`), what is the same for all gateways (`Facts`), the workers that the
+fleet knows (`Member`) and how fast they are (`SpeedWatch`), the note that is kept with each accepted request
+(`Ticket`), and who listens while a world runs (`RunRecorder`, `Watcher`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.config.tree import Config
+from penstock.policy.answers import UsageRecord
 from penstock.policy.queueing.capacity import Placement
-from penstock.policy.record import UsageRecord
 from penstock.policy.requests.request import Request
+from penstock.policy.resilience.anomalies import Anomalies, Change
 from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked
-from penstock.sim.world.messages import KVEventChannel, Submission, WorkerMessage
+from penstock.sim.world.messages import KVEventChannel, Submission, WorkerLoadReport, WorkerMessage
 from penstock.sim.world.run import PoolSpec
 from penstock.sim.world.worker import SimWorker, SimWorkerSpec
 from penstock.types import RequestId, TenantId, Usage, WorkerId
@@ -169,3 +168,36 @@ class Watcher(Protocol):
     def happened(self, num_events: int) -> None:
         """An event is over; so many were until now."""
         ...
+
+
+Report = tuple[str, SimWorker, WorkerLoadReport | None, bool]
+"""Model, worker, what it said last, and whether it is ready."""
+
+
+class SpeedWatch:
+    """One for a gateway."""
+
+    def __init__(self, anomalies: Anomalies) -> None:
+        self._anomalies = anomalies
+        self._reports: dict[WorkerId, Report] = {}
+        self.standings: list[tuple[int, Change]] = []
+        """What became of workers that were slow, and when."""
+
+    def weight(self, now_ns: int, report: Report, again: Callable[[Report], None]) -> float:
+        """What of a worker is used. One without work reports nothing, so what changes for others is carried
+        out at any report: by what they said last, `again`.
+        """
+        route, worker, load, ready = self._reports[report[1].id] = report
+        self._anomalies.worker(now_ns, route, worker.id, ready=ready, kind=worker.spec.kind)
+        if load is not None:
+            self._anomalies.stepped(worker.id, load.timed)
+        for change in self._anomalies.tick(now_ns):
+            self.standings.append((now_ns, change))
+            if change.worker != worker.id and (last := self._reports.get(change.worker)) is not None:
+                again(last)
+        return self._anomalies.weight(worker.id)
+
+    def gone(self, worker_id: WorkerId) -> None:
+        """It is no more."""
+        self._anomalies.gone(worker_id)
+        self._reports.pop(worker_id, None)

@@ -1,9 +1,8 @@
-"""Failures as data, drawn from a seed: which, when, how long, where. `Chaos` carries them out.
+"""Failures as data, drawn from a seed: which, when, how long, where; and `Chaos`, which carries them out.
+Each kind has a beginning, and an end unless it is to stay.
 
 Swarm testing (Groce et al., ISSTA 2012): every run draws first which kinds may happen in it at all. Runs with
 few kinds find what is hidden when everything fails at once.
-
-What faults do to a world: each kind has a beginning, and an end unless it is to stay.
 """
 
 import enum

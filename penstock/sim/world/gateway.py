@@ -17,7 +17,7 @@ from penstock.clock import NS_PER_S
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.kv.events import Numbered
 from penstock.policy.admission.gate import ModelFacts
-from penstock.policy.answers import Diverted, FallBack, Refused, Start
+from penstock.policy.answers import Diverted, FallBack, Outcome, Refused, Start, UsageRecord
 from penstock.policy.extras.hedging import HedgeOutcome
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.driver import Driver
@@ -26,13 +26,12 @@ from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_counters import FairCounters
-from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.requests.request import Request
 from penstock.sim.traffic.prompts import LazyTokens
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches
 from penstock.sim.world.events import LocalClock, Rank, Timeline
-from penstock.sim.world.facts import Facts, Network, RunRecorder, Ticket, ticket_of
+from penstock.sim.world.facts import Facts, Network, RunRecorder, SpeedWatch, Ticket, ticket_of
 from penstock.sim.world.messages import (
     Began,
     Failed,
@@ -43,7 +42,6 @@ from penstock.sim.world.messages import (
     WorkerLoadReport,
     WorkerMessage,
 )
-from penstock.sim.world.speeds import SpeedWatch
 from penstock.sim.world.store import SharedStore, SimFairExchange, SimLeaseKeeper
 from penstock.sim.world.worker import SimWorker
 from penstock.types import FinishReason, RequestId, Usage, WorkerId

@@ -1,6 +1,5 @@
-"""What gateways and workers of a simulation say to each other.
-
-What one worker says of its KV cache on the way to the gateways, and how what is lost there comes again.
+"""Messages between gateways and workers of a simulation, and the channel on which a worker tells what its KV
+cache holds: some of it is lost on the way and comes again.
 
 `WorldSpec.kv_kept` says which channel:
 

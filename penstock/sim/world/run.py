@@ -9,8 +9,8 @@ from hashlib import blake2b
 from penstock.clock import NS_PER_MS
 from penstock.config.engine_settings import promised
 from penstock.config.tree import Config
+from penstock.policy.answers import Outcome, UsageRecord
 from penstock.policy.queueing.capacity import Placement
-from penstock.policy.record import Outcome, UsageRecord
 from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.request import RequestRecord
 from penstock.sim.world.worker import SimWorkerSpec

@@ -8,8 +8,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import SharedConfig
 from penstock.config.tree import Config
 from penstock.policy.limits.lease import Leases
-from penstock.policy.limits.lease_messages import LeaseReply
-from penstock.policy.limits.lease_table import LeaseTable
+from penstock.policy.limits.lease_table import LeaseReply, LeaseTable
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.fair_counters import SHARE_S, FairCounters, ServedUnits
 from penstock.sim.world.events import Rank, Timeline

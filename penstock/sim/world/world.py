@@ -15,9 +15,9 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
 from penstock.gc_tuning import rare_gc
 from penstock.kv.events import KVEvent, Numbered
+from penstock.policy.answers import UsageRecord
 from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.limits.rate_limit import RateTerms
-from penstock.policy.record import UsageRecord
 from penstock.sim.traffic.prompts import Streams
 from penstock.sim.traffic.request import RequestRecord, SimRequest, unreachable
 from penstock.sim.traffic.workload import Comebacks

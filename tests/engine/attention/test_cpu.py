@@ -35,13 +35,15 @@ class Model:
     dim: int
     dtype: torch.dtype
 
+    rounded: bool = False
+
     def cache(self) -> KVCache:
         spec = DecoderSpec(
             architecture="", vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=2,
             num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.dim, max_position=1024,
             norm_eps=1e-6, rope=RopeSpec(),
         )  # fmt: skip
-        return KVCache(spec, NUM_BLOCKS, self.dtype, torch.device("cpu"))
+        return KVCache(spec, NUM_BLOCKS, self.dtype, torch.device("cpu"), rounded=self.rounded)
 
     def rotary(self) -> RotaryWeights:
         table = RotaryTable(RopeSpec(), self.dim, 1024, torch.device("cpu"))
@@ -112,6 +114,11 @@ def test_chunks_and_company_change_no_bit(shape: tuple[int, int, int], spec: str
     check_company(shape, spec, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_and_company_change_no_bit_of_a_rounded_cache(dtype: torch.dtype) -> None:
+    check_company((4, 2, 16), "window over tiles", dtype, chunks=(3, 100), rounded=True)
+
+
 @pytest.mark.parametrize("shape", [(6, 2, 16), (8, 1, 64)])
 def test_threads_that_share_the_rows_change_no_bit(shape: tuple[int, int, int]) -> None:
     before = torch.get_num_threads()
@@ -144,8 +151,9 @@ def check_company(
     spec: str,
     dtype: torch.dtype,
     chunks: tuple[int, ...] = (1, 3, 16, 33, 100, 300),
+    rounded: bool = False,
 ) -> None:
-    model = Model(*shape, dtype)
+    model = Model(*shape, dtype, rounded)
     length = 330
     (blocks, qkv), (others, other_qkv) = sequences(model, [length, 300])
     whole = run(

@@ -20,6 +20,7 @@ from penstock.engine.grammar.compiler import CompiledGrammar, compile_grammar
 from penstock.errors import InvalidRequest
 from penstock.protocol.grammar import Grammar
 from penstock.text.tool_formats import TOOL_FORMAT_NAMES, tool_format
+from penstock.text.tool_types import kind_of
 from penstock.text.tools import ParsedToolCall, Text, WholeEvent, joined
 
 WEATHER = {
@@ -232,6 +233,30 @@ def test_a_schema_may_refer_to_itself(name: str) -> None:
         calls = [each for each in read(name, text, tools=tools) if isinstance(each, ParsedToolCall)]
         for call in calls if is_whole else ():
             jsonschema.validate(json.loads(call.arguments_json), tools["weather"])
+
+
+ANY_PLACES = {
+    "any": {"description": "of any type"},
+    "text": {"title": "Text, if it is one", "minLength": 3, "default": None},
+    "list": {"type": "array", "items": {"title": "of any type"}},
+    "open": {"type": "object"},
+}
+
+
+@pytest.mark.parametrize("name", ["pythonic", "tool_code", "gemma", "hermes"])
+def test_a_value_without_a_type_is_any_value_of_json(name: str) -> None:
+    schema = {"type": "object", "properties": ANY_PLACES, "required": list(ANY_PLACES)}
+    tools = {"weather": schema | {"additionalProperties": False}}
+    grammar, kinds = compiled(name, several=False, tools=json.dumps(tools)), set[str]()
+    for seed in range(10):
+        text, is_whole = written(grammar, BEGINS[name], seed, most=400)
+        for call in read(name, text, tools=tools) if is_whole else ():
+            if isinstance(call, ParsedToolCall):
+                told = json.loads(call.arguments_json)
+                jsonschema.validate(told, tools["weather"])
+                kinds |= {kind_of(each) for each in (told["any"], *told["list"], *told["open"].values())}
+    assert kinds & {"array", "object"}, "not the plain ones alone"
+    assert len(kinds) > 2
 
 
 def test_names_that_a_syntax_has_no_word_for_are_refused() -> None:

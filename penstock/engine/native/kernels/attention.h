@@ -51,6 +51,7 @@ struct Tile {  // 64 tokens of one head
   Tile(const Span<T> &span, int64_t first) : first(first) {
     for (int64_t g = 0; g < kKvTile / 16; g++) at[g] = span.sixteen(first + g * 16);
   }
+  explicit Tile(int64_t first) : at{}, first(first) {}  // of nothing
 };
 
 // A head's part of sixteen tokens lies in pieces too far apart for the hardware to see a stream, and so regularly that
@@ -245,15 +246,18 @@ struct VectorDots {
 
 // One lane's scores to weights: scale, cap, mask, then powers of two under the new maximum (scores and maxima count in
 // powers of two, so that no factor is left inside the exponential). Returns that maximum.
-template <class T>
+//
+// Keys and values of a rounded cache are integers: what each token's are multiplied by goes to its scores and weights.
+template <class T, bool Rounded>
 static inline float weigh(const PsAttention *job, int64_t position, int64_t first, int64_t groups, const float *scores,
-                          float old_max, T *weights, float *total) {
+                          float old_max, T *weights, float *total, const float *scales) {
   F16 s[kKvTile / 16], top = set1(old_max), sum = zero();
   int64_t seen_from = job->window > 0 ? position - job->window + 1 : 0;
   bool whole = first + kKvTile - 1 <= position && first >= seen_from;
   float factor = job->softcap > 0 ? kLog2E : job->scale * kLog2E;
   for (int64_t i = 0; i < groups; i++) {
     s[i] = load(scores + i * 16);
+    if (Rounded) s[i] = s[i] * load(scales + i * 16);
     if (job->softcap > 0) s[i] = soft_cap(s[i] * set1(job->scale), job->softcap);
     s[i] = s[i] * set1(factor);
     if (!whole) s[i] = keep_lanes(s[i], seen_from - first - i * 16, position + 1 - first - i * 16);
@@ -263,7 +267,7 @@ static inline float weigh(const PsAttention *job, int64_t position, int64_t firs
   for (int64_t i = 0; i < groups; i++) {
     F16 p = vexp2(s[i] - set1(new_max));
     sum = sum + p;
-    store_from_float(weights + i * 16, p);
+    store_from_float(weights + i * 16, Rounded ? p * load(scales + kKvTile + i * 16) : p);
   }
   *total = sum_lanes(sum);
   return new_max;
@@ -272,6 +276,8 @@ static inline float weigh(const PsAttention *job, int64_t position, int64_t firs
 template <class T>
 struct Lanes {  // running softmax state and scratch of a piece
   T *keys, *values, *queries, *weights;
+  T *widened;     // of a rounded cache: keys, then values [64][dim]
+  float *scales;  // and what they are multiplied by, [2][64]
   float *sums, *scores, *tile, *maxima, *totals;
 
   Lanes(void *scratch, Shape shape) {
@@ -290,12 +296,54 @@ struct Lanes {  // running softmax state and scratch of a piece
     tile = (float *)take(kLanesAtOnce * shape.padded * 4);
     maxima = (float *)take(kAttentionLanes * 4);
     totals = (float *)take(kAttentionLanes * 4);
+    widened = (T *)take(2 * kKvTile * shape.padded * (int64_t)sizeof(T));
+    scales = (float *)take(2 * kKvTile * 4);
   }
 };
 
+// A tile as the products want it.
+template <class T>
+static inline void pack_tile(const Span<T> &span, const Tile<T> &tile, const Tile<T> &next, int64_t groups, Shape shape,
+                             const Lanes<T> &lanes) {
+  pack_keys(span, tile, next, groups, shape, lanes.keys);
+  pack_values(span, tile, next, groups, shape, lanes.values);
+}
+
+// Sixteen tokens of a rounded cache as T, which holds such integers exactly, and their scales; zeros past the context.
+template <class T>
+static inline void widen_sixteen(const int8_t *at, int64_t row_stride, int64_t dim, int64_t left, T *to, float *scales) {
+  for (int64_t i = 0; i < 16; i++, at += row_stride, to += dim) {
+    scales[i] = 0;
+    if (i < left) memcpy(scales + i, at + dim, 4);
+    for (int64_t d = 0; d < dim; d += 16) store_from_float(to + d, load_i8(at + d));
+  }
+}
+
+template <class T>
+static inline void pack_tile(const Span<int8_t> &span, const Tile<int8_t> &tile, const Tile<int8_t> &next,
+                             int64_t groups, Shape shape, const Lanes<T> &lanes) {
+  int64_t dim = shape.dim, offset = span.job->cache.kv_stride;
+  PsAttention job = {};
+  job.cache.kv_stride = kKvTile * dim;
+  Span<T> wide = {&job, nullptr, nullptr, span.context, dim, 0};
+  Tile<T> packed(tile.first);
+  memset(lanes.scales, 0, 2 * kKvTile * 4);
+  for (int64_t g = 0; g < groups; g++) {
+    fetch_sixteen(span, next.at[g], dim + 4);
+    fetch_sixteen(span, next.at[g] ? next.at[g] + offset : nullptr, dim + 4);
+    if (!tile.at[g]) continue;
+    T *to = lanes.widened + g * 16 * dim;
+    int64_t left = span.context - tile.first - g * 16;
+    widen_sixteen(tile.at[g], span.row_stride, dim, left, to, lanes.scales + g * 16);
+    widen_sixteen(tile.at[g] + offset, span.row_stride, dim, left, to + kKvTile * dim, lanes.scales + kKvTile + g * 16);
+    packed.at[g] = to;
+  }
+  pack_tile(wide, packed, Tile<T>(0), groups, shape, lanes);
+}
+
 // `count` lanes from `lane0` against one packed tile, phase by phase, so that products of one sixteen overlap with the
 // arithmetic of another.
-template <class T, class Dots>
+template <class T, class Dots, bool Rounded>
 static void attend_tile(const AttentionPiece *piece, const Lanes<T> &lanes, Shape shape, int64_t lane0, int64_t count,
                         int64_t first, int64_t groups, int64_t position0, int64_t group) {
   alignas(64) float fade[kLanesAtOnce] = {}, added[kLanesAtOnce];
@@ -307,8 +355,8 @@ static void attend_tile(const AttentionPiece *piece, const Lanes<T> &lanes, Shap
   for (int64_t i = 0; i < count; i++) {
     int64_t position = position0 + (uint32_t)(piece->lane_first + lane0 + i) / (uint32_t)group;
     float before = maxima[i];
-    maxima[i] = weigh(piece->job, position, first, groups, lanes.scores + i * kKvTile, before,
-                      lanes.weights + i * kKvTile, added + i);
+    maxima[i] = weigh<T, Rounded>(piece->job, position, first, groups, lanes.scores + i * kKvTile, before,
+                                  lanes.weights + i * kKvTile, added + i, lanes.scales);
     fade[i] = before - maxima[i];
   }
   for (int64_t i = 0; i < count; i += 16) {
@@ -323,16 +371,19 @@ static void attend_tile(const AttentionPiece *piece, const Lanes<T> &lanes, Shap
   }
 }
 
-template <class T, class Dots>
+// T: of queries and products. S: of the cache, T or int8_t.
+template <class T, class Dots, class S>
 static void attend(const AttentionPiece *piece) {
+  constexpr bool kRounded = sizeof(S) == 1;
   const PsAttention *job = piece->job;
   const PsKvCache *cache = &job->cache;
   int64_t group = job->num_q_heads / cache->num_kv_heads, dim = cache->head_dim, count = piece->lane_count;
   Shape shape = {dim, (dim + 31) / 32 * 32};
   int64_t token0 = job->query_starts[piece->row], chunk = job->query_starts[piece->row + 1] - token0,
           context = job->context_lens[piece->row];
-  Span<T> span = {job,     (const T *)cache->base,    job->block_tables + piece->row * job->ld_tables,
-                  context, cache->num_kv_heads * dim, piece->kv_head * dim};
+  int64_t stride = kRounded ? dim + 4 : dim;  // from head to head
+  Span<S> span = {job,     (const S *)cache->base,       job->block_tables + piece->row * job->ld_tables,
+                  context, cache->num_kv_heads * stride, piece->kv_head * stride};
   Lanes<T> lanes(piece->scratch, shape);
 
   int64_t padded_count = (count + 15) / 16 * 16;  // Spare lanes of a tile are zeros.
@@ -350,22 +401,21 @@ static void attend(const AttentionPiece *piece) {
   int64_t lowest = position0 + piece->lane_first / group, highest = position0 + (piece->lane_first + count - 1) / group;
   int64_t from = job->window > 0 && lowest >= job->window ? lowest - job->window + 1 : 0;
   int64_t first = from / kKvTile * kKvTile;
-  Span<T> other = span;  // the head that comes next, if there is one: its first tile follows our last
-  other.head_offset += dim;
-  Tile<T> tile(span, first);
-  if (!piece->fetched) fetch_first(span, tile, dim);
+  Span<S> other = span;  // the head that comes next, if there is one: its first tile follows our last
+  other.head_offset += stride;
+  Tile<S> tile(span, first);
+  if (!piece->fetched) fetch_first(span, tile, stride);
   Dots::begin();
   for (; first <= highest; first = tile.first) {
     bool last = first + kKvTile > highest;
     if (last && !piece->another) other.context = 0;
-    Tile<T> next(last ? other : span, last ? from / kKvTile * kKvTile : first + kKvTile);
+    Tile<S> next(last ? other : span, last ? from / kKvTile * kKvTile : first + kKvTile);
     int64_t groups = Dots::kWholeTiles || context - first >= kKvTile ? kKvTile / 16 : (context - first + 15) / 16;
-    pack_keys(span, tile, next, groups, shape, lanes.keys);
-    pack_values(span, tile, next, groups, shape, lanes.values);
+    pack_tile(span, tile, next, groups, shape, lanes);
     // Lanes are in order of position: those from some sixteen on see this tile.
     int64_t seeing = (first - position0) * group - piece->lane_first, skipped = seeing > 0 ? seeing / 16 * 16 : 0;
     for (int64_t lane = skipped; lane < count; lane += kLanesAtOnce)
-      attend_tile<T, Dots>(piece, lanes, shape, lane, count - lane < kLanesAtOnce ? count - lane : kLanesAtOnce, first,
+      attend_tile<T, Dots, kRounded>(piece, lanes, shape, lane, count - lane < kLanesAtOnce ? count - lane : kLanesAtOnce, first,
                            groups, position0, group);
     if (last) break;
     tile = next;
@@ -379,11 +429,15 @@ static void attend(const AttentionPiece *piece) {
   }
 }
 
-static void vector_attention(const AttentionPiece *piece) {
-  if (piece->job->cache.type == PS_BF16)
-    attend<bf16, VectorDots<bf16>>(piece);
+template <class Bf16Dots>
+static void attend_any(const AttentionPiece *piece) {
+  const PsKvCache *cache = &piece->job->cache;
+  if (cache->type == PS_BF16)
+    cache->rounded ? attend<bf16, Bf16Dots, int8_t>(piece) : attend<bf16, Bf16Dots, bf16>(piece);
   else
-    attend<float, VectorDots<float>>(piece);
+    cache->rounded ? attend<float, VectorDots<float>, int8_t>(piece) : attend<float, VectorDots<float>, float>(piece);
 }
+
+static void vector_attention(const AttentionPiece *piece) { attend_any<VectorDots<bf16>>(piece); }
 
 }  // namespace

@@ -104,6 +104,35 @@ static inline void rope_head(const PsRopeWrite *job, const T *x, const float *no
   for (int64_t i = 0; i < dim; i += 16) store_tail(y + i, load_tail(turned + i, dim - i), dim - i);
 }
 
+// A head of a rounded cache: the largest value becomes 127 or -127, and the step between two of them stands behind.
+template <class T>
+static inline void store_rounded(const T *x, int64_t dim, int8_t *to) {
+  F16 top = zero();
+  for (int64_t i = 0; i < dim; i += 16) {
+    F16 v = load_as_float(x + i);
+    top = vmax(top, vmax(v, zero() - v));
+  }
+  float largest = max_lanes(top), step = largest / 127.0f;
+  F16 inverse = set1(largest > 1e-30f ? 127.0f / largest : 0.0f);
+  for (int64_t i = 0; i < dim; i += 16) store_i8(to + i, load_as_float(x + i) * inverse);
+  memcpy(to + dim, &step, 4);
+}
+
+// What one token adds to a rounded cache.
+template <class T>
+static inline void write_rounded(const PsRopeWrite *job, const T *key, int64_t position, int64_t slot) {
+  const PsKvCache *cache = &job->cache;
+  int64_t dim = cache->head_dim, kv_heads = cache->num_kv_heads, stride = dim + 4;
+  int8_t *where = (int8_t *)cache->base + slot / cache->block_size * cache->block_stride +
+                  slot % cache->block_size * kv_heads * stride;
+  T turned[256];
+  for (int64_t h = 0; h < kv_heads; h++) {
+    rope_head(job, key + h * dim, job->k_norm, position, turned);
+    store_rounded(turned, dim, where + h * stride);
+    store_rounded(key + (kv_heads + h) * dim, dim, where + cache->kv_stride + h * stride);
+  }
+}
+
 template <class T>
 static void rope_write_rows(const PsRopeWrite *job, int64_t first, int64_t last) {
   const PsKvCache *cache = &job->cache;
@@ -115,6 +144,10 @@ static void rope_write_rows(const PsRopeWrite *job, int64_t first, int64_t last)
     for (int64_t h = 0; h < heads; h++) rope_head(job, x + h * dim, job->q_norm, position, q + h * dim);
     if (slot < 0) continue;
     const T *key = x + heads * dim, *value = key + kv_heads * dim;
+    if (cache->rounded) {
+      write_rounded(job, key, position, slot);
+      continue;
+    }
     T *where =
         (T *)cache->base + slot / cache->block_size * cache->block_stride + slot % cache->block_size * kv_heads * dim;
     for (int64_t h = 0; h < kv_heads; h++) rope_head(job, key + h * dim, job->k_norm, position, where + h * dim);

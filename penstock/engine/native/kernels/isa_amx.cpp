@@ -280,10 +280,7 @@ struct TileDots {
 };
 
 static void amx_attention(const AttentionPiece *piece) {
-  if (piece->job->cache.type == PS_BF16)
-    attend<bf16, TileDots>(piece);
-  else
-    attend<float, VectorDots<float>>(piece);
+  attend_any<TileDots>(piece);
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 10
+#define PS_ABI_VERSION 11
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -72,10 +72,14 @@ struct PsSiluMul {
 
 // One layer of the paged KV cache: element (block, k or v, slot, head, dim) lies at
 // base + block * block_stride + kv * kv_stride + slot * num_kv_heads * head_dim + head * head_dim + dim.
+// A rounded cache holds a head of a token as head_dim bytes and the float that they are to be multiplied by; its
+// elements are bytes, and head_dim + 4 of them stand where head_dim does above.
 struct PsKvCache {
   void *base;
   int64_t block_stride, kv_stride;
-  int32_t block_size, num_kv_heads, head_dim, type;
+  int32_t block_size, num_kv_heads, head_dim;
+  int32_t type;  // of queries and outputs, and of what is stored unless that is rounded
+  int32_t rounded, reserved;
 };
 
 struct PsRopeWrite {

@@ -141,7 +141,7 @@ struct Run {
     index = at;
     const PsLayer *l = d->layers + index;
     PsKvCache cache = d->cache;
-    cache.base = (char *)cache.base + index * d->layer_stride * sizes.element;
+    cache.base = (char *)cache.base + index * d->layer_stride * (cache.rounded ? 1 : sizes.element);
     PsRopeWrite rope = {buffers.wide,      buffers.q,     l->q_norm, l->k_norm, l->cos,    l->sin,
                         buffers.positions, buffers.slots, cache,     step->t,   sizes.qkv, sizes.q,
                         d->num_q_heads,    l->rotary_dim, d->eps,    0};

@@ -73,8 +73,9 @@ constexpr int64_t kKvTile = 64;           // tokens to a softmax step; part of t
 inline int64_t attention_scratch_bytes(int64_t head_dim) {
   int64_t padded = (head_dim + 31) / 32 * 32;
   int64_t keys = kKvTile * padded * 4, values = keys, queries = kAttentionLanes * padded * 4;
+  int64_t widened = 2 * keys + 2 * kKvTile * 4;
   int64_t sums = queries, tile = kLanesAtOnce * padded * 4, scores = kLanesAtOnce * kKvTile * 4, weights = scores;
-  return keys + values + queries + sums + scores + weights + tile + 2 * kAttentionLanes * 4 + 4096;
+  return keys + values + widened + queries + sums + scores + weights + tile + 2 * kAttentionLanes * 4 + 4096;
 }
 
 constexpr int32_t kSampleBins = 4096;  // of the histogram that finds where top-k and top-p cut

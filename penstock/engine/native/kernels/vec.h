@@ -54,6 +54,9 @@ static inline F16 load_bf16(const bf16 *p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16))};
 }
 static inline F16 load(const int32_t *p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
+static inline F16 load_i8(const int8_t *p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)))};
+}
 #ifdef __AVX512BF16__
 static inline __m256i to_bf16(F16 a) { return (__m256i)_mm512_cvtneps_pbh(a.v); }
 static inline void store_32(bf16 *p, F16 a, F16 b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v)); }
@@ -239,6 +242,10 @@ static inline void store_i8(int8_t *p, F16 x) {
 static inline F16 load(const int32_t *p) {
   return {_mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)p)),
           _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)(p + 8)))};
+}
+static inline F16 load_i8(const int8_t *p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8))))};
 }
 static inline void store_32(bf16 *p, F16 a, F16 b) {
   store_bf16(p, a);
