@@ -34,9 +34,10 @@ from peers.engines import (
 from peers.figures import Run, Verdict, judge
 from peers.goals import HOST_TIME_MS, goals, judge_host_time
 from peers.measure import OUTPUT_TOKENS, PROMPT_TOKENS, Bench, Plan
-from peers.servers import DidNotStart, Server, free_port, serving
+from peers.servers import DidNotStart, Server, serving
 from peers.shapes import SHAPES, make_model
 from peers.tables import CAPTION, footprint_table, goal_table, level_table, run_line
+from relay_process import free_port
 from rich.console import Console
 from scheduler_host_time import time_rows
 

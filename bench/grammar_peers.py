@@ -23,8 +23,9 @@ from typing import Any
 
 from grammar_cost import DEMO, KINDS
 from peers.engines import OUT, Variant, launch, missing, versions
-from peers.servers import free_port, serving
+from peers.servers import serving
 from provenance import add_json_option, write_result
+from relay_process import free_port
 
 VARIANTS = (Variant("ours", "bf16", 16), Variant("vllm", "bf16", 16))
 TOKENS = 24

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from provenance import add_json_option, write_result
+from relay_process import free_port
 
 from penstock.bench.load import percentile
 
@@ -111,13 +112,6 @@ class Served:
             probe.sendall(b"GET /ready HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
             return b" 200 " in probe.recv(64)
         return False
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def request(key: str, tokens: int, number: int) -> bytes:

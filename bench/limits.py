@@ -20,7 +20,7 @@ from penstock.clock import NS_PER_MS, NS_PER_US
 from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.ledger import BudgetsConfig
 from penstock.policy.estimates import OutputLengths
-from penstock.policy.limits.budget import BudgetRefusal, TenantBudgets
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.lease_table import LeaseTable
 from penstock.policy.limits.rate_limit import Limiter, LimitReservation
@@ -119,12 +119,11 @@ def budgets(kind: str) -> Work:
                 leases.look_for_idle(now_ns)
                 leases.granted(now_ns, table.lease(now_ns, "g", leases.asks(now_ns)))
                 kept_ns = now_ns
-            reservation = money.reserve(now_ns, tenant, 2000)
-            if isinstance(reservation, BudgetRefusal):
+            if money.reserve(now_ns, tenant, 2000) is not None:
                 num_refused += 1
                 continue
-            reservation.renew(now_ns, 3000)
-            reservation.settle(now_ns, 2500)
+            money.renew(now_ns, tenant.id, 2000, 3000)
+            money.settle(now_ns, tenant.id, 3000, 2500)
         taken_ns = time.process_time_ns() - start
         assert not num_refused, f"{num_refused} requests were refused"
         return taken_ns

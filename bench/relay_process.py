@@ -1,4 +1,4 @@
-"""A child process and what it uses, and the C programs of bench/relay."""
+"""A child process, a port for it and what it uses; and the C programs of bench/relay."""
 
 import os
 import shutil

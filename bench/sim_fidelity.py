@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 from modelled_runner import VOCAB_SIZE, Modelled, OnDevice
+from relay_process import free_port
 
 from penstock import rng
 from penstock.bench.client import ApiAddress, Client, ClientLimits
@@ -189,12 +189,6 @@ def real_stack(place: Path) -> Iterator[str]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def wait_ready(url: str, place: Path) -> None:

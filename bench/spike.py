@@ -31,6 +31,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 from modelled_runner import Linear, Modelled
+from relay_process import free_port
 
 from penstock import rng
 from penstock.bench.client import ApiAddress, Client, ClientLimits
@@ -157,13 +158,6 @@ class Stack:
             )
         self._children.append(child)
         return child
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 async def drive(stack: Stack, rates: list[float], seconds: float, *, seed: int, run: str) -> list[LoadRun]:

@@ -5,6 +5,7 @@
 
 from pathlib import Path
 
+from penstock.models.gguf_config import ARCHITECTURES
 from penstock.models.registry import FAMILIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -23,14 +24,32 @@ FORMS = {
 }
 """By the name that the tests give a form: how it is published, and what the CPU's kernels multiply with."""
 
+GGUF = {
+    "gguf-f32": ("GGUF F32, F16, BF16", "as it is"),
+    "gguf-q8_0": ("GGUF Q8_0", "bf16"),
+    "gguf-q4_0": ("GGUF Q4_0", "int4"),
+    "gguf-q4_k_m": ("GGUF Q4_K_M (Q4_K and Q6_K)", "int4 where a product is Q4_K as a whole, else bf16"),
+    "gguf-q6_k": ("GGUF Q6_K", "bf16"),
+}
+"""The same for GGUF, whose architectures have other names: tests/engine/test_gguf.py loads each."""
+
 
 def table() -> str:
     """Forms as rows, families as columns: each cell loads."""
     lines = ["| published as | computed on the CPU as |", "|---|---|"]
-    lines += [f"| {published} | {computed} |" for published, computed in FORMS.values()]
-    lines += ["", "Each of them for each of these architectures:", ""]
-    lines += [f"- `{name}`" for name in sorted(FAMILIES)]
+    lines += [f"| {published} | {computed} |" for published, computed in (FORMS | GGUF).values()]
+    lines += ["", "Each of them for each of these architectures; a GGUF file calls them otherwise:", ""]
+    lines += ["| architecture | `general.architecture` of GGUF |", "|---|---|"]
+    lines += [f"| `{name}` | `{gguf_name(name)}` |" for name in sorted(FAMILIES)]
     return "\n".join(lines) + "\n"
+
+
+def gguf_name(family: str) -> str:
+    """What llama.cpp calls it: those that differ from Llama in nothing that it computes have one name."""
+    if family == "MistralForCausalLM":
+        return "llama"
+    text = family.replace("ConditionalGeneration", "CausalLM").replace("Mistral3For", "MistralFor")
+    return {ours: theirs for theirs, ours in ARCHITECTURES.items()}.get(text, "llama")
 
 
 def page(text: str) -> str:

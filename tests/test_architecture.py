@@ -28,7 +28,7 @@ ALLOWED = {
     "schedule": "kv clock types errors config",
     "policy": "schedule kv clock types errors config",
     "protocol": "types errors config",
-    "text": "errors",
+    "text": "models errors",
     "telemetry": "policy protocol kv clock rng types errors config",
     "engine": "text planning schedule kv models protocol clock rng types errors config",
     "backends": "text telemetry protocol kv clock types errors config",

@@ -1,5 +1,5 @@
-"""Which directory a model argument means: a built-in demo model, a directory, or a hub id; and what
-lies there that holds no Hugging Face model.
+"""Which directory or GGUF file a model argument means: a built-in demo model, a path, or a hub id; and what
+lies there that holds no model.
 
 Looks at names, at `config.json` and at the first bytes of a file, never at weights. `models/loadable.py` says
 whether the engine reads the weights of one that passes.
@@ -21,22 +21,62 @@ GGUF_MAGIC = b"GGUF"
 JSON_BYTES_MAX = 16 * 1024 * 1024
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 BY_VLLM = "or let a vLLM worker serve it (`workers`, docs/backends.md)"
-GGUF_ADVICE = (
-    "GGUF, llama.cpp's format, which our engine does not read: give the directory with the *.safetensors "
-    "that it was made from; --quantization int8 or int4 rounds them while loading"
-)
+GGUF_SUFFIX = ".gguf"
+_SPLIT = re.compile(r"-(\d{5})-of-\d{5}$")
+_NAMES_SHOWN = 8
 
 
-def refuse_file(path: str) -> ConfigError:
-    """The error for a model's path that is a file."""
+def check_is_gguf(path: Path) -> None:
+    """Refuse a file that is not GGUF, the only kind of model that is one file.
+
+    Raises:
+        ConfigError: its first bytes are not those of a GGUF file.
+    """
     try:
-        with Path(path).open("rb") as file:
-            is_gguf = file.read(len(GGUF_MAGIC)) == GGUF_MAGIC or path.lower().endswith(".gguf")
-    except OSError:
-        is_gguf = False
-    if is_gguf:
-        return ConfigError(f"{path}: is {GGUF_ADVICE}")
-    return ConfigError(f"{path}: is a file; give the Hugging Face model directory")
+        with path.open("rb") as file:
+            begins = file.read(len(GGUF_MAGIC))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if begins != GGUF_MAGIC:
+        raise ConfigError(f"{path}: is a file, but not GGUF; give that or the Hugging Face model directory")
+
+
+def gguf_in(directory: Path) -> Path | None:
+    """The GGUF model of a directory without other weights; of one that was split, its first file.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    if has_any(directory, WEIGHTS):
+        return None
+    found = sorted(path.name for path in directory.glob("*") if path.name.lower().endswith(GGUF_SUFFIX))
+    firsts: list[str] = []
+    for name in found:
+        part = _SPLIT.search(name[: -len(GGUF_SUFFIX)])
+        # The part of a model that sees lies beside it, under this name.
+        if not name.lower().startswith("mmproj") and (part is None or int(part[1]) == 1):
+            firsts.append(name)
+    if len(firsts) > 1:
+        names = ", ".join(firsts[:_NAMES_SHOWN])
+        raise CheckpointError(f"{directory}: holds {len(firsts)} GGUF models: give one of them: {names}")
+    return directory / firsts[0] if firsts else None
+
+
+def path_of(path: Path) -> Path:
+    """The directory, or the GGUF file in it, that a path means; links to directories are followed.
+
+    Raises:
+        ConfigError: it is a file of another kind.
+        CheckpointError: it is a directory without a model.
+    """
+    if path.is_file():
+        check_is_gguf(path)
+        # In a hub's snapshot the file itself is a link to a name that says nothing.
+        return path.parent.resolve() / path.name
+    if (gguf := gguf_in(path)) is not None:
+        return path_of(gguf)
+    check_is_model(path)
+    return path.resolve()
 
 
 def check_is_model(directory: Path) -> None:
@@ -55,15 +95,15 @@ def check_is_model(directory: Path) -> None:
         )
     if (directory / "config.json").is_file():
         return
-    if gguf := first_match(directory, "*.gguf"):
-        raise CheckpointError(f"{directory}: {gguf} is {GGUF_ADVICE}")
     if (directory / "params.json").is_file() and first_match(directory, "consolidated*"):
         raise CheckpointError(
             f"{directory}: is in the layout of Meta's and Mistral's own tools (params.json); give the "
             f"directory of the same model "
             "in Hugging Face's (config.json, *.safetensors)"
         )
-    raise CheckpointError(f"{directory}: no config.json there, so not a Hugging Face model directory")
+    raise CheckpointError(
+        f"{directory}: no config.json and no {GGUF_SUFFIX} file there, so not a model directory"
+    )
 
 
 def has_any(directory: Path, names: Iterable[str]) -> bool:
@@ -93,7 +133,11 @@ def json_object(path: Path) -> dict[str, Any]:
 DEMO_MODELS = ("penstock-demo", "penstock-demo-mini")
 REPOSITORY = Path(__file__).parents[2]
 """The checkout; of an installed package, the directory of all packages."""
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,128})?")
+_HUB_ID = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(/(?P<file>[\w./+-]{1,200}\.gguf))?"
+    r"(@(?P<revision>[\w./-]{1,128}))?",
+    re.IGNORECASE,
+)
 _WANTED = ["*.json", "*.jinja", "*.safetensors"]
 
 
@@ -102,22 +146,25 @@ def served_name(model: ModelConfig) -> str:
     if model.name:
         return model.name
     path = model.path.split("@")[0] if _HUB_ID.fullmatch(model.path) else model.path
-    return Path(path).name or Path(path).resolve().name
+    name = Path(path).name or Path(path).resolve().name
+    if name.lower().endswith(GGUF_SUFFIX):
+        name = _SPLIT.sub("", name[: -len(GGUF_SUFFIX)]) or name
+    return name
 
 
 def resolve(path: str) -> Path:
-    """The directory that holds the model; fetches it from the hub if it is a hub id.
+    """The directory that holds the model, or its GGUF file; fetches it from the hub if it is a hub id.
 
     A demo model's name means the demo model even where a directory has that name; write `./name` for that.
 
     Raises:
         ConfigError: it is none of those, or the hub cannot give it.
-        CheckpointError: the directory is no Hugging Face model directory.
+        CheckpointError: the directory holds no model.
     """
     if path in DEMO_MODELS:
         return _demo(path)
     try:
-        found = _directory(path)
+        found = _here(path)
     except (OSError, RuntimeError) as error:  # No permission, a name too long, no such user after `~`.
         raise ConfigError(f"{path}: {error}") from error
     if found is not None:
@@ -127,14 +174,9 @@ def resolve(path: str) -> Path:
     return _from_hub(path)
 
 
-def _directory(path: str) -> Path | None:
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        check_is_model(directory)
-        return directory.resolve()
-    if directory.exists():
-        raise refuse_file(path)
-    return None
+def _here(path: str) -> Path | None:
+    place = Path(path).expanduser()
+    return path_of(place) if place.exists() else None
 
 
 def _demo(name: str) -> Path:
@@ -173,12 +215,25 @@ def _from_hub(hub_id: str) -> Path:
         raise ConfigError(
             f"{hub_id}: no such directory; to fetch models by hub id install `penstock[hub]`"
         ) from None
-    repo, _, revision = hub_id.partition("@")
+    named = _HUB_ID.fullmatch(hub_id)
+    assert named is not None
+    repo, file, revision = named["repo"], named["file"], named["revision"]
+    # Of a file that was split, all parts.
+    wanted = _WANTED if file is None else [re.sub(r"-00001-of-(\d{5}\.)", r"-*-of-\1", file)]
     try:
-        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=_WANTED))
+        directory = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"{hub_id}: no such directory, and the hub does not give it: {reason}") from error
+    if file is not None:
+        if not (directory / file).is_file():
+            raise ConfigError(f"{hub_id}: the hub's {repo} has no file {file}")
+        return path_of(directory / file)
+    if directory.is_dir() and not (directory / "config.json").is_file():
+        if (gguf := gguf_in(directory)) is not None:
+            return path_of(gguf)
+        raise ConfigError(f"{hub_id}: has no config.json; one of its GGUF files is {repo}/NAME{GGUF_SUFFIX}")
+    return directory
 
 
 # What of the models a running server takes from a new configuration: who computes them, their adapters, and

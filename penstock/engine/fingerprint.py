@@ -1,9 +1,12 @@
-"""What is in a checkpoint directory, as two digests that are made in milliseconds, however large it is.
+"""What is in a checkpoint, as two digests that are made in milliseconds, however large it is.
 
     checkpoint   config.json, the header of every safetensors file (names, types, shapes, offsets), and a page
                  of bytes from the middle of each tensor, or, where there are more than 1,024, of that many
                  spread evenly and one of every file
     tokenizer    its files, whole
+
+Of a GGUF file: the keys that are no labels and the list of tensors, in place of config.json and headers; and
+the keys of the tokenizer.
 
 Only contents count: a directory that was renamed, moved or copied, or that is a hub snapshot of links into
 `blobs/`, has the same digests. Reading all of a checkpoint would take minutes, so two checkpoints that differ
@@ -14,6 +17,7 @@ tensors that it touches. Why not the hub's own blob ids: see docs/design/009-mod
 import hashlib
 import os
 import platform
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +32,9 @@ from penstock.engine.loader import checkpoint_files
 from penstock.errors import CheckpointError
 from penstock.kv.hashing import Computation
 from penstock.models.config import CONFIG_FILE
+from penstock.models.files import is_gguf
+from penstock.models.gguf import read_gguf
+from penstock.models.gguf_header import GgufFile
 from penstock.text.tokenizer import decode_json, read_bytes
 
 SAMPLES_MAX = 1024
@@ -39,6 +46,9 @@ HEADER_BYTES_MAX = 100_000_000
 """The bound of the format itself."""
 _LABELS = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 """Of config.json: where a checkpoint came from and what wrote it, which no computation depends on."""
+_GGUF_META, _GGUF_TOKENIZER = "general.", "tokenizer."
+_GGUF_COMPUTED = frozenset({"general.architecture", "general.alignment"})
+"""Of the keys about the file those that are no labels."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
@@ -93,13 +103,15 @@ def torch_kernels() -> str:
 
 
 def fingerprint(directory: Path, *, random_seed: int | None = None) -> Fingerprint:
-    """The digests of a directory.
+    """The digests of a directory, or of a GGUF file.
 
     With `random_seed` its weights are made up, and its files of them do not count.
 
     Raises:
         CheckpointError: a file is missing, or cannot be read.
     """
+    if is_gguf(directory):
+        return _gguf_fingerprint(directory, random_seed)
     checkpoint = hashlib.sha256(_config(directory))  # Many processors have instructions for it.
     if random_seed is None:
         for part in _weights(checkpoint_files(directory)):
@@ -124,15 +136,32 @@ def _config(directory: Path) -> bytes:
     return msgspec.json.encode(kept, order="deterministic")
 
 
-def _weights(paths: Sequence[Path]) -> Iterator[bytes]:
-    """What counts of the files of weights: their headers, then the samples.
+def _gguf_fingerprint(path: Path, random_seed: int | None) -> Fingerprint:
+    gguf = read_gguf(path)
+    checkpoint, tokenizer = hashlib.sha256(), hashlib.sha256()
+    for key, (start, end) in gguf.first.spans.items():
+        if key.startswith(_GGUF_TOKENIZER):
+            tokenizer.update(gguf.first.data[start:end])
+        elif not key.startswith(_GGUF_META) or key in _GGUF_COMPUTED:
+            checkpoint.update(gguf.first.data[start:end])
+    if random_seed is not None:
+        checkpoint.update(f"random {random_seed}".encode())
+    else:
+        for part in _samples(map(_GgufWeights, gguf.files)):
+            checkpoint.update(part)
+    return Fingerprint(checkpoint.hexdigest(), tokenizer.hexdigest())
 
-    All pages are asked for before the first one is read, so that storage fetches them side by side.
-    """
+
+def _weights(paths: Sequence[Path]) -> Iterator[bytes]:
+    """What counts of the files of weights: their headers, then the samples."""
+    return _samples(map(_SafetensorsFile, paths))
+
+
+def _samples(opened: "Iterator[_File]") -> Iterator[bytes]:
+    """All pages are asked for before the first one is read, so that storage fetches them side by side."""
     with ExitStack() as stack:
         files: list[_File] = []
-        for path in paths:
-            file = _File(path)
+        for file in opened:
             stack.callback(file.close)
             files.append(file)
             yield len(file.header).to_bytes(8, "little") + file.header
@@ -145,12 +174,12 @@ def _weights(paths: Sequence[Path]) -> Iterator[bytes]:
 
 def _chosen(files: Sequence["_File"]) -> Iterator[tuple["_File", Sequence[int]]]:
     """Of each file some of its tensors: one of every so many, and at least one."""
-    step = -(-sum(len(file.tensors) for file in files) // SAMPLES_MAX) or 1
+    step = -(-sum(file.num_tensors for file in files) // SAMPLES_MAX) or 1
     for number, file in enumerate(files):
         # Which one of so many changes: files repeat the same few kinds in the same order, and no kind may be
         # passed over for good.
-        found = (first + _scattered(number, first) % step for first in range(0, len(file.tensors), step))
-        yield file, [min(index, len(file.tensors) - 1) for index in found]
+        found = (first + _scattered(number, first) % step for first in range(0, file.num_tensors, step))
+        yield file, [min(index, file.num_tensors - 1) for index in found]
 
 
 def _scattered(*numbers: int) -> int:
@@ -158,8 +187,13 @@ def _scattered(*numbers: int) -> int:
     return sum((number + 1) * 0x9E3779B97F4A7C15 for number in numbers) % (1 << 64) >> 40
 
 
-class _File:
-    """An open safetensors file."""
+class _File(ABC):
+    """An open file of weights."""
+
+    kind: str
+    header: bytes
+    """What it says about its tensors."""
+    num_tensors: int
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -167,10 +201,53 @@ class _File:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    @abstractmethod
+    def middle(self, index: int) -> tuple[int, int]:
+        """Where the page of this tensor is, and how large."""
+
+    def read(self, start: int, size: int) -> bytes:
+        try:
+            found = os.pread(self.descriptor, size, start)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be read: {error.strerror}") from error
+        if len(found) < size:
+            raise CheckpointError(f"{self._path}: not a whole {self.kind} file (truncated?)")
+        return found
+
+
+class _GgufWeights(_File):
+    """A GGUF file; its header was checked against its size when it was read."""
+
+    kind = "GGUF"
+
+    def __init__(self, file: GgufFile) -> None:
+        super().__init__(file.path)
+        self.header = file.data[file.tensors_start :]
+        self._tensors = list(file.tensors.values())
+        self.num_tensors = len(self._tensors)
+
+    def middle(self, index: int) -> tuple[int, int]:
+        tensor = self._tensors[index]
+        size = min(tensor.num_bytes, SAMPLE_BYTES)
+        return tensor.start + (tensor.num_bytes - size) // 2, size
+
+
+class _SafetensorsFile(_File):
+    """A safetensors file."""
+
+    kind = "safetensors"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         try:
             self.header = self._read_header()
-            self.tensors = list(_headers.decode(self.header).values())
+            self._tensors = list(_headers.decode(self.header).values())
             """The metadata, if there is any, counts as one without bytes."""
+            self.num_tensors = len(self._tensors)
         except CheckpointError:
             self.close()
             raise
@@ -179,25 +256,12 @@ class _File:
             raise CheckpointError(f"{path}: its header is not one of safetensors: {error}") from error
         self._num_bytes = os.fstat(self.descriptor).st_size
 
-    def close(self) -> None:
-        os.close(self.descriptor)
-
     def middle(self, index: int) -> tuple[int, int]:
-        """Where the page of this tensor is, and how large."""
-        (start, end), begin = self.tensors[index].data_offsets, 8 + len(self.header)
+        (start, end), begin = self._tensors[index].data_offsets, 8 + len(self.header)
         if not 0 <= start <= end <= self._num_bytes - begin:
             raise CheckpointError(f"{self._path}: its header names bytes that the file does not have")
         size = min(end - start, SAMPLE_BYTES)
         return begin + start + (end - start - size) // 2, size
-
-    def read(self, start: int, size: int) -> bytes:
-        try:
-            found = os.pread(self.descriptor, size, start)
-        except OSError as error:
-            raise CheckpointError(f"{self._path}: cannot be read: {error.strerror}") from error
-        if len(found) < size:
-            raise CheckpointError(f"{self._path}: not a whole safetensors file (truncated?)")
-        return found
 
     def _read_header(self) -> bytes:
         size = int.from_bytes(self.read(0, 8), "little")

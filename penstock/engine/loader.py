@@ -8,7 +8,7 @@ up, for benchmarks that have only a `config.json`.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,68 +19,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.engine.quantized import IGNORED, QuantizedMatrix, StoredMatrix, dense, find_stored
+from penstock.engine.gguf import load_gguf_weights
+from penstock.engine.quantized import IGNORED, StoredMatrix, find_stored
+from penstock.engine.weights import CPU, OnProgress, Part, Weights, fused
 from penstock.errors import CheckpointError
 from penstock.models.config import CONFIG_FILE
+from penstock.models.files import is_gguf
 from penstock.models.names import CheckpointNames, TensorPart, Weight, decoder_weights
 from penstock.models.quantization import Quantization
 from penstock.models.spec import DecoderSpec
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-CPU = torch.device("cpu")
 _SIZE_FACTOR_MAX = 2
 _PACKED_MAX = 8
 _DTYPES = ("F32", "F16", "BF16", "F64")
-
-Part = Tensor | QuantizedMatrix
-
-OnProgress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in total)."""
-
-
-class Weights:
-    """The decoder's weights, each handed out once, when it is read."""
-
-    def __init__(
-        self,
-        wanted: Sequence[Weight],
-        whole: Callable[[Weight], Tensor],
-        parts: Callable[[Weight], tuple[Part, ...]],
-        num_bytes: Callable[[Weight], int],
-        on_progress: OnProgress,
-    ) -> None:
-        self._wanted = {weight.key: weight for weight in wanted}
-        self._whole, self._parts, self._num_bytes, self._on_progress = whole, parts, num_bytes, on_progress
-        self._total = sum(map(num_bytes, wanted))
-        self.num_bytes_left = self._total
-        """Of those that were not taken yet, in memory."""
-
-    def take(self, key: str) -> Tensor:
-        """See `WeightSource`.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
-        weight = self._wanted.pop(key)
-        tensor = self._whole(weight)
-        self._taken(weight)
-        return tensor
-
-    def take_parts(self, key: str) -> tuple[Part, ...]:
-        """See `WeightSource`.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
-        weight = self._wanted.pop(key)
-        tensors = self._parts(weight)
-        self._taken(weight)
-        return tensors
-
-    def _taken(self, weight: Weight) -> None:
-        self.num_bytes_left -= self._num_bytes(weight)
-        self._on_progress(self._total - self.num_bytes_left, self._total)
 
 
 class _Slice(Protocol):
@@ -129,7 +82,7 @@ def load_weights(
     taken.
 
     Args:
-        directory: of the checkpoint.
+        directory: of the checkpoint, or its GGUF file.
         spec: the decoder that its config describes.
         names: of its tensors.
         dtype: of dense weights, and of quantized ones that are made dense.
@@ -142,6 +95,8 @@ def load_weights(
         CheckpointError: a file is missing, truncated or corrupt; a tensor is missing, unknown, or has
             a shape or type that the config does not call for.
     """
+    if is_gguf(directory):
+        return load_gguf_weights(directory, spec, names, dtype, on_progress, device, kept_bits=kept_bits)
     files = _open_all(directory)
     _check_size(directory, files, spec)
     wanted = decoder_weights(spec, names)
@@ -163,12 +118,7 @@ def load_weights(
         return found.dense(dtype) if group is None else found.with_group(group)
 
     def whole(weight: Weight) -> Tensor:
-        target = torch.empty(weight.shape, dtype=dtype, device=device)
-        start = 0
-        for part in weight.parts:
-            target[start : start + part.shape[0]].copy_(dense(read(part), dtype))
-            start += part.shape[0]
-        return target
+        return fused(weight, read, dtype, device)
 
     def parts(weight: Weight) -> tuple[Part, ...]:
         found = map(read, weight.parts)

@@ -170,7 +170,8 @@ class StoredMatrix:
         group = self.kept_group(kept_bits)
         if group is None:
             return n * k * itemsize
-        return n * k * self.bits // 8 + n * (k // group) * 4 * (1 + self.has_zeros)
+        # Beside the scales: zero points, or the sums that rounded inputs are corrected by.
+        return n * k * self.bits // 8 + n * (k // group) * 4 * (1 + (self.has_zeros or self.bits == 8))
 
     def needed(self) -> Iterator[Needed]:
         """Every tensor of it, with the shapes and types that it may have."""

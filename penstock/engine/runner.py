@@ -21,16 +21,16 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import EngineConfig
 from penstock.engine.adapters.compute import (
     AdaptedLinear,
-    NativePacker,
     StepRows,
-    TorchPacker,
+    adapter_reader,
 )
-from penstock.engine.adapters.files import AdapterReader, Packed, Packer
+from penstock.engine.adapters.files import AdapterReader, Packed
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
 from penstock.engine.device_speed import cost_floor, device_name
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of, torch_kernels
+from penstock.engine.footprint import beside_bytes, rounded_bytes
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.host_store import HostStore, host_store
@@ -53,7 +53,6 @@ from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSam
 from penstock.engine.weight_check import ListedKernels, WeightCheck
 from penstock.errors import ConfigError
 from penstock.models.adapters import FUSED
-from penstock.models.names import CheckpointNames
 from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
@@ -342,6 +341,10 @@ class Runner:
         """What looks after its weights in idle time."""
         return WeightCheck(self._model.weights(), clock)
 
+    def weight_tensors(self) -> list[Tensor]:
+        """What it computes with, as it lies in memory."""
+        return self._model.weights()
+
     def use_grammars(self, tokens: "GrammarTokens") -> None:
         """Follow the grammars of requests, which are made for this vocabulary."""
         from penstock.engine.grammar.rows import GrammarRows  # llguidance may not be installed.
@@ -401,22 +404,28 @@ def build_runner(
     return runner
 
 
+def decoder_limits(config: EngineConfig, max_model_len: int) -> DecoderLimits:
+    """Sizes of a decoder's buffers."""
+    max_running = resolve_max_running(config.max_running, config.step_tokens)
+    return DecoderLimits(
+        step_tokens=config.step_tokens,
+        max_samples=max_running + SCORED_TOKENS_MAX,
+        max_model_len=max_model_len,
+    )
+
+
+def reserved_bytes(spec: DecoderSpec, num_bytes: int, computing: Computing, limits: DecoderLimits) -> int:
+    """Memory of a decoder whose weights are read as so many bytes."""
+    native, size = computing.native, computing.dtype.itemsize
+    num_bytes += beside_bytes(spec, limits, itemsize=size, native=native is not None)
+    if native is None or computing.precision == "native":
+        return num_bytes
+    bits, int8_head = 8 if computing.precision == "int8" else 4, native.supports(Type.I8)
+    return rounded_bytes(spec, num_bytes, itemsize=size, bits=bits, int8_head=int8_head)
+
+
 def _weights_name(config: EngineConfig, stored: Quantization | None) -> str:
     return stored.name if stored is not None and config.quantization == "none" else config.quantization
-
-
-def _adapter_reader(
-    config: EngineConfig,
-    spec: DecoderSpec,
-    names: CheckpointNames,
-    limits: DecoderLimits,
-    computing: Computing,
-) -> AdapterReader | None:
-    """What reads adapters and lays them out for the decoder that computes; None: it takes none."""
-    if not config.adapter_slots:
-        return None
-    packer: Packer = TorchPacker(limits.step_tokens) if computing.native is None else NativePacker(spec)
-    return AdapterReader(spec, names, computing.dtype, packer)
 
 
 def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> Runner:
@@ -432,7 +441,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     stored = None if config.load_format == "random" else stored_quantization(model_path)
     computing = choose_computing(config, spec)
     dtype = computing.dtype
-    kept_bits = stored.bits if stored is not None and stored.bits in computing.kept_bits else 0
+    kept_bits = 0 if stored is None else stored.kept(computing.kept_bits)
 
     def on_bytes(done: int, total: int) -> None:
         on_progress("loading weights", done, total)
@@ -444,7 +453,9 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             model_path, spec, names, dtype, on_bytes, quantization=stored, kept_bits=computing.kept_bits
         )
     # Memory for the weights is reserved: they are read when the decoder is built.
-    size, free = dtype.itemsize, free_memory_bytes() - weights.num_bytes_left
+    limits = decoder_limits(config, config.max_model_len or spec.max_position)
+    reserved = reserved_bytes(spec, weights.num_bytes_left, computing, limits)
+    size, free = dtype.itemsize, free_memory_bytes() - reserved
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
     info = ModelInfo(
         model=model_path.name,
@@ -463,15 +474,11 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         device=device_name(device),
         adapter_slots=config.adapter_slots,
     )
-    limits = DecoderLimits(
-        step_tokens=config.step_tokens,
-        max_samples=info.max_running + SCORED_TOKENS_MAX,
-        max_model_len=info.max_model_len,
-    )
+    limits = decoder_limits(config, info.max_model_len)
     with torch.inference_mode():
         cache = KVCache(spec, budget.num_blocks, dtype, device, rounded=config.kv_dtype == "int8")
-        reader = _adapter_reader(config, spec, names, limits, computing)
-        model = wire_model(spec, weights, limits, cache, computing, takes_adapters=reader is not None)
+        takes = config.adapter_slots > 0
+        model = wire_model(spec, weights, limits, cache, computing, takes_adapters=takes)
     on_progress("preparing kernels", 0, 0)
     sampler = Sampler(spec.vocab_size) if computing.native is None else NativeSampler(computing.native)
     return Runner(
@@ -485,6 +492,6 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             floor=cost_floor(
                 spec, info, device, itemsize=size, kept_bits=kept_bits, rounded_kv=cache.rounded
             ),
-            adapters=reader,
+            adapters=adapter_reader(spec, dtype, limits.step_tokens, computing.native) if takes else None,
         )
     )

@@ -40,6 +40,7 @@ from penstock.engine.mailbox import Aborted, AdapterAsked, DrainAsked, KVEventsA
 from penstock.engine.memory import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.errors import DeviceFault, EngineFault, OperatorError
+from penstock.models.files import has_file
 from penstock.protocol.adapters import Adapters
 from penstock.protocol.address import WorkerLaunch, parse_address
 from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
@@ -205,7 +206,7 @@ def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> 
     if not isinstance(runner, FollowsGrammars):
         _log.info("no structured output: this runner does not hold answers to grammars")
         return info
-    if not (model_dir / "tokenizer.json").exists():
+    if not has_file(model_dir / "tokenizer.json"):
         _log.info("no structured output: the model has no tokenizer.json")
         return info
     try:

@@ -399,8 +399,7 @@ def launched(
     tokenizer: Tokenizer,
     clock: Clock,
     *,
-    heartbeat: HeartbeatTerms = HeartbeatTerms(),  # noqa: B008 - it is frozen.
-    cores: int = 0,
+    cores: int,
 ) -> Iterator[Launched]:
     """The replicas of one model; `path` is its directory.
 
@@ -420,7 +419,6 @@ def launched(
             launcher=launcher,
             tokenizer=tokenizer,
             clock=clock,
-            heartbeat=heartbeat,
         )
 
 

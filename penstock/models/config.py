@@ -97,15 +97,6 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization_config: dict[str, Any] | None = None
 
 
-def read_config(directory: Path) -> HfConfig:
-    """The configuration of the model in `directory`.
-
-    Raises:
-        CheckpointError: there is no such directory or file, or a field has the wrong type or an absurd size.
-    """
-    return read_config_file(directory / CONFIG_FILE)
-
-
 def read_config_file(path: Path) -> HfConfig:
     """The configuration in one file: for the engine's loader and for the planner, which needs no weights
     beside it.

@@ -6,17 +6,18 @@ from typing import Any, cast
 
 from penstock.config.checkpoints import (
     BY_VLLM,
-    GGUF_ADVICE,
     WEIGHTS,
-    check_is_model,
     first_match,
     has_any,
     json_object,
-    refuse_file,
+    path_of,
 )
 from penstock.config.tree import ModelConfig
 from penstock.errors import CheckpointError
 from penstock.models.config import CONFIG_FILE
+from penstock.models.files import is_gguf
+from penstock.models.gguf import read_gguf
+from penstock.models.gguf_config import gguf_config
 from penstock.models.quantization import read_quantization
 
 
@@ -24,8 +25,11 @@ def check_loads(directory: Path, *, needs_weights: bool = True) -> None:
     """Refuse weights in a form that our engine does not read.
 
     Raises:
-        CheckpointError: they are quantized in a way that is not read, or no safetensors.
+        CheckpointError: they are quantized in a way that is not read, or neither safetensors nor GGUF.
     """
+    if is_gguf(directory):
+        gguf_config(read_gguf(directory))
+        return
     config = json_object(directory / "config.json")
     quantized = config.get("quantization_config")
     if isinstance(quantized, dict):
@@ -46,8 +50,6 @@ def check_loads(directory: Path, *, needs_weights: bool = True) -> None:
             f"the "
             "tokenizer's files)"
         )
-    if found := first_match(directory, "*.gguf"):
-        raise CheckpointError(f"{directory}: {found} is {GGUF_ADVICE}")
     if found := first_match(directory, "tf_model*.h5") or first_match(directory, "flax_model*.msgpack"):
         raise CheckpointError(
             f"{directory}: has its weights in {found}, of TensorFlow or Flax: our engine reads *.safetensors"
@@ -56,19 +58,18 @@ def check_loads(directory: Path, *, needs_weights: bool = True) -> None:
 
 
 def check_local_models(models: Iterable[ModelConfig]) -> None:
-    """Of every model that this process is to launch and that is a directory here: what can be said before
-    anything starts.
+    """Of every model that this process is to launch and that is here: what can be said before anything
+    starts.
 
     Hub ids and demo models are looked at when they are there.
 
     Raises:
         CheckpointError: one is something that our engine does not load.
-        ConfigError: one is a file.
+        ConfigError: one is a file of another kind.
     """
     for model in models:
         path = Path(model.path).expanduser()
-        if path.is_file():
-            raise refuse_file(str(path))
-        if model.replicas and path.is_dir():
-            check_is_model(path)
-            check_loads(path, needs_weights=model.engine.load_format == "safetensors")
+        if path.is_file() or (model.replicas and path.is_dir()):
+            found = path_of(path)
+            if model.replicas:
+                check_loads(found, needs_weights=model.engine.load_format == "safetensors")

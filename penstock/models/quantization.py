@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 from penstock.errors import CheckpointError
 
-Method = Literal["gptq", "awq", "compressed-tensors", "fp8"]
+Method = Literal["gptq", "awq", "compressed-tensors", "fp8", "gguf"]
 
 READ: dict[str, Method] = {
     "gptq": "gptq",
@@ -50,11 +50,17 @@ class Quantization:
     """No zero points beside the middle of the range (GPTQ stores them all the same)."""
     block: tuple[int, int] | None = None
     """Outputs and inputs that share a scale (FP8 in blocks)."""
+    layout: str = ""
+    """GGUF's name of the type that most weights have."""
 
     @property
     def name(self) -> str:
         """For people: the method and the width."""
-        return f"{self.method} {self.bits} bit"
+        return f"{self.method} {self.layout or f'{self.bits} bit'}"
+
+    def kept(self, widths: frozenset[int]) -> int:
+        """The width of the integers that kernels compute with which know these; 0: weights are made dense."""
+        return self.bits if self.bits in widths and (self.method != "gguf" or self.bits == 4) else 0
 
 
 def read_quantization(given: Mapping[str, Any], where: str) -> Quantization:

@@ -5,11 +5,11 @@ here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import CheckpointError
-from penstock.models.config import CONFIG_FILE, HfConfig, read_config
+from penstock.models.config import CONFIG_FILE, HfConfig
 from penstock.models.families.gemma import GEMMA_ACTIVATION, GEMMA_NAMES, gemma2_spec, gemma3_spec
 from penstock.models.families.llama import llama_spec
 from penstock.models.families.mistral import MIXTRAL_NAMES, mistral_spec, mixtral_spec
@@ -21,6 +21,9 @@ from penstock.models.families.multimodal import (
 )
 from penstock.models.families.phi3 import PHI3_NAMES, phi3_spec
 from penstock.models.families.qwen import qwen2_spec, qwen3_moe_spec, qwen3_spec
+from penstock.models.files import is_gguf, read_config
+from penstock.models.gguf import read_gguf
+from penstock.models.gguf_config import gguf_has_biases, gguf_names, gguf_quantization
 from penstock.models.names import CheckpointNames
 from penstock.models.quantization import Quantization, read_quantization
 from penstock.models.spec import DecoderSpec
@@ -52,21 +55,25 @@ FAMILIES: dict[str, Family] = {
 
 
 def stored_quantization(directory: Path) -> Quantization | None:
-    """How a checkpoint's linear layers are quantized; None: they are dense.
+    """How a checkpoint's linear layers are quantized, most of them; None: they are dense.
 
     Raises:
         CheckpointError: no config, or a method or width that is not read.
     """
+    if is_gguf(directory):
+        return gguf_quantization(read_gguf(directory))
     given = read_config(directory).quantization_config
     return None if given is None else read_quantization(given, str(directory / CONFIG_FILE))
 
 
 def read_spec(directory: Path) -> tuple[DecoderSpec, CheckpointNames]:
-    """The decoder in a model directory, and the names of its tensors.
+    """The decoder in a model directory or GGUF file, and the names of its tensors.
 
     Raises:
         CheckpointError: no config, an unknown architecture, or a setting that is not supported.
     """
+    if is_gguf(directory):
+        return _read_gguf_spec(directory)
     config = read_config(directory)
     path = directory / CONFIG_FILE
     architectures = config.architectures or []
@@ -83,3 +90,16 @@ def read_spec(directory: Path) -> tuple[DecoderSpec, CheckpointNames]:
             f"{path}: hidden_act {activation!r} is not supported; expected {family.activation!r}"
         )
     return family.spec(config), family.names
+
+
+def _read_gguf_spec(path: Path) -> tuple[DecoderSpec, CheckpointNames]:
+    gguf, config = read_gguf(path), read_config(path)
+    (architecture,) = config.architectures or ("",)
+    try:
+        spec = FAMILIES[architecture].spec(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: its keys, read as a {CONFIG_FILE}: {error}") from error
+    if config.model_type == "llama":  # Families of that name differ in their biases alone.
+        qkv, out, inner = gguf_has_biases(gguf)
+        spec = replace(spec, qkv_bias=qkv, o_bias=out, mlp_bias=inner)
+    return spec, gguf_names(gguf)

@@ -274,6 +274,8 @@ def _ttft_ms(law: Roofline, batch: int, demand: Demand, terms: Terms) -> float:
 
 
 USERS, ANSWER_TOKENS = 1000, 200
+THINK_S = 20.0
+"""A user reads and thinks for so long between two rounds."""
 SHARES = (("70b", 0.4, 1000.0, 4), ("7b", 0.6, 4000.0, 1))
 """(model, share of the tokens, tokens per second that the example says, devices that this figure is of)."""
 
@@ -295,17 +297,15 @@ class Sizing(msgspec.Struct, frozen=True, kw_only=True):
     """What the planner takes for the corrected rate."""
 
 
-def sizing_example(
-    terms: Terms, *, prompt_tokens: int = 1000, think_s: float = 20.0, device: Accelerator | None = None
-) -> Sizing:
-    """Redo the example for prompts of that length and users who read and think for `think_s` between two
+def sizing_example(terms: Terms, *, prompt_tokens: int = 1000, device: Accelerator | None = None) -> Sizing:
+    """Redo the example for prompts of that length and users who read and think for `THINK_S` between two
     rounds.
     """
     device = device or accelerator("a100-80")
     written = float(USERS * ANSWER_TOKENS)
     at_pace = USERS * 1000 / terms.tpot_ms
     round_s = terms.ttft_ms / 1000 + ANSWER_TOKENS * terms.tpot_ms / 1000
-    with_pauses = written / (round_s + think_s)
+    with_pauses = written / (round_s + THINK_S)
     lines = [
         _line("as written", written, per_group=False, note=f"{USERS} x {ANSWER_TOKENS} tokens taken for a "
         f"rate"),
@@ -316,8 +316,8 @@ def sizing_example(
             note=f"{USERS} / {terms.tpot_ms:g} ms per token",
         ),
         _line(
-            f"users who think {think_s:g} s between rounds", with_pauses, per_group=True,
-            note=f"{USERS} x {ANSWER_TOKENS} / ({round_s:.1f} s answer + {think_s:g} s)",
+            f"users who think {THINK_S:g} s between rounds", with_pauses, per_group=True,
+            note=f"{USERS} x {ANSWER_TOKENS} / ({round_s:.1f} s answer + {THINK_S:g} s)",
         ),
     ]  # fmt: skip
     chosen: list[Option] = []

@@ -29,7 +29,8 @@ from pathlib import Path
 
 from penstock.clock import NS_PER_S
 from penstock.errors import ConfigError
-from penstock.models.config import CONFIG_FILE, positive, read_config_file
+from penstock.models.config import CONFIG_FILE, HfConfig, positive, read_config_file
+from penstock.models.files import read_config
 from penstock.planning.step_time import StepShape
 from penstock.types import BLOCK_TOKENS
 
@@ -221,7 +222,11 @@ def model_shape(name: str) -> ModelShape:
     path = path / CONFIG_FILE if path.is_dir() else path
     if path.suffix == ".json" and path.is_file():
         return shape_of_config(path)
-    raise ConfigError(f"model: {unknown(name, MODELS)} (or give a directory with a config.json)")
+    if path.is_file():
+        return _shape(read_config(path), path.stem)
+    raise ConfigError(
+        f"model: {unknown(name, MODELS)} (or give a directory with a config.json, or a GGUF file)"
+    )
 
 
 def shape_of_config(path: Path) -> ModelShape:
@@ -230,7 +235,10 @@ def shape_of_config(path: Path) -> ModelShape:
     Raises:
         CheckpointError: it cannot be read, or a number is missing or absurd.
     """
-    whole = read_config_file(path)
+    return _shape(read_config_file(path), path.parent.name)
+
+
+def _shape(whole: HfConfig, name: str) -> ModelShape:
     config = whole.text_config or whole
     num_experts = config.num_local_experts or config.num_experts or 0
     num_heads = positive(config, "num_attention_heads")
@@ -239,7 +247,7 @@ def shape_of_config(path: Path) -> ModelShape:
         config, "intermediate_size"
     )
     return ModelShape(
-        name=path.parent.name,
+        name=name,
         num_layers=positive(config, "num_hidden_layers"),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,

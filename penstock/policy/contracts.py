@@ -65,27 +65,19 @@ class Limits(Protocol):
         ...
 
 
-class MoneyHold(Protocol):
-    """Money reserved for one request. `settle` or `undo`, exactly once."""
-
-    def renew(self, now_ns: int, total_micros: int) -> bool:
-        """Hold so much in all for the next slice; False: the request must stop."""
-        ...
-
-    def settle(self, now_ns: int, actual_micros: int) -> None:
-        """It cost so much."""
-        ...
-
-    def undo(self, now_ns: int) -> None:
-        """It was refused after all."""
-        ...
-
-
 class Budgets(Protocol):
-    """Money per day and month: `budget.Budgets`."""
+    """Money per day and month: `budget.TenantBudgets`. How much a request holds is its own field."""
 
-    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> MoneyHold | Refusal:
-        """Hold the price of the prompt and the first slice of the answer."""
+    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> Refusal | None:
+        """Hold the price of the prompt and the first slice of the answer; None: it is held."""
+        ...
+
+    def renew(self, now_ns: int, tenant: TenantId, held: int, total: int) -> bool:
+        """Hold `total` in place of `held`, for the next slice; False: the request must stop."""
+        ...
+
+    def settle(self, now_ns: int, tenant: TenantId, held: int, actual: int) -> None:
+        """A request that holds `held` cost `actual`, or was refused after all: exactly once."""
         ...
 
     def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:

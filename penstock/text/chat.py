@@ -16,6 +16,7 @@ import jinja2
 import msgspec
 
 from penstock.errors import CheckpointError, InvalidRequest
+from penstock.models.files import has_file
 from penstock.text.sandbox import REQUEST_BYTES_MAX, MeteredTemplate, RanAway, compile_metered
 from penstock.text.template_child import ChildLimits, TemplateChild
 from penstock.text.template_tree import Unbounded
@@ -219,7 +220,7 @@ def _sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
     legacy = read_optional_object(model_dir / "chat_template.json").get("chat_template")
     if isinstance(legacy, str):
         found["default"] = legacy
-    if (path := model_dir / "chat_template.jinja").exists():
+    if has_file(path := model_dir / "chat_template.jinja"):
         found["default"] = read_text(path)
     for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja")):
         found[path.stem] = read_text(path)

@@ -53,9 +53,9 @@ class JsonScan:
         return -1
 
 
-def head_of(text: str, chars_max: int = HEAD_CHARS_MAX) -> tuple[str, int] | None:
+def head_of(text: str) -> tuple[str, int] | None:
     """The name of the call that `text` begins with and where its arguments start; None: not to be seen."""
-    match = _HEAD.match(text[: min(chars_max, HEAD_CHARS_MAX) + 1])
+    match = _HEAD.match(text[: HEAD_CHARS_MAX + 1])
     if match is None:
         return None
     try:

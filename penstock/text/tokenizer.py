@@ -23,6 +23,7 @@ import tokenizers
 from msgspec import Meta
 
 from penstock.errors import CheckpointError, InvalidRequest
+from penstock.models.files import has_file, read_file
 
 FILE_BYTES_MAX = 256 * 1024 * 1024
 """The largest tokenizer files in use are about 35 MB; more than this is some other file."""
@@ -31,20 +32,12 @@ T = TypeVar("T")
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's content.
+    """The content of a model's file; a GGUF file's are made of its keys.
 
     Raises:
         CheckpointError: it is missing, unreadable or absurdly large.
     """
-    try:
-        size = path.stat().st_size
-        if size > FILE_BYTES_MAX:
-            raise CheckpointError(f"{path}: {size} bytes is over the bound of {FILE_BYTES_MAX}")
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    return read_file(path, FILE_BYTES_MAX)
 
 
 def read_text(path: Path) -> str:
@@ -79,7 +72,7 @@ def read_optional_object(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is there but is not a JSON object.
     """
-    return decode_json(path, read_bytes(path), dict[str, Any]) if path.exists() else {}
+    return decode_json(path, read_bytes(path), dict[str, Any]) if has_file(path) else {}
 
 
 SPIECE_SPACE = "▁"
@@ -218,7 +211,7 @@ class Tokenizer:
             CheckpointError: tokenizer.json is missing or unreadable, or a config file is broken.
         """
         path = model_dir / "tokenizer.json"
-        if not path.exists():
+        if not has_file(path):
             raise CheckpointError(f"{path}: no such file; Penstock needs the fast tokenizer's tokenizer.json")
         data = read_bytes(path)
         try:

@@ -13,13 +13,14 @@ from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
 from penstock.policy.answers import Outcome, UsageRecord
 from penstock.policy.lifecycle.machine_costs import AcceleratorCost
-from penstock.policy.limits.budget import WARN_AT, BudgetReservation, TenantBudgets
+from penstock.policy.limits.budget import WARN_AT, TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.tenant import Tenant
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger import LedgerTerms
 from penstock.telemetry.ledger_sink import SqliteSink
 from penstock.types import RequestId, TenantId, Usage
+from tests.doubles.budget_hold import BudgetHold, hold
 
 PAGE = pages.text_of("ledger")
 (CONFIG,) = pages.configs("ledger")
@@ -82,8 +83,8 @@ def test_a_hundred_streams_against_a_cent() -> None:
         TenantBudgets(BudgetsConfig(), wall_offset_ns=T0_NS),
         Tenant(id=TenantId("a"), budget_day_micros=10_000),
     )
-    found = [budgets.reserve(0, acme, price) for _ in range(100)]
-    assert sum(isinstance(each, BudgetReservation) for each in found) == int(admitted)
+    found = [hold(budgets, 0, acme, price) for _ in range(100)]
+    assert sum(isinstance(each, BudgetHold) for each in found) == int(admitted)
 
 
 def test_every_field_of_a_record_is_in_the_table() -> None:

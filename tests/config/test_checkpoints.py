@@ -30,8 +30,10 @@ def gguf_inside(place: Path) -> None:
     (place / "model.safetensors").rename(place / "qwen3-q4_k_m.gguf")
 
 
-def gguf_beside_a_config(place: Path) -> None:
-    (place / "model.safetensors").rename(place / "qwen3-q4_k_m.gguf")
+def two_ggufs(place: Path) -> None:
+    for name in ("qwen3-q4_k_m.gguf", "qwen3-q8_0.gguf", "mmproj-f16.gguf"):
+        (place / name).write_bytes(b"GGUF\3\0\0\0")
+    (place / "model.safetensors").unlink()
 
 
 def metas_layout(place: Path) -> None:
@@ -62,8 +64,8 @@ def quantized(method: str) -> Callable[[Path], None]:
     [
         (adapter, ("is an adapter (LoRA) of meta-llama/Llama-3.1-8B", "merge_and_unload", "vLLM")),
         (pickled, ("pytorch_model-00001-of-00001.bin, a pickle", "save_pretrained")),
-        (gguf_inside, ("qwen3-q4_k_m.gguf is GGUF", "--quantization int8")),
-        (gguf_beside_a_config, ("qwen3-q4_k_m.gguf is GGUF", "*.safetensors")),
+        (gguf_inside, ("qwen3-q4_k_m.gguf: is a file, but not GGUF",)),
+        (two_ggufs, ("holds 2 GGUF models: give one of them: qwen3-q4_k_m.gguf, qwen3-q8_0.gguf",)),
         (metas_layout, ("params.json", "config.json, *.safetensors")),
         (no_weights, ("has neither model.safetensors nor model.safetensors.index.json",)),
         (keras, ("tf_model.h5, of TensorFlow or Flax",)),
@@ -90,19 +92,44 @@ def test_it_is_named(
     monkeypatch.setattr("penstock.fleet.launchers.process.Spares.begin", lambda *args: began.append(args))
     assert main(["serve", str(place), "--port", "0"]) in (1, 2)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith((f"penstock: {place}: ", f"penstock: {place}/config.json: "))
+    assert line.startswith(
+        tuple(f"penstock: {place}{part}: " for part in ("", "/config.json", "/qwen3-q4_k_m.gguf"))
+    )
     for word in words:
         assert word in line
     assert not began, "an engine was started for it"
 
 
 def test_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, content in (("model.gguf", b""), ("model.q4", b"GGUF\x03\0\0\0")):
+    for name, content, said in (
+        ("model.gguf", b"", "is a file, but not GGUF"),
+        ("model.q4", b"GGUF\x03\0\0\0", "8 bytes are no GGUF file (truncated?)"),
+        ("model-2.gguf", b"GGUF\x03\0\0\0" + b"\xff" * 16, "tensors; expected at most 1048576"),
+    ):
         (tmp_path / name).write_bytes(content)
-        assert main(["serve", str(tmp_path / name)]) == 2
-        said = capsys.readouterr().err
-        assert "is GGUF, llama.cpp's format" in said
-        assert "--quantization int8 or int4" in said
+        assert main(["serve", str(tmp_path / name)]) in (1, 2)
+        assert f"penstock: {tmp_path / name}: " in (found := capsys.readouterr().err)
+        assert said in found
+
+
+def test_a_gguf_file_among_others_is_the_model(tmp_path: Path) -> None:
+    """Beside a config.json, in parts, or a link in a hub's snapshot, whose name stays."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0123abc"
+    for place in (blobs, snapshot):
+        place.mkdir(parents=True)
+    (blobs / "f00d").write_bytes(b"GGUF")
+    (snapshot / "x-q8_0.gguf").symlink_to(blobs / "f00d")
+    for other in ("config.json", "mmproj-x.gguf"):
+        (snapshot / other).write_bytes(b"GGUF")
+    assert resolve(str(snapshot)) == snapshot / "x-q8_0.gguf"
+    assert resolve(str(snapshot / "x-q8_0.gguf")) == snapshot / "x-q8_0.gguf"
+    (snapshot / "x-q8_0.gguf").unlink()
+    for number in (1, 2, 3):
+        (snapshot / f"y-0000{number}-of-00003.gguf").write_bytes(b"GGUF")
+    assert resolve(str(snapshot)) == snapshot / "y-00001-of-00003.gguf"
+    (snapshot / "model.safetensors").touch()
+    (snapshot / "config.json").write_text("{}")
+    assert resolve(str(snapshot)) == snapshot
 
 
 def test_random_weights_need_no_files(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_paths_that_the_system_refuses(path: str) -> None:
 
 def test_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match="is a file; give the Hugging Face model directory"):
+    with pytest.raises(ConfigError, match="is a file, but not GGUF; give that or the Hugging Face"):
         resolve(str(tmp_path / "model.safetensors"))
 
 
@@ -122,6 +122,20 @@ def test_hub_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "*.safetensors" in hub.calls[0][2]
 
 
+def test_files_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(monkeypatch, str(tmp_path))
+    (tmp_path / "x-00001-of-00002.gguf").write_bytes(b"GGUF")
+    name = "Qwen/Qwen3-GGUF/x-00001-of-00002.gguf"
+    assert resolve(f"{name}@main") == tmp_path / "x-00001-of-00002.gguf"
+    assert hub.calls == [("Qwen/Qwen3-GGUF", "main", ["x-*-of-00002.gguf"])]
+    assert resolve("Qwen/Qwen3-GGUF") == tmp_path / "x-00001-of-00002.gguf"
+    with pytest.raises(ConfigError, match=r"the hub's Qwen/Qwen3-GGUF has no file y\.gguf"):
+        resolve("Qwen/Qwen3-GGUF/y.gguf")
+    (tmp_path / "x-00001-of-00002.gguf").unlink()
+    with pytest.raises(ConfigError, match=r"one of its GGUF files is Qwen/Qwen3-GGUF/NAME\.gguf"):
+        resolve("Qwen/Qwen3-GGUF")
+
+
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     Hub(monkeypatch, OSError("no route to host\nmany more lines"))
     with pytest.raises(ConfigError, match=r"the hub does not give it: no route to host$"):
@@ -141,6 +155,9 @@ def test_without_the_hub_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         (ModelConfig(path="/models/llama/"), "llama"),
         (ModelConfig(path="Qwen/Qwen3-0.6B@main"), "Qwen3-0.6B"),
         (ModelConfig(path="Qwen/Qwen3-0.6B", name="small"), "small"),
+        (ModelConfig(path="/models/Qwen3-0.6B-Q8_0.gguf"), "Qwen3-0.6B-Q8_0"),
+        (ModelConfig(path="big-Q4_K_M-00001-of-00003.gguf"), "big-Q4_K_M"),
+        (ModelConfig(path="Qwen/Qwen3-0.6B-GGUF/q8/Qwen3-Q8_0.gguf@main"), "Qwen3-Q8_0"),
     ],
 )
 def test_served_names(model: ModelConfig, name: str) -> None:

@@ -20,12 +20,13 @@ from penstock import rng
 from penstock.clock import SystemClock, sleep
 from penstock.config.ledger import BudgetsConfig
 from penstock.config.tree import LogConfig
-from penstock.policy.limits.budget import BudgetReservation, TenantBudgets
+from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.tenant import Tenant
 from penstock.telemetry.ledger import Ledger, LedgerTerms
 from penstock.telemetry.ledger_segment import LedgerLimits
 from penstock.telemetry.log import Log
 from penstock.types import TenantId
+from tests.doubles.budget_hold import BudgetHold, hold
 
 RUNNING_MAX = 20
 PAUSE_S = 0.001
@@ -47,7 +48,7 @@ class Writer:
     ) -> None:
         self._ledger, self._budgets, self._recorder, self._clock = ledger, budgets, recorder, clock
         self._random = rng.stream(seed, "writer")
-        self._running: dict[str, tuple[BudgetReservation, int]] = {}
+        self._running: dict[str, tuple[BudgetHold, int]] = {}
         self._promises: list[str] = []
 
     async def run(self, first: int, last: int) -> None:
@@ -66,8 +67,8 @@ class Writer:
 
     def _open(self, name: str) -> None:
         os.write(self._recorder, f"begin {name} 0\n".encode())
-        reservation = self._budgets.reserve(self._clock.now_ns(), ACME, 100)
-        assert isinstance(reservation, BudgetReservation)
+        reservation = hold(self._budgets, self._clock.now_ns(), ACME, 100)
+        assert isinstance(reservation, BudgetHold)
         self._running[name] = reservation, 0
         self._ledger.open(opened(name, ended_ns=self._clock.wall_ns()))
         self._promises.append(f"open {name} 0\n")

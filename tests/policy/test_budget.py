@@ -11,7 +11,6 @@ from penstock.errors import BudgetExhausted
 from penstock.policy.limits.budget import (
     DAY_NS,
     BudgetRefusal,
-    BudgetReservation,
     BudgetTerms,
     Spent,
     TenantBudgets,
@@ -20,6 +19,7 @@ from penstock.policy.limits.budget import (
 from penstock.policy.limits.price import PriceList
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage
+from tests.doubles.budget_hold import BudgetHold, hold
 
 HOUR_NS = 3600 * NS_PER_S
 JUNE_30 = 20_634 * DAY_NS  # 2026-06-30
@@ -33,30 +33,30 @@ def budgets(**changes: object) -> TenantBudgets:
     return TenantBudgets(BudgetTerms(**changes), wall_offset_ns=JUNE_30)
 
 
-def reserved(answer: BudgetReservation | BudgetRefusal) -> BudgetReservation:
-    assert isinstance(answer, BudgetReservation), answer
+def reserved(answer: BudgetHold | BudgetRefusal) -> BudgetHold:
+    assert isinstance(answer, BudgetHold), answer
     return answer
 
 
-def refused(answer: BudgetReservation | BudgetRefusal) -> BudgetRefusal:
+def refused(answer: BudgetHold | BudgetRefusal) -> BudgetRefusal:
     assert isinstance(answer, BudgetRefusal), answer
     return answer
 
 
 def test_what_is_reserved_is_not_there_for_others() -> None:
     money, acme = budgets(), tenant(day=100)
-    first = reserved(money.reserve(0, acme, 60))
-    refusal = refused(money.reserve(0, acme, 60))
+    first = reserved(hold(money, 0, acme, 60))
+    refusal = refused(hold(money, 0, acme, 60))
     assert (refusal.kind, refusal.limit_micros, refusal.used_micros) == ("budget_day", 100, 60)
     first.settle(0, 30)
-    reserved(money.reserve(0, acme, 70)).undo(0)
-    refused(money.reserve(0, acme, 71))
+    reserved(hold(money, 0, acme, 70)).undo(0)
+    refused(hold(money, 0, acme, 71))
     assert money.spent(0, acme.id) == (30, 30)
 
 
 def test_a_stream_is_renewed_until_the_budget_ends() -> None:
     money, acme = budgets(), tenant(day=100)
-    stream = reserved(money.reserve(0, acme, 40))
+    stream = reserved(hold(money, 0, acme, 40))
     assert stream.renew(0, 40)
     assert stream.renew(0, 70)
     assert stream.renew(0, 100)
@@ -67,27 +67,27 @@ def test_a_stream_is_renewed_until_the_budget_ends() -> None:
 
 def test_a_day_ends_at_midnight_and_a_month_with_its_last_day() -> None:
     money, acme = budgets(), tenant(day=100, month=150)
-    reserved(money.reserve(0, acme, 100)).settle(0, 100)
-    refusal = refused(money.reserve(23 * HOUR_NS, acme, 1))
+    reserved(hold(money, 0, acme, 100)).settle(0, 100)
+    refusal = refused(hold(money, 23 * HOUR_NS, acme, 1))
     assert (refusal.kind, refusal.retry_after_ns) == ("budget_day", HOUR_NS)
-    reserved(money.reserve(DAY_NS, acme, 100)).settle(DAY_NS, 100)  # July: the month is new as well.
+    reserved(hold(money, DAY_NS, acme, 100)).settle(DAY_NS, 100)  # July: the month is new as well.
     assert money.spent(DAY_NS, acme.id) == (100, 100)
-    refusal = refused(money.reserve(2 * DAY_NS, acme, 51))
+    refusal = refused(hold(money, 2 * DAY_NS, acme, 51))
     assert (refusal.kind, refusal.retry_after_ns) == ("budget_month", 30 * DAY_NS)
 
 
 def test_what_runs_over_midnight_counts_for_the_day_in_which_it_ends() -> None:
     money, acme = budgets(), tenant(day=100)
-    stream = reserved(money.reserve(0, acme, 60))
-    refused(money.reserve(DAY_NS, acme, 60))
+    stream = reserved(hold(money, 0, acme, 60))
+    refused(hold(money, DAY_NS, acme, 60))
     stream.settle(DAY_NS, 60)
     assert money.spent(DAY_NS, acme.id) == (60, 60)
 
 
 def test_the_refusal_says_what_and_until_when() -> None:
     money, acme = budgets(), tenant(day=10_000)
-    reserved(money.reserve(0, acme, 9_999)).settle(0, 9_999)
-    error = refused(money.reserve(23 * HOUR_NS, acme, 2)).error()
+    reserved(hold(money, 0, acme, 9_999)).settle(0, 9_999)
+    error = refused(hold(money, 23 * HOUR_NS, acme, 2)).error()
     assert isinstance(error, BudgetExhausted)
     assert error.retry_after_s == 3600
     assert "daily budget of 0.01 is used up" in str(error)
@@ -96,13 +96,13 @@ def test_the_refusal_says_what_and_until_when() -> None:
 def test_warnings_come_once_for_each_share_and_period() -> None:
     money, acme = budgets(), tenant(day=100)
     for micros in (40, 15, 5, 25, 14):
-        reserved(money.reserve(0, acme, micros)).settle(0, micros)
+        reserved(hold(money, 0, acme, micros)).settle(0, micros)
     told = [(event.period, event.share, event.spent_micros) for event in money.take_events()]
     assert told == [("day", 0.5, 55), ("day", 0.8, 85)]
-    refused(money.reserve(0, acme, 2))
-    refused(money.reserve(0, acme, 2))
+    refused(hold(money, 0, acme, 2))
+    refused(hold(money, 0, acme, 2))
     assert [(event.share, event.spent_micros) for event in money.take_events()] == [(1.0, 99)]
-    reserved(money.reserve(DAY_NS, acme, 50)).settle(DAY_NS, 50)
+    reserved(hold(money, DAY_NS, acme, 50)).settle(DAY_NS, 50)
     assert [event.share for event in money.take_events()] == [0.5]
 
 
@@ -118,7 +118,7 @@ def spent(day: int, day_micros: int, month_micros: int, process: str = "p") -> S
 
 def test_soft_budgets_only_warn() -> None:
     money, acme = budgets(hard=False), tenant(day=100)
-    stream = reserved(money.reserve(0, acme, 1_000))
+    stream = reserved(hold(money, 0, acme, 1_000))
     assert stream.renew(0, 2_000)
     stream.settle(0, 2_000)
     assert [event.share for event in money.take_events()] == [1.0]
@@ -126,8 +126,8 @@ def test_soft_budgets_only_warn() -> None:
 
 def test_no_budget_is_no_limit_but_it_is_counted() -> None:
     money = budgets()
-    reserved(money.reserve(0, tenant(), 10**12)).settle(0, 10**12)
-    refused(money.reserve(0, tenant(day=100), 1))
+    reserved(hold(money, 0, tenant(), 10**12)).settle(0, 10**12)
+    refused(hold(money, 0, tenant(day=100), 1))
     assert money.take_events()[0].limit_micros == 100
 
 
@@ -135,8 +135,8 @@ def test_what_the_ledger_knows_is_taken_over() -> None:
     money, acme = budgets(), tenant(day=100, month=1000)
     day = day_of(JUNE_30)
     money.restore(0, [spent(day, 90, 500)])
-    refused(money.reserve(0, acme, 11))
-    reserved(money.reserve(0, acme, 10)).settle(0, 10)
+    refused(hold(money, 0, acme, 11))
+    reserved(hold(money, 0, acme, 10)).settle(0, 10)
     money.restore(0, [spent(day, 90, 500), spent(day - 1, 999, 600, "q")])
     assert money.spent(0, acme.id) == (100, 1110)
     money.restore(0, [spent(day, 80, 400)])
@@ -144,7 +144,7 @@ def test_what_the_ledger_knows_is_taken_over() -> None:
 
 
 def test_a_reservation_ends_once() -> None:
-    stream = reserved(budgets().reserve(0, tenant(), 1))
+    stream = reserved(hold(budgets(), 0, tenant(), 1))
     stream.settle(0, 1)
     for again in (lambda: stream.settle(0, 1), lambda: stream.undo(0), lambda: stream.renew(0, 5)):
         with pytest.raises(AssertionError):
@@ -153,9 +153,9 @@ def test_a_reservation_ends_once() -> None:
 
 def test_tenants_that_are_remembered_are_bounded_and_those_that_run_are_kept() -> None:
     money = budgets(tenants_max=300)
-    running = [reserved(money.reserve(0, tenant(name=f"r{i}"), 1)) for i in range(50)]
+    running = [reserved(hold(money, 0, tenant(name=f"r{i}"), 1)) for i in range(50)]
     for i in range(2_000):
-        reserved(money.reserve(0, tenant(name=f"t{i}"), 1)).settle(0, 1)
+        reserved(hold(money, 0, tenant(name=f"t{i}"), 1)).settle(0, 1)
     assert len(money) <= 300
     for stream in running:
         stream.settle(0, 1)
@@ -171,7 +171,7 @@ class Stream:
     must.
     """
 
-    reservation: BudgetReservation
+    reservation: BudgetHold
     prompt: int
     length: int
     tokens: int = 0
@@ -192,8 +192,8 @@ def run_streams(limit: int, prompts: list[int], lengths: list[int], late: list[i
     streams: list[Stream] = []
     for prompt, length in zip(prompts, lengths, strict=True):
         first = PRICES.cost_micros("m", Usage(prompt_tokens=prompt, completion_tokens=SLICE))
-        answer = money.reserve(0, acme, first)
-        if isinstance(answer, BudgetReservation):
+        answer = hold(money, 0, acme, first)
+        if isinstance(answer, BudgetHold):
             streams.append(Stream(answer, prompt, length))
     running = list(zip(streams, late, strict=False))
     while running:
@@ -251,13 +251,13 @@ class AnyCourse(RuleBasedStateMachine):
         super().__init__()
         self.money, self.now_ns = budgets(), 0
         self.acme = tenant(day=500, month=1500)
-        self.live: list[BudgetReservation] = []
+        self.live: list[BudgetHold] = []
         self.settled: dict[int, int] = {}
 
     @rule(micros=st.integers(0, 200))
     def reserve(self, micros: int) -> None:
-        answer = self.money.reserve(self.now_ns, self.acme, micros)
-        if isinstance(answer, BudgetReservation):
+        answer = hold(self.money, self.now_ns, self.acme, micros)
+        if isinstance(answer, BudgetHold):
             self.live.append(answer)
         else:
             assert 0 < answer.retry_after_ns <= 31 * DAY_NS

@@ -13,7 +13,6 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.policy.limits.budget import (
     DAY_NS,
     BudgetRefusal,
-    BudgetReservation,
     BudgetTerms,
     Spent,
     TenantBudgets,
@@ -24,6 +23,7 @@ from penstock.policy.limits.lease_table import LeaseReply, LeaseTable
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import SharedTerms
 from penstock.types import TenantId
+from tests.doubles.budget_hold import BudgetHold, hold
 
 JUNE_30 = 20_634 * DAY_NS
 COUNT = 3
@@ -40,7 +40,7 @@ class Gateway:
         self.name = name
         self.leases = Leases(SharedTerms(gateways=COUNT, **shared), process=f"p-{name}")
         self.money = TenantBudgets(BudgetTerms(), wall_offset_ns=JUNE_30, leases=self.leases)
-        self.live: list[BudgetReservation] = []
+        self.live: list[BudgetHold] = []
         self.spent = 0
 
     def talk(self, now_ns: int, table: LeaseTable) -> LeaseReply:
@@ -56,10 +56,10 @@ class Gateway:
                 self.leases.is_late = True
             else:
                 self.talk(now_ns, table)
-        answer = self.money.reserve(now_ns, acme, micros)
-        if isinstance(answer, BudgetReservation):
+        answer = hold(self.money, now_ns, acme, micros)
+        if isinstance(answer, BudgetHold):
             self.live.append(answer)
-        return isinstance(answer, BudgetReservation)
+        return isinstance(answer, BudgetHold)
 
     def end(self, now_ns: int, place: int, micros: int) -> None:
         self.live.pop(place).settle(now_ns, micros)
@@ -164,7 +164,7 @@ def test_a_late_store_grants_one_slice_until_it_answers_and_a_refusal_says_to_as
     assert two.ask(now_ns, acme, 1000, world.table)
     assert one.ask(now_ns, acme, 300, None), "on credit"
     world.table.lease(now_ns, "a", one.leases.asks(now_ns))  # The answer is still on its way.
-    refused = one.money.reserve(now_ns, acme, 300)
+    refused = hold(one.money, now_ns, acme, 300)
     assert isinstance(refused, BudgetRefusal)
     assert refused.message == (
         "Your daily budget of 0.00 may have enough left, but the store that knows does not answer now. "
@@ -173,7 +173,7 @@ def test_a_late_store_grants_one_slice_until_it_answers_and_a_refusal_says_to_as
     assert refused.error().retry_after_s == 1
     one.leases.failed(now_ns)
     one.talk(now_ns + NS_PER_S, world.table)
-    refused = one.money.reserve(now_ns + NS_PER_S, acme, 300)
+    refused = hold(one.money, now_ns + NS_PER_S, acme, 300)
     assert isinstance(refused, BudgetRefusal)
     assert refused.retry_after_ns == DAY_NS - (now_ns + NS_PER_S)
     assert "is used up: 0.001300 are spent or in use, and this request needs 0.000300" in refused.message

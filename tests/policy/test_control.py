@@ -467,31 +467,22 @@ class Purse:
         if micros > self.left:
             return NoMoney()
         self.left -= micros
-        return Hold(self, micros)
+        return None
+
+    def renew(self, now_ns: int, tenant: TenantId, held: int, total: int) -> bool:
+        if total - held > self.left:
+            return False
+        self.left -= max(0, total - held)
+        return True
+
+    def settle(self, now_ns: int, tenant: TenantId, held: int, actual: int) -> None:
+        self.left += held - actual
+        self.settled += actual
 
 
 class NoMoney:
     def error(self) -> Overloaded:
         return Overloaded("no money")
-
-
-class Hold:
-    def __init__(self, purse: Purse, micros: int) -> None:
-        self.purse, self.micros = purse, micros
-
-    def renew(self, now_ns: int, total: int) -> bool:
-        if total - self.micros > self.purse.left:
-            return False
-        self.purse.left -= total - self.micros
-        self.micros = total
-        return True
-
-    def settle(self, now_ns: int, actual: int) -> None:
-        self.purse.left += self.micros - actual
-        self.purse.settled += actual
-
-    def undo(self, now_ns: int) -> None:
-        self.purse.left += self.micros
 
 
 def test_a_budget_stops_a_stream_at_a_slice_boundary() -> None:

@@ -9,7 +9,7 @@ from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 US = 1000
-NO_HOLDS = Holds(tokens=None, money=None, expected=0, budgeted=0)
+NO_HOLDS = Holds(tokens=None, money=0, expected=0, budgeted=0)
 
 
 def make(**facts) -> Request:

@@ -25,15 +25,14 @@ SLICE = 4
 
 
 class Hold:
-    """Of limits and of a budget; counts itself until it is settled or undone, exactly once."""
+    """Of limits; counts itself until it is settled or undone, exactly once."""
 
-    def __init__(self, holds: "Holds", slices: int) -> None:
-        self._holds, self._slices, self._open = holds, slices, True
+    def __init__(self, holds: "Holds") -> None:
+        self._holds, self._open = holds, True
         holds.num_open += 1
 
-    def renew(self, now_ns: int, total: int) -> bool:
-        self._slices -= 1
-        return self._slices >= 0
+    def renew(self, now_ns: int, total: int) -> None:
+        assert self._open, "what has ended is not renewed"
 
     def settle(self, now_ns: int, actual: int) -> None:
         self._close()
@@ -49,13 +48,32 @@ class Hold:
 
 
 class Holds:
-    """Limits, or budgets."""
+    """Limits."""
 
-    def __init__(self, slices: int = 1000) -> None:
-        self.num_open, self.settled, self._slices = 0, [], slices
+    def __init__(self) -> None:
+        self.num_open, self.settled = 0, []
 
     def reserve(self, *_: object, **__: object) -> Hold:
-        return Hold(self, self._slices)
+        return Hold(self)
+
+
+class Money:
+    """Budgets, of so many slices: every hold is settled, exactly once."""
+
+    def __init__(self, slices: int) -> None:
+        self.num_open, self._slices = 0, slices
+
+    def reserve(self, *_: object) -> None:
+        self.num_open += 1
+
+    def renew(self, *_: object) -> bool:
+        assert self.num_open == 1, "what has ended is not renewed"
+        self._slices -= 1
+        return self._slices >= 0
+
+    def settle(self, *_: object) -> None:
+        assert self.num_open, "settled twice"
+        self.num_open -= 1
 
 
 class Elsewhere:
@@ -71,7 +89,7 @@ class Life:
     """One request in front of one worker, or none."""
 
     def __init__(self, *, workers: int = 1, slices: int = 1000) -> None:
-        self.limits, self.money = Holds(), Holds(slices)
+        self.limits, self.money = Holds(), Money(slices)
         parts = Policies(limits=self.limits, budgets=self.money, admission=Elsewhere(), slice_tokens=SLICE)
         self.control = FlowControl(QueueTerms(worker_credit=0, retries_max=3), parts)
         for worker in (W, V)[:workers]:
@@ -89,8 +107,8 @@ class Life:
         record = answer.request.record(0)
         assert (record.outcome, record.completion_tokens) == (outcome, tokens)
         assert not len(self.control)
-        for holds in (self.limits, self.money):
-            assert (holds.num_open, len(holds.settled)) == (0, 1)
+        assert (self.limits.num_open, len(self.limits.settled)) == (0, 1)
+        assert not self.money.num_open
         for lane in filter(None, map(self.control.lane, "mn")):
             lane.check_invariants()
             assert not lane.queue.num_waiting

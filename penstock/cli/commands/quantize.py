@@ -68,6 +68,10 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out `penstock quantize`."""
     directory = resolve(args.model)
+    if directory.is_file():
+        raise ConfigError(
+            f"{directory}: is GGUF, which is rounded already; give the directory it was made from"
+        )
     output: Path = args.output or Path(f"{directory.name}-{args.to}")
     # Torch is loaded late, so that `--help` is quick.
     from penstock.engine.quantize.calibrate import SEQUENCE_TOKENS

@@ -17,7 +17,7 @@ from penstock.errors import CheckpointError
 from penstock.fleet.members import worker_id_at
 from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.models.served import PublicPrefixes, ServedModel
-from penstock.models.config import read_config
+from penstock.models.files import changed_ns, read_config
 from penstock.models.loadable import check_loads
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
@@ -93,7 +93,7 @@ def _made_for(directory: Path) -> int:
 
 def _changed_s(directory: Path) -> int:
     """When the checkpoint was last changed: OpenAI's `created`."""
-    return (directory / "config.json").stat().st_mtime_ns // NS_PER_S
+    return changed_ns(directory) // NS_PER_S
 
 
 CONNECT_TIMEOUT_S = 5.0

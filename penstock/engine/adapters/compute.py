@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.files import AdapterWeights, Layer, LoraPart, Packed
+from penstock.engine.adapters.files import AdapterReader, AdapterWeights, Layer, LoraPart, Packed, Packer
 from penstock.engine.arrays import Int32Array
 from penstock.engine.layers.linear import Linear, Pads, TorchLinear, torch_linear
-from penstock.engine.native.library import AdapterLayer, AdapterLinear, AdapterPart
+from penstock.engine.native.library import AdapterLayer, AdapterLinear, AdapterPart, NativeLibrary
 from penstock.models.adapters import FUSED
+from penstock.models.registry import FAMILIES
 from penstock.models.spec import DecoderSpec
 
 GROUP = 16
@@ -185,3 +186,15 @@ class TorchPacker:
             for layer in weights.layers
         )
         return TorchPacked(layers, num_bytes)
+
+
+def adapter_reader(
+    spec: DecoderSpec, dtype: torch.dtype, rows_max: int, native: NativeLibrary | None
+) -> AdapterReader:
+    """What reads adapters and lays them out for the decoder that computes, with torch if there is no
+    `native`.
+
+    Their tensors have transformers' names, whatever the checkpoint's are called.
+    """
+    packer: Packer = TorchPacker(rows_max) if native is None else NativePacker(spec)
+    return AdapterReader(spec, FAMILIES[spec.architecture].names, dtype, packer)

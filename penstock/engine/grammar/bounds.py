@@ -100,9 +100,9 @@ def shared(schema: dict[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def keywords(schema: object, path: str = "") -> Iterator[tuple[str, str, Any]]:
+def keywords(schema: object) -> Iterator[tuple[str, str, Any]]:
     """(JSON pointer, keyword, value) of every keyword of a schema and of the schemas in it."""
-    todo: list[tuple[str, object]] = [(path, schema)]
+    todo: list[tuple[str, object]] = [("", schema)]
     while todo:
         here, each = todo.pop()
         if isinstance(each, list):

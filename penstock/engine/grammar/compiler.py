@@ -23,7 +23,7 @@ from penstock.engine.grammar.source import grammar_text, limits, refuse_words
 from penstock.engine.grammar.trial import Trials
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.protocol.grammar import Grammar
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.tokenizer import Tokenizer, read_text
 
 CACHED_MAX = 256
 """Compiled grammars, and refusals, that are kept, of all tenants."""
@@ -52,7 +52,7 @@ class GrammarTokens:
         """
         try:
             tokenizer = Tokenizer.load(model_dir)
-            text = (model_dir / "tokenizer.json").read_text()
+            text = read_text(model_dir / "tokenizer.json")
         except (CheckpointError, OSError, UnicodeDecodeError) as error:
             _log.info("no structured output: %s", error)
             return None

@@ -14,6 +14,7 @@ from pathlib import Path
 LIBRARY = Path(__file__).with_name("_kernels.so")
 ABI_VERSION = 11
 _OUT_OF_BOUNDS = -2
+_SPIN_US = 50
 
 
 class KernelsUnavailable(Exception):
@@ -234,16 +235,14 @@ class NativeLibrary:
         """`amx`, `avx512_bf16`, `avx512_vnni`, `avx512` or `avx2`. Bits are equal within one of them, not
         between them."""
 
-    def set_threads(self, num_threads: int, *, spin_us: int = 50, pin: bool = False) -> None:
-        """Compute with that many threads, the caller included; idle ones spin `spin_us`, then sleep.
+    def set_threads(self, num_threads: int) -> None:
+        """Compute with that many threads, the caller included; idle ones spin 50 us, then sleep.
 
-        Results do not depend on it. `pin` ties each thread started from now on to a CPU of its own.
+        Results do not depend on it. No thread is tied to a CPU of its own, which was slower.
         """
-        if num_threads < 1 or spin_us < 0:
-            raise ValueError(
-                f"num_threads must be at least 1 and spin_us at least 0, not {num_threads} and {spin_us}"
-            )
-        self._lib.ps_set_threads(num_threads, spin_us, int(pin))
+        if num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, not {num_threads}")
+        self._lib.ps_set_threads(num_threads, _SPIN_US, 0)
 
     def supports(self, kind: Type) -> bool:
         """Whether weights of that type can be computed with on this machine."""

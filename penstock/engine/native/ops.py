@@ -103,15 +103,13 @@ def rms_norm(
     return out
 
 
-def silu_mul(kernels: NativeLibrary, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul(kernels: NativeLibrary, x: torch.Tensor) -> torch.Tensor:
     """`silu(x[:, :n]) * x[:, n:]` for x [m, 2n] -> [m, n]."""
     if x.dim() != 2 or x.shape[1] % 2:
         raise ValueError(f"x must be [m, 2n], not {list(x.shape)}")
     m, n = x.shape[0], x.shape[1] // 2
     kind = _matrix("x", x, 2 * n)
-    out = torch.empty(m, n, dtype=x.dtype) if out is None else out
-    if _matrix("out", out, n, m) is not kind:
-        raise ValueError(f"out is {out.dtype}, x {x.dtype}")
+    out = torch.empty(m, n, dtype=x.dtype)
     kernels.silu_mul(
         PsSiluMul(
             x=x.data_ptr(), y=out.data_ptr(), m=m, n=n, ldx=x.stride(0), ldy=out.stride(0), type=int(kind)
@@ -177,8 +175,6 @@ def rope_write(
     cache: LayerCache,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norm and rotate q and k, store k and v in the cache, return q [t, num_q_heads * head_dim].
 
@@ -192,9 +188,7 @@ def rope_write(
             f"qkv {list(qkv.shape)} {qkv.dtype} does not fit {cache.num_kv_heads} KV heads of {dim}"
         )
     _matrix("qkv", qkv, qkv.shape[1])
-    out = torch.empty(t, q_size, dtype=qkv.dtype) if out is None else out
-    if _matrix("out", out, q_size, t) is not _TYPES[cache.dtype]:
-        raise ValueError(f"out is {out.dtype}, the cache {cache.dtype}")
+    out = torch.empty(t, q_size, dtype=qkv.dtype)
     half = rope.cos.shape[-1]
     if rope.cos.shape != rope.sin.shape or rope.cos.dim() != 2 or 2 * half > dim:
         raise ValueError(

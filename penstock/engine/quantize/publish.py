@@ -221,9 +221,9 @@ class Quantizer:
             return {f"{base}.weight": values, f"{base}.weight_scale": scale}, values.float() * scale
         if self._target == "gptq-int4":
             rounded = gptq(weight, inputs.gram, self._group)
-            return _gptq_tensors(base, rounded, self._group), rounded.dense()
-        rounded = nearest(weight, self._group, awq_clips(weight, inputs.gram, self._group))
-        return _awq_tensors(base, rounded), rounded.dense()
+        else:
+            rounded = nearest(weight, self._group, awq_clips(weight, inputs.gram, self._group))
+        return store_rounded(base, rounded, self._target, self._group), rounded.dense()
 
     @property
     def norm_offset(self) -> float:
@@ -266,7 +266,7 @@ class Quantizer:
             size += (self._output / name).stat().st_size
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
         (self._output / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        config = self._config() | {"quantization_config": _config_of(self._target, self._group)}
+        config = self._config() | {"quantization_config": config_of(self._target, self._group)}
         (self._output / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         (self._output / STATE_FILE).unlink(missing_ok=True)
 
@@ -379,7 +379,7 @@ def _read_state(output: Path, settings: dict[str, Any]) -> _State:
     return state
 
 
-def _config_of(target: Target, group: int) -> dict[str, Any]:
+def config_of(target: Target, group: int) -> dict[str, Any]:
     """`quantization_config`."""
     if target == "gptq-int4":
         return {
@@ -408,6 +408,11 @@ def _words(values: Tensor) -> Tensor:
     nibbles = values.to(torch.int64).reshape(*values.shape[:-1], -1, 8)
     words = torch.sum(nibbles << torch.arange(0, 32, 4), -1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def store_rounded(base: str, rounded: Rounded, target: Target, group: int) -> Tensors:
+    """A four-bit layer's tensors as a format has them."""
+    return _gptq_tensors(base, rounded, group) if target == "gptq-int4" else _awq_tensors(base, rounded)
 
 
 def _gptq_tensors(base: str, rounded: Rounded, group: int) -> Tensors:

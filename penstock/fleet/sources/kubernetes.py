@@ -246,7 +246,6 @@ class KubernetesSource:
         config: KubernetesConfig,
         clock: Clock,
         log: Log,
-        environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Nothing is sent yet.
 
@@ -254,7 +253,7 @@ class KubernetesSource:
             ConfigError: no API server is named, and this is not a pod.
         """
         self._found, self._config, self._clock, self._log = found, config, clock, log
-        self._address = api_server(config, environ)
+        self._address = api_server(config, os.environ)
         self._slices = EndpointSlices(config)
         self._version = ""
         """Of the slices; empty until they were listed."""

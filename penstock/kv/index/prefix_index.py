@@ -325,10 +325,12 @@ class PrefixIndex:
         assert blocks <= either[0][0] <= len(keys), "who is found on the device is found in either tier"
         return Held(blocks, either[0][0] - blocks)
 
-    def holds(self, worker: int, key: int, tier: Tier = Tier.DEVICE) -> bool:
-        """Whether the worker has this one block, as far as is known; an ended prediction may still count."""
+    def holds(self, worker: int, key: int) -> bool:
+        """Whether the worker has this one block on its device; an ended prediction may still count."""
         holder = self._holders.get(worker)
-        return holder is not None and bool(self._tiers[tier][key & self._low_bits].get(key, 0) & holder.bit)
+        return holder is not None and bool(
+            self._tiers[Tier.DEVICE][key & self._low_bits].get(key, 0) & holder.bit
+        )
 
     def was_told(self, worker: int, key: int) -> bool:
         """Whether the worker itself said that it has this block, in any tier; not only a prediction says

@@ -123,7 +123,7 @@ class FlowControl:
         request = request_of(facts, now_ns, lane, holds, verdict)
         dropped = lane.queue.push(now_ns, request)
         if isinstance(dropped, Full):
-            holds.undo(now_ns)
+            self._accounts.undo(now_ns, facts, holds)
             return Refused(facts.id, "queue", lane.overloaded(dropped))
         self._requests[facts.id] = request
         for extra in self._extras:

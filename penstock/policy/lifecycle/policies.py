@@ -13,7 +13,6 @@ from penstock.policy.contracts import (
     Health,
     Lengths,
     Limits,
-    MoneyHold,
     Pass,
     Prices,
     RouteLoad,
@@ -43,23 +42,7 @@ class _NoTokenHold:
         del now_ns
 
 
-class _NoMoneyHold:
-    """Holds nothing, and is never used up."""
-
-    __slots__ = ()
-
-    def renew(self, now_ns: int, total_micros: int) -> bool:
-        del now_ns, total_micros
-        return True
-
-    def settle(self, now_ns: int, actual_micros: int) -> None:
-        del now_ns, actual_micros
-
-    def undo(self, now_ns: int) -> None:
-        del now_ns
-
-
-_NO_TOKENS, _NO_MONEY, _PASS = _NoTokenHold(), _NoMoneyHold(), Pass()
+_NO_TOKENS, _PASS = _NoTokenHold(), Pass()
 _NO_WORKERS = frozenset[WorkerId]()
 
 
@@ -96,10 +79,16 @@ class NoBudgets:
 
     __slots__ = ()
 
-    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> MoneyHold:
-        """Nothing to take it from."""
-        del now_ns, tenant, micros
-        return _NO_MONEY
+    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> None:
+        """There is always enough."""
+
+    def renew(self, now_ns: int, tenant: TenantId, held: int, total: int) -> bool:
+        """And more."""
+        del now_ns, tenant, held, total
+        return True
+
+    def settle(self, now_ns: int, tenant: TenantId, held: int, actual: int) -> None:
+        """Nothing is kept of it."""
 
     def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
         """There is no store to ask."""

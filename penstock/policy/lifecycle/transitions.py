@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.policy.answers import Abort, Outcome, Refused, Start
-from penstock.policy.contracts import MoneyHold, Refusal, TokenHold
+from penstock.policy.contracts import Refusal, TokenHold
 from penstock.policy.flow import Event, RequestFacts, State, Step
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.band import Work
@@ -82,11 +82,10 @@ class Accounts:
         if (error := _error_of(held)) is not None:
             return Refused(facts.id, "limits", error)
         tokens = cast("TokenHold", held)
-        reserved = policies.budgets.reserve(now_ns, tenant, self._first_price(facts))
-        if (error := _error_of(reserved)) is not None:
+        money = self._first_price(facts)
+        if (refusal := policies.budgets.reserve(now_ns, tenant, money)) is not None:
             tokens.undo(now_ns)
-            return Refused(facts.id, "budget", error)
-        money = cast("MoneyHold", reserved)
+            return Refused(facts.id, "budget", refusal.error())
         return Holds(tokens=tokens, money=money, expected=expected, budgeted=self._first_slice(facts))
 
     def _first_slice(self, facts: RequestFacts) -> int:
@@ -105,7 +104,15 @@ class Accounts:
         request.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
         cached = max(request.counted_cached_tokens, 0)
         price = self._price(facts.route, facts.prompt_tokens, cached, request.budgeted)
-        return request.money.renew(now_ns, price)
+        if not self._policies.budgets.renew(now_ns, facts.tenant.id, request.money, price):
+            return False
+        request.money = max(request.money, price)
+        return True
+
+    def undo(self, now_ns: int, facts: RequestFacts, holds: Holds | Request) -> None:
+        """The request was refused after all, or is another model's from here on."""
+        holds.tokens.undo(now_ns)
+        self._policies.budgets.settle(now_ns, facts.tenant.id, holds.money, 0)
 
     def settle(self, now_ns: int, request: Request, used: Usage) -> int:
         """It used so much; returns its price in millionths."""
@@ -113,7 +120,7 @@ class Accounts:
         assert tokens >= 0, used
         request.tokens.settle(now_ns, tokens)
         price = self._policies.prices.cost_micros(request.facts.route, used) if tokens else 0
-        request.money.settle(now_ns, price)
+        self._policies.budgets.settle(now_ns, request.facts.tenant.id, request.money, price)
         return price
 
     def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
@@ -192,8 +199,7 @@ class Transitions:
     def _retarget(self, now_ns: int, request: Request, change: Change) -> None:
         assert change.moved is not None, "a move says what it becomes"
         self._forget(request)
-        request.tokens.undo(now_ns)
-        request.money.undo(now_ns)
+        self._accounts.undo(now_ns, request.facts, request)
         moved = change.moved
         request.retarget(moved.facts, moved.lane, moved.work, moved.holds)
 

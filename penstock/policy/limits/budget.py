@@ -1,13 +1,13 @@
 """Money that a tenant may spend per UTC day and per UTC month: reserved before, renewed in slices, settled
 once.
 
-    reserve ──> Reservation ──renew──> ... ──renew──> settle      the request was accepted
-       │              │          └─ False: stop the answer here
-       │              └──────────────────────────────> undo       refused elsewhere: as if it never was
+    reserve ──renew──> ... ──renew──> settle      once for each request that was accepted, at its end; refused
+       │        └─ False: stop the answer here    elsewhere it costs nothing
        └──> BudgetRefusal (which budget, and when to ask again)
 
-A reservation holds the price of the prompt and of the first slice of the answer; before every further slice
-it is renewed to hold that one too. What is reserved and what was spent never come to more than the budget, so
+A request holds the price of its prompt and of the first slice of the answer; before every further slice the
+hold is renewed for that one too. How much it holds is the request's own field (`Request.money`); the sum of a
+tenant's is here. What is reserved and what was spent never come to more than the budget, so
 a tenant spends more than its budget only by what its running answers generate between the end of a slice and
 their stop: at most one slice for each that runs. Money counts for the day and month in which its request
 ends, as in the ledger, so the sum of what was settled is the sum of the ledger's records, to the millionth.
@@ -212,54 +212,6 @@ class _Account:
             lease.reserved()
 
 
-class BudgetReservation:
-    """One accepted request's share of its tenant's budget. Ends by `settle` or by `undo`, exactly once."""
-
-    __slots__ = ("_account", "_budgets", "ended", "reserved")
-
-    def __init__(self, budgets: "TenantBudgets", account: _Account, micros: int) -> None:
-        self._budgets, self._account = budgets, account
-        self.reserved = micros
-        """What it may cost until the next `renew`, in millionths."""
-        self.ended = False
-
-    def renew(self, now_ns: int, total_micros: int) -> bool:
-        """Before the next slice: hold `total_micros` for the request up to that slice's end.
-
-        False: it must stop now.
-        """
-        assert not self.ended, "renewed after its end"
-        extra = total_micros - self.reserved
-        if extra <= 0:
-            return True
-        if self._budgets.over(now_ns, self._account, extra) is not None:
-            return False
-        self.reserved += extra
-        self._account.hold(extra)
-        assert self.reserved == total_micros <= self._account.reserved, (
-            "a request holds a part of what its tenant does"
-        )
-        return True
-
-    def settle(self, now_ns: int, actual_micros: int) -> None:
-        """The request ended, however it did, and cost this much."""
-        assert actual_micros >= 0, actual_micros
-        self._end()
-        self._budgets.spend(now_ns, self._account, actual_micros)
-
-    def undo(self, now_ns: int) -> None:
-        """Something else refused the request before it was accepted."""
-        self._end()
-        self._budgets.spend(now_ns, self._account, 0)
-
-    def _end(self) -> None:
-        assert not self.ended, "a reservation ends once"
-        self.ended = True
-        self._account.live -= 1
-        self._account.reserved -= self.reserved
-        assert self._account.live >= 0 <= self._account.reserved, "more ended than was reserved"
-
-
 WARN_AT = (0.5, 0.8, 1.0)
 """Shares of a budget; crossing one of them is logged and counted."""
 
@@ -290,20 +242,46 @@ class TenantBudgets:
         self.settled_micros = 0
         """What was settled since the start, all tenants and periods together."""
 
-    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> BudgetReservation | BudgetRefusal:
-        """Hold `micros` for a request: its prompt and the first slice of its answer.
+    def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> BudgetRefusal | None:
+        """Hold `micros` for a request: its prompt and the first slice of its answer. None: it has them, until
+        `settle`.
 
         A tenant whose budgets changed has the new ones from this call on.
         """
         assert micros >= 0, micros
         account = self._of(now_ns, tenant.id)
         self._limit(now_ns, account, tenant)
-        if (period := self.over(now_ns, account, micros)) is not None:
+        if (period := self._over(now_ns, account, micros)) is not None:
             return self._refusal(now_ns, account, period, micros)
         account.live += 1
         account.hold(micros)
         assert account.reserved >= micros, "what runs holds nothing below zero"
-        return BudgetReservation(self, account, micros)
+        return None
+
+    def renew(self, now_ns: int, tenant: TenantId, held: int, total: int) -> bool:
+        """Before the next slice: hold `total` for a request in place of `held`, if it is more.
+
+        False: it must stop now, and holds what it held.
+        """
+        account = self._accounts[tenant]
+        assert account.live, "renewed after its end"
+        if total <= held:
+            return True
+        if self._over(now_ns, account, total - held) is not None:
+            return False
+        account.hold(total - held)
+        assert total <= account.reserved, "a request holds a part of what its tenant does"
+        return True
+
+    def settle(self, now_ns: int, tenant: TenantId, held: int, actual: int) -> None:
+        """A request that holds `held` has ended, however it did, and cost `actual`: nothing, if it was
+        refused elsewhere. Exactly once for each that `reserve` let in.
+        """
+        account = self._accounts[tenant]
+        account.live -= 1
+        account.reserved -= held
+        assert account.live >= 0 <= account.reserved, "more ended than was reserved"
+        self._spend(now_ns, account, actual)
 
     def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
         """Whether a store is asked first for what a request of this price is not covered by here."""
@@ -360,9 +338,9 @@ class TenantBudgets:
         """Tenants that are remembered."""
         return len(self._accounts)
 
-    # --- for reservations ------------------------------------------------------------------------
+    # --- inside ----------------------------------------------------------------------------------
 
-    def over(self, now_ns: int, account: _Account, micros: int) -> _Period | None:
+    def _over(self, now_ns: int, account: _Account, micros: int) -> _Period | None:
         """The budget that `micros` more do not fit; the month before the day, since it holds longer."""
         self._enter(now_ns, account)
         for period in (account.month, account.day):
@@ -377,7 +355,7 @@ class TenantBudgets:
                     return period
         return None
 
-    def spend(self, now_ns: int, account: _Account, micros: int) -> None:
+    def _spend(self, now_ns: int, account: _Account, micros: int) -> None:
         """Count what a request has cost that has ended."""
         self._enter(now_ns, account)
         assert micros >= 0, "what was spent stays spent"
@@ -388,8 +366,6 @@ class TenantBudgets:
                 period.lease.settled(micros)
             if micros:
                 self._warn_of_reached(account, period)
-
-    # --- inside ----------------------------------------------------------------------------------
 
     def _warn_of_reached(self, account: _Account, period: _Period) -> None:
         if period.limit and (total := period.total) >= WARN_AT[0] * period.limit:

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.policy.answers import Abort, FallBack, GiveUp, Outcome, Start, UsageRecord
-from penstock.policy.contracts import MoneyHold, Pass, TokenHold
+from penstock.policy.contracts import Pass, TokenHold
 from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
 from penstock.policy.queueing.band import Work, cost
 from penstock.policy.queueing.capacity import WorkerCapacity
@@ -26,16 +26,12 @@ class Holds(msgspec.Struct, frozen=True, kw_only=True):
     """What was reserved for one request, until the request has it."""
 
     tokens: TokenHold
-    money: MoneyHold
+    money: int
+    """Of its tenant's budget, in millionths."""
     expected: int
     """Answer tokens that its fair share was charged for."""
     budgeted: int
     """Answer tokens that the budget holds money for."""
-
-    def undo(self, now_ns: int) -> None:
-        """It was refused after all."""
-        self.tokens.undo(now_ns)
-        self.money.undo(now_ns)
 
 
 def continued(before: Usage, after: Usage) -> Usage:
@@ -98,7 +94,8 @@ class Request(Work):
     facts: RequestFacts
     lane: ModelQueue
     tokens: TokenHold
-    money: MoneyHold
+    money: int
+    """Held of its tenant's budget, in millionths."""
     expected: int
     """Answer tokens that its fair share was charged for."""
     budgeted: int

@@ -20,7 +20,7 @@ from penstock.config.checks import check
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.load import convert_config
 from penstock.config.routing import AdmissionConfig
-from penstock.config.tree import Config, ModelConfig, Scheduling
+from penstock.config.tree import Config, ModelConfig
 from penstock.errors import ConfigError
 from penstock.planning.roofline import Placed, Roofline, accelerator, model_shape, unknown
 from penstock.policy.answers import Outcome
@@ -165,9 +165,7 @@ def pool(
     name: str = "model",
     shape: str = "7b",
     device: str = "a10g",
-    region: str = "",
     cold_start_s: float = 60.0,
-    scheduling: Scheduling = "fair",
 ) -> PoolSpec:
     """Workers of one model; knobs go before what the scenario says.
 
@@ -186,7 +184,7 @@ def pool(
         engine=EngineSettings(
             step_tokens=max(knobs.step_tokens or 512, max_running),
             max_running=max_running,
-            scheduling=knobs.scheduling or scheduling,
+            scheduling=knobs.scheduling or "fair",
         ),
         checkpoint=placed.model.name,
         dtype=placed.dtype,
@@ -195,7 +193,7 @@ def pool(
         kind=kind_of(placed),
         cold_start_ns=round(cold_start_s * NS_PER_S),
     )
-    return PoolSpec(model=name, worker=spec, count=(main and knobs.workers) or workers, region=region)
+    return PoolSpec(model=name, worker=spec, count=(main and knobs.workers) or workers)
 
 
 def kind_of(placed: Placed) -> str:

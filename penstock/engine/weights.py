@@ -1,0 +1,71 @@
+"""The decoder's weights while they are loaded: handed out one by one, whatever file they come from."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.engine.quantized import QuantizedMatrix, dense
+from penstock.models.names import TensorPart, Weight
+
+CPU = torch.device("cpu")
+Part = Tensor | QuantizedMatrix
+
+OnProgress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in total)."""
+
+
+class Weights:
+    """The decoder's weights, each handed out once, when it is read."""
+
+    def __init__(
+        self,
+        wanted: Sequence[Weight],
+        whole: Callable[[Weight], Tensor],
+        parts: Callable[[Weight], tuple[Part, ...]],
+        num_bytes: Callable[[Weight], int],
+        on_progress: OnProgress,
+    ) -> None:
+        self._wanted = {weight.key: weight for weight in wanted}
+        self._whole, self._parts, self._num_bytes, self._on_progress = whole, parts, num_bytes, on_progress
+        self._total = sum(map(num_bytes, wanted))
+        self.num_bytes_left = self._total
+        """Of those that were not taken yet, in memory."""
+
+    def take(self, key: str) -> Tensor:
+        """See `WeightSource`.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        weight = self._wanted.pop(key)
+        tensor = self._whole(weight)
+        self._taken(weight)
+        return tensor
+
+    def take_parts(self, key: str) -> tuple[Part, ...]:
+        """See `WeightSource`.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        weight = self._wanted.pop(key)
+        tensors = self._parts(weight)
+        self._taken(weight)
+        return tensors
+
+    def _taken(self, weight: Weight) -> None:
+        self.num_bytes_left -= self._num_bytes(weight)
+        self._on_progress(self._total - self.num_bytes_left, self._total)
+
+
+def fused(
+    weight: Weight, read: Callable[[TensorPart], Part], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A weight's parts, each read into its place."""
+    target = torch.empty(weight.shape, dtype=dtype, device=device)
+    start = 0
+    for part in weight.parts:
+        target[start : start + part.shape[0]].copy_(dense(read(part), dtype))
+        start += part.shape[0]
+    return target
