@@ -146,14 +146,14 @@ class Dispatcher:
         metrics: Metrics,
         clock: Clock,
         log: Log,
-        is_shared: bool = False,
+        processes: int = 1,
     ) -> None:
-        """`is_shared`: other gateways use the same workers."""
+        """`processes`: gateways that use the same workers."""
         self.control, self.anomalies = policies.control, policies.anomalies
         self._limiter, self._slots, self._clock, self._log = policies.limiter, slots, clock, log
         self._metrics, self._health, self._registry = metrics, policies.health, registry
         self._slice_tokens, self._hedges = policies.slice_tokens, policies.hedges is not None
-        self.meters = Meters(policies.prices, is_shared=is_shared)
+        self.meters = Meters(policies.prices, is_shared=processes > 1)
         self._records = GatewayRecords(ledger, policies.prices, metrics, clock)
         self._driver = Driver(self.control, self, self, self._records, self.meters)
         self._tasks: set[asyncio.Future[None]] = set()
@@ -165,7 +165,7 @@ class Dispatcher:
             registry,
             self.meters,
             policies.anomalies,
-            is_shared=is_shared,
+            processes=processes,
             shed_kv_above=policies.shed_kv_above,
             on_news=self._dispatch_soon,
         )
