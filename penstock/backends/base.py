@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from penstock.errors import EngineFault, PenstockError
+from penstock.protocol.adapters import Adapters as WorkerAdapters
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.worker import FaultCount, ModelInfo, Stats
 from penstock.text.tokenizer import Tokenizer
@@ -213,6 +214,18 @@ class Adapters(NamedTuple):
 
 
 NO_ADAPTERS = Adapters()
+
+
+def adapters_told(told: WorkerAdapters) -> Adapters:
+    """What a worker of ours has said of them."""
+    sound = [each for each in told.adapters if not each.error]
+    return Adapters(
+        served=frozenset(each.name for each in sound),
+        loaded=frozenset(each.name for each in sound if each.is_loaded),
+        digests={each.name: each.digest for each in sound},
+        paths={each.name: each.path for each in told.adapters},
+        failed={each.name: each.error for each in told.adapters if each.error},
+    )
 
 
 @dataclass(slots=True, frozen=True)

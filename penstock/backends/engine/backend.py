@@ -12,12 +12,12 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.backends.base import (
-    Adapters,
     BackendStatus,
     GenerateRequest,
     Note,
     Phase,
     Sink,
+    adapters_told,
     end_streams,
     nothing,
 )
@@ -381,7 +381,7 @@ class EngineBackend:
         elif isinstance(message, Challenge | Welcome):
             self._shake_hands(message)
         elif isinstance(message, WorkerAdapters):
-            self._status.adapters = _adapters_of(message)
+            self._status.adapters = adapters_told(message)
             self.on_change()
         elif isinstance(message, Fault):
             self.report(stage=self._status.stage, note=message.words, fault=message.kind)
@@ -493,14 +493,3 @@ class EngineBackend:
                 await link.lost
             await sleep(self._delay_s)
             self._delay_s = min(self._delay_s * RECONNECT_GROWTH, RECONNECT_MAX_S)
-
-
-def _adapters_of(told: WorkerAdapters) -> Adapters:
-    sound = [each for each in told.adapters if not each.error]
-    return Adapters(
-        served=frozenset(each.name for each in sound),
-        loaded=frozenset(each.name for each in sound if each.is_loaded),
-        digests={each.name: each.digest for each in sound},
-        paths={each.name: each.path for each in told.adapters},
-        failed={each.name: each.error for each in told.adapters if each.error},
-    )
