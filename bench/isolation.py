@@ -2,7 +2,7 @@
 demo model, 16 rows unless said otherwise.
 
     python bench/isolation.py [--neighbours streams waves deaf crowd] [--rounds 3] [--seconds 10] [--rows 16]
-                              [--processes 1] [--tree DIR ...] [--json FILE]
+                              [--processes 1] [--engine penstock] [--tree DIR ...] [--json FILE]
 
 The polite tenant sends one short request after the other and records the time to each first token: alone, and
 beside a neighbour that keeps
@@ -11,6 +11,10 @@ beside a neighbour that keeps
     waves     40 streams of 300 tokens each, so that some always wait
     deaf      24 streams of 2,000 tokens that it never reads
     crowd     as many streams as there are rows and eight more, each of another tenant
+
+With `--engine vllm` (or `openai`, `sglang`) the worker is an external one: an HTTP server in a process of its
+own that speaks that engine's API from a script. It sends one token of each of its rows every 10 ms, and what
+comes beyond its rows waits until one of its answers ends.
 
 With several `--tree`, source trees of this project are served in turns within each round, so that a build is
 held against the one before on the same machine in the same minutes. Tokens are those of both tenants that
@@ -42,7 +46,11 @@ STREAM_TOKENS, WAVE_TOKENS, POLITE_TOKENS = 2000, 300, 8
 WAVES, DEAF = 40, 24
 PAUSE_S, RETRY_S = 0.05, 0.25
 START_S = 60.0
+STEP_S = 0.01
+"""Of an external worker: the time per token, which its number of streams does not change."""
 HERE = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(HERE / "tests" / "doubles"))
+from provider_process import ProviderProcess
 
 
 @dataclass
@@ -64,17 +72,21 @@ class Window:
 
 
 class Served:
-    """A `penstock serve` of one source tree."""
+    """A `penstock serve` of one source tree, and its worker."""
 
     def __init__(self, tree: Path, place: Path, args: argparse.Namespace) -> None:
-        self.port = free_port()
+        self.port, self._provider = free_port(), None
+        if args.engine == "penstock":
+            engine = {"max_running": args.rows, "threads": 1, "kv_memory_bytes": 1 << 28}
+            worker: dict[str, object] = {"engine": engine}
+        else:
+            self._provider = ProviderProcess(args.engine, rows=args.rows)
+            self._provider.behaves(step_s=STEP_S)
+            facts = {"engine": args.engine, "served_model": "served", "max_model_len": 4096}
+            address = {"url": self._provider.url, "max_running": args.rows}
+            worker = {"replicas": 0, "workers": [address | facts]}
         config = {
-            "models": [
-                {
-                    "path": args.model, "name": "m",
-                    "engine": {"max_running": args.rows, "threads": 1, "kv_memory_bytes": 1 << 28},
-                }
-            ],
+            "models": [{"path": args.model, "name": "m", **worker}],
             "server": {"port": self.port, "processes": args.processes},
             "auth": {"keys": [NOISY, POLITE, *CROWD]},
             "log": {"access": False},
@@ -106,6 +118,8 @@ class Served:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(20)
             self._child.kill()
+        if self._provider is not None:
+            self._provider.kill()
 
     def _is_ready(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as probe:
@@ -230,6 +244,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--engine", choices=["penstock", "vllm", "openai", "sglang"], default="penstock")
     parser.add_argument("--model", default="penstock-demo-mini")
     parser.add_argument("--tree", nargs="*", type=Path, default=[HERE], help="served in turns")
     add_json_option(parser)

@@ -34,6 +34,7 @@ from penstock.fleet.registry import Registry
 from penstock.gateway.app import Gateway
 from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.models.served import ServedModel
+from penstock.gc_tuning import freeze_gc
 from penstock.protocol.worker import ModelInfo
 from penstock.rng import IdSource
 from penstock.telemetry.log import Log
@@ -181,7 +182,9 @@ async def serve_gateway_with(ledger: LedgerConfig, load: Load, pipe: Connection)
         registry,
         GatewayTools(metrics=Metrics([name], version="bench"), clock=clock, ids=IdSource(), log=log),
     )
-    pipe.send((await gateway.start())[1])
+    _, port = await gateway.start()
+    freeze_gc()  # As `penstock serve` does.
+    pipe.send(port)
     await pusher.done.wait()
     await gateway.stop()
     pipe.send(pusher.result)

@@ -1,11 +1,12 @@
-"""Failure scenarios over sockets and in the simulator, with the same arrivals and the same policy: what each
+"""Failures and load over sockets and in the simulator, with the same arrivals and the same policy: what each
 side counted.
 
-    python bench/sockets_and_sim.py [--seed 1] [--json FILE]
+    python bench/sockets_and_sim.py [--seed 1] [--only overload ...] [--json FILE]
 
 failing route    a model's only worker, a provider's, answers 500 for ten seconds; another model is idle
 slow route       the same worker takes four seconds to its first token for ten seconds
 worker crash     one of two workers of ours is killed under eight streams
+overload, flood, external flood: see load_and_sim.py
 
 Over sockets: `penstock serve` with demo models, a scripted provider in a process of its own, and a client per
 request, at fixed times. Attempts are those of the ledger; "own again" is when, after the trouble,
@@ -27,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import load_and_sim
 import msgspec
 from provenance import add_json_option, write_result
 
@@ -262,14 +264,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=1)
+    names = ["failing route", "slow route", "worker crash", *load_and_sim.LOADS]
+    parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="SCENARIO")
     add_json_option(parser)
     args = parser.parse_args()
     found: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="both-", ignore_cleanup_errors=True) as name:
-        for number, scenario in enumerate(("failing route", "slow route", "worker crash")):
+        for number, scenario in enumerate(args.only):
             place = Path(name) / str(number)
             place.mkdir()
-            if scenario == "worker crash":
+            if (load := load_and_sim.LOADS.get(scenario)) is not None:
+                both = (
+                    load_and_sim.counted(load, load_and_sim.simulated(load, args.seed)),
+                    load_and_sim.counted(load, load_and_sim.served(load, place, args.seed)),
+                )
+            elif scenario == "worker crash":
                 both = (
                     counted_of_crash(simulated_crash(args.seed), TOKENS),
                     counted_of_crash(served_crash(place), SERVED_TOKENS),
@@ -282,7 +291,11 @@ def main() -> None:
                 )
             found[scenario] = {"simulator": both[0], "sockets": both[1]}
             for words in both[0]:
-                print(f"{scenario:14} {words:42} {both[0][words]:8} {both[1][words]:8}", flush=True)
+                is_off = load is not None and load_and_sim.off(words, both[0][words], both[1][words])
+                print(
+                    f"{scenario:14} {words:42} {both[0][words]:8} {both[1][words]:8}{' OFF' * is_off}",
+                    flush=True,
+                )
     write_result(args.json, {"scenarios": found})
 
 

@@ -22,6 +22,11 @@ Each worker of ours tells every five seconds what it takes of its machine, and w
 gateway passes it on per worker, under the names of NVIDIA's DCGM exporter where it is about a GPU.
 `penstock_worker_info` joins engine, version (identity) and device to every series with the label `worker`.
 
+Counting takes no lock and no client library (`penstock/telemetry/instruments.py`): all of it happens on the
+event loop's thread, an observation is one bisection into a row of integers, and the text of every series is
+made once. A request's end costs about two microseconds here, a page a tenth of a millisecond for one model;
+`tests/telemetry/test_instruments.py` holds the page against that of Prometheus' own client.
+
 [`examples/observability/`](../examples/observability/) starts Prometheus and Alertmanager beside a server.
 
 | name | kind | unit | labels | what | for |

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.errors import EngineFault, PenstockError
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
-from penstock.protocol.worker import ModelInfo, Stats
+from penstock.protocol.worker import FaultCount, ModelInfo, Stats
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
@@ -237,8 +237,8 @@ class BackendStatus:
     restarts: int = 0
     resumes: bool = True
     """It can continue a stream that another worker began."""
-    faults: dict[str, int] = field(default_factory=dict[str, int])
-    """What was wrong with its machine or its memory, counted by kind: `protocol.worker.Fault`, and `weights`
+    faults: dict[str, FaultCount] = field(default_factory=dict[str, FaultCount])
+    """What was wrong with its machine or its memory, by kind: `protocol.worker.Fault`, and `weights`
     that have changed."""
     is_given_up: bool = False
     """Another process of this server launched it, and will not start it again."""

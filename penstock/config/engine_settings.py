@@ -58,9 +58,13 @@ def with_quota(engine: Engine, config: Config) -> Engine:
     """
     if engine.kv_quota_fraction:
         return engine
+    return replace(engine, kv_quota_fraction=SHARED_KV_QUOTA if may_have_tenants(config) else 1.0)
+
+
+def may_have_tenants(config: Config) -> bool:
+    """Whether there may be several."""
     auth = config.auth
-    many = len(config.tenants) + len(auth.keys) > 1 or bool(auth.keys_file or auth.jwt.issuer)
-    return replace(engine, kv_quota_fraction=SHARED_KV_QUOTA if many else 1.0)
+    return len(config.tenants) + len(auth.keys) > 1 or bool(auth.keys_file or auth.jwt.issuer)
 
 
 def promised(engine: Engine, admission: AdmissionConfig) -> Engine:

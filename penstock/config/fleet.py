@@ -33,7 +33,8 @@ class WorkerTraits(Branch, frozen=True, kw_only=True):
     max_model_len: Count = 0
     """Its context, for engines that do not tell it; 0: as it says itself."""
     max_running: Count = 0
-    """Streams that it runs at once; 0: as it says itself, else 64."""
+    """Streams that it runs at once; 0: not known, and it is given 64. It is never given more, gateway
+    processes divide them, and with several tenants some stay free for one that arrives (docs/overload.md)."""
     order: Count = 0
     """Smaller goes first: it is given what those of a smaller order cannot take now, or fail. Workers that
     are launched here have 0."""

@@ -47,8 +47,9 @@ class QueueConfig(Branch, frozen=True, kw_only=True):
     """Requests that wait for one model, all bands together."""
     headroom: Annotated[float, Meta(ge=0, le=0.5)] = 0.08
     """Share of a model's rows that a tenant leaves free for others who are active too, once it runs half as
-    much again as its part: their next request need not wait for one of its streams to end. 0 lends every
-    row."""
+    much again as its part: their next request need not wait for one of its streams to end. Of an external
+    worker with `max_running` this share, at least one row, is always free for tenants that run nothing. 0
+    lends every row."""
     no_worker_wait_s: Seconds = 30.0
     """How long requests wait while no worker of their model is ready, then 503. 0: not at all, unless they
     ran on a worker that is lost."""

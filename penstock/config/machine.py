@@ -53,6 +53,18 @@ class CgroupMemory:
                 return found if (found.directory / "memory.events").exists() else None
         return None
 
+    def used_bytes(self) -> int:
+        """Memory in use in it; 0 if that is not known."""
+        return _number_in(self.directory / "memory.current")
+
+    def limit_bytes(self) -> int:
+        """The least of its limit and those of the cgroups that it is in; 0: there is none."""
+        found, place = list[int](), self.directory
+        while (file := place / "memory.max").exists():  # The root of all has none.
+            found.append(_number_in(file))
+            place = place.parent
+        return min((each for each in found if each), default=0)
+
     def num_kills(self) -> int:
         """Processes that were killed for lack of memory since the cgroup was made; 0 if that is not known."""
         try:
@@ -68,3 +80,11 @@ class CgroupMemory:
             return (self.directory / "cgroup.procs").read_text().split() == [str(pid)]
         except OSError:
             return False
+
+
+def _number_in(path: Path) -> int:
+    """0 where there is none: no such file, or "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0

@@ -199,7 +199,7 @@ class LogConfig(Branch, frozen=True, kw_only=True):
 
 
 class TracesConfig(Branch, frozen=True, kw_only=True):
-    """Traces of requests, for an OpenTelemetry collector (the `traces` extra)."""
+    """Traces of requests, for an OpenTelemetry collector."""
 
     endpoint: str = ""
     """The collector's OTLP/HTTP address for traces, "http://collector:4318/v1/traces"; empty: a caller's

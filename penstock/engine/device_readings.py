@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.config.machine import CgroupMemory
 from penstock.protocol.worker import DeviceReadings, GpuReadings
 
 EVERY_S = 5.0
@@ -22,7 +23,6 @@ NVML = "libnvidia-ml.so.1"
 _MIB = 1024 * 1024
 _XID_EVENT = 0x8
 _SM_CLOCK, _GPU_TEMPERATURE = 1, 0
-_CGROUP = Path("/sys/fs/cgroup")
 _log = logging.getLogger(__name__)
 
 
@@ -116,14 +116,16 @@ class NvmlDevice:
         return -1 if function is None else function(*args)
 
 
-def process_readings(cgroup: Path = _CGROUP) -> DeviceReadings:
-    """This process's memory and CPU time, its cgroup's memory, and the machine's load."""
+def process_readings(memory: CgroupMemory | None) -> DeviceReadings:
+    """This process's memory and CPU time, the memory of its cgroup (None: it is in none), and the machine's
+    load.
+    """
     times, cores = os.times(), len(os.sched_getaffinity(0))
     return DeviceReadings(
         rss_bytes=_rss_bytes(),
         cpu_ms=round(1000 * (times.user + times.system)),
-        cgroup_bytes=_number_in(cgroup / "memory.current"),
-        cgroup_limit_bytes=_number_in(cgroup / "memory.max"),
+        cgroup_bytes=0 if memory is None else memory.used_bytes(),
+        cgroup_limit_bytes=0 if memory is None else memory.limit_bytes(),
         load=round(os.getloadavg()[0] / cores, 2),
     )
 
@@ -131,14 +133,6 @@ def process_readings(cgroup: Path = _CGROUP) -> DeviceReadings:
 def _rss_bytes() -> int:
     """See proc(5): pages, the second number."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _number_in(path: Path) -> int:
-    """0 where there is none: no such file, or "max"."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 0
 
 
 def watch_device(
@@ -157,7 +151,7 @@ def watch_device(
 
     def watch() -> None:
         while True:
-            readings = process_readings()
+            readings = process_readings(CgroupMemory.of_self())
             tell(readings if gpu is None else msgspec.structs.replace(readings, gpu=gpu.read()))
             if ends.wait(every_s):
                 return

@@ -30,7 +30,7 @@ from penstock.config.tree import EngineConfig, ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
 from penstock.fleet.registry import Registry, Worker
-from penstock.policy.queueing.capacity import DeploymentTerms
+from penstock.policy.queueing.slots import DeploymentTerms
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.address import NONCE_BYTES, Address, hash_key_of, parse_address
 from penstock.rng import fresh_key

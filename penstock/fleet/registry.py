@@ -23,7 +23,7 @@ from penstock.backends.base import Backend, BackendStatus, Phase
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.fleet import WORKERS_MAX
 from penstock.errors import ConfigError
-from penstock.policy.queueing.capacity import DeploymentTerms
+from penstock.policy.queueing.slots import DeploymentTerms
 from penstock.policy.resilience.worker_state import WorkerEvent, WorkerLife, WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.log import Log

@@ -53,6 +53,7 @@ from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import AccessLine
+from penstock.telemetry.metrics import RequestMeasurement
 from penstock.telemetry.watch import Tail, Watch, no_tail
 from penstock.types import ModelName, RequestId
 
@@ -275,26 +276,11 @@ class Gateway:
         kept = self._policies.kept
         if exchange.error is not None and kept is not None and exchange.path.startswith("/v1/"):
             kept.failed(RequestId(exchange.id), failure_of(exchange.error))
-        self._log.access(
-            AccessLine(
-                method=exchange.method,
-                path=exchange.path,
-                status=exchange.status or 499,  # nginx's number for a client that left before the answer.
-                duration_ns=now_ns - exchange.started_ns,
-                is_poll=is_poll(exchange.method, exchange.path, exchange.status),
-                request_id=exchange.id or None,
-                trace_id=exchange.trace and exchange.trace.trace_id,
-                model=served and served.counted_model,
-                outcome=record and record.outcome.value,
-                ttft_ns=record and record.ttft_ns,
-                prompt_tokens=record and record.prompt_tokens,
-                cached_tokens=record and record.cached_tokens,
-                generated_tokens=record and record.generated_tokens,
-            )
-        )
-        if not self._log_is_due:
-            self._log_is_due = True
-            asyncio.get_running_loop().call_soon(self._flush_log)
+        if self._log.tells_requests:
+            self._log.access(_access_line(exchange, record, now_ns))
+            if not self._log_is_due:
+                self._log_is_due = True
+                asyncio.get_running_loop().call_soon(self._flush_log)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -378,6 +364,25 @@ class Gateway:
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
         while self._clock.now_ns() < deadline_ns and not self._hurried.is_set() and not happened():
             await sleep(0.02)
+
+
+def _access_line(exchange: Exchange, record: RequestMeasurement | None, now_ns: int) -> AccessLine:
+    served = exchange.served
+    return AccessLine(
+        method=exchange.method,
+        path=exchange.path,
+        status=exchange.status or 499,  # nginx's number for a client that left before the answer.
+        duration_ns=now_ns - exchange.started_ns,
+        is_poll=is_poll(exchange.method, exchange.path, exchange.status),
+        request_id=exchange.id or None,
+        trace_id=exchange.trace and exchange.trace.trace_id,
+        model=served and served.counted_model,
+        outcome=record and record.outcome.value,
+        ttft_ns=record and record.ttft_ns,
+        prompt_tokens=record and record.prompt_tokens,
+        cached_tokens=record and record.cached_tokens,
+        generated_tokens=record and record.generated_tokens,
+    )
 
 
 def _options(route: Route) -> Response:

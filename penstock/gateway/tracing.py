@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from penstock import __version__
 from penstock.clock import Clock
 from penstock.config.tree import TracesConfig
-from penstock.errors import ConfigError
 from penstock.gateway.http.exchange import Ending, Exchange
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import RequestMeasurement
-from penstock.telemetry.traces import EndedTrace, Exporter, RequestTrace, TraceKeeper, read_context
+from penstock.telemetry.otlp import OtlpExporter
+from penstock.telemetry.traces import EndedTrace, RequestTrace, TraceKeeper, read_context
 
 _OPERATIONS = {Endpoint.COMPLETIONS: "text_completion"}
 """Of OpenTelemetry's `gen_ai.operation.name`; every other endpoint is a chat."""
@@ -27,12 +27,13 @@ class RequestTraces:
         """`instance` names this process.
 
         Raises:
-            ConfigError: traces are to be exported, and OpenTelemetry's SDK is not installed.
+            ConfigError: see `OtlpExporter`.
         """
         self._clock = clock
         self._keeper: TraceKeeper | None = None
         if config.endpoint:
-            self._keeper = TraceKeeper(config, _exporter(config.endpoint, instance), log)
+            exporter = OtlpExporter(config.endpoint, version=__version__, instance=instance)
+            self._keeper = TraceKeeper(config, exporter, log)
 
     @property
     def exported(self) -> int:
@@ -56,13 +57,13 @@ class RequestTraces:
 
     def begin(self, exchange: Exchange) -> None:
         """A request has come; its `trace` is set if there is one."""
-        headers = exchange.head.headers
+        headers, keeper = exchange.head.headers, self._keeper
         given = headers.get(b"traceparent")
-        if (self._keeper is None and given is None) or not exchange.path.startswith("/v1/"):
+        if (keeper is None and given is None) or not exchange.path.startswith("/v1/"):
             return
-        parent = read_context(given, headers.get(b"tracestate"))
-        if self._keeper is not None:
-            exchange.trace = self._keeper.begin(parent)
+        parent = None if given is None else read_context(given, headers.get(b"tracestate"))
+        if keeper is not None:
+            exchange.trace = keeper.begin(parent)
         elif parent is not None:
             exchange.trace = RequestTrace(parent, is_ours=False)
 
@@ -93,16 +94,6 @@ class RequestTraces:
                 attributes=attributes,
             )
         )
-
-
-def _exporter(endpoint: str, instance: str) -> Exporter:
-    try:
-        from penstock.telemetry.otlp import OtlpExporter
-    except ImportError:
-        raise ConfigError(
-            "traces.endpoint needs OpenTelemetry's SDK: pip install 'penstock[traces]'"
-        ) from None
-    return OtlpExporter(endpoint, version=__version__, instance=instance)
 
 
 def _error(exchange: Exchange, record: RequestMeasurement | None) -> str:

@@ -363,7 +363,8 @@ class Roofline:
     def step_ns(self, shape: StepShape) -> int:
         """See `StepTime`."""
         memory, compute, link = self.parts_ns(shape)
-        return max(1, round(self._overhead + max(memory, compute) + link))
+        longer = compute if compute > memory else memory
+        return round(self._overhead + longer + link) or 1
 
     def parts_ns(self, shape: StepShape) -> tuple[float, float, float]:
         """(memory, compute, communication) in nanoseconds: the larger of the first two counts."""

@@ -129,7 +129,7 @@ class FittedModel:
     """`StepTime` by the fitted law."""
 
     def __init__(self, law: OnlineLinearModel) -> None:
-        self._coefficients = tuple(law.coefficient(index) for index in range(len(_UNITS)))
+        self._coefficients = tuple(law.coefficients)
 
     @property
     def coefficients(self) -> tuple[float, ...]:

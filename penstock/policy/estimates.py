@@ -167,6 +167,7 @@ class OutputLengths:
 
 _RIDGE = 1e-3
 """Pull towards the prior, in units of one observation: decides only what nothing has shown yet."""
+_OWN_MIN = _RIDGE * 1e-3
 _SWEEPS = 4
 """Rounds of coordinate descent per observation, at most. The solution moves little from one to the next."""
 _STILL = 1e-6
@@ -223,9 +224,10 @@ class OnlineLinearModel:
         """The value at these terms; what the prior says before the first observation."""
         return sum(map(mul, map(mul, terms, self._units), self._coefficients)) * (self._unit or 0.0)
 
-    def coefficient(self, index: int) -> float:
-        """What one unit of a term adds to the value."""
-        return self._law[index]
+    @property
+    def coefficients(self) -> Sequence[float]:
+        """What one unit of each term adds to the value. To read."""
+        return self._law
 
     def observe(self, terms: Sequence[float], value: float) -> None:
         """Learn that `terms` gave `value` (0 or more).
@@ -266,16 +268,16 @@ class OnlineLinearModel:
         self._settle()
 
     def _settle(self) -> None:
-        found = self._coefficients
+        found, rows = self._coefficients, list(enumerate(zip(self._information, self._target, strict=True)))
         for _ in range(_SWEEPS):
             moved = False
-            for i, line in enumerate(self._information):
+            for i, (line, target) in rows:
                 was, own = found[i], line[i]
-                rest = self._target[i] - sum(map(mul, line, found)) + own * was
-                now = rest / max(own, _RIDGE * 1e-3) if rest > 0 else 0.0
-                if abs(now - was) > _STILL * now:
-                    moved = True
-                found[i] = now
+                rest = target - sum(map(mul, line, found)) + own * was
+                found[i] = now = rest / (own if own > _OWN_MIN else _OWN_MIN) if rest > 0 else 0.0
+                if not moved:
+                    still = _STILL * now
+                    moved = now - was > still or was - now > still
             if not moved:
                 break
         self._law = [known * unit * self._unit for known, unit in zip(found, self._units, strict=True)]
@@ -393,15 +395,16 @@ class _Kind:
         self._prefill.observe(terms, ran.first_ns)
 
     def _read(self) -> Speed:
-        prefill, step = self._prefill.coefficient, self._step.coefficient
+        fixed_ns, token_ns, pair_ns, stream_ns, token_stream_ns = self._prefill.coefficients
+        step_ns, step_stream_ns = self._step.coefficients
         return Speed(
-            fixed_s=prefill(0) / NS_PER_S,
-            token_s=prefill(1) / NS_PER_S,
-            pair_s=prefill(2) / NS_PER_S,
-            stream_s=prefill(3) / NS_PER_S,
-            token_stream_s=prefill(4) / NS_PER_S,
-            step_s=step(0) / NS_PER_S,
-            step_stream_s=step(1) / NS_PER_S,
+            fixed_s=fixed_ns / NS_PER_S,
+            token_s=token_ns / NS_PER_S,
+            pair_s=pair_ns / NS_PER_S,
+            stream_s=stream_ns / NS_PER_S,
+            token_stream_s=token_stream_ns / NS_PER_S,
+            step_s=step_ns / NS_PER_S,
+            step_stream_s=step_stream_ns / NS_PER_S,
             service_s=self._service_s,
         )
 

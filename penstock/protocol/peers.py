@@ -21,6 +21,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.protocol.worker import FaultCount
 from penstock.types import TenantId
 
 EXIT_CANNOT_SERVE = 78
@@ -146,6 +147,8 @@ class WorkerAt(msgspec.Struct, frozen=True):
     """What the parent says of a process that is not ready."""
     is_down: bool = False
     """It will not be started again."""
+    faults: dict[str, FaultCount] = {}
+    """By kind."""
 
 
 class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):

@@ -182,6 +182,14 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
     words: str
 
 
+class FaultCount(msgspec.Struct, frozen=True, array_like=True):
+    """Faults of one kind."""
+
+    count: int = 0
+    words: str = ""
+    """Of the last one."""
+
+
 class RequestFinished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request ended, with everything it used."""
 

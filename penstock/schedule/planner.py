@@ -113,11 +113,12 @@ class Planner:
         token.
         """
         for request in self._batch.running:
-            self.charge_generated(request)
+            if len(request.tokens) - request.num_prompt != request.num_charged:
+                self.charge_generated(request)
 
     def charge_generated(self, request: Request) -> None:
         """The same for one request."""
-        if news := request.num_generated - request.num_charged:
+        if news := len(request.tokens) - request.num_prompt - request.num_charged:
             assert news > 0, f"{request.request_id} was charged for more than it has drawn"
             request.num_charged += news
             self._queue.charge(request, generated=news)
@@ -154,7 +155,7 @@ class Planner:
             if self._is_over_quota(taker, match):
                 continue
             if reserved < 0:
-                reserved = sum(map(self.reserve.blocks_owed, self._batch.running))
+                reserved = self.reserve.blocks_owed_to(self._batch.running)
             if not self._fits_in_place_of(victim, taker, match, reserved):
                 continue
             if not self._at_rest or self._manager.pool.num_draining:
@@ -332,7 +333,7 @@ class Planner:
                 return
             if reserved < 0:
                 self.row_bound.open(self._batch.running)
-                reserved = sum(map(self.reserve.blocks_owed, self._batch.running))
+                reserved = self.reserve.blocks_owed_to(self._batch.running)
             assert reserved >= 0, reserved
             if not self.row_bound.admits(head):
                 self._held = (

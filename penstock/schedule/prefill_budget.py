@@ -58,8 +58,8 @@ first token: a lone prompt, or some that came just now, never take all that the 
 IDLE_FACTOR = 2.5
 """That target is never taken for less than so many times the step of a lone row (as `admission.idle_factor`):
 no batch keeps what an idle machine hardly does."""
-_LONE_CONTEXT = 512
-"""The lone row's context, in tokens."""
+_LONE_ROW = StepLoad(1, 1, 512)
+"""The lone row, with a context of 512 tokens."""
 _NO_LIMIT = 1 << 60
 _NS_PER_MS = 1_000_000
 
@@ -94,6 +94,8 @@ class LatencyTargets:
 
     def of_class(self, priority: int) -> int:
         """The target of a priority class, in nanoseconds; 0 is automatic."""
+        if not self.by_priority:
+            return self.default_ns
         return next((target for known, target in self.by_priority if known == priority), self.default_ns)
 
     def of_rows(self, priority: int) -> int:
@@ -155,8 +157,8 @@ class PrefillBudget:
         """What a step may be predicted to take, so that the rows in it are given their tokens within a target
         of so many nanoseconds, or within what this machine can keep.
         """
-        lone_ns = self.model.predict_ns(StepLoad(1, 1, _LONE_CONTEXT))
-        return KEPT_SHARE * max(target_ns, IDLE_FACTOR * lone_ns)
+        least_ns = IDLE_FACTOR * self.model.predict_ns(_LONE_ROW)
+        return KEPT_SHARE * (target_ns if target_ns >= least_ns else least_ns)
 
     def open(
         self, decoding: StepLoad, priorities: set[int], num_prompts: int, waited_ns: int = 0
@@ -209,7 +211,7 @@ class PromptShare:
         At most `tokens_left`, which must not be 0. The first prompt of a step gets at least one; 0 closes.
         """
         assert not self.closed, "no prompt gets anything after the last"
-        wanted = min(num_pending, tokens_left)
+        wanted = num_pending if num_pending < tokens_left else tokens_left
         assert wanted > 0, "there is nothing to grant"
         num_tokens = wanted if self._limit_ns == inf else self._within_limit(num_computed, wanted)
         if not self._ending:
@@ -232,7 +234,9 @@ class PromptShare:
         taken as it is if the law knows either: a small chunk that fits is not made larger because a large one
         is unknown.
         """
-        num_tokens, cautious = min(wanted, self._in_time(num_computed)), min(wanted, max(self._cautious, 0))
+        num_tokens, cautious = self._in_time(num_computed), self._cautious if self._cautious > 0 else 0
+        num_tokens = wanted if wanted < num_tokens else num_tokens
+        cautious = wanted if wanted < cautious else cautious
         while not self._trusts(num_computed, num_tokens):
             if num_tokens <= cautious:
                 return num_tokens if self._trusts(num_computed, cautious) else cautious
@@ -318,7 +322,7 @@ class RowBound:
         self._limit_ns = self._limit(running)
         if self._limit_ns != inf:
             self._kv_read = sum([len(request.tokens) for request in running])
-            self._growth = sum(map(self._growth_of, running))
+            self._growth = sum([left // 2 for left in self._estimate.remaining_of(running)])
 
     def admits(self, request: Request) -> bool:
         """Whether the request may start beside those that run."""

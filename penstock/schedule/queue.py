@@ -224,10 +224,13 @@ class FairWaitingQueue:
 
     def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
         """See `WaitingQueue.charge`."""
-        assert min(prompt, cached, generated) >= 0, "service is not taken back: counters only grow"
-        key = request.fairness_key
-        tenths = cost(prompt, cached, generated)
-        self._counter(key).served += share(tenths, self.weight_of(request))
+        assert prompt >= 0 <= cached, "service is not taken back: counters only grow"
+        assert generated >= 0, "service is not taken back: counters only grow"
+        key, weight = request.fairness_key, request.fairness_weight
+        counter = self._counters.get(key) or self._counter(key)
+        if self._weights:
+            weight = self._weights.get(key, weight)
+        counter.served += share(cost(prompt, cached, generated), weight)
 
     def served_to(self, request: Request) -> int:
         """See `WaitingQueue.served_to`."""
@@ -339,7 +342,7 @@ class ClassQueue:
 
     def peek(self) -> Request | None:
         """See `WaitingQueue.peek`."""
-        found = self._first()
+        found = self._first() if self._waiting else None
         return None if found is None else found.shares.peek()
 
     def pop(self) -> Request:
@@ -358,7 +361,8 @@ class ClassQueue:
 
     def charge(self, request: Request, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
         """See `WaitingQueue.charge`."""
-        self._of(request).shares.charge(request, prompt=prompt, cached=cached, generated=generated)
+        found = self._classes.get(request.order[0]) or self._of(request)
+        found.shares.charge(request, prompt=prompt, cached=cached, generated=generated)
 
     def served_to(self, request: Request) -> int:
         """See `WaitingQueue.served_to`."""
@@ -471,7 +475,9 @@ def aged_order(ageing_ns: int, starvation_ns: int) -> Callable[[Request], Order]
 
     def key(request: Request) -> Order:
         priority, arrival_ns, number = request.order
-        handicap_ns = min(max(priority * ageing_ns, -bound), bound)
+        handicap_ns = priority * ageing_ns
+        if handicap_ns > bound or handicap_ns < -bound:
+            handicap_ns = bound if handicap_ns > 0 else -bound
         return arrival_ns + handicap_ns, arrival_ns, number
 
     return key

@@ -317,8 +317,11 @@ class Scheduler:
                 continue  # As in `apply`.
             request.num_computed += 1
             request.num_steps += 1
-            if not request.take_draw():
+            if request.num_void:
+                request.take_draw()
                 continue
+            request.num_drawing -= 1  # `take_draw`: a call less for each token.
+            assert request.num_drawing >= 0, f"{request.request_id}: a draw that was not planned"
             token, tokens = draw.token_id, request.tokens
             if (
                 request.first_token_ns is None

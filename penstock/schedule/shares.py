@@ -303,6 +303,7 @@ PRIOR_TOKENS = 128
 _MEMORY = 1 / 16
 _CLASSES_MAX = 64
 """Priority classes with an estimate of their own; any further class shares one."""
+_NO_CLASS = 1 << 62
 
 
 class OutputEstimate:
@@ -324,10 +325,22 @@ class OutputEstimate:
 
         An answer that has outlived the estimate is expected to go on for another block, again and again.
         """
-        may = request.num_tokens_max - len(request.tokens)
-        assert may >= 0, f"{request.request_id} has more tokens than it may"
-        mean = self._means.get(self._key(request.priority), PRIOR_TOKENS)
-        return min(may, max(round(mean) - request.num_generated, BLOCK_TOKENS))
+        return self.remaining_of((request,))[0]
+
+    def remaining_of(self, requests: Iterable[Request]) -> list[int]:
+        """`remaining` of each. One loop: all rows are asked about whenever one may start."""
+        found, means, priority, expected = list[int](), self._means, _NO_CLASS, 0
+        for request in requests:
+            if request.priority != priority:
+                priority = request.priority
+                expected = round(means.get(self._key(priority), PRIOR_TOKENS))
+            known = len(request.tokens)
+            may, left = request.num_tokens_max - known, expected - known + request.num_prompt
+            assert may >= 0, f"{request.request_id} has more tokens than it may"
+            if left < BLOCK_TOKENS:
+                left = BLOCK_TOKENS
+            found.append(may if may < left else left)
+        return found
 
     def _key(self, priority: int) -> int | None:
         return priority if priority in self._means or len(self._means) < _CLASSES_MAX else None
@@ -358,9 +371,19 @@ class AdmissionReserve:
 
         At least one more than it has known tokens for: a row that decodes needs that within 16 steps.
         """
-        known = blocks_for(len(request.tokens) + request.num_drawing) - len(request.table.blocks)
-        expected = self.rho * self.estimate.remaining(request) if self.rho else 0.0
-        return known + max(1, round(expected / BLOCK_TOKENS))
+        return self.blocks_owed_to((request,))
+
+    def blocks_owed_to(self, requests: Sequence[Request]) -> int:
+        """The same for several, together."""
+        num_blocks, rho, expected = 0, self.rho, list[int]()
+        if rho:
+            expected = self.estimate.remaining_of(requests)
+        for i, request in enumerate(requests):
+            num_tokens = len(request.tokens) + request.num_drawing
+            num_blocks += -(-num_tokens // BLOCK_TOKENS) - len(request.table.blocks)
+            more = round(rho * expected[i] / BLOCK_TOKENS) if rho else 1
+            num_blocks += more if more > 1 else 1
+        return num_blocks
 
 
 # Who gives way when KV blocks run out.

@@ -122,8 +122,9 @@ class StepBuilder:
     def add(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
         """Compute the request's next `num_tokens` tokens, after adding `blocks` to its table."""
         start, scores = request.num_planned, request.scores_after(request.num_planned)
-        assert 0 < num_tokens <= request.num_pending, f"{num_tokens} of {request.num_pending} pending tokens"
-        samples = num_tokens == request.num_pending
+        pending = request.num_pending
+        assert 0 < num_tokens <= pending, f"{num_tokens} of {pending} pending tokens"
+        samples = num_tokens == pending
         self.budget -= num_tokens
         self.scored_budget -= num_tokens * scores
         assert self.budget >= 0, "over the token budget"

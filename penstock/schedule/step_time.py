@@ -12,7 +12,7 @@ Pure and deterministic: the engine, the gateway and the simulator use the same o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
+from operator import itemgetter, mul
 
 from penstock.schedule.plan import RowWork
 
@@ -69,7 +69,9 @@ class StepLoad:
 
     def plus(self, num_computed: int, num_tokens: int) -> "StepLoad":
         """The load with one more row, which computes `num_tokens` tokens after `num_computed` stored ones."""
-        pairs = chunk_pairs(num_computed, num_tokens) if num_tokens > 1 else 0
+        pairs = 0
+        if num_tokens > 1:  # `chunk_pairs`: a call less, since every prompt of every step is asked about.
+            pairs = num_tokens * num_computed + num_tokens * (num_tokens + 1) // 2
         return StepLoad(
             self.num_tokens + num_tokens,
             self.num_sequences + 1,
@@ -182,7 +184,14 @@ class StepTimeModel:
 
     def predict_ns(self, load: StepLoad) -> float:
         """How long a step with this load takes; 0 before the first observation."""
-        return self.cost.predict_ns(load)
+        cost = self._cost or self.cost
+        return (  # `StepCost.predict_ns`: a call less, several times for each step with prompts.
+            cost.fixed_ns * load.num_steps
+            + cost.token_ns * load.num_tokens
+            + cost.sequence_ns * load.num_sequences
+            + cost.kv_read_ns * load.kv_read
+            + cost.pair_ns * load.chunk_pairs
+        )
 
     def observe(self, load: StepLoad, step_ns: int) -> None:
         """Learn from a step that took `step_ns`. What cannot be a step's time (0 or less) is ignored."""
@@ -190,7 +199,8 @@ class StepTimeModel:
             return
         if not self._count:
             self._unit_ns = float(step_ns)
-        weight = self._unit_ns / max(step_ns, _TOO_SHORT * self._expected.predict_ns(load))
+        shortest_ns = _TOO_SHORT * self._expected.predict_ns(load)
+        weight = self._unit_ns / (step_ns if step_ns >= shortest_ns else shortest_ns)
         # Written out: this runs in the engine's step loop.
         r0, r1, r2, r3, r4 = _row(load, weight)
         a00, a10, a11, a20, a21, a22, a30, a31, a32, a33, a40, a41, a42, a43, a44 = self._information
@@ -285,21 +295,26 @@ def _solve(matrix: Triangle, right: Vector, terms: int) -> Vector:
         if not terms & 16:
             a40, a41, a42, a43, a44, b4 = 0.0, 0.0, 0.0, 0.0, 1.0, 0.0
     # Rounding may eat the last of a tiny pivot; it is then as good as the ridge.
-    l00 = max(a00, _PIVOT_MIN) ** 0.5
+    least = _PIVOT_MIN
+    l00 = (a00 if a00 > least else least) ** 0.5
     l10 = a10 / l00
-    l11 = max(a11 - l10 * l10, _PIVOT_MIN) ** 0.5
+    pivot = a11 - l10 * l10
+    l11 = (pivot if pivot > least else least) ** 0.5
     l20 = a20 / l00
     l21 = (a21 - l20 * l10) / l11
-    l22 = max(a22 - (l20 * l20 + l21 * l21), _PIVOT_MIN) ** 0.5
+    pivot = a22 - (l20 * l20 + l21 * l21)
+    l22 = (pivot if pivot > least else least) ** 0.5
     l30 = a30 / l00
     l31 = (a31 - l30 * l10) / l11
     l32 = (a32 - (l30 * l20 + l31 * l21)) / l22
-    l33 = max(a33 - (l30 * l30 + l31 * l31 + l32 * l32), _PIVOT_MIN) ** 0.5
+    pivot = a33 - (l30 * l30 + l31 * l31 + l32 * l32)
+    l33 = (pivot if pivot > least else least) ** 0.5
     l40 = a40 / l00
     l41 = (a41 - l40 * l10) / l11
     l42 = (a42 - (l40 * l20 + l41 * l21)) / l22
     l43 = (a43 - (l40 * l30 + l41 * l31 + l42 * l32)) / l33
-    l44 = max(a44 - (l40 * l40 + l41 * l41 + l42 * l42 + l43 * l43), _PIVOT_MIN) ** 0.5
+    pivot = a44 - (l40 * l40 + l41 * l41 + l42 * l42 + l43 * l43)
+    l44 = (pivot if pivot > least else least) ** 0.5
     f0 = b0 / l00
     f1 = (b1 - l10 * f0) / l11
     f2 = (b2 - (l20 * f0 + l21 * f1)) / l22
@@ -340,10 +355,14 @@ def _solve_non_negative(matrix: Triangle, right: Vector, passive: int) -> tuple[
 
 def _known(matrix: Triangle, i: int, solution: Vector) -> float:
     """One row of the matrix times the solution."""
-    row = (
-        matrix[i * (i + 1) // 2 + j] if j <= i else matrix[j * (j + 1) // 2 + i] for j in range(len(solution))
-    )
-    return sum(map(mul, row, solution))
+    return sum(map(mul, _ROWS[i](matrix), solution))
+
+
+_ROWS = tuple(
+    itemgetter(*(i * (i + 1) // 2 + j if j <= i else j * (j + 1) // 2 + i for j in range(len(_SCALES))))
+    for i in range(len(_SCALES))
+)
+"""Each row of a symmetric matrix, out of its `Triangle`."""
 
 
 # By how much steps run over their predicted time at the worst that is usual: a high quantile, tracked and

@@ -1,12 +1,11 @@
 """What the metrics page says of probes, of workers' speed beside that of their peers, and of ejections."""
 
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable
-
-from prometheus_client import Counter, Gauge
+from collections.abc import Iterable
 
 from penstock.clock import NS_PER_S
 from penstock.policy.resilience.probes import ProbeAnswer
+from penstock.telemetry.instruments import Instruments
 
 Labels = tuple[str, str]
 """Model and worker."""
@@ -18,17 +17,16 @@ FAULTS = ("xid", "xid_noted", "oom_kill", "weights")
 class AnomalyMeters:
     """One for a gateway process."""
 
-    def __init__(self, gauge: Callable[[str], Gauge], counter: Callable[[str], Counter]) -> None:
-        """Both give the metric of a name in the catalog."""
-        self._probes = counter("penstock_probes_total")
-        self._ejections = counter("penstock_ejections_total")
-        self._found = gauge("penstock_anomalous_workers")
-        self._ttft = gauge("penstock_probe_ttft_seconds")
-        self._tpot = gauge("penstock_probe_tpot_seconds")
-        self._distance = gauge("penstock_probe_logprob_distance")
-        self._slowness = gauge("penstock_worker_slowness_ratio")
-        self._weight = gauge("penstock_worker_weight_ratio")
-        self._faults = counter("penstock_worker_faults_total")
+    def __init__(self, table: Instruments) -> None:
+        self._probes = table.counter("penstock_probes_total")
+        self._ejections = table.counter("penstock_ejections_total")
+        self._found = table.gauge("penstock_anomalous_workers")
+        self._ttft = table.gauge("penstock_probe_ttft_seconds")
+        self._tpot = table.gauge("penstock_probe_tpot_seconds")
+        self._distance = table.gauge("penstock_probe_logprob_distance")
+        self._slowness = table.gauge("penstock_worker_slowness_ratio")
+        self._weight = table.gauge("penstock_worker_weight_ratio")
+        self._faults = table.counter("penstock_worker_faults_total")
         self._models = set[str]()
         self._with_faults = set[str]()
         """Models whose faults count from 0, so that the first one is seen as growth."""

@@ -25,6 +25,8 @@ _COUNTERS = {
     b"penstock_prompt_tokens_total": "tokens",
     b"penstock_generated_tokens_total": "tokens",
 }
+COST_METRICS = ("penstock_accelerator_cost_total", *(name.decode() for name in _COUNTERS))
+"""What `cost_accounts` reads."""
 _DAY_S = 86_400
 COSTS_DIRECTORY = "costs"
 """The folder of a ledger's directory."""

@@ -33,7 +33,9 @@ class Latency(msgspec.Struct, array_like=True):
 
     def observe(self, ns: int) -> None:
         """Count one duration."""
-        us = min(max(0, ns // US), _US_MAX)
+        us = ns // US
+        if not 0 <= us <= _US_MAX:
+            us = 0 if us < 0 else _US_MAX
         bucket = bucket_of(us)
         self.sum_us += us
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
@@ -62,8 +64,8 @@ class Latency(msgspec.Struct, array_like=True):
 
 def bucket_of(us: int) -> int:
     """The bucket of a duration: one for each of the first 16 microseconds, then eight for each doubling."""
-    shift = max(0, us.bit_length() - _SUB_BITS - 1)
-    return shift * _SUB + (us >> shift)
+    shift = us.bit_length() - _SUB_BITS - 1
+    return shift * _SUB + (us >> shift) if shift > 0 else us
 
 
 def bounds_us(bucket: int) -> int:

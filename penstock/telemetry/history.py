@@ -17,7 +17,7 @@ clock's, since the numbers outlive the process.
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -41,6 +41,24 @@ OBJECTIVES: tuple[Objective, ...] = ("availability", "ttft", "tpot", "ttft_doubl
 _NUMBERS = 2 * len(OBJECTIVES)
 
 
+class _Outcome(NamedTuple):
+    """Of one request, as it is counted."""
+
+    name: str
+    is_due: bool
+    """It was to be answered."""
+    is_bad: bool
+    """And was not."""
+
+
+def _outcome(outcome: OutcomeLabel) -> _Outcome:
+    total, bad = available_of({outcome: 1})
+    return _Outcome(outcome.value, bool(total), bool(bad))
+
+
+_OUTCOMES = {outcome: _outcome(outcome) for outcome in OutcomeLabel}
+
+
 class Recorder:
     """What has ended in this process since the last `take`."""
 
@@ -50,37 +68,43 @@ class Recorder:
         way says nothing.
         """
         self._promises, self._metrics, self._book = promises, metrics, Book(SERIES_MAX)
+        self._series: dict[tuple[str, str], Series] = {}
+        """By model and band, of which there are as many as the configuration has."""
 
     def ended(self, model: str, record: RequestMeasurement) -> None:
         """Count one request, once."""
-        counts = self._book.of(Series(model, record.band))
-        counts.outcomes[record.outcome.value] = counts.outcomes.get(record.outcome.value, 0) + 1
+        series = self._series.get((model, record.band))
+        if series is None:
+            series = self._series[model, record.band] = Series(model, record.band)
+        counts, judged = self._book.of(series), self._metrics.judged
+        outcomes, outcome = counts.outcomes, _OUTCOMES[record.outcome]
+        outcomes[outcome.name] = outcomes.get(outcome.name, 0) + 1
         counts.prompt_tokens += record.prompt_tokens
         counts.cached_tokens += record.cached_tokens
         counts.generated_tokens += record.generated_tokens
-        total, bad = available_of({record.outcome: 1})
-        judged = [("availability", bad)] if total else []
+        if outcome.is_due:
+            judged(model, record.band, "availability", missed=outcome.is_bad)
         promise = self._promises.of(tier=record.tier, band=record.band)
-        if record.ttft_ns is not None:
-            queue_ns = min(record.queue_ns or 0, record.ttft_ns)
+        ttft_ns, tpot_ns = record.ttft_ns, record.tpot_ns
+        if ttft_ns is not None:
+            queue_ns = min(record.queue_ns or 0, ttft_ns)
             counts.queue.observe(queue_ns)
-            counts.prefill.observe(record.ttft_ns - queue_ns)
-            counts.ttft.observe(record.ttft_ns)
+            counts.prefill.observe(ttft_ns - queue_ns)
+            counts.ttft.observe(ttft_ns)
             if promise.ttft_ns:
+                late, far = ttft_ns > promise.ttft_ns, ttft_ns > 2 * promise.ttft_ns
                 counts.ttft_due += 1
-                late, far = record.ttft_ns > promise.ttft_ns, record.ttft_ns > 2 * promise.ttft_ns
                 counts.ttft_late += late
                 counts.ttft_far += far
-                judged += [("ttft", late), ("ttft_double", far)]
-        if record.tpot_ns is not None:
-            counts.tpot.observe(record.tpot_ns)
+                judged(model, record.band, "ttft", missed=late)
+                judged(model, record.band, "ttft_double", missed=far)
+        if tpot_ns is not None:
+            counts.tpot.observe(tpot_ns)
             if promise.tpot_ns:
+                late = tpot_ns > promise.tpot_ns
                 counts.tpot_due += 1
-                late = record.tpot_ns > promise.tpot_ns
                 counts.tpot_late += late
-                judged.append(("tpot", late))
-        for objective, missed in judged:
-            self._metrics.judged(model, record.band, objective, missed=bool(missed))
+                judged(model, record.band, "tpot", missed=late)
 
     def take(self) -> Book:
         """What ended since the last time."""

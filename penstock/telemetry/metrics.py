@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.exposition import generate_latest
 
 from penstock.clock import NS_PER_S
 from penstock.kv.index.locality import LocalityStatistics
@@ -21,7 +19,8 @@ from penstock.policy.limits.price import MICROS
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
 from penstock.telemetry.anomaly_meters import AnomalyMeters
-from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, Metric, OutcomeLabel
+from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, OutcomeLabel
+from penstock.telemetry.instruments import Counter, Family, Instruments
 from penstock.telemetry.ledger import LedgerStatistics
 from penstock.telemetry.tenant_labels import TenantLabels
 from penstock.telemetry.worker_meters import Followed, WorkerFacts, WorkerMeters
@@ -33,7 +32,7 @@ class BackendMeters:
     Label values come from closed sets: outcomes, anomalies, our tables of names.
     """
 
-    def __init__(self, engine: str, counters: Mapping[str, Counter]) -> None:
+    def __init__(self, engine: str, counters: Mapping[str, Family[Counter]]) -> None:
         """`counters` by name, as the catalog has them."""
         self._engine = engine
         self._requests = counters["penstock_backend_requests_total"]
@@ -83,22 +82,20 @@ class Metrics:
     """Everything that is counted in one process. `models` are the names that may become labels."""
 
     def __init__(self, models: Sequence[str], *, version: str) -> None:
-        # The text format would show a `_created` series beside each counter; no one reads those.
-        disable_created_metrics()
-        self._table = _Table()
+        self._table = Instruments(CATALOG)
         self._models = {name: ModelMetrics(self._table, name) for name in models}
         self._responses = self._table.counter("penstock_http_responses_total")
         self._by_code: dict[int, Counter] = {}
-        self.connections = self._table.gauge("penstock_connections")
-        self.streams = self._table.gauge("penstock_streams")
-        self.client_disconnects = self._table.counter("penstock_client_disconnects_total")
-        self.slow_client_aborts = self._table.counter("penstock_slow_client_aborts_total")
-        self.event_loop_lag = self._table.histogram("penstock_event_loop_lag_seconds")
-        self._ledger_closed = Followed(self._table.counter("penstock_ledger_records_total"))
-        self._ledger_lost = Followed(self._table.counter("penstock_ledger_lost_records_total"))
-        self._ledger_errors = Followed(self._table.counter("penstock_ledger_sink_errors_total"))
-        self._ledger_pending = self._table.gauge("penstock_ledger_pending_records")
-        self._ledger_bytes = self._table.gauge("penstock_ledger_journal_bytes")
+        self.connections = self._table.gauge("penstock_connections").labels()
+        self.streams = self._table.gauge("penstock_streams").labels()
+        self.client_disconnects = self._table.counter("penstock_client_disconnects_total").labels()
+        self.slow_client_aborts = self._table.counter("penstock_slow_client_aborts_total").labels()
+        self.event_loop_lag = self._table.histogram("penstock_event_loop_lag_seconds").labels()
+        self._ledger_closed = Followed(self._table.counter("penstock_ledger_records_total").labels())
+        self._ledger_lost = Followed(self._table.counter("penstock_ledger_lost_records_total").labels())
+        self._ledger_errors = Followed(self._table.counter("penstock_ledger_sink_errors_total").labels())
+        self._ledger_pending = self._table.gauge("penstock_ledger_pending_records").labels()
+        self._ledger_bytes = self._table.gauge("penstock_ledger_journal_bytes").labels()
         self._budget_warnings = self._table.counter("penstock_budget_warnings_total")
         self._waiting = self._table.gauge("penstock_queue_waiting")
         self._refused = self._table.counter("penstock_refused_total")
@@ -106,13 +103,13 @@ class Metrics:
         self._diverted = self._table.counter("penstock_diverted_total")
         self._decisions = self._table.counter("penstock_route_decisions_total")
         self._matches = self._table.histogram("penstock_prefix_match_ratio")
-        self._kv_entries = self._table.gauge("penstock_kv_index_entries")
-        self._kv_predicted = self._table.gauge("penstock_kv_index_predicted_entries")
-        self._kv_staleness = self._table.gauge("penstock_kv_index_staleness_seconds")
-        self._kv_unmatched = self._table.gauge("penstock_kv_index_unmatched_workers")
-        self._kv_gaps = Followed(self._table.counter("penstock_kv_index_gaps_total"))
-        self._kv_replays = Followed(self._table.counter("penstock_kv_index_replays_total"))
-        self._kv_unreadable = Followed(self._table.counter("penstock_kv_index_unreadable_total"))
+        self._kv_entries = self._table.gauge("penstock_kv_index_entries").labels()
+        self._kv_predicted = self._table.gauge("penstock_kv_index_predicted_entries").labels()
+        self._kv_staleness = self._table.gauge("penstock_kv_index_staleness_seconds").labels()
+        self._kv_unmatched = self._table.gauge("penstock_kv_index_unmatched_workers").labels()
+        self._kv_gaps = Followed(self._table.counter("penstock_kv_index_gaps_total").labels())
+        self._kv_replays = Followed(self._table.counter("penstock_kv_index_replays_total").labels())
+        self._kv_unreadable = Followed(self._table.counter("penstock_kv_index_unreadable_total").labels())
         blocks = self._table.counter("penstock_kv_index_blocks_total")
         self._kv_blocks = {
             outcome: Followed(blocks.labels(outcome)) for outcome in ("hit", "missed", "unexpected")
@@ -125,9 +122,9 @@ class Metrics:
         self._migrations = self._table.counter("penstock_migrations_total")
         self._timeouts = self._table.counter("penstock_attempt_timeouts_total")
         self._breakers = self._table.gauge("penstock_breaker_state")
-        self._store_away = self._table.gauge("penstock_shared_store_away")
-        self._store_failures = Followed(self._table.counter("penstock_shared_store_failures_total"))
-        self._store_gateways = self._table.gauge("penstock_shared_gateways")
+        self._store_away = self._table.gauge("penstock_shared_store_away").labels()
+        self._store_failures = Followed(self._table.counter("penstock_shared_store_failures_total").labels())
+        self._store_gateways = self._table.gauge("penstock_shared_gateways").labels()
         self._costs: dict[tuple[str, str], Followed] = {}
         """By model and part of the cost."""
         self._tenants = TenantLabels()
@@ -136,10 +133,10 @@ class Metrics:
         self._slo_due = self._table.counter("penstock_slo_requests_total")
         self._slo_missed = self._table.counter("penstock_slo_missed_total")
         self._slo: dict[tuple[str, str, str], tuple[Counter, Counter]] = {}
-        self._disk_free = self._table.gauge("penstock_disk_free_ratio")
-        self._retry_budget = self._table.gauge("penstock_retry_budget_level")
+        self._disk_free = self._table.gauge("penstock_disk_free_ratio").labels()
+        self._retry_budget = self._table.gauge("penstock_retry_budget_level").labels()
         self._errors = self._table.histogram("penstock_ttft_prediction_error_ratio")
-        self._ledger_open = self._table.gauge("penstock_ledger_open_requests")
+        self._ledger_open = self._table.gauge("penstock_ledger_open_requests").labels()
         self._table.gauge("penstock_build_info").labels(version).set(1)
 
     def model(self, name: str) -> "ModelMetrics":
@@ -148,7 +145,7 @@ class Metrics:
 
     def anomalies(self) -> AnomalyMeters:
         """Those of probes, and of workers that are slow or wrong."""
-        return AnomalyMeters(self._table.gauge, self._table.counter)
+        return AnomalyMeters(self._table)
 
     def backend(self, engine: str) -> BackendMeters:
         """The counters of one engine that is not ours."""
@@ -296,24 +293,23 @@ class Metrics:
         """A tenant has crossed a share of its budget (`policy.budget.BudgetEvent`)."""
         self._budget_warnings.labels(period).inc()
 
-    def render(self) -> bytes:
-        """All of it in Prometheus' text format; serve it as `CONTENT_TYPE`."""
-        return generate_latest(self._table.registry)
+    def render(self, names: Iterable[str] | None = None) -> bytes:
+        """All of it, or these metrics, in Prometheus' text format; serve it as `CONTENT_TYPE`."""
+        return self._table.page(names)
 
 
 class ModelMetrics:
     """The handles of one model."""
 
-    def __init__(self, table: "_Table", model: str) -> None:
-        self.ttft_sum_s, self.ttft_count = 0.0, 0
-        """Over all answers so far."""
+    def __init__(self, table: Instruments, model: str) -> None:
         requests = table.counter("penstock_requests_total")
         self._requests = {
             (endpoint, outcome): requests.labels(model, endpoint.value, outcome.value)
             for endpoint in Endpoint
             for outcome in OutcomeLabel
         }
-        self._ttft = table.histogram("penstock_request_ttft_seconds").labels(model)
+        self.ttft = table.histogram("penstock_request_ttft_seconds").labels(model)
+        """Of all answers so far."""
         self._tpot = table.histogram("penstock_request_tpot_seconds").labels(model)
         self._duration = table.histogram("penstock_request_duration_seconds").labels(model)
         self._queue = table.histogram("penstock_request_queue_seconds").labels(model)
@@ -327,7 +323,7 @@ class ModelMetrics:
         blocks = table.gauge("penstock_kv_blocks")
         self._blocks = {state: blocks.labels(model, state.value) for state in BlockState}
         self._block_tokens = table.gauge("penstock_kv_block_tokens").labels(model)
-        self._by_worker = WorkerMeters(model, table.gauge, table.counter)
+        self._by_worker = WorkerMeters(model, table)
         self._host_blocks = table.gauge("penstock_host_kv_blocks").labels(model)
         self._followed = {
             "host_stores": Followed(table.counter("penstock_host_kv_stores_total").labels(model)),
@@ -345,16 +341,14 @@ class ModelMetrics:
     def request_ended(self, record: RequestMeasurement) -> None:
         """Count one request; exactly once, when it is over."""
         self._requests[record.endpoint, record.outcome].inc()
-        self._duration.observe(record.duration_ns / NS_PER_S)
-        if record.queue_ns is not None:
-            self._queue.observe(record.queue_ns / NS_PER_S)
-        if record.ttft_ns is not None:
-            ttft_s = record.ttft_ns / NS_PER_S
-            self._ttft.observe(ttft_s)
-            self._prefill.observe(ttft_s - min(record.queue_ns or 0, record.ttft_ns) / NS_PER_S)
-            self._decode.observe(max(0, record.duration_ns - record.ttft_ns) / NS_PER_S)
-            self.ttft_sum_s += ttft_s
-            self.ttft_count += 1
+        duration_ns, queue_ns, ttft_ns = record.duration_ns, record.queue_ns, record.ttft_ns
+        self._duration.observe(duration_ns / NS_PER_S)
+        if queue_ns is not None:
+            self._queue.observe(queue_ns / NS_PER_S)
+        if ttft_ns is not None:
+            self.ttft.observe(ttft_ns / NS_PER_S)
+            self._prefill.observe((ttft_ns - min(queue_ns or 0, ttft_ns)) / NS_PER_S)
+            self._decode.observe(max(0, duration_ns - ttft_ns) / NS_PER_S)
         if record.tpot_ns is not None:
             self._tpot.observe(record.tpot_ns / NS_PER_S)
         self._prompt.inc(record.prompt_tokens)
@@ -402,35 +396,3 @@ class ModelMetrics:
     def engine_restarted(self) -> None:
         """An engine's process was started anew."""
         self._restarts.inc()
-
-
-class _Table:
-    """The catalog's metrics, registered; the typed getters make sure that a name has the kind it should."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._metrics = {metric.name: self._register(metric) for metric in CATALOG}
-
-    def _register(self, metric: Metric) -> Counter | Gauge | Histogram:
-        if metric.kind == "counter":
-            return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
-        if metric.kind == "gauge":
-            return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
-        return Histogram(
-            metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets
-        )
-
-    def counter(self, name: str) -> Counter:
-        metric = self._metrics[name]
-        assert isinstance(metric, Counter), name
-        return metric
-
-    def gauge(self, name: str) -> Gauge:
-        metric = self._metrics[name]
-        assert isinstance(metric, Gauge), name
-        return metric
-
-    def histogram(self, name: str) -> Histogram:
-        metric = self._metrics[name]
-        assert isinstance(metric, Histogram), name
-        return metric

@@ -27,7 +27,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.config.tree import TracesConfig
-from penstock.rng import fresh_key
+from penstock.rng import fresh_seed, stream
 from penstock.telemetry.log import Log
 
 PENDING_MAX = 2048
@@ -39,8 +39,13 @@ ATTEMPTS_MAX = 16
 """Attempts of one trace; of more the oldest count."""
 STATE_BYTES_MAX = 512
 """Of a `tracestate` (W3C Trace Context 3.3.1.1); a longer one is dropped."""
-_SHARE_BITS = 56
-"""Of a trace's id, which W3C's level 2 wants to be random."""
+TRACE_BITS = 192
+"""By chance, for each trace: its id and that of its first span."""
+SHARE_MAX = (1 << 56) - 1
+"""Of a trace's id these bits decide; W3C's level 2 wants them to be random."""
+_SPAN_MAX = (1 << 64) - 1
+_STRIDE = 0x9E3779B97F4A7C15
+"""Odd, so that no two of a trace's 2**64 numbers have the same id."""
 
 
 class TraceContext(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -84,14 +89,13 @@ def _is_hex(text: str, length: int) -> bool:
     return len(text) == length and all(digit in "0123456789abcdef" for digit in text)
 
 
-class Attempt(msgspec.Struct, kw_only=True):
+class Attempt(msgspec.Struct, gc=False):
     """One run of the request at a worker. Times are the gateway's clock in nanoseconds; -1: never."""
 
     number: int
     worker: str
     kind: str
     """first, retry, migration or hedge."""
-    span_id: str
     started_ns: int
     first_ns: int = -1
     ended_ns: int = -1
@@ -99,33 +103,52 @@ class Attempt(msgspec.Struct, kw_only=True):
 
 
 class RequestTrace:
-    """One request's, while it runs: what the gateway tells it, for spans that are made at the end."""
+    """One request's, while it runs: what the gateway tells it, for spans that are made at the end.
 
-    __slots__ = ("_is_ours", "attempts", "context", "is_sampled", "parent", "span_id", "trace_id")
+    Its ids follow from one draw, and are written out where somebody reads them: most traces are never sent.
+    """
 
-    def __init__(self, parent: TraceContext | None, share: float = 0.0, *, is_ours: bool = True) -> None:
-        """`share` of the traces that begin here are sampled; a caller has decided for its own. A trace that
-        is not ours adds no spans: what workers get is the caller's.
+    __slots__ = ("_bits", "_is_ours", "attempts", "is_sampled", "parent")
+
+    def __init__(
+        self, parent: TraceContext | None, bits: int = 0, sampled_below: int = 0, *, is_ours: bool = True
+    ) -> None:
+        """Of a trace that begins here `bits` has the ids (`TRACE_BITS` by chance), and it is sampled if its
+        number is below `sampled_below`; a caller has decided for its own. A trace that is not ours adds no
+        spans: what workers get is the caller's.
         """
-        ids = fresh_key(24).hex()
-        self.parent, self._is_ours = parent, is_ours or parent is None
-        self.trace_id = parent.trace_id if parent is not None else ids[:32]
-        self.span_id = ids[32:] if self._is_ours or parent is None else parent.span_id
-        low = int(self.trace_id, 16) & ((1 << _SHARE_BITS) - 1)
-        self.is_sampled = parent.is_sampled if parent is not None else low < share * (1 << _SHARE_BITS)
+        assert is_ours or parent is not None, "it is either ours or a caller's"
+        self.parent, self._is_ours, self._bits = parent, is_ours, bits
+        self.is_sampled = (
+            parent.is_sampled if parent is not None else (bits >> 64) & SHARE_MAX < sampled_below
+        )
         self.attempts = list[Attempt]()
 
-    def start_attempt(self, now_ns: int, number: int, worker: str, kind: str) -> tuple[tuple[str, str], ...]:
-        """An attempt starts at a worker. Returns the headers that its request carries."""
-        span_id = self.span_id
-        if self._is_ours and len(self.attempts) < ATTEMPTS_MAX:
-            span_id = fresh_key(8).hex()
-            attempt = Attempt(number=number, worker=worker, kind=kind, span_id=span_id, started_ns=now_ns)
-            self.attempts.append(attempt)
-        return self.headers(span_id)
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits."""
+        return self.parent.trace_id if self.parent is not None else f"{self._bits >> 64 or 1:032x}"
 
-    def headers(self, span_id: str) -> tuple[tuple[str, str], ...]:
-        """W3C's headers for a callee of that span."""
+    @property
+    def span_id(self) -> str:
+        """Of the request's own span."""
+        return self.id_of(0) if self._is_ours or self.parent is None else self.parent.span_id
+
+    def id_of(self, number: int) -> str:
+        """16 hexadecimal digits for a span below: 1 and on are the attempts', in their order; every number
+        has another id.
+        """
+        return f"{(self._bits + number * _STRIDE) & _SPAN_MAX or 1:016x}"
+
+    def start_attempt(self, now_ns: int, number: int, worker: str, kind: str) -> None:
+        """An attempt starts at a worker."""
+        if self._is_ours and len(self.attempts) < ATTEMPTS_MAX:
+            self.attempts.append(Attempt(number, worker, kind, now_ns))
+
+    def headers(self, number: int) -> tuple[tuple[str, str], ...]:
+        """W3C's headers for the worker of that attempt: of its span, or of one above it if it has none."""
+        place = next((i for i, each in enumerate(self.attempts, 1) if each.number == number), 0)
+        span_id = self.id_of(place) if place else self.span_id
         parent = ("traceparent", f"00-{self.trace_id}-{span_id}-{self.is_sampled:02x}")
         if self.parent is not None and self.parent.state:
             return parent, ("tracestate", self.parent.state)
@@ -151,7 +174,10 @@ class RequestTrace:
             attempt.error = error if isinstance(error, str) else type(error).__name__ if error else ""
 
     def _find(self, number: int) -> Attempt | None:
-        return next((each for each in reversed(self.attempts) if each.number == number), None)
+        for each in reversed(self.attempts):
+            if each.number == number:
+                return each
+        return None
 
 
 class EndedTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,6 +214,10 @@ class TraceKeeper:
 
     def __init__(self, config: TracesConfig, exporter: Exporter, log: Log) -> None:
         self._config, self._exporter, self._log = config, exporter, log
+        # Not from the system for each request: ids must differ, and nobody gains by guessing them.
+        self._draw = stream(fresh_seed(), "traces").getrandbits
+        self._sampled_below = round(config.share * (SHARE_MAX + 1))
+        self._slow_ns = config.slow_ms * 1_000_000
         self._pending = deque[EndedTrace]()
         self._task: asyncio.Task[None] | None = None
         self.exported = 0
@@ -197,12 +227,11 @@ class TraceKeeper:
 
     def begin(self, parent: TraceContext | None) -> RequestTrace:
         """A request has come."""
-        return RequestTrace(parent, self._config.share)
+        return RequestTrace(parent, self._draw(TRACE_BITS), self._sampled_below)
 
     def is_kept(self, trace: RequestTrace, *, failed: bool, ttft_ns: int | None) -> bool:
         """Whether a trace whose request is over is exported."""
-        slow_ns = self._config.slow_ms * 1_000_000
-        return trace.is_sampled or failed or (ttft_ns is not None and ttft_ns >= slow_ns > 0)
+        return trace.is_sampled or failed or (ttft_ns is not None and ttft_ns >= self._slow_ns > 0)
 
     def add(self, trace: EndedTrace) -> None:
         """Export it soon."""

@@ -1,12 +1,11 @@
 """What each worker says of itself, as metrics of the worker."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
-
-from prometheus_client import Counter, Gauge
 
 from penstock.clock import NS_PER_S
 from penstock.protocol.worker import DeviceReadings, Stats
+from penstock.telemetry.instruments import Counter, Family, Gauge, Instruments
 
 
 class Followed:
@@ -68,13 +67,13 @@ _GPU = (
 class DeviceMeters:
     """What the devices of a model's workers say of themselves."""
 
-    def __init__(self, model: str, gauge: Callable[[str], Gauge], counter: Callable[[str], Counter]) -> None:
+    def __init__(self, model: str, table: Instruments) -> None:
         self._model = model
-        self._process = [(field, gauge(name)) for field, name in _PROCESS]
-        self._gpu = [(field, gauge(name)) for field, name in _GPU]
-        self._cpu = counter("penstock_worker_cpu_seconds_total")
+        self._process = [(field, table.gauge(name)) for field, name in _PROCESS]
+        self._gpu = [(field, table.gauge(name)) for field, name in _GPU]
+        self._cpu = table.counter("penstock_worker_cpu_seconds_total")
         self._followed: dict[str, Followed] = {}
-        self._shown: dict[tuple[str, ...], Gauge] = {}
+        self._shown: dict[tuple[str, ...], Family[Gauge]] = {}
         """Gauges of GPUs by worker, index and field."""
 
     def follow(self, worker: str, readings: DeviceReadings) -> None:
@@ -110,12 +109,13 @@ class DeviceMeters:
 class WorkerMeters:
     """What each worker of a model says; series of workers that are gone go, too."""
 
-    def __init__(self, model: str, gauge: Callable[[str], Gauge], counter: Callable[[str], Counter]) -> None:
-        """`gauge` and `counter` find the metric of a name."""
+    def __init__(self, model: str, table: Instruments) -> None:
         self._model = model
-        self._gauges = [gauge(f"penstock_worker_{name}") for name in ("running", "waiting", "kv_usage_ratio")]
+        self._gauges = [
+            table.gauge(f"penstock_worker_{name}") for name in ("running", "waiting", "kv_usage_ratio")
+        ]
         self._counters = {
-            field: (counter(f"penstock_worker_{name}_total"), unit)
+            field: (table.counter(f"penstock_worker_{name}_total"), unit)
             for field, name, unit in (
                 ("generated_tokens", "generated_tokens", 1),
                 ("step_ns", "step_seconds", NS_PER_S),
@@ -123,8 +123,8 @@ class WorkerMeters:
             )
         }
         """By the field of `Stats`, with what one of the counter's unit is there."""
-        self._devices = DeviceMeters(model, gauge, counter)
-        self._mbu, self._info = gauge("penstock_worker_mbu_ratio"), gauge("penstock_worker_info")
+        self._devices = DeviceMeters(model, table)
+        self._mbu, self._info = table.gauge("penstock_worker_mbu_ratio"), table.gauge("penstock_worker_info")
         self._followed: dict[str, dict[str, Followed]] = {}
         self._facts: dict[str, WorkerFacts] = {}
         self._seen: dict[str, Stats] = {}

@@ -17,14 +17,19 @@ from penstock.types import RequestId
 
 pytestmark = pytest.mark.timeout(240)
 NUM_REQUESTS, SHOWN = 12, 4
+TENANTS = {"acme": "weight: 1", "umbrella": "weight: 2"}
 
 
 async def ids(gateway: Serve) -> list[str]:
-    """Ask so often at once, each on a connection of its own. Returns the ids of the answers."""
-    client = gateway.client("acme", fresh=True)
+    """Two tenants ask so often at once, each time on a connection of its own. Returns the ids of the
+    answers.
+    """
+    clients = [gateway.client(tenant, fresh=True) for tenant in TENANTS]
     body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 2}).encode()
-    answers = await asyncio.gather(*(client.post("/completions", body) for _ in range(NUM_REQUESTS)))
-    await client.close()
+    asked = (clients[number % 2].post("/completions", body) for number in range(NUM_REQUESTS))
+    answers = await asyncio.gather(*asked)
+    for client in clients:
+        await client.close()
     return [json.loads(answer.body)["id"] for answer in answers]
 
 
@@ -70,7 +75,7 @@ def test_any_process_explains_any_request_and_so_does_the_next_server(
 ) -> None:
     with stand_in_engine(step_s=0.01) as engine:
         place = tmp_path / "gateway"
-        gateway = Serve(place, engine, {"acme": "weight: 1"}, processes=2)
+        gateway = Serve(place, engine, TENANTS, processes=2)
         admin = add(place / "keys.jsonl", tenant="acme", admin=True).key
         try:
             gateway.server.wait_ready()

@@ -18,7 +18,7 @@ from stand_in_thread import MODEL, Serve, stand_in_engine
 pytestmark = pytest.mark.timeout(120)
 
 SLOTS = 8
-"""Of the worker, in each process: its rows, and the credit."""
+"""Of the worker, in each process."""
 WANTED = {"even": (16, 16), "uneven": (16, 2)}
 """Connections of a tenant in each place. In the second one, the uneven tenant has less than its half to
 ask."""
@@ -113,7 +113,7 @@ def served(place: Path, engine: StandIn, *sections: str, processes: int = 1) -> 
     return Serve(
         place, engine, dict.fromkeys(WANTED, "weight: 1"),
         "admission: {ttft_target_ms: 0, tpot_target_ms: 0}", *sections,
-        processes=processes, worker=f"max_running: {SLOTS // 2}",
+        processes=processes, worker=f"max_running: {SLOTS * processes}",
     )  # fmt: skip
 
 

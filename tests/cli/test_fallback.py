@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,23 @@ pytestmark = pytest.mark.timeout(240)
 class Route:
     """`big` is the provider's and falls back to `mini`, which our engine computes."""
 
-    def __init__(self, place: Path, provider: ProviderProcess, *lines: str) -> None:
+    def __init__(
+        self,
+        place: Path,
+        provider: ProviderProcess,
+        *lines: str,
+        processes: int = 1,
+        keys: Sequence[str] = (),
+    ) -> None:
+        """`keys`: of so many tenants; none: nobody is asked for one."""
         self.place, self.provider = place, provider
         place.mkdir(parents=True, exist_ok=True)
         worker = (
             f"{{url: '{provider.url}', engine: {provider.engine}, served_model: served, max_model_len: 512}}"
         )
         config = [
-            "server: {port: 0, trust_local: true}",
+            f"server: {{port: 0, trust_local: true, processes: {processes}}}",
+            f"auth: {{keys: [{', '.join(keys)}]}}",
             "admission: {ttft_target_ms: 20000}",
             f"ledger: {{directory: {place / 'ledger'}}}",
             "models:",
@@ -41,7 +50,7 @@ class Route:
         ]
         file = place / "penstock.yaml"
         file.write_text("\n".join(config))
-        self.server = Server(place, "-c", str(file), "--no-auth")
+        self.server = Server(place, "-c", str(file), *([] if keys else ["--no-auth"]))
         self.server.wait_ready()
         self.server.until(lambda: self.get("/ready")[0] == 200, "not ready")
 
@@ -160,15 +169,37 @@ def test_a_key_that_is_not_accepted_opens_the_breaker_at_once(route: Route, stat
     assert "does not accept the key" in str(route.health())
 
 
-def test_many_at_once_fall_back_although_the_retry_budget_is_for_few(route: Route) -> None:
-    route.provider.behaves(status=[500, {}, ""], delay_s=0.3)
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(route.ask()[0])) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [200] * 12
+def test_many_of_two_tenants_fall_back_in_two_processes_although_the_retry_budget_is_for_few(
+    tmp_path: Path,
+) -> None:
+    keys = ("sk-one-tenant-0000000001", "sk-another-tenant-000002")
+    with ProviderProcess() as provider:
+        route = Route(tmp_path, provider, processes=2, keys=keys)
+        try:
+            provider.behaves(status=[500, {}, ""], delay_s=0.3)
+            found: list[tuple[int, str]] = []
+
+            def ask(number: int) -> None:
+                status, headers, *_ = route.ask(headers={"authorization": f"Bearer {keys[number % 2]}"})
+                found.append((status, headers.get("x-penstock-model", "")))
+
+            threads = [threading.Thread(target=ask, args=(number,)) for number in range(24)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert found == [(200, "mini")] * 24
+            provider.behaves()
+            for key in keys:  # Each process has breakers of its own, which probe the provider.
+                name = {"authorization": f"Bearer {key}"}
+                route.server.until(
+                    lambda name=name: route.ask(headers=name)[1].get("x-penstock-model") == "big", "not back"
+                )
+            rows = route.stop()
+            assert {row[3] for row in rows} == {"finished"}
+            assert {row[5] for row in rows} == {8}, "tokens count once"
+        finally:
+            route.server.close()
 
 
 def test_a_provider_that_hangs_is_waited_for_half_of_what_the_client_has(route: Route) -> None:

@@ -28,14 +28,18 @@ from penstock.protocol.address import TcpAddress
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.timeout(240)
+KEYS, ADMIN = ("sk-one-tenant-0000000001", "sk-another-tenant-000002"), "sk-the-operators-key-0003"
+"""Servers that ask nobody for a key take any."""
 
 
 def answer(server: Server, content: str) -> dict[str, Any]:
-    """One request, on a connection of its own: whichever process takes it."""
+    """One request, on a connection of its own: whichever process takes it; by one of two tenants, the same
+    for the same content.
+    """
     body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
-    request = urllib.request.Request(
-        f"{server.url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    key = KEYS[sum(content.encode()) % len(KEYS)]
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         return {"status": response.status, **json.load(response)}
 
@@ -50,9 +54,16 @@ def cached(server: Server, content: str) -> int:
     return answer(server, content)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+def seen(server: Server, path: str) -> bytes:
+    """A page for operators."""
+    url = server.url.removesuffix("/v1") + path
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {ADMIN}"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return response.read()
+
+
 def fleet(server: Server) -> dict[str, Any]:
-    with urllib.request.urlopen(server.url.removesuffix("/v1") + "/admin/workers", timeout=60) as response:
-        return json.load(response)
+    return json.loads(seen(server, "/admin/workers"))
 
 
 def states(server: Server) -> dict[str, str]:
@@ -61,8 +72,7 @@ def states(server: Server) -> dict[str, str]:
 
 def own_events(server: Server) -> int:
     """Blocks in the KV index that a worker told of."""
-    with urllib.request.urlopen(server.url.removesuffix("/v1") + "/metrics", timeout=60) as response:
-        page = response.read().decode()
+    page = seen(server, "/metrics").decode()
     all_of_them, predicted = (
         re.search(rf"^penstock_kv_index_{name} (\S+)$", page, re.MULTILINE)
         for name in ("entries", "predicted_entries")
@@ -179,15 +189,15 @@ def workers_at(port: int) -> list[dict[str, Any]]:
 
 
 def history(server: Server) -> dict[str, list[int]]:
-    with urllib.request.urlopen(f"{server.url.removesuffix('/v1')}/admin/history?seconds=3600") as answer:
-        return json.load(answer)["total_summary"]
+    return json.loads(seen(server, "/admin/history?seconds=3600"))["total_summary"]
 
 
 def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     config = "models: [{path: penstock-demo-mini, name: tiny, replicas: 2, engine: {threads: 1}}]"
+    config += f"\nauth: {{keys: [{', '.join(KEYS)}], admin_keys: [{ADMIN}]}}"
     file.write_text(config)
-    server = Server(tmp_path, "-c", str(file), "--port", "0", "--no-auth", "--processes", "2")
+    server = Server(tmp_path, "-c", str(file), "--port", "0", "--processes", "2")
     try:
         server.wait_ready()
         server.until(lambda: states(server) == {"tiny-0": "ready", "tiny-1": "ready"}, "they do not see both")
@@ -208,18 +218,20 @@ def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
             lambda: states(server) == {"tiny-0": "ready", "tiny-1": "ready"}, "it does not come back"
         )
         root = server.url.removesuffix("/v1")
-        assert main(["drain", "tiny-1", "--url", root, "--key", "x"]) == 0
+        assert main(["drain", "tiny-1", "--url", root, "--key", ADMIN]) == 0
         for _ in range(8):
             assert states(server) == {"tiny-0": "ready", "tiny-1": "gone"}
             assert ask(server) == 200
         server.until(lambda: len(server.workers) == 3, "its process is still there")
-        assert main(["drain", "tiny-1", "--url", root, "--undo"]) == 0
+        assert main(["drain", "tiny-1", "--url", root, "--key", ADMIN, "--undo"]) == 0
         for _ in range(8):
             server.until(lambda: states(server) == {"tiny-0": "ready", "tiny-1": "ready"}, "it stays away")
         begun = [fleet(server)["models"][0]["ttft_count"] for _ in range(4)]
         assert begun == [40] * 4, "answers of all processes are counted, whichever is asked"
         for _ in range(4):
             server.until(lambda: history(server)["requests"] == [40], "the history has not all of them")
+        os.kill(server.workers[0], signal.SIGKILL)
+        assert [ask(server, f"{number}") for number in range(8)] == [200] * 8, "nobody notices, in neither"
         server.process.send_signal(signal.SIGINT)
         assert server.wait_ended() == 0
     finally:

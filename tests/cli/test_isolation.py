@@ -1,21 +1,34 @@
-"""Two tenants on real processes: one has every row, the other comes, and waits for none of its streams."""
+"""Two tenants on real processes: one has every row, the other comes, and waits for none of its streams. Our
+engine takes a row back; of an engine of others, rows are kept free.
+"""
 
 import asyncio
 import json
 from pathlib import Path
 
 import pytest
+from provider_process import ProviderProcess
 from served import Server
 
 BIG, SMALL = "sk-big-tenant-0000000001", "sk-small-tenant-00000002"
 
 
-def config(rows: int) -> str:
+def ours(rows: int) -> dict[str, object]:
+    """What the configuration says of a worker that is launched."""
     engine = {"threads": 1, "kv_memory_bytes": 1 << 28}
-    engine |= {"max_running": rows} if rows else {}
+    return {"engine": engine | {"max_running": rows} if rows else engine}
+
+
+def of_others(provider: ProviderProcess, rows: int) -> dict[str, object]:
+    """The same of an external one."""
+    facts = {"engine": provider.engine, "served_model": "served", "max_model_len": 2048, "max_running": rows}
+    return {"replicas": 0, "workers": [{"url": provider.url, **facts}]}
+
+
+def config(worker: dict[str, object]) -> str:
     return json.dumps(
         {
-            "models": [{"path": "penstock-demo-mini", "name": "tiny", "engine": engine}],
+            "models": [{"path": "penstock-demo-mini", "name": "tiny", **worker}],
             "auth": {"keys": [BIG, SMALL]},
             "admission": {"ttft_target_ms": 0, "tpot_target_ms": 0},
         }
@@ -27,7 +40,7 @@ async def answer(port: int, key: str, number: int, max_tokens: int, reads: bool 
     body = json.dumps(
         {
             "model": "tiny", "prompt": f"Story number {number}:", "max_tokens": max_tokens, "stream": True,
-            "temperature": 0, "ignore_eos": True,
+            "temperature": 0, "seed": 3, "ignore_eos": True,
         }
     )  # fmt: skip
     head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"
@@ -48,7 +61,7 @@ async def answer(port: int, key: str, number: int, max_tokens: int, reads: bool 
 
 
 async def beside_a_flood(port: int, streams: int, tokens: int) -> None:
-    alone = [await answer(port, BIG, number, tokens) for number in range(2)]
+    alone = await asyncio.gather(*(answer(port, BIG, number, tokens) for number in range(2)))
     flood = [asyncio.create_task(answer(port, BIG, number, tokens)) for number in range(streams)]
     await asyncio.sleep(0.3)
     for number in range(4):
@@ -58,16 +71,29 @@ async def beside_a_flood(port: int, streams: int, tokens: int) -> None:
     assert texts[:2] == alone, "what yields its row continues with the same tokens"
 
 
-@pytest.mark.parametrize(("rows", "processes", "tokens"), [(16, 1, 600), (16, 2, 600), (0, 1, 250)])
-def test_a_tenant_that_arrives_waits_for_no_stream_of_another(
-    tmp_path: Path, rows: int, processes: int, tokens: int
-) -> None:
-    file = tmp_path / "config.json.yaml"
-    file.write_text(config(rows))
-    server = Server(tmp_path, "-c", str(file), "--port", "0", "--processes", str(processes))
+def beside_a_flood_of(place: Path, worker: dict[str, object], rows: int, processes: int, tokens: int) -> None:
+    file = place / "config.json.yaml"
+    file.write_text(config(worker))
+    server = Server(place, "-c", str(file), "--port", "0", "--processes", str(processes))
     try:
         server.wait_ready()
         port = int(server.url.split(":")[2].split("/")[0])
-        asyncio.run(beside_a_flood(port, rows or 64, tokens))
+        asyncio.run(beside_a_flood(port, rows, tokens))
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(("rows", "processes", "tokens"), [(16, 2, 600), (0, 1, 250)])
+def test_a_tenant_that_arrives_waits_for_no_stream_of_another(
+    tmp_path: Path, rows: int, processes: int, tokens: int
+) -> None:
+    beside_a_flood_of(tmp_path, ours(rows), rows or 64, processes, tokens)
+
+
+@pytest.mark.parametrize(("engine", "processes"), [("openai", 1), ("vllm", 2)])
+def test_nor_does_it_at_an_engine_of_others_which_takes_no_row_back(
+    tmp_path: Path, engine: str, processes: int
+) -> None:
+    with ProviderProcess(engine, rows=16) as provider:
+        provider.behaves(step_s=0.004)
+        beside_a_flood_of(tmp_path, of_others(provider, 16), 16, processes, tokens=250)

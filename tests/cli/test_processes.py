@@ -13,7 +13,7 @@ from penstock.cli.wiring.processes import GatewayProcesses, ProcessStats
 from penstock.clock import SystemClock
 from penstock.config.flow import SharedConfig
 from penstock.config.ledger import LedgerConfig
-from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig, TenantConfig, TracesConfig
+from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig, TenantConfig
 from penstock.errors import OperatorError
 from penstock.fleet.launchers.process import WorkerLogs, WorkerTails
 from penstock.gateway.api.recent import AllRequests, EndedRequest, RecentRequests
@@ -32,18 +32,14 @@ from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.watch import Tail, no_tail
 
-NO_TRACES = TracesConfig()
 TEXT = b"# HELP a_total A.\n# TYPE a_total counter\na_total %d.0\n# HELP g G.\n# TYPE g gauge\ng %d.0\n"
 
 
-def processes(
-    traces: TracesConfig = NO_TRACES, ledger: str = "", tail: Tail = no_tail, **shared: object
-) -> GatewayProcesses:
+def processes(ledger: str = "", tail: Tail = no_tail, **shared: object) -> GatewayProcesses:
     config = Config(
         server=ServerConfig(port=0, processes=3),
         auth=AuthConfig(disabled=True),
         shared=SharedConfig(**shared),
-        traces=traces,
         ledger=LedgerConfig(directory=ledger),
     )
     clock = SystemClock()
@@ -81,12 +77,12 @@ def test_reports_may_follow_the_launch_at_once() -> None:
 
 def test_where_no_process_can_serve_the_start_ends_at_once_and_says_why(tmp_path, monkeypatch, capfd) -> None:
     """Here because a package is missing, which only the processes need."""
-    (tmp_path / "opentelemetry").mkdir()
-    (tmp_path / "opentelemetry" / "__init__.py").write_text("raise ImportError")
+    (tmp_path / "redis").mkdir()
+    (tmp_path / "redis" / "__init__.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     async def check() -> None:
-        made = processes(traces=TracesConfig(endpoint="http://collector:4318/v1/traces"))
+        made = processes(url="redis://127.0.0.1:1/0")
         await made.start([])
         try:
             with pytest.raises(OperatorError, match="cannot serve with this configuration"):
@@ -96,7 +92,7 @@ def test_where_no_process_can_serve_the_start_ends_at_once_and_says_why(tmp_path
 
     asyncio.run(check())
     said = capfd.readouterr().err
-    assert "penstock: traces.endpoint needs OpenTelemetry's SDK: pip install 'penstock[traces]'" in said
+    assert "penstock: shared.url: Redis needs the extra: pip install 'penstock[redis]'" in said
     assert "Traceback" not in said
 
 

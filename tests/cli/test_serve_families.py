@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 import torch
+from gguf_files import convert
 from served import Server
 from tiny_models import FAMILIES, PHI3, WHOLES, save, tiny_model
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from penstock.bench.client import ApiAddress, Client
 from penstock.config.checkpoints import resolve
@@ -29,6 +30,7 @@ CHANGES = {
 }
 DEMO = resolve("penstock-demo")
 """Whose tokenizer and chat template they all get."""
+MINI = resolve("penstock-demo-mini")
 ENGINE = "dtype: float32, threads: 1, kv_memory_bytes: 16777216, max_running: 8"
 NUM_PROMPT, NUM_ANSWER = 75, 24
 
@@ -63,7 +65,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         for file in DEMO.glob("tokenizer*"):
             shutil.copy(file, place / family)
         models[family] = model
-    lines = [f"  - {{path: {place / family}, engine: {{{ENGINE}}}}}" for family in models]
+    convert(MINI, place / "mini.gguf")
+    paths = [*(place / family for family in models), place / "mini.gguf"]
+    lines = [f"  - {{path: {path}, engine: {{{ENGINE}}}}}" for path in paths]
     (place / "penstock.yaml").write_text("\n".join(["models:", *lines]) + "\n")
     server = Server(place, "-c", str(place / "penstock.yaml"), "--port", "0")
     try:
@@ -97,3 +101,31 @@ def test_chats_are_answered_and_counted(family: str, served: Served) -> None:
     answer = served.post("/chat/completions", body)
     assert answer["usage"]["completion_tokens"] == 5
     assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_gguf_file_chats_with_its_own_tokenizer_and_template(served: Served) -> None:
+    """As transformers does with the directory that it was made from; tools are in the prompt."""
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather in a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+    tokenizer = AutoTokenizer.from_pretrained(MINI)
+    model = AutoModelForCausalLM.from_pretrained(MINI, dtype=torch.float32)
+    for question, tools in (("What is 3 + 4?", []), ("What is the weather in Oslo?", [tool])):
+        messages = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(
+            messages, tools=tools or None, add_generation_prompt=True, return_dict=False
+        )
+        right = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=32)[0, len(prompt) :]
+        body = {"model": "mini", "messages": messages, "max_tokens": 32, "temperature": 0}
+        answer = served.post("/chat/completions", body | ({"tools": tools} if tools else {}))
+        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        choice = answer["choices"][0]
+        if choice["message"].get("tool_calls"):
+            assert choice["message"]["tool_calls"][0]["function"]["name"] in tokenizer.decode(right)
+        else:
+            assert choice["message"]["content"] == tokenizer.decode(right, skip_special_tokens=True)

@@ -41,7 +41,7 @@ def test_the_pages_tenant_keeps_its_keys_and_users_apart(tmp_path: Path) -> None
     )
     with stand_in_engine() as engine:
         place = tmp_path / "gateway"
-        gateway = Serve(place, engine, {tenant.id: facts}, processes=PROCESSES)
+        gateway = Serve(place, engine, {tenant.id: facts, "other": facts}, processes=PROCESSES)
         other_key = add(place / "keys.jsonl", tenant=tenant.id).key
         try:
             gateway.server.wait_ready()
@@ -52,6 +52,7 @@ def test_the_pages_tenant_keeps_its_keys_and_users_apart(tmp_path: Path) -> None
             assert per_user <= granted <= per_user + PROCESSES + 2, granted
             assert all(b"Rate limit of this user reached" in word for word in words if word)
             assert asyncio.run(asked(gateway, one_key, "bob", 1)) == [b""]
+            assert asyncio.run(asked(gateway, gateway.keys["other"], "ann", 2)) == [b""] * 2, "another's ann"
             users = [f"user-{i}" for i in range(3 * per_key)]
             words = [asyncio.run(asked(gateway, one_key, user, 1))[0] for user in users]
             refused = [word for word in words if word]

@@ -21,7 +21,7 @@ from stand_in_thread import MODEL, Serve, stand_in_engine
 
 pytestmark = pytest.mark.timeout(240)
 
-KEY = "sk-of-this-test-0123"
+KEY, OTHER_KEY = "sk-of-this-test-0123", "sk-of-another-tenant-4567"
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ def test_sigterm_serves_then_refuses_while_streams_end(tmp_path: Path, processes
         gateway = Serve(
             tmp_path / "gateway",
             engine,
-            {"acme": "weight: 1"},
+            {"acme": "weight: 1", "umbrella": "weight: 1"},
             processes=processes,
             port=(port := free_port()),
             lameduck_s=2.5,
@@ -158,7 +158,9 @@ def test_sigterm_serves_then_refuses_while_streams_end(tmp_path: Path, processes
         try:
             server.wait_ready()
             assert talk(port, "/ready").status == 200
-            stream = begin(port, "/v1/completions", completion(stream=True, max_tokens=140), key)
+            body = completion(stream=True, max_tokens=140)
+            other = begin(port, "/v1/completions", body, gateway.keys["umbrella"])
+            stream = begin(port, "/v1/completions", body, key)
             server.process.send_signal(signal.SIGTERM)
             server.wait_said("requests are served for 2.5 s more")
             server.until(lambda: talk(port, "/ready").status == 503, "still ready")
@@ -177,6 +179,8 @@ def test_sigterm_serves_then_refuses_while_streams_end(tmp_path: Path, processes
             storm = Storm(port, key, stream.ended)
             assert stream.ended.wait(PATIENCE_S)
             assert stream.last == "[DONE]"
+            assert other.ended.wait(PATIENCE_S)
+            assert other.last == "[DONE]"
             assert server.wait_ended() == 0
             assert storm.end() == {"503", "refused"}, storm.answers
             assert "Traceback" not in server.err.read_text()
@@ -195,8 +199,9 @@ def test_a_second_sigterm_settles_what_clients_got(tmp_path: Path, processes: in
         f"models: [{{path: penstock-demo-mini, name: {MODEL}, engine: {{threads: 1}}}}]\n"
         f"server: {{port: {port}, processes: {processes}}}\n"
         f"ledger: {{directory: {ledger}}}\n"
+        f"auth: {{keys: [{KEY}, {OTHER_KEY}]}}\n"
     )
-    server = Server(tmp_path, "-c", str(file), "--api-key", KEY)
+    server = Server(tmp_path, "-c", str(file))
     try:
         server.wait_ready()
         body = {
@@ -207,7 +212,8 @@ def test_a_second_sigterm_settles_what_clients_got(tmp_path: Path, processes: in
             "ignore_eos": True,
             "logprobs": True,
         }
-        streams = [begin(port, "/v1/chat/completions", body, KEY) for _ in range(6)]
+        keys = [KEY, OTHER_KEY] * 3
+        streams = [begin(port, "/v1/chat/completions", body, key) for key in keys]
         server.until(lambda: all(stream.tokens > 40 for stream in streams), "no tokens")
         server.process.send_signal(signal.SIGTERM)
         server.wait_said("requests are served for 10 s more (Ctrl-C again to stop now)")

@@ -216,4 +216,29 @@ def test_where_the_machines_money_went(
     assert rows[1][:2] == ["2023-11", "2649.0"]
     assert main(["usage", "--directory", str(tmp_path), "--cost", "--tenant", "acme"]) == 2
     assert "column 'machines'" in capsys.readouterr().err
+    (tmp_path / "empty" / "costs").mkdir(parents=True)
     assert usage(capsys, tmp_path / "empty", "--cost") == ""
+    assert main(["usage", "--directory", str(tmp_path / "nowhere"), "--cost"]) == 1
+    assert "there is no ledger here" in capsys.readouterr().err
+
+
+def test_costs_are_of_whole_days_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "costs").mkdir()
+    for day in ("2023-11-14", "2023-11-15", "2023-11-16"):
+        (tmp_path / "costs" / f"{day}-1-2.json").write_text(json.dumps({"m": {"idle": 1.0}}))
+    ask = ["usage", "--directory", str(tmp_path), "--cost", "--by", "day", "--format", "csv"]
+
+    def days(*span: str) -> tuple[list[str], str]:
+        assert main([*ask, *span]) == 0
+        found = capsys.readouterr()
+        return [line.partition(",")[0] for line in found.out.splitlines()[1:]], found.err
+
+    assert days("--since", "2023-11-15", "--until", "2023-11-16") == (["2023-11-15"], "")
+    found, said = days("--since", "2023-11-14T23:00", "--until", "2023-11-15T01:00")
+    assert found == ["2023-11-14", "2023-11-15"]
+    assert "this is all of it from 2023-11-14 to before 2023-11-16" in " ".join(said.split())
+    table = tmp_path / "table.txt"
+    table.write_text("of yesterday")
+    assert main([*ask[:-2], "--since", "2024-01-01", "-o", str(table)]) == 0
+    assert "of yesterday" not in table.read_text(), "a file that was asked for is written"
+    assert "no cost of machines" in capsys.readouterr().err

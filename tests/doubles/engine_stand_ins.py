@@ -66,8 +66,12 @@ class StandIn:
     MODEL = "served"
     GENERATES: tuple[str, ...] = ()
 
-    def __init__(self, *, step_s: float = 0.0, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, *, step_s: float = 0.0, rows: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        """`rows`: answers at once; others wait for one of them to end, as in an engine whose batch is full.
+        0: no limit.
+        """
         self.step_s, self.faults, self._tls = step_s, Faults(), tls
+        self._rows = asyncio.Semaphore(rows) if rows else contextlib.nullcontext()
         self.requests: list[Request] = []
         self.num_running = self.num_aborted = self.num_connections = 0
         self.metrics: str | None = None
@@ -134,14 +138,15 @@ class StandIn:
         if request.path not in self.GENERATES:
             await self.respond(writer, 404, b'{"detail":"Not Found"}', {"content-type": "application/json"})
             return
-        self.num_running += 1
-        finished = False
-        try:
-            await self._stream(request, writer)
-            finished = True
-        finally:
-            self.num_running -= 1
-            self.num_aborted += not finished
+        async with self._rows:
+            self.num_running += 1
+            finished = False
+            try:
+                await self._stream(request, writer)
+                finished = True
+            finally:
+                self.num_running -= 1
+                self.num_aborted += not finished
 
     async def respond(
         self, writer: asyncio.StreamWriter, status: int, body: bytes, headers: dict[str, str]

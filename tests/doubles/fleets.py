@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fake_backend import FakeBackend
 
 from penstock.backends.base import Backend
+from penstock.backends.http.backend import HttpBackend
 from penstock.clock import Clock
 from penstock.config.tree import LogConfig
 from penstock.fleet.registry import Registry, Worker
@@ -27,7 +28,10 @@ def fleet_of(
 
 def worker_of(registry: Registry, route: str, backend: Backend, number: int = 0) -> Worker:
     """A worker that is not added yet."""
-    return registry.new(WorkerId(f"{route}-{number}"), route, backend)
+    worker = registry.new(WorkerId(f"{route}-{number}"), route, backend)
+    if isinstance(backend, HttpBackend):
+        worker.engine = "openai"
+    return worker
 
 
 @dataclass(slots=True, frozen=True)

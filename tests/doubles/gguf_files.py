@@ -181,6 +181,7 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: ggu
     rope = rope.get("full_attention", rope)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])

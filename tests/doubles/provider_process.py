@@ -16,13 +16,14 @@ STAND_INS = {"openai": "OpenAIStandIn", "vllm": "VllmStandIn", "sglang": "Sglang
 
 
 class ProviderProcess:
-    """One of them. `engine` is what it speaks."""
+    """One of them. `engine` is what it speaks, `rows` how many answers it gives at once (0: any)."""
 
-    def __init__(self, engine: str = "openai") -> None:
+    def __init__(self, engine: str = "openai", *, rows: int = 0) -> None:
         self.engine = engine
         self._process = subprocess.Popen(
-            [sys.executable, __file__, engine], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, __file__, engine, str(rows)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         self.url = self._read()["url"]
 
     def behaves(self, **faults: Any) -> int:
@@ -56,8 +57,8 @@ class ProviderProcess:
         self.kill()
 
 
-async def _serve(engine: str) -> None:
-    stand_in = getattr(engine_stand_ins, STAND_INS[engine])()
+async def _serve(engine: str, rows: int) -> None:
+    stand_in = getattr(engine_stand_ins, STAND_INS[engine])(rows=rows)
     await stand_in.start()
     print(json.dumps({"url": stand_in.url}), flush=True)
     loop = asyncio.get_running_loop()
@@ -74,4 +75,4 @@ async def _serve(engine: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1]))
+    asyncio.run(_serve(sys.argv[1], int(sys.argv[2])))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.machine import CgroupMemory
 from penstock.engine.device_readings import NvmlDevice, NvmlError, process_readings, watch_device
 from penstock.protocol.worker import DeviceReadings, GpuReadings
 
@@ -74,10 +75,21 @@ def test_a_gpu_or_a_library_that_is_not_there(library: str) -> None:
 
 
 def test_what_a_process_takes_of_its_machine(tmp_path: Path) -> None:
-    (tmp_path / "memory.current").write_text("123456\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    found = process_readings(tmp_path)
+    """Its own cgroup's, wherever that is; the limit may be that of a cgroup around it."""
+    own = tmp_path / "pod" / "worker"
+    own.mkdir(parents=True)
+    (tmp_path / "self").write_text("1:name=other:/x\n0::/pod/worker\n")
+    for name, text in (("memory.events", ""), ("memory.current", "123456\n"), ("memory.max", "max\n")):
+        (own / name).write_text(text)
+    memory = CgroupMemory.of_self(tmp_path, tmp_path / "self")
+    found = process_readings(memory)
     assert (found.cgroup_bytes, found.cgroup_limit_bytes, found.gpu) == (123_456, 0, None)
+    (own.parent / "memory.max").write_text("4096000\n")
+    assert process_readings(memory).cgroup_limit_bytes == 4_096_000
+    (own / "memory.max").write_text("1000000\n")
+    assert process_readings(memory).cgroup_limit_bytes == 1_000_000
+    found = process_readings(None)
+    assert (found.cgroup_bytes, found.cgroup_limit_bytes) == (0, 0)
     assert found.rss_bytes > 10_000_000
     times = os.times()
     assert 0 < found.cpu_ms <= 1000 * (times.user + times.system) + 1

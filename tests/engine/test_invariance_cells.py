@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine_driver import Answer, Driver
+from gguf_files import convert
 from tiny_models import LLAMA3_ROPE, PHI3, VOCAB_SIZE, save, tiny_model
 
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
@@ -20,13 +21,19 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}),
-    "llama3rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
-}
+    "llama3rope_gguf": (
+        "llama",
+        {
+            "rope_parameters": LLAMA3_ROPE, "hidden_size": 256, "intermediate_size": 256,
+            "num_attention_heads": 4, "head_dim": 64,
+        },
+    ),
+}  # fmt: skip
 CASES = (
     "phi3-bfloat16-native",
     "qwen2-float32-torch",
     "qwen3_moe-bfloat16-torch",
-    "llama3rope-bfloat16-native",
+    "llama3rope_gguf-bfloat16-native",
     "qwen3-bfloat16-native-int8",
     "phi3-float32-torch-int8",
 )
@@ -85,7 +92,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         except KernelsUnavailable as why:
             pytest.skip(str(why))
     family, changes = MODELS[name]
-    return Case(save(tiny_model(family, **changes), tmp_path_factory.mktemp(name)), dtype, kernels, *kv_dtype)
+    path = save(tiny_model(family, **changes), tmp_path_factory.mktemp(name))
+    if name.endswith("_gguf"):  # Products of four bits, of bf16, and of both in one layer.
+        path = convert(path, path / "model.gguf", recipe="gguf-q4_k_m")
+    return Case(path, dtype, kernels, *kv_dtype)
 
 
 def check_same(answers: list[Answer], expected: list[Answer]) -> None:

@@ -4,15 +4,23 @@ import asyncio
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
+from byte_tokenizer import byte_tokenizer
 from conformance import Recorder
+from fleets import fleet_of
 from scripted_worker import bench
 
 from penstock.backends.base import GenerateRequest, Phase
+from penstock.backends.engine.backend import EngineBackend
+from penstock.cli.wiring.wire import worker_at
+from penstock.clock import ManualClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.machine import CgroupMemory
 from penstock.engine.fault_watch import LOOK_S, REMEDIES, FaultWatch, KernelLog, Remedy, parse_xid
 from penstock.errors import StreamBroken
+from penstock.protocol.peers import WorkerAt
+from penstock.protocol.worker import FaultCount
 from penstock.types import RequestId, SamplingParams
 
 XID = "4,1,2,-;NVRM: Xid (PCI:{}): {}, pid=7, name=python, some words\n"
@@ -110,6 +118,10 @@ def test_a_machine_that_shows_nothing_is_not_watched(tmp_path):
     assert EngineSettings().kernel_log == "/dev/kmsg"
 
 
+def counts(backend) -> dict[str, int]:
+    return {kind: each.count for kind, each in backend.status.faults.items()}
+
+
 async def until(check) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not check():
@@ -133,7 +145,7 @@ def test_a_device_that_is_lost_ends_its_worker_and_its_streams_can_move(tmp_path
             with log.open("a") as file:
                 file.write(XID.format(OTHER, 79))
                 file.write(XID.format(OURS, 63))
-            await until(lambda: backend.status.faults == {"xid_noted": 1})
+            await until(lambda: counts(backend) == {"xid_noted": 1})
             assert backend.num_streams == 1, "another device, and what is only noted, end nothing"
             with log.open("a") as file:
                 file.write(XID.format(OURS, 79))
@@ -141,7 +153,8 @@ def test_a_device_that_is_lost_ends_its_worker_and_its_streams_can_move(tmp_path
             assert isinstance(sink.finish.error, StreamBroken)
             assert len(sink.finish.resume) >= len(sink.deltas)
             await until(lambda: backend.status.phase is Phase.DOWN)
-            assert backend.status.faults == {"xid_noted": 1, "xid": 1}
+            assert counts(backend) == {"xid_noted": 1, "xid": 1}
+            assert "Xid 79" in backend.status.faults["xid"].words
             assert backend.status.restarts == 0, "a device that is lost is not tried again"
             assert any("Xid 79" in note.text for note in backend.status.notes)
 
@@ -158,8 +171,53 @@ def test_a_worker_that_the_kernel_killed_is_known_as_such_and_starts_again(tmp_p
             machine.kills(1)
             os.kill(worker.pid, 9)
             await until(lambda: worker.backend.status.restarts == 1)
-            assert worker.backend.status.faults == {"oom_kill": 1}
+            assert counts(worker.backend) == {"oom_kill": 1}
+            assert "lack of memory" in worker.backend.status.faults["oom_kill"].words
+            told = worker.backend.status.faults
+            worker.backend.report(stage="later", note="something else")
+            assert "lack of memory" in told["oom_kill"].words
             assert any("lack of memory" in note.text for note in worker.backend.status.notes)
+
+    asyncio.run(play())
+
+
+def test_gateway_processes_count_what_only_their_parent_has_seen():
+    """With `--processes` it is the parent that sees how a worker's process ended."""
+    clock, fault = ManualClock(), FaultCount(2, "killed for lack of memory")
+    parent, child = (EngineBackend(byte_tokenizer(), clock) for _ in "ab")
+    parent.status.faults |= {"oom_kill": fault, "xid": FaultCount(1, "Xid 13")}
+    child.status.faults["xid"] = FaultCount(1, "Xid 13, as the worker told it")
+    (worker,) = fleet_of(clock, {"m": parent})
+    told = msgspec.json.decode(msgspec.json.encode(worker_at(worker)), type=WorkerAt)
+    changes = list[int]()
+    child.on_change = lambda: changes.append(1)
+    for _ in range(2):
+        child.report_from_parent(stage="", notes=(), restarts=0, is_down=False, faults=told.faults)
+        assert child.status.faults == {
+            "oom_kill": fault,
+            "xid": FaultCount(1, "Xid 13, as the worker told it"),
+        }
+    assert len(changes) == 1, "the second time is no news"
+
+
+def test_a_worker_that_its_supervisor_ended_was_not_killed_for_memory(tmp_path):
+    """Whatever else the kernel ended in the cgroup meanwhile."""
+
+    async def play() -> None:
+        async with bench() as made:
+            worker = await made.start()
+            await worker.wait_ready()
+            machine = Machine(tmp_path)
+            worker._process._memory = CgroupMemory(machine.cgroup)
+            machine.kills(1)
+            worker._process.kill()
+            await until(lambda: worker.backend.status.restarts == 1)
+            assert worker.backend.status.faults == {}
+            assert not any("lack of memory" in note.text for note in worker.backend.status.notes)
+            await worker.wait_ready()  # The next one is judged anew.
+            machine.kills(2)
+            os.kill(worker.pid, 9)
+            await until(lambda: counts(worker.backend) == {"oom_kill": 1})
 
     asyncio.run(play())
 

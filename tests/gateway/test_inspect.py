@@ -6,6 +6,7 @@ import urllib.request
 
 from penstock.backends.base import Phase
 from penstock.gateway.identity.tenancy import is_local
+from penstock.telemetry.costs import cost_accounts
 
 
 def fetch(running, path, body=None, **headers):
@@ -90,6 +91,19 @@ def test_metrics_and_status_are_for_neighbours_that_are_trusted(gateway, kit):
     assert status["models"][0]["name"] == "tiny"
     assert status["auth"] is True
     assert fetch(gateway, "/metrics")[1]["content-type"].startswith("text/plain; version=0.0.4")
+
+
+def test_the_status_does_not_cost_a_page_of_metrics(start, kit):
+    running = start(kit.replace(kit.make_config(), prices={"accelerators": {"tiny": 3600.0}}))
+    rendered = running.gateway._inspect.rendered
+    running.wait_until(lambda: cost_accounts(rendered()))  # Since the worker was seen.
+    (whole,) = cost_accounts(running.call(rendered))
+    asked = list[int]()
+    running.gateway._inspect.rendered = lambda: asked.append(1) or b""
+    costs = json.loads(fetch(running, "/status.json")[2])["costs"]
+    assert asked == []
+    assert [each["model"] for each in costs] == [whole.model] == ["tiny"]
+    assert costs[0]["bill"] >= whole.bill
 
 
 def test_who_is_local():

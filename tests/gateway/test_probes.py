@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from fake_backend import FakeBackend, endless_words
 
-from penstock.backends.base import GenerateRequest
+from penstock.backends.base import GenerateRequest, Note
 from penstock.errors import EngineFault
-from penstock.protocol.worker import Stats
+from penstock.protocol.worker import FaultCount, Stats
 from penstock.types import WorkerId
 
 WORKERS = [WorkerId(f"tiny-{i}") for i in range(4)]
@@ -99,43 +99,57 @@ def test_damage_is_found_and_the_worker_left_alone_until_it_is_right_again(pool,
 
 
 def test_a_fault_is_wrong_a_lost_worker_says_nothing_and_slow_ones_are_told(pool):
+    """What each probe brings is kept: the next one comes by itself, 20 ms later, and is right."""
     pool.beat()
     prober, worker = pool.gateway._policies.prober, WORKERS[1]
+    anomalies, heard = prober.anomalies, list[tuple[WorkerId, str, str, str]]()
+    judge = anomalies.probed
+
+    def probed(now_ns: int, worker_id: WorkerId, answer: object, **words: str) -> str:
+        verdict = judge(now_ns, worker_id, answer, **words)
+        found = anomalies.get(worker_id)
+        heard.append((worker_id, verdict, found.standing.value, found.why))
+        return verdict
+
+    anomalies.probed = probed
 
     def fail() -> None:
         prober._send(pool.clock.now_ns(), worker)
-        pool.backend[1].fail(next(iter(pool.backend[1]._streams)), EngineFault("the logits are not numbers"))
+        stream = next(iter(pool.backend[1]._streams))
+        pool.backend[1].fail(stream, EngineFault("the logits are not numbers"))
 
     pool.call(fail)
-    pool.wait_until(lambda: prober.anomalies.get(worker).verdict == "wrong")
-    assert "not numbers" in pool.watched(worker).why
+    pool.wait_until(lambda: any(each[:2] == (worker, "wrong") for each in heard))
+    (why,) = (each[3] for each in heard if each[1] == "wrong")
+    assert "not numbers" in why
 
     def lose() -> None:
         prober._send(pool.clock.now_ns(), WORKERS[3])
         pool.backend[3].lose_worker("it is gone")
 
     pool.call(lose)
-    pool.wait_until(lambda: prober.anomalies.get(WORKERS[3]).verdict == "it is gone")
-    assert pool.watched(WORKERS[3]).standing == "well"
+    pool.wait_until(lambda: (WORKERS[3], "it is gone", "well") in [each[:3] for each in heard])
 
     def break_machine() -> None:
-        pool.backend[0].status.faults["xid"] = 1
+        pool.backend[0].status.faults["xid"] = FaultCount(1, "Xid 79 of this GPU")
+        pool.backend[0].status.notes.append(Note("an older thing", 0))
         pool.backend[0].on_change()
         pool.backend[0].on_change()
 
     pool.call(break_machine)
     page = ask(pool, "/metrics").decode()
     assert 'penstock_worker_faults_total{kind="xid",model="tiny"} 1.0' in page
-    assert "a fault of a worker's machine" in pool.log_text.getvalue()
+    (line,) = (each for each in pool.log_text.getvalue().splitlines() if "a fault of a worker's" in each)
+    assert 'why="Xid 79 of this GPU"' in line
 
-    def report() -> None:
+    def report() -> int:
         pool.backend[0].status.stats = Stats(
             step=9, running=0, waiting=0, blocks_total=4, blocks_used=0, blocks_cached=0,
             timed_steps=9, timed_tokens=9, timed_sequences=9, timed_kv_read=90, timed_ns=10**7,
         )  # fmt: skip
         pool.backend[0].on_change()
         pool.gateway._dispatcher.tick()
+        group = prober.anomalies.get(WORKERS[0]).group
+        return prober.anomalies._groups[group]._peers[WORKERS[0]].sums.ns  # Until the window is over.
 
-    pool.call(report)
-    group = prober.anomalies.get(WORKERS[0]).group
-    assert pool.call(lambda: prober.anomalies._groups[group]._peers[WORKERS[0]].sums.ns) == 10**7
+    assert pool.call(report) == 10**7

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, WorkerView
+from penstock.policy.queueing.slots import part_of_rows, slots_of
 from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, TenantId, WorkerId
 
@@ -45,6 +46,24 @@ def test_how_many_streams_a_worker_is_given(view, slots) -> None:
     rooms = CapacityTable(CONFIG)
     rooms.set(A, view)
     assert rooms.num_slots == slots
+
+
+def test_an_external_worker_is_given_no_more_than_it_runs_and_keeps_some_of_that_free() -> None:
+    rows = {0: (3, 4), 1: (1, 1), 3: (3, 3), 4: (3, 4), 16: (15, 16), 64: (59, 64)}
+    for max_running, expected in rows.items():
+        found = slots_of(max_running, is_external=True, terms=CONFIG)
+        assert (found.given, found.limit) == expected, max_running
+        assert not max_running or found.given - found.spare == max_running, "what is kept free are its rows"
+    lends_all = QueueTerms(headroom=0.0)
+    assert slots_of(64, is_external=True, terms=lends_all) == (64, 64, 0)
+    assert slots_of(64, is_external=False, terms=lends_all) == (68, 64 + 4 + 4 * 64, 4), (
+        "ours takes rows back"
+    )
+
+
+def test_several_gateway_processes_divide_the_rows_of_an_external_worker() -> None:
+    assert [part_of_rows(16, processes) for processes in (1, 2, 3, 16, 64)] == [16, 8, 5, 1, 1]
+    assert part_of_rows(0, 8) == 0, "nothing is known to divide"
 
 
 def test_streams_of_others_count_and_ours_are_not_counted_twice() -> None:
@@ -125,6 +144,7 @@ def test_the_sums_agree_whatever_happens(seed) -> None:
             view = WorkerView(
                 ready=random.random() < 0.8, max_running=random.randrange(4), running=random.randrange(5),
                 kv_blocks_total=random.choice([0, 20]), kv_blocks_used=random.randrange(20),
+                is_external=random.random() < 0.3,
             )  # fmt: skip
             rooms.set(WorkerId(random.choice("abcd")), view if random.random() < 0.9 else None)
         elif kind < 4:

@@ -10,7 +10,8 @@ from penstock.policy.answers import Outcome, Start
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
-from penstock.policy.queueing.capacity import DeploymentTerms, WorkerView
+from penstock.policy.queueing.capacity import WorkerView
+from penstock.policy.queueing.slots import DeploymentTerms
 from penstock.policy.requests.request import hedge_of
 from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId

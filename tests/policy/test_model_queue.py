@@ -194,6 +194,19 @@ def test_an_external_worker_has_slots_that_are_kept_for_tenants_that_run_nothing
     assert start_all(lane) == ["t0-0", "t1-0"], "an eighth of 16 slots is two"
 
 
+def test_also_within_the_rows_that_it_says_to_have() -> None:
+    lane = ModelQueue(QueueTerms(), "m", 0, LeastLoaded(), AllHealthy())
+    lane.set_worker(0, A, WorkerView(max_running=32, is_external=True))
+    push_all(lane, "big", 40)
+    assert len(start_all(lane)) == 30, "alone a tenant has all but those that are kept free"
+    push_all(lane, "t0", 2)
+    assert start_all(lane) == ["t0-0"]
+    push_all(lane, "t1", 2)
+    assert start_all(lane) == ["t1-0"]
+    push_all(lane, "t2", 1)
+    assert start_all(lane) == [], "its rows are all taken: who comes now waits for one stream to end"
+
+
 def test_nothing_is_ahead_of_a_tenant_that_runs_nothing_while_it_may_start_beyond_the_slots() -> None:
     """Else admission would refuse it for a neighbour's backlog."""
     lane = flooded(WorkerView())

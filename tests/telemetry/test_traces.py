@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import ManualClock
 from penstock.config.tree import LogConfig, TracesConfig
+from penstock.rng import stream
 from penstock.telemetry import traces
 from penstock.telemetry.log import Log
 from penstock.telemetry.traces import EndedTrace, RequestTrace, TraceContext, TraceKeeper, read_context
@@ -46,7 +47,7 @@ def test_traceparent_is_read_as_w3c_has_it(parent: str, is_sampled: bool | None)
 def test_any_bytes_are_a_context_or_none(parent: bytes, state: bytes | None) -> None:
     found = read_context(parent, state)
     if found is not None:
-        for name, value in RequestTrace(found).headers(SPAN):
+        for name, value in RequestTrace(found).headers(1):
             assert f"{name}: {value}".isprintable()
             assert value.isascii()
 
@@ -59,24 +60,41 @@ def test_a_long_or_broken_tracestate_is_dropped_and_the_trace_continues() -> Non
         assert (found.trace_id, found.state) == (TRACE, "")
     found = read_context(parent, b"vendor=7,other=x")
     assert found is not None
-    assert RequestTrace(found).headers(SPAN) == (
+    trace = RequestTrace(found, int(SPAN, 16))
+    assert trace.headers(1) == (
         ("traceparent", f"00-{TRACE}-{SPAN}-01"),
         ("tracestate", "vendor=7,other=x"),
     )
 
 
+def begun() -> RequestTrace:
+    """One that is sampled."""
+    return RequestTrace(None, stream(5, "trace").getrandbits(traces.TRACE_BITS), traces.SHARE_MAX + 1)
+
+
 def test_workers_get_the_span_of_their_attempt() -> None:
-    trace = RequestTrace(None, 1.0)
-    ((name, first),) = trace.start_attempt(5, 1, "a", "first")
-    ((_, second),) = trace.start_attempt(9, 2, "b", "retry")
+    trace = begun()
+    trace.start_attempt(5, 1, "a", "first")
+    trace.start_attempt(9, 2, "b", "retry")
+    ((name, first),), ((_, second),) = trace.headers(1), trace.headers(2)
     assert name == "traceparent"
-    assert first == f"00-{trace.trace_id}-{trace.attempts[0].span_id}-01"
-    assert second == f"00-{trace.trace_id}-{trace.attempts[1].span_id}-01"
-    assert len({trace.span_id, *(each.span_id for each in trace.attempts)}) == 3
+    assert first == f"00-{trace.trace_id}-{trace.id_of(1)}-01"
+    assert second == f"00-{trace.trace_id}-{trace.id_of(2)}-01"
+    assert len({trace.span_id, trace.id_of(1), trace.id_of(2)}) == 3
+
+
+@given(bits=st.integers(0, (1 << traces.TRACE_BITS) - 1))
+def test_ids_are_hexadecimal_and_never_all_zeros(bits: int) -> None:
+    trace = RequestTrace(None, bits)
+    ids = [trace.id_of(number) for number in range(40)]
+    assert len(set(ids)) == len(ids)
+    for text, length in ((trace.trace_id, 32), *((each, 16) for each in ids)):
+        assert len(text) == length
+        assert int(text, 16)
 
 
 def test_of_two_attempts_at_once_the_one_without_output_is_superseded() -> None:
-    trace = RequestTrace(None, 1.0)
+    trace = begun()
     trace.start_attempt(5, 1, "a", "first")
     trace.start_attempt(9, 2, "b", "hedge")
     trace.keep_attempt(12, 2)
@@ -91,14 +109,16 @@ def test_of_two_attempts_at_once_the_one_without_output_is_superseded() -> None:
 def test_a_trace_that_is_not_ours_goes_on_as_it_came() -> None:
     context = TraceContext(trace_id=TRACE, span_id=SPAN, is_sampled=False)
     trace = RequestTrace(context, is_ours=False)
-    assert trace.start_attempt(5, 1, "a", "first") == (("traceparent", f"00-{TRACE}-{SPAN}-00"),)
+    trace.start_attempt(5, 1, "a", "first")
+    assert trace.headers(1) == (("traceparent", f"00-{TRACE}-{SPAN}-00"),)
     assert trace.attempts == []
 
 
 def test_a_trace_has_a_bound() -> None:
-    trace = RequestTrace(None, 1.0)
+    trace = begun()
     for number in range(1, 2 * traces.ATTEMPTS_MAX):
-        ((_, parent),) = trace.start_attempt(number, number, "a", "retry")
+        trace.start_attempt(number, number, "a", "retry")
+        ((_, parent),) = trace.headers(number)
     assert len(trace.attempts) == traces.ATTEMPTS_MAX
     assert parent == f"00-{trace.trace_id}-{trace.span_id}-01"
 

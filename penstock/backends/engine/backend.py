@@ -6,7 +6,7 @@ process: a launcher does (fleet/launchers), and says through `report` what the s
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -27,6 +27,7 @@ from penstock.protocol.worker import (
     Challenge,
     Drain,
     Fault,
+    FaultCount,
     FromWorker,
     KVEvents,
     Loading,
@@ -93,6 +94,8 @@ CLOSE_TIMEOUT_S = 1.0
 """How long a worker may take to read the last frames."""
 NOTES_MAX = 20
 """Lines kept in `BackendStatus.notes`; older ones go first."""
+
+_NO_FAULT = FaultCount()
 
 
 class EngineBackend:
@@ -266,14 +269,23 @@ class EngineBackend:
         (`BackendStatus.faults`).
         """
         if fault:
-            self._status.faults[fault] = self._status.faults.get(fault, 0) + 1
+            before = self._status.faults.get(fault, _NO_FAULT)
+            self._status.faults[fault] = FaultCount(before.count + 1, note or stage)
         if note is not None:
             self._status.notes[:] = [*self._status.notes, Note(note, self._clock.wall_ns())][-NOTES_MAX:]
         if restarts is not None:
             self._status.restarts = restarts
         self._change(Phase.DOWN if is_down else self._status.phase, stage)
 
-    def report_from_parent(self, *, stage: str, notes: Sequence[Note], restarts: int, is_down: bool) -> None:
+    def report_from_parent(
+        self,
+        *,
+        stage: str,
+        notes: Sequence[Note],
+        restarts: int,
+        is_down: bool,
+        faults: Mapping[str, FaultCount],
+    ) -> None:
         """For one of several gateway processes: what their parent, which launched the worker, knows of it.
 
         A connected worker speaks for itself.
@@ -281,8 +293,15 @@ class EngineBackend:
         status = self._status
         if not stage or self._link is not None:
             stage = status.stage
+        # What the worker itself told, both have heard; how its process ended only the parent has seen.
+        more = {
+            kind: each
+            for kind, each in faults.items()
+            if each.count > status.faults.get(kind, _NO_FAULT).count
+        }
         news = (stage, restarts, is_down, [*notes])
-        if news != (status.stage, status.restarts, status.is_given_up, status.notes):
+        if more or news != (status.stage, status.restarts, status.is_given_up, status.notes):
+            status.faults |= more
             status.restarts, status.is_given_up, status.notes[:] = restarts, is_down, notes
             self._change(status.phase, stage)
 

@@ -27,7 +27,7 @@ from penstock.errors import ConfigError, LedgerError
 from penstock.policy.limits.price import MICROS
 from penstock.telemetry.costs import COSTS_DIRECTORY, CostAccount, CostSums, Days, account, read_days, summed
 from penstock.telemetry.ledger_recovery import GROUPS, LedgerReader, LedgerRow, Query, Totals
-from penstock.telemetry.ledger_segment import ledger_directory
+from penstock.telemetry.ledger_segment import database_path, ledger_directory
 
 COUNTS = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
 COSTS = ("cost", "accelerator_cost")
@@ -126,6 +126,7 @@ def _inert(text: str) -> str:
 
 
 COST_GROUPS = ("model", "day", "month")
+DAY_NS = 86_400 * NS_PER_S
 _PARTS = ("requests", "platform", "idle", "reserve")
 _COST_FIELDS = tuple(name for name in CostAccount.__struct_fields__ if name != "model")
 
@@ -172,14 +173,16 @@ def _costs(args: argparse.Namespace, directory: Path, currency: str) -> int:
             f"--cost knows only {', '.join(COST_GROUPS)}: what requests of a tenant, key or adapter cost the "
             "machines is in the column 'machines' without it"
         )
-    since, until = ("" if ns is None else _shown(ns)[:10] for ns in (args.since, args.until))
+    if not (directory / COSTS_DIRECTORY).is_dir() and not database_path(directory).exists():
+        raise LedgerError(f"{directory}: there is no ledger here")
+    since, until = _whole_days(args.since, args.until)
     rows = cost_rows(read_days(directory / COSTS_DIRECTORY), by, since, until, args.model)
+    if not rows:
+        note = f"no cost of machines in {directory}; prices.accelerators says what they cost"
+        console.err().print(note, style="dim", markup=False)
     if args.format == "table":
-        if rows:
+        if rows or args.output:
             _put(args, costs_as_table(rows, by, currency))
-        else:
-            note = f"no cost of machines in {directory}; prices.accelerators says what they cost"
-            console.err().print(note, style="dim", markup=False)
         return 0
     dicts = [
         dict(zip(by, group, strict=True)) | {name: getattr(found, name) for name in _COST_FIELDS}
@@ -199,6 +202,23 @@ def _costs(args: argparse.Namespace, directory: Path, currency: str) -> int:
     return 0
 
 
+def _whole_days(since_ns: int | None, until_ns: int | None) -> tuple[str, str]:
+    """The first day, and the one behind the last, empty for no bound. What machines cost is kept by the day:
+    a day that is wanted in part is counted whole, and standard error says so.
+    """
+    since = "" if since_ns is None else _day(since_ns)
+    until = "" if until_ns is None else _day(until_ns + DAY_NS - 1)
+    if any(each is not None and each % DAY_NS for each in (since_ns, until_ns)):
+        span = f"{f' from {since}' if since else ''}{f' to before {until}' if until else ''}"
+        note = f"the cost of machines is kept by UTC day: this is all of it{span}"
+        console.err().print(note, style="dim", markup=False)
+    return since, until
+
+
+def _day(wall_ns: int) -> str:
+    return _shown(wall_ns)[:10]
+
+
 FORMATS = ("table", "csv", "json", "parquet")
 DEFAULT_GROUPS = ("tenant", "model", "day")
 _UNITS_S = {"h": 3600, "d": 86_400, "w": 7 * 86_400}
@@ -214,7 +234,7 @@ groups for --by:
   {", ".join(list(GROUPS)[:6])},
   {", ".join(list(GROUPS)[6:])}
 
-times for --since and --until:
+times for --since and --until (--cost counts whole days):
   2026-11-21, 2026-11-21T08:00, 2026-11-21T08:00+02:00 (without a zone: UTC), or ago: 24h, 7d, 4w
 
 columns:

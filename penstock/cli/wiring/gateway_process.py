@@ -172,7 +172,11 @@ class _Fleet:
         if worker is not None and isinstance(worker.backend, EngineBackend):
             notes = [Note(note.text, note.at_ns) for note in told.notes]
             worker.backend.report_from_parent(
-                stage=told.stage, notes=notes, restarts=told.restarts, is_down=told.is_down
+                stage=told.stage,
+                notes=notes,
+                restarts=told.restarts,
+                is_down=told.is_down,
+                faults=told.faults,
             )
 
     def _wanted(self, model: ModelConfig, part: ModelPart) -> list[DesiredWorker]:

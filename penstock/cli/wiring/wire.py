@@ -179,7 +179,7 @@ class Stack:
         known as such.
         """
         there = [
-            _at(worker)
+            worker_at(worker)
             for worker in self._registry
             if worker.stop is not None and worker.state is not WorkerState.DRAINING
         ]
@@ -193,7 +193,7 @@ class Stack:
             self._tell_processes()
             await self._members.release(worker_id)
         elif (worker := self._registry.get(worker_id)) is not None:
-            self._held_at.setdefault(worker_id, _at(worker))
+            self._held_at.setdefault(worker_id, worker_at(worker))
             self._members.hold(worker_id, order.timeout_s)
 
     def _tell_processes(self) -> None:
@@ -362,13 +362,22 @@ class _WorkerLogBuffer:
             self._log.info(line)
 
 
-def _at(worker: Worker) -> WorkerAt:
+def worker_at(worker: Worker) -> WorkerAt:
     """What gateway processes are told of a launched worker."""
     status = worker.backend.status
     notes = tuple(LaunchNote(note.text, note.at_ns) for note in status.notes)
     stage = "" if status.ready else status.stage
     is_down = status.phase is Phase.DOWN
-    return WorkerAt(worker.id, worker.route, worker.address, status.restarts, notes, stage, is_down)
+    return WorkerAt(
+        worker.id,
+        worker.route,
+        worker.address,
+        status.restarts,
+        notes,
+        stage,
+        is_down,
+        dict(status.faults),
+    )
 
 
 def _friendlier(error: ConfigError, server: ServerConfig) -> ConfigError:

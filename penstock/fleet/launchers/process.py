@@ -105,6 +105,8 @@ class WorkerProcess:
         self._environment, self._spare = environment_of(launch.engine.threads) | environment, spare
         self._process: Process | None = None
         self._memory, self._num_kills = CgroupMemory.of_self(), 0
+        self._is_killed = False
+        """By us."""
         self._pump: asyncio.Task[None] | None = None
 
     @property
@@ -119,7 +121,7 @@ class WorkerProcess:
             OSError: no process can be started.
         """
         assert self._process is None, "one at a time"
-        self.exit_code = None
+        self.exit_code, self._is_killed = None, False
         self._num_kills = self._memory.num_kills() if self._memory is not None else 0
         self.tail.clear()
         self._process = self._spare(self._environment) or await create_process(self._environment)
@@ -143,6 +145,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End it at once."""
+        self._is_killed = True
         self._signal(signal.SIGKILL)
 
     def describe_end(self) -> str:
@@ -155,9 +158,9 @@ class WorkerProcess:
     def was_killed_for_memory(self) -> bool:
         """Whether the kernel ended the last process, as far as its cgroup, which is ours, tells."""
         memory = self._memory
-        return (
-            self.exit_code == -signal.SIGKILL and memory is not None and memory.num_kills() > self._num_kills
-        )
+        if self.exit_code != -signal.SIGKILL or self._is_killed or memory is None:
+            return False
+        return memory.num_kills() > self._num_kills
 
     async def end(self, timeout_s: float) -> None:
         """Make sure that it is gone: ask, then force; reap it and remove its socket."""
@@ -171,6 +174,7 @@ class WorkerProcess:
                 async with asyncio.timeout(timeout_s):
                     await process.wait()
             except TimeoutError:
+                self._is_killed = True
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
         self.exit_code = await process.wait()

@@ -43,7 +43,7 @@ from penstock.protocol.openai import (
 from penstock.protocol.openai_validate import decoded, parse_tokenize
 from penstock.protocol.peers import ModelNumbers, Snapshot, Sum
 from penstock.protocol.worker import ModelInfo, Stats
-from penstock.telemetry.costs import CostAccount, cost_accounts
+from penstock.telemetry.costs import COST_METRICS, CostAccount, cost_accounts
 from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
 from penstock.telemetry.pages import aliases
@@ -262,8 +262,8 @@ class Inspect:
         """`GET /health`: 200 while every model works or will again by itself, else 503."""
         services = self._services
         found = gateway_health((model.workers for model in services.models), services.dispatcher.left_alone)
-        status = 503 if found.status is HealthStatus.DOWN else 200
-        exchange.respond(Response(status=status, body=msgspec.json.encode(found)))
+        code = 503 if found.status is HealthStatus.DOWN else 200
+        exchange.respond(Response(status=code, body=msgspec.json.encode(found)))
 
     async def ready(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /ready`: 200 once every model takes requests, else 503 and why.
@@ -307,8 +307,7 @@ class Inspect:
         """This process's `/metrics` text, as of now."""
         for model in self._services.models:
             self._follow(model)
-        costs = self._services.dispatcher.meters.costs(self._services.clock.now_ns())
-        self._metrics.accelerator_costs(costs)
+        self._follow_costs()
         self._metrics.streams.set(self._services.dispatcher.num_streams)
         ledger = self._services.config.ledger
         self._metrics.disk_free(free_share(ledger_directory(ledger)) if ledger.enabled else 1.0)
@@ -331,9 +330,18 @@ class Inspect:
             auth=self.auth,
             models=[_state(model, services.clock.wall_ns()) for model in services.models],
             workers=[_line(worker) for model in services.models for worker in model.workers],
-            costs=cost_accounts(numbers.metrics or self.rendered()),
+            costs=cost_accounts(numbers.metrics or self._cost_page()),
         )
         answer(exchange, status)
+
+    def _cost_page(self) -> bytes:
+        """What `cost_accounts` reads of `rendered`, which is a hundred times as long."""
+        self._follow_costs()
+        return self._metrics.render(COST_METRICS)
+
+    def _follow_costs(self) -> None:
+        meters, now_ns = self._services.dispatcher.meters, self._services.clock.now_ns()
+        self._metrics.accelerator_costs(meters.costs(now_ns))
 
     def mbu(self, worker: Worker) -> float | None:
         """The memory bandwidth utilisation of a worker's last steps; None: it does not tell."""
@@ -402,14 +410,12 @@ class Inspect:
         metrics, workers = self._metrics.model(model.name), list(model.workers)
         metrics.workers(worker.state for worker in workers)
         metrics.engine_stats({worker.id: worker.backend.status.stats for worker in workers})
-        facts = ((each.id, each.engine, each.backend.status.info) for each in workers)
-        metrics.worker_facts(
-            {
-                worker: WorkerFacts(engine, info.identity, info.device)
-                for worker, engine, info in facts
-                if info is not None
-            }
-        )
+        facts: dict[str, WorkerFacts] = {
+            each.id: WorkerFacts(each.engine, info.identity, info.device)
+            for each in workers
+            if (info := each.backend.status.info) is not None
+        }
+        metrics.worker_facts(facts)
         if (info := model.workers.info) is not None:
             metrics.block_tokens(info.block_tokens)
         restarts = {str(worker.id): worker.backend.status.restarts for worker in workers}
@@ -424,7 +430,7 @@ def model_numbers(services: Services, metrics: Metrics) -> dict[str, ModelNumber
     def of(name: str) -> ModelNumbers:
         lane, numbers = services.dispatcher.control.lane(name), metrics.model(name)
         waiting = 0 if lane is None else lane.queue.num_waiting
-        return ModelNumbers(waiting, numbers.ttft_sum_s, numbers.ttft_count)
+        return ModelNumbers(waiting, numbers.ttft.sum, numbers.ttft.count)
 
     return {model.name: of(model.name) for model in services.models}
 

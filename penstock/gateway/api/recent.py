@@ -15,6 +15,7 @@ from penstock.gateway.http.exchange import Ending, Exchange, Served
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.requests.request import Request
 from penstock.protocol.peers import LookAt
+from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.metrics import RequestMeasurement
 
 KEPT_MAX = 2000
@@ -23,6 +24,7 @@ LISTED_MAX = 500
 """Of them, in one answer."""
 NAME_CHARS_MAX = 128
 """Of a model that was asked for, which may be any text."""
+_HUNDREDTH_NS = NS_PER_MS // 100
 TOLD_MAX = 100
 """Requests that a process tells the parent at once, every second: of more the newest."""
 
@@ -83,19 +85,20 @@ class RecentRequests:
         request, now_ns = exchange.request, self._clock.now_ns()
         self.num_ended += 1
         left = exchange.ending is Ending.DISCONNECTED
+        requested = served.requested
         found = EndedRequest(
             number=self.num_ended,
             id=exchange.id,
             came_ms=(self._clock.wall_ns() - (now_ns - exchange.started_ns)) // NS_PER_MS,
             came_ns=exchange.started_ns,
-            endpoint=served.endpoint.value,
+            endpoint=served.endpoint,
             tenant=served.tenant.id,
             tier=served.tenant.tier,
             band=served.tenant.band,
             model=served.model[:NAME_CHARS_MAX],
-            requested=served.requested[:NAME_CHARS_MAX] if served.requested != served.model else "",
+            requested=requested[:NAME_CHARS_MAX] if requested != served.model else "",
             status=exchange.status or 499,
-            outcome="abort" if left else measured.outcome.value,
+            outcome=OutcomeLabel.ABORT if left else measured.outcome,
             prompt_tokens=measured.prompt_tokens,
             cached_tokens=measured.cached_tokens,
             generated_tokens=measured.generated_tokens,
@@ -188,4 +191,5 @@ def _describe(found: EndedRequest, request: Request) -> None:
 
 
 def _ms(ns: int | None) -> float:
-    return -1.0 if ns is None else round(ns / NS_PER_MS, 2)
+    """In hundredths."""
+    return -1.0 if ns is None else ns // _HUNDREDTH_NS / 100

@@ -14,6 +14,7 @@ import msgspec
 from penstock import rng
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock
 from penstock.config.branch import extended
+from penstock.config.engine_settings import may_have_tenants
 from penstock.config.routing import AdmissionConfig, PlacementConfig
 from penstock.config.tree import Config
 from penstock.fleet.registry import Registry
@@ -196,6 +197,8 @@ def make_policies(
     if config.ledger.enabled:
         kept = DecisionKeeper(DecisionFiles(ledger.directory / "decisions", clock), log)
         placements.decisions.hand_on(kept.decided, kept.chose)
+    if not may_have_tenants(config):  # Then nobody could use a row that stays free for another tenant.
+        config = msgspec.structs.replace(config, queue=msgspec.structs.replace(config.queue, headroom=0.0))
     policies = build_policies(
         config,
         facts=partial(_facts, models),
@@ -214,7 +217,7 @@ def make_policies(
         metrics=metrics,
         clock=clock,
         log=log,
-        is_shared=config.server.processes > 1,
+        processes=config.server.processes,
     )
     return GatewayPolicies(
         dispatcher=dispatcher,

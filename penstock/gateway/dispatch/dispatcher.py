@@ -146,14 +146,14 @@ class Dispatcher:
         metrics: Metrics,
         clock: Clock,
         log: Log,
-        is_shared: bool = False,
+        processes: int = 1,
     ) -> None:
-        """`is_shared`: other gateways use the same workers."""
+        """`processes`: gateways that use the same workers."""
         self.control, self.anomalies = policies.control, policies.anomalies
         self._limiter, self._slots, self._clock, self._log = policies.limiter, slots, clock, log
         self._metrics, self._health, self._registry = metrics, policies.health, registry
         self._slice_tokens, self._hedges = policies.slice_tokens, policies.hedges is not None
-        self.meters = Meters(policies.prices, is_shared=is_shared)
+        self.meters = Meters(policies.prices, is_shared=processes > 1)
         self._records = GatewayRecords(ledger, policies.prices, metrics, clock)
         self._driver = Driver(self.control, self, self, self._records, self.meters)
         self._tasks: set[asyncio.Future[None]] = set()
@@ -165,7 +165,7 @@ class Dispatcher:
             registry,
             self.meters,
             policies.anomalies,
-            is_shared=is_shared,
+            processes=processes,
             shed_kv_above=policies.shed_kv_above,
             on_news=self._dispatch_soon,
         )
@@ -335,7 +335,7 @@ class Dispatcher:
         worker = self._registry.get(start.worker_id)
         assert worker is not None, f"{start.worker_id} has room, so it is there"
         try:
-            headers = _trace_headers(now_ns, request, reply, start)
+            headers = _trace_headers(now_ns, request, reply, start, worker)
             if start.beside:
                 ((stream, sink),) = reply.streams
                 stream = _attempt(stream, start, headers)
@@ -473,14 +473,15 @@ def _migration(worker: Worker, streams: Streams) -> str:
     return "approximate" if worker.backend.status.resumes and streams[0][0].may_move else "none"
 
 
-def _trace_headers(now_ns: int, request: Request, reply: Reply, start: Start) -> Pairs:
-    """What an attempt's request carries of the trace that it is in."""
+def _trace_headers(now_ns: int, request: Request, reply: Reply, start: Start, worker: Worker) -> Pairs:
+    """An attempt begins: what its request carries of its trace. Engines of ours make no spans."""
     if (trace := reply.exchange.trace) is None:
         return ()
     kind = "first"
     if start.attempt > 1:
         kind = "hedge" if start.beside else "migration" if request.has_begun else "retry"
-    return trace.start_attempt(now_ns, start.attempt, start.worker_id, kind)
+    trace.start_attempt(now_ns, start.attempt, start.worker_id, kind)
+    return () if worker.engine == "penstock" else trace.headers(start.attempt)
 
 
 def _attempt(request: GenerateRequest, start: Start, trace_headers: Pairs) -> GenerateRequest:

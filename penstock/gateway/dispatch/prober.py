@@ -90,12 +90,12 @@ class Prober:
         status = worker.backend.status
         if status.faults:
             seen = self._faults.setdefault(worker.id, {})
-            for kind, count in status.faults.items():
-                for _ in range(count - seen.get(kind, 0)):
+            for kind, fault in status.faults.items():
+                for _ in range(fault.count - seen.get(kind, 0)):
                     self._meters.fault(worker.route, kind)
-                    words = status.notes[-1].text if status.notes else kind
-                    self._log.error("a fault of a worker's machine", worker=worker.id, kind=kind, why=words)
-            self._faults[worker.id] = dict(status.faults)
+                    why = fault.words or kind
+                    self._log.error("a fault of a worker's machine", worker=worker.id, kind=kind, why=why)
+            self._faults[worker.id] = {kind: fault.count for kind, fault in status.faults.items()}
         if worker.state is WorkerState.GONE:
             self._faults.pop(worker.id, None)
 

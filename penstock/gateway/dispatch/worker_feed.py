@@ -21,6 +21,7 @@ from penstock.gateway.models.served import ServedModel
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.queueing.capacity import WorkerView
+from penstock.policy.queueing.slots import part_of_rows
 from penstock.policy.resilience.anomalies import Anomalies, Standing
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.policy.terms import queue_terms
@@ -41,16 +42,16 @@ class WorkerFeed:
         meters: Meters,
         anomalies: Anomalies,
         *,
-        is_shared: bool,
+        processes: int,
         shed_kv_above: float,
         on_news: Callable[[], None],
     ) -> None:
-        """`is_shared`: other gateways use the workers too, so what runs there is not all ours.
+        """`processes`: gateways that use the workers; of several, what runs there is not all ours.
 
         `on_news` is called for a change that cannot wait for the next request: some wait, or a worker's KV
         memory is fuller than the share `shed_kv_above`. It may ask for a `refresh`, later.
         """
-        self._control, self._meters, self._is_shared = control, meters, is_shared
+        self._control, self._meters, self._processes = control, meters, processes
         self._anomalies = anomalies
         self._shed_kv_above, self._on_news = shed_kv_above, on_news
         self._changed: dict[WorkerId, Worker] = {worker.id: worker for worker in registry}
@@ -138,18 +139,20 @@ class WorkerFeed:
     def _view(self, worker: Worker) -> WorkerView:
         info, stats = worker.backend.status.info, worker.backend.status.stats
         adapters, weight = worker.backend.status.adapters, self._anomalies.weight(worker.id)
+        rows, is_external = math.ceil(weight * _rows(info, stats)), worker.engine != "penstock"
+        is_shared = self._processes > 1 and not (is_external and rows)
         return WorkerView(
             ready=worker.is_ready and weight > 0,
-            max_running=math.ceil(weight * _rows(info, stats)),
-            running=stats.running if stats is not None and self._is_shared else 0,
-            waiting=stats.waiting if stats is not None and self._is_shared else 0,
+            max_running=part_of_rows(rows, self._processes) if is_external else rows,
+            running=stats.running if stats is not None and is_shared else 0,
+            waiting=stats.waiting if stats is not None and is_shared else 0,
             kv_blocks_total=stats.blocks_total if stats is not None else 0,
             kv_blocks_used=stats.blocks_used if stats is not None else 0,
             kind=worker.kind,
             max_model_len=info.max_model_len if info is not None else 0,
             resumes=worker.backend.status.resumes,
             terms=worker.terms,
-            is_external=worker.engine != "penstock",
+            is_external=is_external,
             identity=info.identity if info is not None else "",
             adapters=adapters.loaded,
             adapters_served=adapters.served,

@@ -120,9 +120,10 @@ class BlockPool:
             owners[block] = owner
         for block in blocks[:num_public]:
             owners[block] = PUBLIC
-        num_public = min(num_public, count)
+        num_public = num_public if num_public < count else count
         self._count_used(owner, count - num_public)
-        self._count_used(PUBLIC, num_public)
+        if num_public:
+            self._count_used(PUBLIC, num_public)
         return tuple(blocks)
 
     def lookup(self, hashes: Iterable[BlockHash], *, owner: bytes = b"") -> tuple[int, ...]:

@@ -13,7 +13,7 @@ nothing of steps, budgets or tensors.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,7 +62,8 @@ class BlockTable:
 
     def num_public_from(self, index: int) -> int:
         """How many blocks from `index` on are public."""
-        return max(0, self.num_public - index)
+        left = self.num_public - index
+        return left if left > 0 else 0
 
 
 ABSENT = -1
@@ -175,7 +176,7 @@ class HashedPrefixCache:
     def _announce(self, table: BlockTable, tokens: "array[int]", first: int, end: int) -> None:
         """Tell who listens that these blocks can be hit: those of the public region by themselves."""
         assert first <= end <= len(table.hashes), "only named blocks are announced"
-        border = min(max(first, table.num_public), end)
+        border = first if table.num_public <= first else min(table.num_public, end)
         if first < border:
             self._pool.events.stored(table.hashes, first, border, tokens, owner=PUBLIC)
         if border < end:
@@ -212,6 +213,13 @@ class NoPrefixCache:
 def blocks_for(num_tokens: int) -> int:
     """Blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // BLOCK_TOKENS)
+
+
+def _present(match: "PrefixMatch") -> Sequence[int]:
+    """The blocks that it has on the device: nearly always all."""
+    if ABSENT not in match.blocks:
+        return match.blocks
+    return [block for block in match.blocks if block != ABSENT]
 
 
 class KVManager:
@@ -273,8 +281,7 @@ class KVManager:
 
         Those that `adopt` allocates for what must be loaded are not subtracted.
         """
-        present = (block for block in match.blocks if block != ABSENT)
-        return self.pool.num_available - self.pool.num_idle(present)
+        return self.pool.num_available - self.pool.num_idle(_present(match))
 
     def adopt(self, table: BlockTable, match: PrefixMatch) -> None:
         """Start an empty table with what `match_prefix` found, and ask for the part that must be loaded.
@@ -283,12 +290,15 @@ class KVManager:
         table's blocks must not be read.
         """
         assert not table.blocks, "hits come first in a table"
-        self.pool.acquire(block for block in match.blocks if block != ABSENT)
+        self.pool.acquire(_present(match))
         num_public = match.blocks[: table.num_public].count(ABSENT)
         new = self.pool.allocate(len(match.loads), owner=table.owner, num_public=num_public)
         assert new is not None, "there is no room for what must be loaded"
         fresh = iter(new)
-        table.blocks.extend(next(fresh) if block == ABSENT else block for block in match.blocks)
+        if new:
+            table.blocks.extend([next(fresh) if block == ABSENT else block for block in match.blocks])
+        else:
+            table.blocks.extend(match.blocks)
         table.num_published = len(match.blocks)
         assert len(table.blocks) == len(match.blocks), "every block of the match has a place"
         assert next(fresh, None) is None, "every new block has a place"

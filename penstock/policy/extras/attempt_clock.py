@@ -190,8 +190,9 @@ class AttemptClock(Extra):
             heappop(self._due)
         while self._deadlines and not self._is_waited_for(self._deadlines[0][1]):
             heappop(self._deadlines)
-        times = [heap[0][0] for heap in (self._due, self._deadlines) if heap]
-        return min(times, default=None)
+        if not self._due and not self._deadlines:
+            return None
+        return min([heap[0][0] for heap in (self._due, self._deadlines) if heap])
 
     def _watch(self, now_ns: int, request: Request, worker: WorkerId, attempt: int) -> None:
         """Bound an attempt that begins, or runs alone from now on."""

@@ -328,6 +328,9 @@ class FlowControl:
         lane, actions = self._lanes.get(route), list[Action]()
         for room in lane.rooms.take_fresh() if lane is not None else ():
             assert lane is not None, "its rooms were just looked at"
+            view = room.view
+            if view.kv_blocks_used <= view.kv_blocks_total * self._config.shed_kv_above:
+                continue  # Nearly always: nobody need be looked up.
             here = [self._booked_as(name) for name in room.begun]
             for request in victims(self._config, lane, room, here):
                 error = Evicted("gave way to requests of a higher band: KV memory ran out")

@@ -14,23 +14,13 @@ import msgspec
 
 from penstock.config.flow import QueueConfig
 from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.slots import DeploymentTerms, slots_of
 from penstock.policy.terms import queue_terms
 from penstock.types import RequestId, Usage, WorkerId
 
 _LOOKS_MAX = 8
 """Workers that are asked whether a request fits, least loaded first."""
 _LOAD_UNIT = 1 << 20
-
-
-class DeploymentTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker stands beside the others of its model, as it is configured."""
-
-    order: int = 0
-    weight: int = 1
-    rpm: int = 0
-    """Requests a minute; 0: no limit."""
-    tpm: int = 0
-    """Tokens a minute; 0: no limit."""
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,16 +63,13 @@ class WorkerCapacity:
 
     __slots__ = (
         "alone", "begun", "booked", "busy", "gone", "held", "id", "limit", "num_pending", "number",
-        "others", "pending_blocks", "pending_tokens", "rank", "slots", "turn", "view",
+        "others", "pending_blocks", "pending_tokens", "rank", "slots", "spare", "turn", "view",
     )  # fmt: skip
 
     def __init__(self, worker_id: WorkerId, number: int) -> None:
         self.id, self.number = worker_id, number
         self.view = WorkerView(ready=False)
-        self.slots = 0
-        """Streams that it may be given."""
-        self.limit = 0
-        """Those, and what may be given beyond them to tenants that run nothing else (`Work.takes_row`)."""
+        self.slots = self.limit = self.spare = 0  # See `Slots`.
         self.booked = 0
         """Streams given by us and not ended."""
         self.others = 0
@@ -127,7 +114,9 @@ class WorkerCapacity:
         An idle worker takes anything: what it cannot do at all it refuses itself.
         """
         view, taken = self.view, self.booked + self.others
-        if not view.ready or (work.goes_on and not can_resume_at(work, view)) or not self.is_able(work):
+        if not view.ready or (work.goes_on and not can_resume_at(work, view)):
+            return False
+        if work.needs and not self.is_able(work):
             return False
         if not taken:
             return True
@@ -152,7 +141,7 @@ class CapacityTable:
 
     __slots__ = (
         "_adapters", "_beyond", "_config", "_fresh", "_is_busy", "_next", "_open", "_rooms", "_starts",
-        "held", "num_ready", "num_running", "num_slots",
+        "held", "num_ready", "num_running", "num_slots", "num_spare",
     )  # fmt: skip
 
     def __init__(
@@ -169,7 +158,7 @@ class CapacityTable:
         self._adapters: dict[str, dict[WorkerId, None]] = {}
         self._fresh: dict[WorkerId, WorkerCapacity] = {}
         self.held: WorkerCapacity | None = None
-        self.num_ready = self.num_slots = 0
+        self.num_ready = self.num_slots = self.num_spare = 0
         self.num_running = 0
         """Streams given by us and not ended, and those of others."""
 
@@ -182,29 +171,35 @@ class CapacityTable:
             room = self._rooms[worker_id] = WorkerCapacity(worker_id, self._next)
             self._next += 1
             self._count_alone()
-        before = (room.view.ready, room.slots if room.view.ready else 0)
-        had, room.view, room.gone = room.view.adapters, view or WorkerView(ready=False), view is None
-        if room.view.adapters != had:
-            self._reside(room.id, had or frozenset(), room.view.adapters or frozenset())
+        had, room.view, room.gone = room.view, view or WorkerView(ready=False), view is None
+        now = room.view
+        if now.adapters != had.adapters:
+            self._reside(room.id, had.adapters or frozenset(), now.adapters or frozenset())
         self._fresh[room.id] = room
-        config = self._config
-        rows = room.view.max_running
-        room.slots = rows + config.worker_credit if rows else config.external_concurrency
-        kept = config.extra_per_row * rows if rows else max(1, int(config.kept_share * room.slots))
-        room.limit = room.slots + kept
-        others = max(0, room.view.running + room.view.waiting - room.booked)
+        if not room.limit or (now.ready, now.max_running, now.is_external) != (
+            had.ready, had.max_running, had.is_external,
+        ):  # fmt: skip
+            self._resize(room, had.ready)
+        others = max(0, now.running + now.waiting - room.booked)
         self.num_running += others - room.others
         room.others = others
         assert self.num_running >= others, "the sum counts every worker's streams"
-        self.num_ready += room.view.ready - before[0]
-        self.num_slots += (room.slots if room.view.ready else 0) - before[1]
-        if not room.view.ready and room.held:
+        if not now.ready and room.held:
             self.unhold()
         if room.gone and not room.begun:
             self._drop(room)
         else:
             self._enter(room)
         return room
+
+    def _resize(self, room: WorkerCapacity, was_ready: bool) -> None:
+        """It came or went, or runs more or fewer streams at once."""
+        before, view = (room.slots, room.spare) if was_ready else (0, 0), room.view
+        terms = slots_of(view.max_running, is_external=view.is_external, terms=self._config)
+        room.slots, room.limit, room.spare = terms
+        self.num_ready += view.ready - was_ready
+        self.num_slots += (room.slots if view.ready else 0) - before[0]
+        self.num_spare += (room.spare if view.ready else 0) - before[1]
 
     def look_again(self, worker_id: WorkerId) -> None:
         """Whether this worker is busy may have changed."""
@@ -386,6 +381,7 @@ class CapacityTable:
         assert self.num_ready == sum(room.view.ready for room in rooms)
         assert self.num_running == sum(room.booked + room.others for room in rooms)
         assert self.num_slots == sum(room.slots for room in rooms if room.view.ready)
+        assert self.num_spare == sum(room.spare for room in rooms if room.view.ready)
         assert self._open == sorted(self._open)
         assert self._beyond == sorted(self._beyond)
         entered = {id(rank[3]) for rank in self._open}
@@ -410,7 +406,8 @@ def can_resume_at(work: Work, view: WorkerView) -> bool:
 
 def uncached_tokens(work: Work) -> int:
     """Prompt tokens that the worker which was chosen has to compute, as far as is known."""
-    return max(0, work.prompt_tokens - work.matched_tokens)
+    left = work.prompt_tokens - work.matched_tokens
+    return left if left > 0 else 0  # Asked several times for each placement: `max` costs as much again.
 
 
 def _load(room: WorkerCapacity) -> int:

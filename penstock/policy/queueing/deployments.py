@@ -15,7 +15,8 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, DeploymentTerms, WorkerCapacity
+from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity
+from penstock.policy.queueing.slots import DeploymentTerms
 from penstock.types import RequestId, Usage, WorkerId
 
 

@@ -320,7 +320,7 @@ class FairQueue:
         return turn
 
     def _recent(self) -> float:
-        return sum(band.recent for band in self.bands)
+        return sum([band.recent for band in self.bands])
 
     def _own_bound(self, band: Band, work: Work) -> Full | None:
         """The bound of the band or of the tenant's share of it that one more would break."""

@@ -192,21 +192,14 @@ class ModelQueue:
         room = self.rooms.get(worker_id)
         assert room is not None, f"{worker_id} is not known"
         self.pace.began(now_ns, work, room)  # Before the room is looked at, which asks whether it is busy.
-        self._begin(worker_id, work)
+        self.rooms.begin(room, work)
         self.placement.began(now_ns, work, room)
-
-    def _begin(self, worker_id: WorkerId, work: Work) -> None:
-        room = self.rooms.get(worker_id)
-        assert room is not None, f"{worker_id} is not known"
-        if room.begun.get(work.id) is False:
-            self.rooms.begin(room, work)
 
     def release(self, now_ns: int, worker_id: WorkerId, work: Work, usage: Usage | None = None) -> None:
         """It holds nothing of its worker any more, and used so much there, if that is known."""
         room = self.rooms.get(worker_id)
         assert room is not None, f"{worker_id} is not known"
         self.pace.ended(work, room)
-        self._begin(worker_id, work)
         self.rooms.release(room, work)
         self.placement.ended(now_ns, work, room, usage)
         self._deployments.ended(now_ns, work, room, usage)
@@ -307,13 +300,13 @@ class ModelQueue:
         Whoever runs much more than its part leaves `headroom` (and the credit, which is no row yet) to the
         others: their next request starts at once, and not when a stream of that tenant happens to end.
         """
-        rooms, config = self.rooms, self._config
-        credit = rooms.num_ready * config.worker_credit
-        rows = rooms.num_slots - credit
-        reserve = credit + (math.ceil(config.headroom * rows) if rows >= _HEADROOM_ROWS else 0)
+        rooms = self.rooms
+        rows = rooms.num_slots - rooms.num_spare
+        headroom = math.ceil(self._config.headroom * rows) if rows >= _HEADROOM_ROWS else 0
+        reserve = max(0, rooms.num_spare + headroom)  # Rows that are kept free are headroom already.
         if rooms.num_slots - rooms.num_running > reserve:
             return None
-        num_active = sum(band.num_active for band in self.queue.bands)
+        num_active = sum([band.num_active for band in self.queue.bands])
         return _OVER * rooms.num_slots / num_active if num_active > 1 else None
 
     def _fits_beyond(self, work: Work) -> bool:

@@ -78,6 +78,7 @@ class Pace:
         "_sent",
         "_speeds",
         "_unbegun",
+        "backlog_ns",
     )
 
     def __init__(
@@ -85,6 +86,8 @@ class Pace:
     ) -> None:
         """Without an `admission` nothing is promised, and workers are given all that they have rows for."""
         self._backlog_s = BACKLOG_SHARE * admission.ttft_target_ms / 1000 if admission is not None else 0.0
+        self.backlog_ns = round(self._backlog_s * NS_PER_S)
+        """What a worker's unfinished prompts may take; 0: any time."""
         self._speeds = Speeds(extended(placement or PlacementConfig(), PlacementTerms))
         self._sent: dict[tuple[RequestId, WorkerId], _Sent] = {}
         self._unbegun: dict[tuple[RequestId, WorkerId], int] = {}
@@ -106,11 +109,6 @@ class Pace:
     def margin(self) -> float:
         """Nine of ten first tokens came within this many times what was expected when they were started."""
         return self._margin
-
-    @property
-    def backlog_ns(self) -> int:
-        """What a worker's unfinished prompts may take; 0: any time."""
-        return round(self._backlog_s * NS_PER_S)
 
     def idle_ttft_ns(self, tokens: int, prompt_tokens: int) -> int:
         """What computing `tokens` of a prompt takes on an idle worker, of the slowest kind; 0: not known."""

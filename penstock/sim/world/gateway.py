@@ -26,6 +26,7 @@ from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_counters import FairCounters
+from penstock.policy.queueing.slots import part_of_rows
 from penstock.policy.requests.request import Request
 from penstock.sim.traffic.prompts import LazyTokens
 from penstock.sim.traffic.request import RequestRecord, SimRequest
@@ -179,15 +180,16 @@ class SimGateway:
         """A worker is there and announces what it serves, has something to say of itself, or drains (not
         `ready`).
         """
-        worker_id, spec, is_shared = worker.id, worker.spec, self._facts.config.server.processes > 1
+        worker_id, spec, processes = worker.id, worker.spec, self._facts.config.server.processes
         weight = 1.0
         if self._facts.watches_speed:
             told = (route, worker, report, ready)
             weight = self.speeds.weight(now_ns, told, lambda r: self.reported(now_ns, *r[:3], ready=r[3]))
-        rows = report.rows_max if report is not None else spec.engine.max_running
+        rows = math.ceil(weight * (report.rows_max if report is not None else spec.engine.max_running))
+        is_shared = processes > 1 and not spec.is_external
         view = WorkerView(
             ready=ready and weight > 0,
-            max_running=math.ceil(weight * rows),
+            max_running=part_of_rows(rows, processes) if spec.is_external else rows,
             running=report.running if report is not None and is_shared else 0,
             waiting=report.waiting if report is not None and is_shared else 0,
             kv_blocks_total=report.blocks_total if report is not None else 0,

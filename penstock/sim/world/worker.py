@@ -374,12 +374,11 @@ class SimWorker:
         if any(rows[new.row].submission.poison for new in plan.new_rows):
             self._listener.died(now_ns, self)
             return
-        sampled: list[Sampled] = []
-        for work in plan.work:
-            if work.samples:
-                stream = rows[work.row]
-                position = work.num_computed + work.num_tokens - stream.request.num_prompt
-                sampled.append(Sampled(work.row, stream.answer[position], error=error))
+        ends = [(each.row, each.num_computed + each.num_tokens) for each in plan.work if each.samples]
+        sampled = [
+            Sampled(row, rows[row].answer[end - rows[row].request.num_prompt], error=error)
+            for row, end in ends
+        ]
         outcome = self.scheduler.apply(StepResult(plan.step, tuple(sampled)))
         self._tell_of(outcome.outputs)
         self._rest(now_ns)
@@ -396,9 +395,10 @@ class SimWorker:
             due = stream.due
             if due == stream.first:
                 return 0
-            left = (min(stream.num_answer, due)) - len(request.tokens)
-            left += request.num_prompt
-            least = min(least, left)
+            end = stream.num_answer if stream.num_answer < due else due
+            left = end - len(request.tokens) + request.num_prompt
+            if left < least:
+                least = left
         return least if streams else 0
 
     def _extend_fast_forward(self) -> None:
