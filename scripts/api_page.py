@@ -16,6 +16,7 @@ from penstock.backends.http.dialects.tgi import TgiDialect
 from penstock.backends.http.dialects.triton import TritonDialect
 from penstock.backends.http.dialects.trtllm import TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
+from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
 from penstock.gateway.api.generate import Generate
@@ -153,7 +154,10 @@ def endpoints() -> Iterator[list[str]]:
     """Every endpoint, whom it is for and what its handler says that it does."""
     # The handlers are only looked at, so the classes do as well as what is made of them.
     routes = Routes(
-        *(cast(Any, each) for each in (Generate, Responses, Inspect, Admin, TenantsAdmin, Console))
+        *(
+            cast(Any, each)
+            for each in (Generate, Responses, Inspect, Admin, TenantsAdmin, Console, AdaptersAdmin)
+        )
     )
     for path, route in routes.all().items():
         for verb, handler in route.handlers.items():

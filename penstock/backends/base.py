@@ -9,11 +9,13 @@ import asyncio
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
 from penstock.errors import EngineFault, PenstockError
+from penstock.protocol.adapters import Adapters as WorkerAdapters
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.worker import FaultCount, ModelInfo, Stats
 from penstock.text.tokenizer import Tokenizer
@@ -39,6 +41,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     adapter: str = ""
     """Of the adapters that the worker says it serves (`BackendStatus.adapters`)."""
+    adapter_digest: str = ""
+    """Which one is meant by that name: a worker of ours that has another one refuses; empty: any."""
     cache_salt: bytes = b""
     """Prefix-cache namespace of the tenant."""
     public_tokens: int = 0
@@ -201,9 +205,27 @@ class Adapters(NamedTuple):
     loaded: frozenset[str] = frozenset()
     """Of those, the ones that it used last, as many as it keeps at hand: a request for another one has to
     wait for its load."""
+    digests: Mapping[str, str] = MappingProxyType({})
+    """Of those that it has told: which adapter it means by the name."""
+    paths: Mapping[str, str] = MappingProxyType({})
+    """Where it has them from, where it tells; also those that it could not load."""
+    failed: Mapping[str, str] = MappingProxyType({})
+    """Why it could not load one, by name."""
 
 
 NO_ADAPTERS = Adapters()
+
+
+def adapters_told(told: WorkerAdapters) -> Adapters:
+    """What a worker of ours has said of them."""
+    sound = [each for each in told.adapters if not each.error]
+    return Adapters(
+        served=frozenset(each.name for each in sound),
+        loaded=frozenset(each.name for each in sound if each.is_loaded),
+        digests={each.name: each.digest for each in sound},
+        paths={each.name: each.path for each in told.adapters},
+        failed={each.name: each.error for each in told.adapters if each.error},
+    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -292,6 +314,24 @@ class Backend(Protocol):
 
     async def drain(self, timeout_s: float) -> None:
         """Let running streams end, up to the timeout; abort the rest; release the worker."""
+        ...
+
+
+@runtime_checkable
+class LoadsAdapters(Protocol):
+    """A backend whose worker loads adapters while it runs. What came of it is in `BackendStatus.adapters`."""
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the worker, which is ready, does."""
+        ...
+
+    def load_adapter(self, name: str, path: str, digest: str) -> None:
+        """Let the worker take requests for an adapter; again for one that is there changes nothing."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Let it take no more of them."""
         ...
 
 

@@ -236,10 +236,11 @@ def _from_hub(hub_id: str) -> Path:
     return directory
 
 
-# What of the models a running server takes from a new configuration: who computes them, and nothing else.
+# What of the models a running server takes from a new configuration: who computes them, their adapters, and
+# nothing else.
 
-MEMBERS = ("replicas", "workers", "discover")
-"""Fields of a model that say who its workers are."""
+MEMBERS = ("replicas", "workers", "discover", "adapters")
+"""Fields of a model that say who its workers are, and which adapters they have."""
 
 
 def with_members(running: Sequence[ModelConfig], new: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:

@@ -83,6 +83,7 @@ def _model_problems(config: Config) -> Iterator[str]:
         elif name in seen:
             yield f"models[{i}].name: {name!r} is the name of models[{seen[name]}] already"
         seen.setdefault(name, i)
+        yield from _adapter_problems(config, i, model)
         engine = model.engine
         yield from _kv_event_problems(engine, f"models[{i}].engine.kv_events", listening)
         if engine.max_model_len == 1:
@@ -96,6 +97,23 @@ def _model_problems(config: Config) -> Iterator[str]:
                 f"models[{i}].engine.step_tokens: {engine.step_tokens} is below max_running "
                 f"({engine.max_running}): every running request needs a token of each step"
             )
+
+
+def _adapter_problems(config: Config, i: int, model: ModelConfig) -> Iterator[str]:
+    for name, path in model.adapters.items():
+        key = f"models[{i}].adapters.{name[:64]}"
+        if not re.fullmatch(r"[^\s\x00-\x1f\x7f]{1,256}", name):
+            yield f"models[{i}].adapters: expected names without white space, got {name!r}"
+        elif any(name == served_name(other) for other in config.models):
+            yield f"{key}: a model has this name"
+        elif any(name in other.adapters for other in config.models[:i]):
+            yield f"{key}: another model has an adapter of this name"
+        elif "://" in path and not path.lower().startswith(("http://", "https://", "s3://", "file://")):
+            yield f"{key}: expected a directory, http://, https:// or s3://, got {path[:80]!r}"
+        elif not path:
+            yield f"{key}: empty"
+    if model.adapters and model.replicas and not model.engine.adapter_slots:
+        yield f"models[{i}].engine.adapter_slots: 0, so no adapter could be used"
 
 
 _TCP = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})")

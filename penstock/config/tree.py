@@ -109,6 +109,9 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     the step of a lone request, so that a slow machine still runs batches. 0 promises nothing; null is
     `admission.tpot_target_ms`, and 50 for a worker that stands alone. Classes with a target of their own
     (`itl_target_ms`) are promised that."""
+    adapter_slots: Annotated[int, Meta(ge=0, le=1024)] = 20
+    """Low-rank adapters (LoRA) that the requests in one batch may have between them; a request for one more
+    waits. 0: none are taken. On the CPU; see docs/adapters.md."""
     prefix_cache: bool = True
     """Keep the KV blocks of finished requests and reuse them for equal prefixes of the same tenant."""
     kv_events: KVEventsConfig = KVEventsConfig()
@@ -149,6 +152,12 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     """Workers that run somewhere already."""
     discover: Annotated[tuple[DiscoverConfig, ...], Meta(max_length=16)] = ()
     """Workers that come and go: by a name, or in a cluster."""
+    adapters: Annotated[
+        dict[Annotated[str, Meta(max_length=256)], Annotated[str, Meta(max_length=4096)]],
+        Meta(max_length=1024),
+    ] = {}  # noqa: RUF012 - msgspec copies it.
+    """Low-rank adapters (LoRA) of the model, by the names that clients ask for: directories in PEFT's format,
+    `http(s)://` or `s3://`; with `#digest=HEX` behind it must have that one."""
     engine: EngineConfig = EngineConfig()
 
 

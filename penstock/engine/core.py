@@ -13,13 +13,15 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
+from penstock.engine.adapters.desk import AdapterDesk, AdapterRead, Entry, Reads, Released
 from penstock.engine.steps import Prepares, wire_steps
-from penstock.errors import ClientError, Draining, InvalidRequest, PenstockError
+from penstock.errors import ClientError, Draining, InvalidRequest, PenstockError, WorkerUnavailable
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
 from penstock.planning.roofline import CostFloor
 from penstock.planning.step_time import StepShape
+from penstock.protocol.adapters import LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import (
     INT64_MAX,
     ModelInfo,
@@ -100,6 +102,14 @@ class HoldsWeights(Protocol):
 
 
 @runtime_checkable
+class TakesAdapters(Protocol):
+    """A runner whose rows may have adapters."""
+
+    adapters: Reads | None
+    """What reads them; None: it was configured to take none."""
+
+
+@runtime_checkable
 class KnowsFloor(Protocol):
     """A runner that knows the least time that its device needs."""
 
@@ -121,6 +131,7 @@ class _Live:
     request: Request
     has_output: bool = False
     """Whether its owner had any output yet."""
+    adapter: Entry | None = None
 
 
 class EngineCore:
@@ -135,6 +146,8 @@ class EngineCore:
         self._check = runner.weight_check(clock) if isinstance(runner, HoldsWeights) else None
         self._floor = runner.floor if isinstance(runner, KnowsFloor) else None
         self._in_flight = 0
+        self.adapters: AdapterDesk | None = None
+        """Set by `use_adapters`."""
         self._live: dict[RequestId, _Live] = {}
         self._outbox: Outputs = {}
         self._draining = False
@@ -159,6 +172,11 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a request has not ended, its end was not told yet, or a step is on its way."""
         return bool(self._live or self._outbox or self._in_flight)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for an adapter, about which there will be mail."""
+        return self.adapters.num_waiting if self.adapters is not None else 0
 
     @property
     def sleep_s(self) -> float | None:
@@ -206,23 +224,74 @@ class EngineCore:
         try:
             if self._draining:
                 raise Draining("this worker is going away")
-            if grammar is None and message.grammar is not None and not message.grammar.is_optional:
-                raise InvalidRequest("this worker has no grammars", param="grammar")
-            request = _request(message, self._runner.info.vocab_size, grammar)
-            # Waiting for the step that ran meanwhile is queueing too.
-            self._scheduler.submit(request, arrived_ns=arrived_ns)
+            if message.adapter:
+                self._go_on(self._desk().submit(owner, message, arrived_ns, grammar))
+                return
+            self._submit(owner, message, arrived_ns, grammar)
         except PenstockError as error:
             self._end_with(owner, message.request_id, error)
-            return
+
+    @property
+    def adapter_reader(self) -> Reads | None:
+        """What reads adapters for the runner; None: it takes none."""
+        return self._runner.adapters if isinstance(self._runner, TakesAdapters) else None
+
+    def use_adapters(self, desk: AdapterDesk) -> None:
+        """Take requests that name adapters."""
+        self.adapters = desk
+
+    def order_adapter(self, order: LoadAdapter | UnloadAdapter) -> None:
+        """A gateway wants an adapter to come or to go."""
+        desk = self.adapters
+        if desk is None:
+            _log.warning("adapter %s: this worker takes none", order.name)
+        elif isinstance(order, LoadAdapter):
+            desk.load(order)
+        else:
+            self._go_on(desk.unload(order))
+
+    def take_adapter(self, news: AdapterRead) -> None:
+        """An adapter was read, or could not be."""
+        self._go_on(self._desk().take(news))
+
+    def _desk(self) -> AdapterDesk:
+        if self.adapters is None:
+            raise WorkerUnavailable("this worker takes no adapters (engine.adapter_slots)")
+        return self.adapters
+
+    def _go_on(self, released: Released) -> None:
+        """Requests whose adapter has come, and those that it never will."""
+        for waiting, why in released.failed:
+            error = WorkerUnavailable(f"the adapter '{waiting.entry.name}' cannot be had: {why}")
+            self._end_with(waiting.owner, waiting.message.request_id, error)
+        for each in released.ready:
+            try:
+                self._submit(each.owner, each.message, each.arrived_ns, each.grammar, each.entry)
+            except PenstockError as error:
+                self._end_with(each.owner, each.message.request_id, error)
+                self._go_on(self._desk().finished(each.entry))
+
+    def _submit(
+        self, owner: int, message: Submit, arrived_ns: int, grammar: object, adapter: Entry | None = None
+    ) -> None:
+        if grammar is None and message.grammar is not None and not message.grammar.is_optional:
+            raise InvalidRequest("this worker has no grammars", param="grammar")
+        request = _request(message, self._runner.info.vocab_size, grammar)
+        if adapter is not None:
+            request.adapter, request.adapter_digest = adapter.packed, adapter.digest
+        # Waiting for the step that ran meanwhile is queueing too.
+        self._scheduler.submit(request, arrived_ns=arrived_ns)
         if not self._live:
             self._busy_since_ns = self._clock.now_ns()
-        self._live[message.request_id] = _Live(owner, request)
+        self._live[message.request_id] = _Live(owner, request, adapter=adapter)
 
     def abort(self, owner: int, request_ids: tuple[RequestId, ...]) -> None:
         """End these requests of this owner and free what they hold; unknown ones have just ended."""
         for request_id in request_ids:
             live = self._live.get(request_id)
             if live is None or live.owner != owner:
+                if live is None and self.adapters is not None and self.adapters.abort(owner, request_id):
+                    self._end_early(owner, request_id)
                 continue
             if (last := self._scheduler.abort(request_id)) is not None:
                 self._tell(last)
@@ -311,6 +380,8 @@ class EngineCore:
             del self._live[output.request_id]
             if not self._live:
                 self._busy_ns += self._clock.now_ns() - self._busy_since_ns
+            if live.adapter is not None:
+                self._go_on(self._desk().finished(live.adapter))
         elif output.token_ids and not live.has_output:
             live.has_output = True
             usage = live.request.usage(self._clock.now_ns())
@@ -325,6 +396,11 @@ class EngineCore:
             live.request.device_ns,
         )
         self._outbox.setdefault(live.owner, []).append(reported)
+
+    def _end_early(self, owner: int, request_id: RequestId) -> None:
+        """A request was aborted before the scheduler heard of it."""
+        finish = RequestFinished(reason=FinishReason.ABORT, usage=Usage())
+        self._outbox.setdefault(owner, []).append(Output(request_id, (), None, finish))
 
     def _end_with(self, owner: int, request_id: RequestId, error: PenstockError) -> None:
         finish = RequestFinished(

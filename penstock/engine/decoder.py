@@ -55,6 +55,9 @@ class DecoderLimits:
     max_model_len: int
 
 
+Adapt = Callable[[Linear, int, str], Linear]
+"""Makes a linear of a layer one that rows' adapters are added to; (the linear, layer, key)."""
+
 _Join = Callable[[Tensor, Tensor, Tensor], None]
 """(residual, what to add to it, where the normalised sum goes)."""
 
@@ -87,7 +90,12 @@ class Decoder:
     """The model, ready to run steps. Buffers are reused: logits are valid until the next `forward`."""
 
     def __init__(
-        self, spec: DecoderSpec, weights: WeightSource, kernels: Kernels, limits: DecoderLimits
+        self,
+        spec: DecoderSpec,
+        weights: WeightSource,
+        kernels: Kernels,
+        limits: DecoderLimits,
+        adapt: Adapt | None = None,
     ) -> None:
         self._spec = spec
         table = weights.take("embedding")
@@ -100,7 +108,8 @@ class Decoder:
         scratch = MoeScratch(
             limits.step_tokens if spec.moe else 0, spec.hidden_size, table.dtype, table.device
         )
-        self._layers = [_layer(spec, weights, kernels, limits, scratch, i) for i in range(spec.num_layers)]
+        made = _Made(spec, weights, kernels, limits, scratch, adapt)
+        self._layers = [_layer(made, i) for i in range(spec.num_layers)]
         self._final_norm = _norm(spec, weights, kernels, "final_norm")
         head = table if spec.tied_head else weights.take("head")
         self._head = kernels.linear(head, None, rows_max=limits.max_samples)
@@ -199,17 +208,25 @@ def _norm_weight(spec: DecoderSpec, weights: WeightSource, key: str) -> Tensor:
     return weight.float() + spec.norm_offset if spec.norm_offset else weight
 
 
-def _layer(
-    spec: DecoderSpec,
-    weights: WeightSource,
-    kernels: Kernels,
-    limits: DecoderLimits,
-    scratch: MoeScratch,
-    i: int,
-) -> _Layer:
+@dataclass(slots=True, frozen=True)
+class _Made:
+    """What layers are made from."""
+
+    spec: DecoderSpec
+    weights: WeightSource
+    kernels: Kernels
+    limits: DecoderLimits
+    scratch: MoeScratch
+    adapt: Adapt | None
+
+
+def _layer(made: _Made, i: int) -> _Layer:
+    spec, weights, kernels, limits = made.spec, made.weights, made.kernels, made.limits
+
     def linear(key: str, has_bias: bool) -> Linear:
         bias = weights.take(f"{i}.{key}_bias") if has_bias else None
-        return kernels.linear(weights.take(f"{i}.{key}"), bias, rows_max=limits.step_tokens)
+        plain = kernels.linear(weights.take(f"{i}.{key}"), bias, rows_max=limits.step_tokens)
+        return plain if made.adapt is None else made.adapt(plain, i, key)
 
     def linears(key: str) -> Sequence[Linear]:
         count = spec.moe.num_experts if spec.moe is not None else 1
@@ -226,7 +243,7 @@ def _layer(
         pairs = zip(linears("gate_up"), linears("down"), strict=True)
         experts = [DenseMlp(into, gate, back) for into, back in pairs]
         top_k, normalise = spec.moe.top_k, spec.moe.normalise
-        mlp = MoeMlp(linear("router", False), experts, scratch, top_k=top_k, normalise=normalise)
+        mlp = MoeMlp(linear("router", False), experts, made.scratch, top_k=top_k, normalise=normalise)
     is_last = i + 1 == spec.num_layers
     next_norm = _only_add if is_last else _norm(spec, weights, kernels, f"{i + 1}.input_norm").add
     mlp_norm = _norm(spec, weights, kernels, f"{i}.post_attention_norm").add

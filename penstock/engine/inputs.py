@@ -7,6 +7,7 @@ decode step is a handful of vector operations however many rows there are; no to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,8 @@ class StepInputs:
     batch: AttentionBatch
     fresh_blocks: list[int]
     """Blocks of this step that hold nothing of their row yet."""
+    adapters: list[Any] | None = None
+    """Each row's adapter; None: no row has one."""
 
 
 class RowTables:
@@ -74,6 +77,7 @@ class RowTables:
         self._prompt_logprobs = [0] * max_running
         self._num_prompt = [0] * max_running
         self._adjustments = Adjustments(max_running)
+        self._adapters: dict[int, Any] = {}
 
     def apply(self, plan: StepPlan) -> StepInputs:
         """Take in a plan's changes and lay out its step."""
@@ -88,6 +92,9 @@ class RowTables:
 
     def enter(self, plan: StepPlan) -> None:
         """Take in the rows of a plan without work: they wait for parts of their prefix."""
+        if self._adapters:
+            for row in (*plan.freed_rows, *(new.row for new in plan.new_rows)):
+                self._adapters.pop(row, None)
         for new in plan.new_rows:
             self._enter(new)
 
@@ -127,6 +134,8 @@ class RowTables:
         self._prompt_logprobs[row] = sampling.prompt_logprobs or 0
         self._num_prompt[row] = new.num_prompt_tokens
         self._adjustments.enter(new)
+        if new.adapter is not None:
+            self._adapters[row] = new.adapter
 
     def _append(self, work: RowWork) -> list[int]:
         """Extend a row's block table; the blocks that lie wholly beyond its computed tokens."""
@@ -168,7 +177,15 @@ class RowTables:
             scored=scored,
             batch=AttentionBatch(computed, num_tokens, as_tensor(positions), self._blocks[rows, :width]),
             fresh_blocks=fresh,
+            adapters=self._adapters_of(rows),
         )
+
+    def _adapters_of(self, rows: Int64Array) -> list[Any] | None:
+        adapters = self._adapters
+        if not adapters:
+            return None
+        found = [adapters.get(row) for row in rows.tolist()]
+        return None if all(each is None for each in found) else found
 
     def _scored_chunk(self, row: int, first: int, num_tokens: int) -> ScoredChunk:
         """The prompt tokens after each of `num_tokens` from position `first` on."""

@@ -2,11 +2,14 @@
 
 The queue needs no bound of its own: the server lets in at most `max_running + max_waiting` living requests,
 and each can post at most one submission and one abort; a connection subscribes to KV events at most once.
+Orders about adapters come from operators, one by one.
 """
 
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+from penstock.engine.adapters.desk import AdapterRead
+from penstock.protocol.adapters import LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import Submit
 from penstock.types import RequestId
 
@@ -47,7 +50,14 @@ class KVEventsAsked:
     from_sequence: int
 
 
-Mail = Submitted | Aborted | DrainAsked | KVEventsAsked
+@dataclass(slots=True, frozen=True)
+class AdapterAsked:
+    """A gateway wants an adapter to come or to go."""
+
+    order: LoadAdapter | UnloadAdapter
+
+
+Mail = Submitted | Aborted | DrainAsked | KVEventsAsked | AdapterAsked | AdapterRead
 
 
 class Mailbox:

@@ -6,7 +6,7 @@ queues or processes: a `StepPlan` comes in, a `StepResult` goes out.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,13 @@ from torch import Tensor
 from penstock.clock import Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import EngineConfig
-from penstock.engine.arrays import Int64Array, as_tensor
+from penstock.engine.adapters.compute import (
+    AdaptedLinear,
+    StepRows,
+    adapter_reader,
+)
+from penstock.engine.adapters.files import AdapterReader, Packed
+from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
 from penstock.engine.device_speed import cost_floor, device_name
@@ -31,6 +37,7 @@ from penstock.engine.host_store import HostStore, host_store
 from penstock.engine.inputs import RowTables
 from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
+from penstock.engine.layers.linear import Linear
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import (
     blocks_of,
@@ -45,6 +52,7 @@ from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, Ty
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
 from penstock.engine.weight_check import ListedKernels, WeightCheck
 from penstock.errors import ConfigError
+from penstock.models.adapters import FUSED
 from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
@@ -75,9 +83,15 @@ class StepModel(Protocol):
     weights: Callable[[], list[Tensor]]
     """What it computes with, as it lies in memory."""
 
-    def compute(self, token_ids: Tensor, samples: Tensor, batch: AttentionBatch) -> Tensor:
+    def compute(
+        self,
+        token_ids: Tensor,
+        samples: Tensor,
+        batch: AttentionBatch,
+        adapters: Sequence[Packed | None] | None = None,
+    ) -> Tensor:
         """One step: `[num_tokens]` ids and `[num_samples]` indices (int64) to `[num_samples, vocab_size]`
-        float32.
+        float32; `adapters` has each row's, and is None where none has one.
 
         The logits are valid until the next call.
         """
@@ -94,6 +108,8 @@ class _Begins(Protocol):
     def begin(self, batch: AttentionBatch) -> None: ...
 
 
+_Adapt = Callable[[Sequence[Packed | None] | None, Int32Array], None]
+"""(each row's adapter, each row's tokens)."""
 A = TypeVar("A", bound=_Begins)
 A_contra = TypeVar("A_contra", contravariant=True)
 
@@ -112,13 +128,26 @@ class _Pair(Generic[A]):
         attention: A,
         rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
         weights: Callable[[], list[Tensor]] = list,
+        adapt: _Adapt | None = None,
     ) -> None:
+        """`adapt` tells the decoder which adapter each row of the coming step has."""
         self.kernels, self.weights = kernels, weights
+        self._adapt, self._is_adapted = adapt, False
         self._decoder, self._attention = decoder, attention
         self._rehearsing = rehearsing
 
-    def compute(self, token_ids: Tensor, samples: Tensor, batch: AttentionBatch) -> Tensor:
+    def compute(
+        self,
+        token_ids: Tensor,
+        samples: Tensor,
+        batch: AttentionBatch,
+        adapters: Sequence[Packed | None] | None = None,
+    ) -> Tensor:
         """See `StepModel`."""
+        if adapters is not None or self._is_adapted:
+            assert self._adapt is not None, "only a model that takes adapters is given some"
+            self._adapt(adapters, batch.num_tokens)
+            self._is_adapted = adapters is not None
         self._attention.begin(batch)
         return self._decoder.forward(token_ids, samples, self._attention)
 
@@ -198,23 +227,43 @@ def _torch_dtype() -> torch.dtype:
 
 
 def wire_model(
-    spec: DecoderSpec, weights: WeightSource, limits: DecoderLimits, cache: KVCache, computing: Computing
+    spec: DecoderSpec,
+    weights: WeightSource,
+    limits: DecoderLimits,
+    cache: KVCache,
+    computing: Computing,
+    *,
+    takes_adapters: bool = False,
 ) -> StepModel:
     """Build the decoder for `cache` on the native kernels, or on torch without them. Takes the weights."""
     native = computing.native
     if native is not None:
-        decoder = NativeDecoder(spec, weights, native, limits, cache, computing.precision)
-        return _Pair(computing.kernels, decoder, NativeAttention(), decoder.rehearsing, decoder.weights)
+        decoder, rows = (
+            NativeDecoder(spec, weights, native, limits, cache, computing.precision),
+            NativeAttention(),
+        )
+        return _Pair(computing.kernels, decoder, rows, decoder.rehearsing, decoder.weights, rows.adapt)
     kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
     listed = ListedKernels(kernels)
-    torch_decoder = Decoder(spec, weights, listed, limits)
+    adapted = StepRows() if takes_adapters else None
+    adapt = None if adapted is None else partial(_adaptable, adapted)
+    torch_decoder = Decoder(spec, weights, listed, limits, adapt)
     attention = kernels.attention(cache, torch_decoder.rotary)
     rehearsing = partial(
         attention.rehearsing, max_rows=limits.max_samples, max_model_len=limits.max_model_len
     )
     return _Pair(
-        "torch", torch_decoder, attention, rehearsing, lambda: [torch_decoder.table, *listed.tensors]
+        "torch",
+        torch_decoder,
+        attention,
+        rehearsing,
+        lambda: [torch_decoder.table, *listed.tensors],
+        None if adapted is None else adapted.begin,
     )
+
+
+def _adaptable(rows: StepRows, base: Linear, layer: int, key: str) -> Linear:
+    return AdaptedLinear(base, rows, layer, key) if key in FUSED else base
 
 
 OnProgress = Callable[[str, int, int], None]
@@ -232,13 +281,15 @@ class RunnerParts:
     step_tokens: int
     host: HostStore
     floor: CostFloor
+    adapters: AdapterReader | None = None
+    """What reads adapters for it; None: it takes none."""
 
 
 class Runner:
     """One model on one device. Not thread-safe: one step at a time."""
 
     def __init__(self, parts: RunnerParts) -> None:
-        self.info, self.floor = parts.info, parts.floor
+        self.info, self.floor, self.adapters = parts.info, parts.floor, parts.adapters
         self._model, self._cache = parts.model, parts.cache
         self._host = parts.host
         self._step_tokens = parts.step_tokens
@@ -262,7 +313,7 @@ class Runner:
         inputs = self._tables.apply(plan)
         self._cache.clear(inputs.fresh_blocks)
         logits = self._model.compute(
-            as_tensor(inputs.token_ids), as_tensor(inputs.logit_tokens), inputs.batch
+            as_tensor(inputs.token_ids), as_tensor(inputs.logit_tokens), inputs.batch, inputs.adapters
         )
         num_samples = len(inputs.sample_rows)
         scored = score_chunks(logits[num_samples:], inputs.scored) if inputs.scored else ()
@@ -421,11 +472,13 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         num_host_blocks=plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free),
         capabilities=CPU_CAPABILITIES,
         device=device_name(device),
+        adapter_slots=config.adapter_slots,
     )
     limits = decoder_limits(config, info.max_model_len)
     with torch.inference_mode():
         cache = KVCache(spec, budget.num_blocks, dtype, device, rounded=config.kv_dtype == "int8")
-        model = wire_model(spec, weights, limits, cache, computing)
+        takes = config.adapter_slots > 0
+        model = wire_model(spec, weights, limits, cache, computing, takes_adapters=takes)
     on_progress("preparing kernels", 0, 0)
     sampler = Sampler(spec.vocab_size) if computing.native is None else NativeSampler(computing.native)
     return Runner(
@@ -439,5 +492,6 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             floor=cost_floor(
                 spec, info, device, itemsize=size, kept_bits=kept_bits, rounded_kv=cache.rounded
             ),
+            adapters=adapter_reader(spec, dtype, limits.step_tokens, computing.native) if takes else None,
         )
     )

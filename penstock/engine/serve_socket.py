@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -21,14 +20,31 @@ import msgspec
 import uvloop
 
 from penstock.clock import Clock
-from penstock.engine.mailbox import Aborted, ConnectionId, DrainAsked, KVEventsAsked, Mailbox, Submitted
+from penstock.engine.mailbox import (
+    Aborted,
+    AdapterAsked,
+    ConnectionId,
+    DrainAsked,
+    KVEventsAsked,
+    Mailbox,
+    Submitted,
+)
+from penstock.engine.server_limits import (
+    FLUSH_TIMEOUT_S,
+    PROOF_BYTES_MAX,
+    PROOF_TIMEOUT_S,
+    STATS_INTERVAL_S,
+    UNPROVEN_MAX,
+    UNPROVEN_PER_ADDRESS_MAX,
+    ServerLimits,
+)
 from penstock.errors import InvalidRequest, WorkerUnavailable
+from penstock.protocol.adapters import Adapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
 from penstock.protocol.worker import (
     AbortRequest,
     Challenge,
     DeviceReadings,
-    Drain,
     Fault,
     FrameDecoder,
     FromWorker,
@@ -45,6 +61,7 @@ from penstock.protocol.worker import (
     StepOutput,
     Submit,
     SubscribeKVEvents,
+    ToWorker,
     Welcome,
     WorkerFailed,
     decode_to_worker,
@@ -56,35 +73,9 @@ from penstock.types import FinishReason, RequestId, Usage
 if TYPE_CHECKING:
     from penstock.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 
-STATS_INTERVAL_S = 0.5
-"""`Stats` go out this often while they change, and not at all while nothing does."""
-PROOF_TIMEOUT_S = 5.0
-"""Where a key is wanted, a connection without a proof is cut after this long,"""
-PROOF_BYTES_MAX = 1024
-"""or after so many bytes,"""
-UNPROVEN_MAX = 64
-"""and of more than so many at once the oldest one of the address with the most is cut: newcomers may be
-gateways."""
-UNPROVEN_PER_ADDRESS_MAX = 16
-"""The same for one address, so that a stranger's connections cost no one else theirs."""
-FLUSH_TIMEOUT_S = 2.0
-"""How long the last frames may take to leave when the worker exits."""
-
 _PONG = encode(Pong())
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, frozen=True)
-class ServerLimits:
-    """Bounds on what gateways may leave here."""
-
-    buffer_bytes_max: int
-    """Unsent bytes for one connection; over it the connection is dropped."""
-    requests_max: int
-    """Living requests over all connections; one more is refused as overloaded."""
-    key: bytes = field(default=b"", repr=False)
-    """What gateways must prove to have before they hear or say anything else; empty: nothing."""
 
 
 class WorkerServer:
@@ -108,6 +99,7 @@ class WorkerServer:
         self._state: Loading | Ready | WorkerFailed = Loading("starting")
         self._stats: Stats | None = None
         self._readings: DeviceReadings | None = None
+        self._adapters = Adapters()
         self._stats_timer: asyncio.TimerHandle | None = None
         self._connections: dict[ConnectionId, _Connection] = {}
         self._next_id: ConnectionId = 0
@@ -128,6 +120,10 @@ class WorkerServer:
     def announce(self, state: Loading | Ready | WorkerFailed) -> None:
         """Tell every gateway, now and whenever one connects, how far the worker is."""
         self._loop.call_soon_threadsafe(self._announce, state)
+
+    def publish_adapters(self, adapters: Adapters) -> None:
+        """Tell every gateway, now and whenever one connects, which adapters there are."""
+        self._loop.call_soon_threadsafe(self._publish_adapters, adapters)
 
     def report_fault(self, fault: Fault) -> None:
         """Tell every gateway of it, once."""
@@ -210,6 +206,10 @@ class WorkerServer:
         if self._stats_timer is None:
             self._stats_timer = self._loop.call_later(STATS_INTERVAL_S, self._send_stats)
 
+    def _publish_adapters(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+        self._send_to_all(adapters)
+
     def _publish_readings(self, readings: DeviceReadings) -> None:
         self._readings = readings
         if self._stats is not None:
@@ -245,6 +245,8 @@ class WorkerServer:
         """A gateway connected: tell it the current state first."""
         self._connections[connection.id] = connection
         connection.send(encode(self._state))
+        if self._adapters.adapters:
+            connection.send(encode(self._adapters))
         if self._stats is not None:
             connection.send(encode(self._stats))
 
@@ -390,7 +392,7 @@ class _Connection(asyncio.Protocol):
         self.send(encode(Welcome(worker_mac(key, self._nonce, proof.nonce))))
         self._server.joined(self)
 
-    def _handle(self, message: Submit | AbortRequest | Drain | Ping | SubscribeKVEvents) -> None:
+    def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, AbortRequest):
@@ -399,6 +401,8 @@ class _Connection(asyncio.Protocol):
             self.send(_PONG)
         elif isinstance(message, SubscribeKVEvents):
             self._subscribe(message)
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            self._server.mailbox.post(AdapterAsked(message))
         else:
             self._server.mailbox.post(DrainAsked())
 

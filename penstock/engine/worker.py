@@ -30,15 +30,18 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock, SystemClock
 from penstock.config.machine import CgroupMemory
+from penstock.engine.adapters.desk import AdapterDesk, AdapterRead
+from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_core
 from penstock.engine.device_readings import watch_device
 from penstock.engine.fault_watch import FaultWatch, Remedy
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
-from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Submitted
+from penstock.engine.mailbox import Aborted, AdapterAsked, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.engine.memory import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.models.files import has_file
+from penstock.protocol.adapters import Adapters
 from penstock.protocol.address import WorkerLaunch, parse_address
 from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
 from penstock.types import GRAMMAR_CAPABILITIES
@@ -152,6 +155,8 @@ def main() -> int:
         publisher = open_publisher(config.kv_events)  # First, for it may be refused.
         core, info = load(launch, server, clock)
         feed = KVEventPublisher(core.kv, config.kv_events, clock, publisher)
+        fetcher = AdapterFetcher()
+        _take_adapters(core, mailbox, clock, fetcher)
         ready.set()  # First: a peer that sees us ready may order a drain.
         server.publish(0, {}, core.stats())
         server.announce(Ready(msgspec.structs.replace(info, model=launch.model_name)))
@@ -169,6 +174,7 @@ def main() -> int:
     faults.close()
     feed.close()
     server.close()
+    fetcher.close()
     if server.grammars is not None:
         server.grammars.close()
     return 0
@@ -216,12 +222,19 @@ def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> 
     return msgspec.structs.replace(info, capabilities=info.capabilities | GRAMMAR_CAPABILITIES)
 
 
+def _take_adapters(core: EngineCore, mailbox: Mailbox, clock: Clock, fetcher: AdapterFetcher) -> None:
+    """Let requests name adapters, if the runner takes some."""
+    if (reader := core.adapter_reader) is not None:
+        slots = core.info.adapter_slots
+        core.use_adapters(AdapterDesk(reader, fetcher, clock, slots=slots, post=mailbox.post))
+
+
 def run_steps(
     core: EngineCore, mailbox: Mailbox, server: WorkerServer, feed: KVEventPublisher, watch: StepWatch
 ) -> None:
     """The step loop. Returns when it was asked to drain and nothing is left to do."""
     draining, step = False, 0
-    while core.has_work or not draining:
+    while core.has_work or core.num_held or not draining:
         wait = not core.has_work and not core.use_idle_time()
         if wait:
             watch.rests()
@@ -234,6 +247,8 @@ def run_steps(
                 server.start_kv_events(each.connection, feed.subscribe(each.epoch, each.from_sequence))
             else:
                 _deliver(each, core)
+        if core.adapters is not None and core.adapters.changed:
+            server.publish_adapters(Adapters(core.adapters.states()))
         if mail:
             # Before the step: should it never return, then the gateway knows that there was work.
             server.publish(step, {}, core.stats())
@@ -271,9 +286,13 @@ def read_launch(stdin: int) -> WorkerLaunch:
     return launch
 
 
-def _deliver(mail: Submitted | Aborted | DrainAsked, core: EngineCore) -> None:
+def _deliver(mail: Submitted | Aborted | DrainAsked | AdapterAsked | AdapterRead, core: EngineCore) -> None:
     if isinstance(mail, Submitted):
         core.submit(mail.connection, mail.submit, mail.arrived_ns, mail.grammar)
+    elif isinstance(mail, AdapterAsked):
+        core.order_adapter(mail.order)
+    elif isinstance(mail, AdapterRead):
+        core.take_adapter(mail)
     elif isinstance(mail, Aborted):
         core.abort(mail.connection, mail.request_ids)
     else:

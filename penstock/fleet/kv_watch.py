@@ -271,6 +271,7 @@ class KVWatch:
         info = worker.backend.status.info
         if worker.shares_key and worker.is_ready and info is not None:
             self.locality.identify(worker.id, info.identity)
+            self.locality.maker(worker.route).digests = self._registry.of(worker.route).adapter_digests
 
         if cache_view.is_unmatched != (worker.id in self._unmatched):
             self._tell_unmatched(worker, cache_view)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.backends.base import Backend, BackendStatus, Phase
+from penstock.backends.base import NO_ADAPTERS, Adapters, Backend, BackendStatus, Phase
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.fleet import WORKERS_MAX
 from penstock.errors import ConfigError
@@ -124,8 +124,8 @@ class RouteWorkers:
     """
 
     __slots__ = (
-        "_abilities", "_adapters", "_infos", "_ready", "_workers", "adapters", "capabilities", "info",
-        "kinds", "lacks_common", "name",
+        "_abilities", "_adapters", "_adapters_told", "_declared", "_infos", "_ready", "_workers",
+        "adapter_digests", "adapters", "capabilities", "info", "kinds", "lacks_common", "name",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -137,7 +137,11 @@ class RouteWorkers:
         self.kinds: tuple[str, ...] = ("",)
         """Kinds of the ready workers, each once."""
         self.adapters: frozenset[str] = frozenset()
-        """Adapters that any of its workers serves, or served before it was lost: requests can wait for it."""
+        """Adapters that any of its workers serves, or served before it was lost, or is to have: requests can
+        wait for it."""
+        self.adapter_digests: dict[str, str] = {}
+        """Which adapter is meant by a name, as the worker said that was first to have it."""
+        self._declared: frozenset[str] = frozenset()
         self.capabilities: tuple[frozenset[str], ...] = ()
         """What its workers can do beyond plain text, each set once; also of those that are not ready, if they
         have said so."""
@@ -145,6 +149,7 @@ class RouteWorkers:
         """Whether any of them lacks what nearly every engine has."""
         self._abilities: dict[WorkerId, frozenset[str]] = {}
         self._adapters: dict[WorkerId, frozenset[str]] = {}
+        self._adapters_told: dict[WorkerId, Adapters] = {}
         self._workers: dict[WorkerId, Worker] = {}
         self._infos: dict[WorkerId, ModelInfo] = {}
         self._ready: dict[WorkerId, str] = {}
@@ -175,7 +180,8 @@ class RouteWorkers:
         """For the registry."""
         del self._workers[worker.id]
         self._take_ready(worker, is_ready=False)
-        self._take_adapters(worker, frozenset())
+        self._take_adapters(worker, NO_ADAPTERS)
+        self._adapters_told.pop(worker.id, None)
         self._take_abilities(worker, None)
         if self._infos.pop(worker.id, None) is not None and self._infos:
             self._agree()
@@ -188,7 +194,7 @@ class RouteWorkers:
             self._infos[worker.id] = info
             self._agree()
         if worker.is_ready:
-            self._take_adapters(worker, worker.backend.status.adapters.served)
+            self._take_adapters(worker, worker.backend.status.adapters)
         self._take_ready(worker, is_ready=worker.is_ready)
 
     def problem(self, worker: Worker) -> str:
@@ -264,13 +270,24 @@ class RouteWorkers:
         self.capabilities = tuple(dict.fromkeys(self._abilities.values()))
         self.lacks_common = not all(each >= COMMON_CAPABILITIES for each in self.capabilities)
 
-    def _take_adapters(self, worker: Worker, served: frozenset[str]) -> None:
-        if served == self._adapters.get(worker.id, frozenset()):
+    def declare_adapters(self, names: frozenset[str]) -> None:
+        """Its workers are to have these: requests for them can wait until one has."""
+        self._declared = names
+        self.adapters = names.union(*self._adapters.values())
+
+    def _take_adapters(self, worker: Worker, adapters: Adapters) -> None:
+        if adapters is self._adapters_told.get(worker.id):
             return
-        self._adapters[worker.id] = served
-        if not served:
+        self._adapters_told[worker.id] = adapters
+        self._adapters[worker.id] = adapters.served
+        if not adapters.served:
             del self._adapters[worker.id]
-        self.adapters = frozenset[str]().union(*self._adapters.values())
+        self.adapters = self._declared.union(*self._adapters.values())
+        told = list(self._adapters_told.values())
+        for name, digest in adapters.digests.items():
+            known = self.adapter_digests.get(name)
+            if known is None or not any(each.digests.get(name) == known for each in told):
+                self.adapter_digests[name] = digest
 
     def _agree(self) -> None:
         infos = list(self._infos.values())

@@ -16,12 +16,15 @@ from functools import partial
 
 from penstock import __version__
 from penstock.clock import NS_PER_S, sleep
+from penstock.config.checkpoints import served_name
 from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
+from penstock.fleet.adapters import AdapterKeeper
 from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
+from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
 from penstock.gateway.api.generate import Generate
@@ -93,6 +96,8 @@ class Gateway:
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
+        self._adapters = AdapterKeeper(registry, log)
+        self._adapters.configure(_adapters_of(config))
         self._limits, self._peers, name = limits, peers, ids.take("gw")
         self._traces = RequestTraces(config.traces, instance=name, clock=clock, log=log)
         leases = peers.leases if peers is not None else ""
@@ -139,7 +144,8 @@ class Gateway:
         self._console = Console(services, self._inspect, admin)
         self._responses = Responses(services, generate := Generate(services))
         tenants = TenantsAdmin(services, self.tenancy)
-        return Routes(generate, self._responses, self._inspect, admin, tenants, self._console)
+        adapters = AdaptersAdmin(services, self._adapters)
+        return Routes(generate, self._responses, self._inspect, admin, tenants, self._console, adapters)
 
     @property
     def num_accepted(self) -> int:
@@ -290,6 +296,7 @@ class Gateway:
 
     def _reloaded(self, config: Config) -> None:
         self._inspect.auth = not config.auth.disabled
+        self._adapters.configure(_adapters_of(config))
 
     async def _run(self, handler: Handler, exchange: Exchange, caller: Caller | None) -> None:
         try:
@@ -387,3 +394,7 @@ def _access_line(exchange: Exchange, record: RequestMeasurement | None, now_ns: 
 
 def _options(route: Route) -> Response:
     return Response(status=204, body=b"", headers=((b"allow", ", ".join(route.allowed).encode()),))
+
+
+def _adapters_of(config: Config) -> dict[str, dict[str, str]]:
+    return {served_name(model): model.adapters for model in config.models}

@@ -326,7 +326,8 @@ class PromptKeys:
         if (found := self._own.get(hasher)) is None:
             hashes: list[BlockHash] = []
             owner, num_public = self.owner, self.num_public
-            root = hasher.root_of(salt=owner, adapter=self.adapter, num_public=num_public)
+            adapter = self._maker.digests.get(self.adapter, self.adapter)
+            root = hasher.root_of(salt=owner, adapter=adapter, num_public=num_public)
             tokens = self._array()
             hasher.grow(hashes, tokens, self.num_blocks, root=root, owner=owner, num_public=num_public)
             self._own[hasher] = found = own_keys(hashes)
@@ -353,10 +354,12 @@ class PromptKeys:
 class PromptKeyMaker:
     """Makes the keys of the prompts of one model."""
 
-    __slots__ = ("canonical", "model")
+    __slots__ = ("canonical", "digests", "model")
 
     def __init__(self, *, key: bytes, model: str) -> None:
         self.model = model
+        self.digests: dict[str, str] = {}
+        """Of adapters, by name: our workers' blocks are named by those."""
         self.canonical = CanonicalHasher(key=key, model=model)
 
     def keys(

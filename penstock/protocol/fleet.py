@@ -82,3 +82,22 @@ class DrainOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     timeout_s: Annotated[float, Meta(ge=0, le=86_400)] | None = None
     """How long its streams have; null: `fleet.drain_timeout_s`."""
+
+
+AdapterName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\s\x00-\x1f\x7f]+$")]
+
+
+class LoadAdapterOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `POST /v1/load_lora_adapter`, as vLLM has it."""
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """A directory where workers run, `http(s)://` or `s3://`; with `#digest=HEX` it must have that one."""
+    base_model_name: Annotated[str, Meta(max_length=256)] | None = None
+    """Ours: whose it is; needed where there are several models."""
+
+
+class UnloadAdapterOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `POST /v1/unload_lora_adapter`, as vLLM has it."""
+
+    lora_name: AdapterName

@@ -15,7 +15,9 @@ token costs neither side a system call of its own. This module knows no sockets:
        |  <-- Pong                           |   at once, also while a step computes
        |  SubscribeKVEvents -->              |   once; then
        |  <-- KVEvents*                      |   changes of the KV cache, one message per step that has any
-       |  Drain -->                          |   finish what runs, refuse what is new, then exit
+       |  LoadAdapter, UnloadAdapter -->     |
+    |  <-- Adapters                       |   on connect, and whenever one came, went or failed
+    |  Drain -->                          |   finish what runs, refuse what is new, then exit
 
 What a worker checks of a submission before its engine sees it.
 
@@ -29,6 +31,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from penstock.protocol.adapters import Adapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.grammar import Grammar
 from penstock.types import OWN_CAPABILITIES, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
@@ -71,6 +74,10 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defau
     """Its tenant runs nothing else of the model: it may have the row of a request whose tenant has more."""
     grammar: Grammar | None = None
     """What the answer must match: for a worker that says it can (`Capability.STRUCTURED_OUTPUTS`)."""
+    adapter: str = ""
+    """One that the worker was told to load, by its name."""
+    adapter_digest: str = ""
+    """Which one the gateway means by that name; empty: whichever the worker has."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
@@ -135,6 +142,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What it computes on, as its maker calls it."""
     device_uuid: str = ""
     """Of a GPU, as its driver writes it."""
+    adapter_slots: int = 0
+    """Adapters that requests in one batch may have; 0: it takes none."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -341,8 +350,10 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
     """The snapshot goes on in the next message, which has the same number."""
 
 
-ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof
-FromWorker = Loading | Ready | WorkerFailed | Fault | StepOutput | Stats | KVEvents | Challenge | Welcome
+ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof | LoadAdapter | UnloadAdapter
+FromWorker = (
+    Loading | Ready | WorkerFailed | Fault | StepOutput | Stats | KVEvents | Challenge | Welcome | Adapters
+)
 """What it has to say; a `Pong` only shows that it lives."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -38,6 +38,9 @@ class NewRow:
     loading."""
     grammar: object = None
     """What its answer must match, as `engine/grammar` compiled it for the runner; None: anything."""
+    adapter: object = None
+    """What is added to the model's weights for it, as `engine/adapters` packed it for the runner; None:
+    nothing."""
 
 
 class RowWork(msgspec.Struct, frozen=True, gc=False):

@@ -53,6 +53,10 @@ class Request:
     """How much that share is worth, where the engine's own configuration does not say."""
     grammar: object = None
     """What its answer must match: see `NewRow.grammar`."""
+    adapter: object = None
+    """What is added to the model's weights for it: see `NewRow.adapter`."""
+    adapter_digest: str = ""
+    """Of the adapter: the KV blocks of each are apart. Empty: of the model itself."""
 
     num_prompt: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)  # Only ever asked for membership.

@@ -97,7 +97,9 @@ class Scheduler:
         request.arrival_ns = self._clock.now_ns() if arrived_ns is None else arrived_ns
         self._submitted += 1
         request.order = (request.priority, request.arrival_ns, self._submitted)
-        request.table = self._manager.open(request.salt, public_tokens=request.public_tokens)
+        request.table = self._manager.open(
+            request.salt, adapter=request.adapter_digest, public_tokens=request.public_tokens
+        )
         self._planner.charge_running()
         self._queue.push(request)
         self._planner.wait_for_row(request)

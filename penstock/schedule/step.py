@@ -179,6 +179,7 @@ class StepBuilder:
                 request.sampling,
                 blocks,
                 request.grammar,
+                request.adapter,
             )
         )
 

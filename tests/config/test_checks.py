@@ -140,3 +140,27 @@ def test_messages_do_not_show_keys() -> None:
 )  # fmt: skip
 def test_loopback(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
+
+
+def adapted(adapters: dict[str, str], slots: int = 20) -> Config:
+    engine = EngineConfig(adapter_slots=slots)
+    return Config(models=(ModelConfig(path="a", adapters=adapters, engine=engine), ModelConfig(path="b")))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (adapted({"b": "/x"}), r"models\[0\]\.adapters\.b: a model has this name"),
+        (adapted({"x y": "/x"}), r"models\[0\]\.adapters: expected names without white space"),
+        (adapted({"x": "ftp://h/x"}), r"adapters\.x: expected a directory, http://, https:// or s3://"),
+        (adapted({"x": ""}), r"adapters\.x: empty"),
+        (adapted({"x": "/x"}, slots=0), r"models\[0\]\.engine\.adapter_slots: 0, so no adapter could"),
+    ],
+)
+def test_adapters_that_are_refused(config: Config, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(config)
+
+
+def test_adapters_with_names_of_their_own_are_taken() -> None:
+    check(adapted({"x": "/x", "y": "s3://b/y#digest=00"}))

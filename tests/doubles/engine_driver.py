@@ -1,17 +1,21 @@
 """Runs requests through the real scheduler and the real runner, with no process between."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from tiny_models import VOCAB_SIZE
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
+from penstock.engine.adapters.desk import AdapterDesk, AdapterRead
+from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.core import EngineCore, build_core
 from penstock.engine.runner import Runner, load_runner
+from penstock.protocol.adapters import LoadAdapter
 from penstock.protocol.worker import Submit
 from penstock.rng import stream
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
@@ -42,21 +46,36 @@ class Answer:
 class Driver:
     """One engine; `ask` is one call with several requests, which start together."""
 
-    def __init__(self, path: Path, **config: object) -> None:
+    def __init__(self, path: Path, adapters: Mapping[str, Path] | None = None, **config: object) -> None:
+        """`adapters`: directories of those that requests may name."""
         self.runner = tiny_runner(path, **config)
         settings: dict[str, object] = {"dtype": "float32"} | config
         self.core: EngineCore = build_core(self.runner, EngineSettings(**settings), b"k" * 32, SystemClock())
         self._asked = 0
+        self._mail: SimpleQueue[AdapterRead] = SimpleQueue()
+        if adapters is not None:
+            reader, slots = self.core.adapter_reader, self.runner.info.adapter_slots
+            assert reader is not None
+            desk = AdapterDesk(reader, AdapterFetcher(), SystemClock(), slots=slots, post=self._mail.put)
+            self.core.use_adapters(desk)
+            for name, directory in adapters.items():
+                self.core.order_adapter(LoadAdapter(name=name, path=str(directory)))
+            for _ in adapters:
+                self.core.take_adapter(self._mail.get())
 
     def ask(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         resumed: Sequence[Sequence[int]] | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> list[Answer]:
-        """Answers to all prompts; `resumed`: what another engine has said to each already."""
+        """Answers to all prompts; `resumed`: what another engine has said to each already; `adapters`: which
+        one each has.
+        """
         answers: dict[RequestId, Answer] = {}
-        for prompt, params, so_far in zip(prompts, sampling, resumed or [()] * len(prompts), strict=True):
+        named, befores = adapters or [""] * len(prompts), resumed or [()] * len(prompts)
+        for prompt, params, so_far, adapter in zip(prompts, sampling, befores, named, strict=True):
             self._asked += 1
             request_id = RequestId(f"r{self._asked}")
             answers[request_id] = Answer()
@@ -65,9 +84,12 @@ class Driver:
                 prompt=array("i", prompt).tobytes(),
                 sampling=params,
                 resumed=array("i", so_far).tobytes(),
+                adapter=adapter,
             )
             self.core.submit(0, message, 0)
-        while self.core.has_work:
+        while self.core.has_work or self.core.num_held:
+            while self.core.num_held or not self._mail.empty():
+                self.core.take_adapter(self._mail.get())
             for output in self.core.step().get(0, []):
                 answer = answers[output.request_id]
                 answer.token_ids += output.token_ids

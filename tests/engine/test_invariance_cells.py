@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from engine_driver import Answer, Driver
 from gguf_files import convert
+from lora_checkpoints import write_adapter
 from tiny_models import LLAMA3_ROPE, PHI3, VOCAB_SIZE, save, tiny_model
 
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
@@ -35,9 +36,11 @@ CASES = (
     "qwen3_moe-bfloat16-torch",
     "llama3rope_gguf-bfloat16-native",
     "qwen3-bfloat16-native-int8",
-    "phi3-float32-torch-int8",
+    "qwen3-bfloat16-native-auto-adapters",
+    "phi3-float32-torch-int8-adapters",
 )
-"""The fourth part is `engine.kv_dtype`."""
+"""Model, type, kernels, `engine.kv_dtype`; with adapters the requests have one, another one, and none."""
+ADAPTERS = ("one", "two", "")
 
 
 def asked() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -69,33 +72,62 @@ def crowd(order: int) -> tuple[list[list[int]], list[SamplingParams]]:
 class Case:
     """One model on one kind of kernels, with what each request is answered alone."""
 
-    def __init__(self, path: Path, dtype: str, kernels: str, kv_dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        kernels: str,
+        kv_dtype: str = "auto",
+        adapters: dict[str, Path] | None = None,
+    ) -> None:
         self.path, self.settings = path, {"dtype": dtype, "kernels": kernels, "kv_dtype": kv_dtype}
+        self.adapters = adapters
         driver = self.driver(prefix_cache=False)
         self.block_bytes = 8 * 1024 * 1024 // driver.runner.info.num_blocks
         self.alone = self.one_by_one(driver)
-        self.crowd_alone = [driver.ask([prompt], [how])[0] for prompt, how in zip(*crowd(1), strict=True)]
+        self.crowd_alone = self.each_alone(driver, *crowd(1))
+        if adapters is not None:
+            plain = [driver.ask([prompt], [how])[0] for prompt, how in zip(*asked(), strict=True)]
+            changed = [was.token_ids != now.token_ids for was, now in zip(plain, self.alone, strict=True)]
+            assert changed == [True, True, False]
 
     def driver(self, **config: object) -> Driver:
-        return Driver(self.path, **self.settings, **config)
+        return Driver(self.path, self.adapters, **self.settings, **config)
+
+    def named(self, order: int = 1) -> list[str] | None:
+        return None if self.adapters is None else list(ADAPTERS[::order])
+
+    def each_alone(
+        self, driver: Driver, prompts: list[list[int]], params: list[SamplingParams]
+    ) -> list[Answer]:
+        names = self.named() or [""] * len(prompts)
+        return [
+            driver.ask([prompt], [how], adapters=[name])[0]
+            for prompt, how, name in zip(prompts, params, names, strict=True)
+        ]
 
     def one_by_one(self, driver: Driver) -> list[Answer]:
-        return [driver.ask([prompt], [how])[0] for prompt, how in zip(*asked(), strict=True)]
+        return self.each_alone(driver, *asked())
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    name, dtype, kernels, *kv_dtype = request.param.split("-")
+    name, dtype, kernels, *rest = request.param.split("-")
+    kv_dtype, has_adapters = rest[0] if rest else "auto", "adapters" in rest
     if kernels == "native":
         try:
             NativeLibrary()
         except KernelsUnavailable as why:
             pytest.skip(str(why))
     family, changes = MODELS[name]
-    path = save(tiny_model(family, **changes), tmp_path_factory.mktemp(name))
+    model = tiny_model(family, **changes)
+    path = save(model, tmp_path_factory.mktemp(name))
+    adapters = {
+        each: write_adapter(path / each, model, rank=3 + i, seed=i) for i, each in enumerate(ADAPTERS[:2])
+    }
     if name.endswith("_gguf"):  # Products of four bits, of bf16, and of both in one layer.
         path = convert(path, path / "model.gguf", recipe="gguf-q4_k_m")
-    return Case(path, dtype, kernels, *kv_dtype)
+    return Case(path, dtype, kernels, kv_dtype, adapters if has_adapters else None)
 
 
 def check_same(answers: list[Answer], expected: list[Answer]) -> None:
@@ -123,7 +155,7 @@ def lose_half(driver: Driver) -> int:
 @pytest.mark.parametrize("chunk", [7, 16, 48])
 def test_chunks_alone_and_in_the_batch(case: Case, chunk: int) -> None:
     driver = case.driver(prefix_cache=False, step_tokens=chunk)
-    check_same(driver.ask(*asked()), case.alone)
+    check_same(driver.ask(*asked(), adapters=case.named()), case.alone)
     if chunk == 16:
         check_same(case.one_by_one(driver), case.alone)
 
@@ -132,9 +164,9 @@ def test_chunks_alone_and_in_the_batch(case: Case, chunk: int) -> None:
 def test_a_prefix_cache_that_lost_half_of_its_blocks(case: Case, overlap: str) -> None:
     driver = case.driver(overlap=overlap)
     check_same(case.one_by_one(driver), case.alone)
-    whole = sum(answer.cached_tokens for answer in driver.ask(*asked()))
+    whole = sum(answer.cached_tokens for answer in driver.ask(*asked(), adapters=case.named()))
     lose_half(driver)
-    partly = driver.ask(*asked())
+    partly = driver.ask(*asked(), adapters=case.named())
     check_same(partly, case.alone)
     assert 0 < sum(answer.cached_tokens for answer in partly) < whole
 
@@ -146,7 +178,7 @@ def test_overlap_while_blocks_come_back_from_host_memory(case: Case) -> None:
         driver.core.step()
     pool = driver.core.kv.pool
     pool.free(pool.allocate(pool.num_available) or ())
-    check_same(driver.ask(*asked()), case.alone)
+    check_same(driver.ask(*asked(), adapters=case.named()), case.alone)
     assert driver.core.stats().host_loads > 8
 
 
@@ -162,7 +194,7 @@ def test_preemption_without_a_host_tier(case: Case, overlap: str, chunk: int, pr
             step_tokens=chunk,
             prefix_cache=prefix_cache,
         )
-        answers = driver.ask(*crowd(order))[::order]
+        answers = driver.ask(*crowd(order), adapters=case.named(order))[::order]
         check_same(answers, case.crowd_alone)
         assert driver.core.stats().host_loads == 0
         for seen, answer in zip(counts, answers, strict=True):

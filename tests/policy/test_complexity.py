@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.config.routing import AutoModel
 from penstock.policy.extras.complexity import AutoTerms, ComplexityRouter, Features
+from penstock.policy.extras.complexity_marks import question_mark, words_of
 from penstock.policy.placement.pick import ComplexityChoice
 
 MODELS = (
@@ -124,3 +125,15 @@ def test_it_is_absent_unless_it_is_configured() -> None:
     look = "import sys, penstock.gateway.app; print(any('complexity' in name for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_what_is_demanded_of_an_answer_makes_a_question_harder() -> None:
+    plain, demanding = "Write about rivers", "Write exactly about rivers without names"
+    marks = [question_mark(text, words_of(text.lower())) for text in (plain, demanding)]
+    assert marks[0] < marks[1]
+
+
+def test_the_first_message_is_no_turn_and_the_second_one_is() -> None:
+    one, two = ("Which rivers?",), ("Which rivers?", "The long ones.")
+    turns = [dict(router().parts(asked(*texts))).get("turns", 0.0) for texts in (one, two)]
+    assert turns[0] == 0.0 < turns[1]

@@ -11,7 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from penstock.backends.base import BackendStatus, GenerateRequest, Note, Phase, Sink, end_streams, nothing
+from penstock.backends.base import (
+    BackendStatus,
+    GenerateRequest,
+    Note,
+    Phase,
+    Sink,
+    adapters_told,
+    end_streams,
+    nothing,
+)
 from penstock.backends.engine.link import Handshake, LinkRefused, WorkerKey, WorkerLink
 from penstock.backends.engine.stream import EngineStream
 from penstock.backends.silence import HeartbeatTerms
@@ -19,6 +28,8 @@ from penstock.clock import Clock, sleep
 from penstock.errors import WeightsDamaged, WorkerUnavailable
 from penstock.kv.events import KVEventBatch, decode_batch
 from penstock.kv.hashing import token_bytes
+from penstock.protocol.adapters import Adapters as WorkerAdapters
+from penstock.protocol.adapters import LoadAdapter, UnloadAdapter
 from penstock.protocol.address import Address
 from penstock.protocol.worker import (
     PROTOCOL_VERSION,
@@ -191,15 +202,15 @@ class EngineBackend:
         """See `Backend.generate`.
 
         Raises:
-            WorkerUnavailable: not connected, not ready, draining, the worker stopped reading, or an adapter
-                is asked for, which our engine has none of.
+            WorkerUnavailable: not connected, not ready, draining, the worker stopped reading, or it has not
+                the adapter that is asked for.
         """
         if self._link is None or not self._status.ready or self._draining:
             raise WorkerUnavailable(f"the worker is not ready: {self._status.stage}")
         if self._link.clogged:
             raise WorkerUnavailable("the worker does not read what it is sent")
         if request.adapter:
-            raise WorkerUnavailable(f"the worker does not serve the adapter '{request.adapter[:64]}'")
+            self._check_adapter(request)
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
         if request.request_id in self._leaving:
             # Another attempt of what was aborted here a moment ago. Its name must be another one there, or
@@ -220,11 +231,35 @@ class EngineBackend:
                 fairness_weight=request.fairness_weight,
                 takes_row=request.takes_row,
                 grammar=request.constraint.as_grammar(),
+                adapter=request.adapter,
+                adapter_digest=request.adapter_digest,
             )
         )
         stream = EngineStream(request, sink, self._tokenizer, self._clock, self._leave)
         self._streams[request.request_id] = stream
         return stream
+
+    def _check_adapter(self, request: GenerateRequest) -> None:
+        name, known = request.adapter, self._status.adapters
+        if name not in known.served:
+            raise WorkerUnavailable(f"the worker does not serve the adapter '{name[:64]}'")
+        if request.adapter_digest not in ("", known.digests.get(name)):
+            raise WorkerUnavailable(f"the worker's adapter '{name[:64]}' is another one")
+
+    @property
+    def takes_adapters(self) -> bool:
+        """See `LoadsAdapters`."""
+        return self._status.info is not None and self._status.info.adapter_slots > 0
+
+    def load_adapter(self, name: str, path: str, digest: str) -> None:
+        """See `LoadsAdapters`."""
+        if self._link is not None:
+            self._link.send(LoadAdapter(name=name, path=path, digest=digest))
+
+    def unload_adapter(self, name: str) -> None:
+        """See `LoadsAdapters`."""
+        if self._link is not None:
+            self._link.send(UnloadAdapter(name))
 
     async def drain(self, timeout_s: float) -> None:
         """See `Backend.drain`. The worker stays: other gateways may use it, and who launched it ends it."""
@@ -345,6 +380,9 @@ class EngineBackend:
                 self._kv.push(message)
         elif isinstance(message, Challenge | Welcome):
             self._shake_hands(message)
+        elif isinstance(message, WorkerAdapters):
+            self._status.adapters = adapters_told(message)
+            self.on_change()
         elif isinstance(message, Fault):
             self.report(stage=self._status.stage, note=message.words, fault=message.kind)
         else:

@@ -110,6 +110,13 @@ def _models(args: argparse.Namespace, models: tuple[ModelConfig, ...]) -> tuple[
         if len(models) != 1:
             raise ConfigError(f"--name names one model, but {len(models)} are served; name them in the file")
         models = (msgspec.structs.replace(models[0], name=args.name),)
+    if args.lora:
+        if len(models) != 1:
+            raise ConfigError(
+                f"--lora is of one model, but {len(models)} are served; use the file's adapters"
+            )
+        adapters = models[0].adapters | dict(map(_adapter, args.lora))
+        models = (msgspec.structs.replace(models[0], adapters=adapters),)
     given = _given(
         dtype=args.dtype,
         quantization=args.quantization,
@@ -124,6 +131,13 @@ def _models(args: argparse.Namespace, models: tuple[ModelConfig, ...]) -> tuple[
         return msgspec.structs.replace(engine, **given)
 
     return tuple(msgspec.structs.replace(model, engine=with_flags(model.engine)) for model in models)
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, mark, path = text.partition("=")
+    if not (name and mark and path):
+        raise ConfigError(f"--lora: expected NAME=PATH, got {text[:80]!r}")
+    return name, path
 
 
 def _auth(args: argparse.Namespace, auth: AuthConfig) -> AuthConfig:
@@ -228,6 +242,12 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--name", help="what clients call the model (default: last part of MODEL)")
+    engine.add_argument(
+        "--lora",
+        action="append",
+        metavar="NAME=PATH",
+        help="a LoRA adapter of the model, and what clients call it; may be given again",
+    )
     engine.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), help="how to compute (default: auto)"
     )

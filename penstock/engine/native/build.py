@@ -23,6 +23,7 @@ AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 AVX512_VNNI = (*AVX512, "-mavx512vnni")
 AVX512_BF16 = (*AVX512_VNNI, "-mavx512bf16")
 UNITS: dict[str, tuple[str, ...]] = {
+    "adapters.cpp": (),
     "api.cpp": (),
     "cpu.cpp": (),
     "experts.cpp": (),

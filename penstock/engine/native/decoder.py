@@ -8,7 +8,7 @@ between them. Here a step is one call that releases the interpreter's lock. `Nat
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from ctypes import Array
+from ctypes import Array, addressof, c_void_p
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, cast
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.compute import NativePacked
+from penstock.engine.adapters.files import Packed
 from penstock.engine.arrays import Int32Array, Int64Array
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import DecoderLimits, WeightSource
@@ -57,6 +59,8 @@ class NativeAttention:
 
     def __init__(self) -> None:
         self.rows: StepRows | None = None
+        self.adapters: Array[c_void_p] | None = None
+        """Addresses of each row's adapter, null for none; None: no row has one."""
 
     def begin(self, batch: AttentionBatch) -> None:
         """Prepare a step; see `Attention`."""
@@ -64,6 +68,14 @@ class NativeAttention:
         np.cumsum(batch.num_tokens, out=starts[1:])
         lens = np.ascontiguousarray(batch.num_computed + batch.num_tokens, np.int32)
         self.rows = StepRows(np.ascontiguousarray(batch.block_tables, np.int32), starts, lens)
+
+    def adapt(self, adapters: Sequence[Packed | None] | None, num_tokens: Int32Array) -> None:
+        """Say which adapter each row of the coming step has."""
+        if adapters is None:
+            self.adapters = None
+            return
+        found = (None if each is None else cast(NativePacked, each).address for each in adapters)
+        self.adapters = (c_void_p * len(adapters))(*found)
 
 
 _Part = Tensor | QuantizedMatrix
@@ -227,6 +239,7 @@ class NativeDecoder:
                 context_lens=rows.context_lens.ctypes.data, logits=logits.data_ptr(),
                 part_ns=None if self.part_ns is None else self.part_ns.ctypes.data, t=len(token_ids),
                 rows=len(rows.context_lens), ld_tables=rows.block_tables.shape[1], num_samples=len(samples),
+                adapters=None if attention.adapters is None else addressof(attention.adapters),
             ),
         )  # fmt: skip
         return logits

@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 10
+ABI_VERSION = 11
 _OUT_OF_BOUNDS = -2
 _SPIN_US = 50
 
@@ -60,7 +60,7 @@ class PsLinear(Structure):
     _fields_ = [
         ("weight", POINTER(PsWeight)), ("x", c_void_p), ("y", c_void_p), ("residual", c_void_p),
         ("m", c_int64), ("ldx", c_int64), ("ldy", c_int64), ("ldr", c_int64),
-        ("x_type", c_int32), ("y_type", c_int32),
+        ("x_type", c_int32), ("y_type", c_int32), ("added", c_void_p),
     ]  # fmt: skip
 
 
@@ -155,8 +155,29 @@ class Step(Structure):
         ("query_starts", c_void_p),
         ("context_lens", c_void_p), ("logits", c_void_p), ("part_ns", c_void_p), ("t", c_int64),
         ("rows", c_int64),
-        ("ld_tables", c_int64), ("num_samples", c_int64),
+        ("ld_tables", c_int64), ("num_samples", c_int64), ("adapters", c_void_p),
     ]  # fmt: skip
+
+
+class AdapterPart(Structure):
+    """`PsAdapterPart`: a low-rank addition to some of a linear's outputs."""
+
+    _fields_ = [
+        ("a", c_void_p), ("b", c_void_p), ("rank", c_int64), ("k", c_int64), ("groups", c_int64),
+        ("first", c_int64), ("stride", c_int64), ("scale", c_float), ("reserved", c_int32),
+    ]  # fmt: skip
+
+
+class AdapterLinear(Structure):
+    """`PsAdapterLinear`: all of them of one linear."""
+
+    _fields_ = [("parts", POINTER(AdapterPart)), ("num_parts", c_int64)]
+
+
+class AdapterLayer(Structure):
+    """`PsAdapterLayer`: an adapter's additions to one layer."""
+
+    _fields_ = [(name, AdapterLinear) for name in ("qkv", "o", "gate_up", "down")]
 
 
 class PsSample(Structure):
@@ -191,6 +212,9 @@ _STRUCTS = (
     PsDecoder,
     Step,
     PsSample,
+    AdapterPart,
+    AdapterLinear,
+    AdapterLayer,
 )
 """In the order of `ps_struct_bytes`."""
 

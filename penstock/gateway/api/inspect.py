@@ -410,7 +410,7 @@ class Inspect:
         metrics, workers = self._metrics.model(model.name), list(model.workers)
         metrics.workers(worker.state for worker in workers)
         metrics.engine_stats({worker.id: worker.backend.status.stats for worker in workers})
-        facts = {
+        facts: dict[str, WorkerFacts] = {
             each.id: WorkerFacts(each.engine, info.identity, info.device)
             for each in workers
             if (info := each.backend.status.info) is not None

@@ -254,6 +254,7 @@ def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateReque
                     and not uses_tools(request)
                     and not (is_chat and job.model.has_special_marks),
                     adapter=job.adapter,
+                    adapter_digest=job.model.workers.adapter_digests.get(job.adapter, ""),
                     cache_salt=job.caller.cache_salt,
                     public_tokens=public_tokens,
                     fairness_key=job.caller.fairness_key,

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import MethodNotAllowed, NotFound
+from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import REQUESTS, WORKERS, Admin
 from penstock.gateway.api.console import PATH as CONSOLE
 from penstock.gateway.api.console import Console
@@ -89,6 +90,7 @@ class Routes:
         admin: Admin,
         tenants: TenantsAdmin,
         console: Console,
+        adapters: AdaptersAdmin,
     ) -> None:
         self._table = {
             "/": Route(Access.OPEN, {"GET": console.landing}),
@@ -104,6 +106,8 @@ class Routes:
             "/v1/models": Route(Access.KEY, {"GET": inspect.list_models}),
             "/v1/tokenize": Route(Access.KEY, {"POST": inspect.tokenize}),
             "/v1/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),
+            "/v1/load_lora_adapter": Route(Access.ADMIN, {"POST": adapters.load}),
+            "/v1/unload_lora_adapter": Route(Access.ADMIN, {"POST": adapters.unload}),
             # vLLM has these two outside /v1, and its clients look for them there.
             "/tokenize": Route(Access.KEY, {"POST": inspect.tokenize}),
             "/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),

@@ -124,6 +124,7 @@ int32_t linear(const PsLinear *job) {
     part.x = (const char *)job->x + row * job->ldx * x_size;
     part.y = (char *)job->y + row * job->ldy * y_size;
     part.residual = job->residual ? (const char *)job->residual + row * job->ldr * y_size : nullptr;
+    part.added = job->added ? job->added + row : nullptr;
     if (!arena.reserve(LinearPlan(&part).bytes())) return -1;
     run_linear(&part, arena.at);
   }
@@ -220,7 +221,8 @@ PS_EXPORT int32_t ps_abi_version(void) { return PS_ABI_VERSION; }
 PS_EXPORT int64_t ps_struct_bytes(int32_t index) {
   constexpr size_t sizes[] = {sizeof(PsWeight),  sizeof(PsLinear),    sizeof(PsNorm),      sizeof(PsSiluMul),
                               sizeof(PsKvCache), sizeof(PsRopeWrite), sizeof(PsAttention), sizeof(PsMlp),       sizeof(PsLayer),
-                              sizeof(PsDecoder), sizeof(PsStep),   sizeof(PsSample)};
+                              sizeof(PsDecoder), sizeof(PsStep),   sizeof(PsSample), sizeof(PsAdapterPart), sizeof(PsAdapterLinear),
+                              sizeof(PsAdapterLayer)};
   return index >= 0 && index < (int32_t)(sizeof sizes / sizeof *sizes) ? (int64_t)sizes[index] : -1;
 }
 

@@ -27,14 +27,21 @@ static inline void finish_rows(const PsLinear *job, int64_t panel, int64_t row, 
   bool gated = w->epilogue != PS_PLAIN;
   int64_t width = gated ? 16 : 32, column = panel * width, left = w->n - column;
   T *y = (T *)job->y + row * job->ldy + column;
-  if (!gated && !w->bias && !job->residual && left >= 32) {
+  bool plain = !gated && !w->bias && !job->residual && left >= 32;
+  if (plain && !job->added) {
     for (int64_t r = 0; r < rows; r++, y += job->ldy) store_32(y, sums.column_half(r, 0), sums.column_half(r, 1));
     return;
   }
   F16 bias0 = w->bias ? load(w->bias + panel * 32) : zero(), bias1 = w->bias ? load(w->bias + panel * 32 + 16) : zero();
   const T *res = job->residual ? (const T *)job->residual + row * job->ldr + column : nullptr;
   for (int64_t r = 0; r < rows; r++, y += job->ldy, res += res ? job->ldr : 0) {
+    const float *added = job->added ? job->added[row + r] : nullptr;
+    if (plain && !added) {  // As if no row of the call had an adapter: not even the sign of a zero may differ.
+      store_32(y, sums.column_half(r, 0), sums.column_half(r, 1));
+      continue;
+    }
     F16 v0 = sums.column_half(r, 0) + bias0, v1 = sums.column_half(r, 1) + bias1;
+    if (added) v0 = v0 + load(added + panel * 32), v1 = v1 + load(added + panel * 32 + 16);
     if (gated) v0 = (w->epilogue == PS_SILU_MUL ? silu(v0) : gelu_tanh(v0)) * v1;
     if (res) v0 = v0 + load_tail(res, left);
     store_tail(y, v0, left);

@@ -1,6 +1,7 @@
 // Advanced Matrix Extensions: Sapphire Rapids and later. Matrix products in tiles of 16 x 16, for every m: a lone row
 // streams the weights as fast as memory gives them, and the same instruction in the same order of k gives the same
 // bits as in a full tile.
+#include "adapter_rows.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
@@ -288,4 +289,4 @@ const penstock::KernelTable penstock::kAmx = {
     "amx",         16,         1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4, kWideInputs,
     amx_pack_rows, amx_linear, rms_norm,
     silu_mul,      rope_write, amx_attention, sample_row, transpose_square, round_rows,
-    scale_values,  cap_values};
+    scale_values,  cap_values, adapter_shrink, adapter_expand};

@@ -1,4 +1,5 @@
 // AVX2 + FMA: any x86-64 server since 2013.
+#include "adapter_rows.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
@@ -14,4 +15,4 @@ const penstock::KernelTable penstock::kAvx2 = {"avx2",
                                                silu_mul,
                                                rope_write,
                                                vector_attention, sample_row, transpose_square, round_rows,
-                                               scale_values, cap_values};
+                                               scale_values, cap_values, adapter_shrink, adapter_expand};

@@ -1,4 +1,5 @@
 // AVX-512 without dot products: Skylake-SP.
+#include "adapter_rows.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
@@ -14,4 +15,4 @@ const penstock::KernelTable penstock::kAvx512 = {"avx512",
                                                  silu_mul,
                                                  rope_write,
                                                  vector_attention, sample_row, transpose_square, round_rows,
-                                                 scale_values, cap_values};
+                                                 scale_values, cap_values, adapter_shrink, adapter_expand};

@@ -1,4 +1,5 @@
 // AVX-512 with bf16 and int8 dot products: Zen 4 and later, Cooper Lake, Sapphire Rapids without AMX.
+#include "adapter_rows.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
@@ -14,4 +15,4 @@ const penstock::KernelTable penstock::kAvx512Bf16 = {"avx512_bf16",
                                                      silu_mul,
                                                      rope_write,
                                                      vector_attention, sample_row, transpose_square, round_rows,
-                                                     scale_values, cap_values};
+                                                     scale_values, cap_values, adapter_shrink, adapter_expand};

@@ -1,4 +1,5 @@
 // AVX-512 with int8 dot products but none of bf16: Cascade Lake and Ice Lake.
+#include "adapter_rows.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
@@ -14,4 +15,4 @@ const penstock::KernelTable penstock::kAvx512Vnni = {"avx512_vnni",
                                                      silu_mul,
                                                      rope_write,
                                                      vector_attention, sample_row, transpose_square, round_rows,
-                                                     scale_values, cap_values};
+                                                     scale_values, cap_values, adapter_shrink, adapter_expand};

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 10
+#define PS_ABI_VERSION 11
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -48,6 +48,7 @@ struct PsLinear {
   const void *residual;  // [m, n] of y_type, added before rounding; or null
   int64_t m, ldx, ldy, ldr;
   int32_t x_type, y_type;
+  const float *const *added;  // [m] what is added to a row's sums first, in the order of panels, or null; null: nothing
 };
 
 struct PsNorm {
@@ -143,6 +144,29 @@ struct PsDecoder {
   int32_t reserved;
 };
 
+#define PS_ADAPTER_RANK_MAX 128
+
+// A low-rank addition to some of a linear's outputs: scale * (x A^T) B^T. Types are those of the activations.
+struct PsAdapterPart {
+  const void *a;          // [rank, k]
+  const void *b;          // [groups][rank][16]: outputs in groups of 16, the last one filled up with zeros
+  int64_t rank, k, groups;
+  int64_t first, stride;  // the group of the linear's sums, in the order of panels, that the first one is added to,
+                          // and from each to the next
+  float scale;
+  int32_t reserved;
+};
+
+struct PsAdapterLinear {
+  const PsAdapterPart *parts;  // of outputs that do not overlap, three at most
+  int64_t num_parts;
+};
+
+// What an adapter adds to one layer.
+struct PsAdapterLayer {
+  PsAdapterLinear qkv, o, gate_up, down;
+};
+
 // Rows as in PsAttention; slots and positions follow from the tables.
 struct PsStep {
   const int64_t *token_ids;  // [t]
@@ -151,6 +175,7 @@ struct PsStep {
   float *logits;     // [num_samples, vocab]
   int64_t *part_ns;  // [PS_NUM_PARTS] nanoseconds are added to, or null
   int64_t t, rows, ld_tables, num_samples;
+  const PsAdapterLayer *const *adapters;  // [rows] each row's [num_layers], or null; null: no row has one
 };
 
 // Draws one token from every row of logits; see engine/sampler.py for what it means.

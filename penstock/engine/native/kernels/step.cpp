@@ -1,4 +1,5 @@
 // A whole decoder step in one call: at batch 1 a small model spends more time between operations than in them.
+#include "adapters.h"
 #include "experts.h"
 #include "ops.h"
 
@@ -102,27 +103,30 @@ struct Run {
   Sizes sizes;
   Buffers buffers;
   Stopwatch watch;
+  const StepAdapters *adapters;
+  int64_t index;  // of the layer
 
   int32_t norm(const void *x, const float *weight, void *y, int64_t m, bool add = false) const {
     PsNorm job = {x, nullptr, weight, y, m, sizes.hidden, sizes.hidden, 0, sizes.hidden, d->eps, d->cache.type, add, 0};
     return rms_norm(&job);
   }
 
-  int32_t multiply(const PsWeight *w, const void *x, void *y, bool add) const {
-    PsLinear job = {w, x, y, add ? y : nullptr, step->t, w->k, w->n, w->n, d->cache.type, d->cache.type};
-    return linear(&job);
+  int32_t multiply(AdaptedLinear which, const PsWeight *w, const void *x, void *y, bool add) const {
+    PsLinear job = {w, x, y, add ? y : nullptr, step->t, w->k, w->n, w->n, d->cache.type, d->cache.type, nullptr};
+    return adapters->linear(&job, index, which);
   }
 
   // A sublayer's last product, added to the residual; normed before, if it has a norm.
   int32_t join(PsPart part, const PsWeight *w, const void *x, const float *out_norm) {
-    if (!out_norm) return watch.lap(part, multiply(w, x, buffers.residual, true));
-    int32_t failed = watch.lap(part, multiply(w, x, buffers.delta, false));
+    AdaptedLinear which = part == PS_PART_O ? kAdaptedO : kAdaptedDown;
+    if (!out_norm) return watch.lap(part, multiply(which, w, x, buffers.residual, true));
+    int32_t failed = watch.lap(part, multiply(which, w, x, buffers.delta, false));
     return failed | watch.lap(PS_PART_NORM, norm(buffers.delta, out_norm, buffers.residual, step->t, true));
   }
 
   int32_t feed_forward(const PsLayer *l) {
     if (!d->top_k) {
-      int32_t failed = watch.lap(PS_PART_GATE_UP, multiply(&l->mlp->gate_up, buffers.normed, buffers.wide, false));
+      int32_t failed = watch.lap(PS_PART_GATE_UP, multiply(kAdaptedGateUp, &l->mlp->gate_up, buffers.normed, buffers.wide, false));
       return failed | join(PS_PART_DOWN, &l->mlp->down, buffers.wide, l->mlp_out_norm);
     }
     bool add = !l->mlp_out_norm;
@@ -133,7 +137,8 @@ struct Run {
     return failed | watch.lap(PS_PART_NORM, norm(buffers.delta, l->mlp_out_norm, buffers.residual, step->t, true));
   }
 
-  int32_t layer(int64_t index) {
+  int32_t layer(int64_t at) {
+    index = at;
     const PsLayer *l = d->layers + index;
     PsKvCache cache = d->cache;
     cache.base = (char *)cache.base + index * d->layer_stride * (cache.rounded ? 1 : sizes.element);
@@ -155,7 +160,7 @@ struct Run {
                           d->scale,
                           d->softcap};
     int32_t failed = watch.lap(PS_PART_NORM, norm(buffers.residual, l->input_norm, buffers.normed, step->t));
-    failed |= watch.lap(PS_PART_QKV, multiply(&l->qkv, buffers.normed, buffers.wide, false));
+    failed |= watch.lap(PS_PART_QKV, multiply(kAdaptedQkv, &l->qkv, buffers.normed, buffers.wide, false));
     failed |= watch.lap(PS_PART_ROPE, rope_write(&rope));
     failed |= watch.lap(PS_PART_ATTENTION, attention(&attend));
     failed |= join(PS_PART_O, &l->o, buffers.attended, l->attention_out_norm);
@@ -170,7 +175,7 @@ struct Run {
       if (norm(buffers.residual + step->samples[i] * bytes, d->final_norm, buffers.picked + i * bytes, 1)) return -1;
     }
     PsLinear job = {&d->head, buffers.picked, step->logits, nullptr, step->num_samples, sizes.hidden, d->head.n,
-                    0,        d->cache.type,  PS_F32};
+                    0,        d->cache.type,  PS_F32,        nullptr};
     watch.lap(PS_PART_NORM, 0);
     int32_t failed = linear(&job);
     if (d->logit_softcap > 0) cap_values(step->logits, step->num_samples * d->head.n, d->logit_softcap);
@@ -181,9 +186,11 @@ struct Run {
 }  // namespace
 
 int32_t step(const PsDecoder *d, const PsStep *job) {
-  Run run = {d, job, Sizes(d), {}, Stopwatch(job->part_ns)};
+  StepAdapters adapters;
+  Run run = {d, job, Sizes(d), {}, Stopwatch(job->part_ns), &adapters, 0};
   if (!place(d, run.sizes, job, &run.buffers)) return -1;
   if (!locate(d, job, run.buffers)) return -2;
+  if (!adapters.prepare(job)) return -1;
   embed(d, job, run.sizes, run.buffers.residual);
   run.watch.lap(PS_PART_REST, 0);
   for (int64_t i = 0; i < d->num_layers; i++)

@@ -30,6 +30,20 @@ struct AttentionPiece {
   void *scratch;
 };
 
+// Tokens of one adapter by one part of a linear; see adapter_rows.h.
+struct AdapterPiece {
+  const PsAdapterPart *part;
+  const char *x;  // rows row_bytes apart
+  int64_t row_bytes;
+  const int32_t *tokens;  // [count] rows of x
+  int32_t type;
+  int64_t count;
+  float *inner;  // [count][rank], rows ld_inner apart
+  int64_t ld_inner;
+  float *delta;  // [count][the linear's sums]
+  int64_t ld_delta;
+};
+
 struct KernelTable {
   const char *name;
   int32_t row_tile;      // rows to a packed input tile; 0: inputs stay row-major
@@ -46,6 +60,8 @@ struct KernelTable {
   void (*round_rows)(const RoundJob *job, int64_t first, int64_t last);
   void (*scale_values)(void *x, int32_t type, int64_t n, float factor);  // x *= factor
   void (*cap_values)(float *x, int64_t n, float cap);                    // x = cap * tanh(x / cap)
+  void (*adapter_shrink)(const AdapterPiece *piece, int64_t rank_first, int64_t rank_last);
+  void (*adapter_expand)(const AdapterPiece *piece, int64_t group_first, int64_t group_last);
 };
 
 constexpr int64_t kRowsMax = 512;         // rows of a linear done together

@@ -1,0 +1,200 @@
+"""Adapters as a step computes with them.
+
+    Packed            what a decoder has made of an adapter's weights; rows of a step point to it
+    NativePacker      for the native kernels, which add them to a linear's sums before those are rounded
+    TorchPacker       for torch: the decoder's linears become `AdaptedLinear`s
+
+Rows of one step may have different adapters, or none. A row's bits depend on its own adapter alone: not on
+those of other rows, nor on how many rows share one.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.files import AdapterReader, AdapterWeights, Layer, LoraPart, Packed, Packer
+from penstock.engine.arrays import Int32Array
+from penstock.engine.layers.linear import Linear, Pads, TorchLinear, torch_linear
+from penstock.engine.native.library import AdapterLayer, AdapterLinear, AdapterPart, NativeLibrary
+from penstock.models.adapters import FUSED
+from penstock.models.registry import FAMILIES
+from penstock.models.spec import DecoderSpec
+
+GROUP = 16
+"""Outputs that the native kernels take together."""
+
+
+@dataclass(slots=True, frozen=True)
+class NativePacked:
+    """An adapter for the native kernels."""
+
+    layers: "ctypes.Array[AdapterLayer]"
+    num_bytes: int
+    kept: tuple[object, ...] = field(repr=False)
+    """What the structs point into."""
+
+    @property
+    def address(self) -> int:
+        """Of the layers, for `Step.adapters`."""
+        return ctypes.addressof(self.layers)
+
+
+class NativePacker:
+    """Lays an adapter's matrices out as `kernels/adapter_rows.h` reads them."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self._inner = spec.intermediate_size
+
+    def pack(self, weights: AdapterWeights) -> NativePacked:
+        """See `Packer`."""
+        kept: list[object] = []
+        num_bytes = 0
+
+        def linear(layer: Layer, fused: str) -> AdapterLinear:
+            nonlocal num_bytes
+            parts = layer.get(fused, ())
+            if not parts:
+                return AdapterLinear()
+            structs = (AdapterPart * len(parts))()
+            for i, part in enumerate(parts):
+                a, b = part.a.contiguous(), _in_groups(part.b)
+                first, stride = self._place(fused, part)
+                structs[i] = AdapterPart(
+                    a=a.data_ptr(), b=b.data_ptr(), rank=a.shape[0], k=a.shape[1], groups=b.shape[0],
+                    first=first, stride=stride, scale=part.scale,
+                )  # fmt: skip
+                kept.extend((a, b))
+                num_bytes += a.nbytes + b.nbytes
+            kept.append(structs)
+            return AdapterLinear(structs, len(parts))
+
+        layers = (AdapterLayer * len(weights.layers))(
+            *(AdapterLayer(*(linear(layer, fused) for fused in FUSED)) for layer in weights.layers)
+        )
+        return NativePacked(layers, num_bytes, tuple(kept))
+
+    def _place(self, fused: str, part: LoraPart) -> tuple[int, int]:
+        """The first of a part's groups among those of the linear's sums, and from one to the next: gates and
+        ups take turns.
+        """
+        if fused == "gate_up":
+            return (0 if part.first < self._inner else 1), 2
+        assert part.first % GROUP == 0, f"heads are whole groups: {part.first}"
+        return part.first // GROUP, 1
+
+
+def _in_groups(b: Tensor) -> Tensor:
+    """`[out, rank]` as `[groups, rank, 16]`."""
+    out, rank = b.shape
+    groups = -(-out // GROUP)
+    padded = b.new_zeros(groups * GROUP, rank)
+    padded[:out] = b
+    return padded.view(groups, GROUP, rank).transpose(1, 2).contiguous()
+
+
+@dataclass(slots=True, frozen=True)
+class _TorchPart:
+    down: TorchLinear
+    up: TorchLinear
+    rank: int
+    num_outputs: int
+    first: int
+    scale: float
+
+
+@dataclass(slots=True, frozen=True)
+class TorchPacked:
+    """An adapter for torch, in float32."""
+
+    layers: tuple[dict[str, tuple[_TorchPart, ...]], ...]
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class StepRows:
+    """Which tokens of the step that runs have which adapter; the decoder's `AdaptedLinear`s look here."""
+
+    segments: Sequence[tuple[TorchPacked, Tensor]] = ()
+    """Each adapter with `[num_tokens]` int64 indices of its tokens."""
+
+    def begin(self, adapters: Sequence[Packed | None] | None, num_tokens: Int32Array) -> None:
+        """A step begins; `adapters` has one for each row, of `num_tokens` tokens."""
+        if adapters is None:
+            self.segments = ()
+            return
+        found: dict[int, tuple[TorchPacked, list[Tensor]]] = {}
+        first = 0
+        for adapter, count in zip(adapters, num_tokens.tolist(), strict=True):
+            if adapter is not None:
+                assert isinstance(adapter, TorchPacked)
+                found.setdefault(id(adapter), (adapter, []))[1].append(torch.arange(first, first + count))
+            first += count
+        self.segments = [(adapter, torch.cat(tokens)) for adapter, tokens in found.values()]
+
+
+class AdaptedLinear:
+    """A linear of the torch decoder to which the adapters of a step's rows are added."""
+
+    __slots__ = ("_base", "_fused", "_layer", "_rows")
+
+    def __init__(self, base: Linear, rows: StepRows, layer: int, fused: str) -> None:
+        self._base, self._rows, self._layer, self._fused = base, rows, layer, fused
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `Linear`."""
+        return self._base.tensors
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """See `Linear`."""
+        self._base(x, out)
+        for adapter, tokens in self._rows.segments:
+            for part in adapter.layers[self._layer].get(self._fused, ()):
+                _add(part, x[tokens].float(), tokens, out)
+
+
+def _add(part: _TorchPart, x: Tensor, tokens: Tensor, out: Tensor) -> None:
+    inner, delta = x.new_empty(len(x), part.rank), x.new_empty(len(x), part.num_outputs)
+    part.down(x, inner)
+    part.up(inner.mul_(part.scale), delta)
+    own = out[:, part.first : part.first + part.num_outputs]
+    own[tokens] = (own[tokens].float() + delta).to(out.dtype)
+
+
+class TorchPacker:
+    """Makes float32 layers of an adapter's matrices, whose rows do not depend on the batch either."""
+
+    def __init__(self, rows_max: int) -> None:
+        self._rows_max, self._pads = rows_max, Pads()
+
+    def pack(self, weights: AdapterWeights) -> TorchPacked:
+        """See `Packer`."""
+        num_bytes = 0
+
+        def made(part: LoraPart) -> _TorchPart:
+            nonlocal num_bytes
+            a, b = part.a.float(), part.b.float().contiguous()
+            num_bytes += a.nbytes + b.nbytes
+            down, up = (torch_linear(each, None, rows_max=self._rows_max, pads=self._pads) for each in (a, b))
+            return _TorchPart(down, up, a.shape[0], b.shape[0], part.first, part.scale)
+
+        layers = tuple(
+            {fused: tuple(made(part) for part in parts) for fused, parts in layer.items()}
+            for layer in weights.layers
+        )
+        return TorchPacked(layers, num_bytes)
+
+
+def adapter_reader(
+    spec: DecoderSpec, dtype: torch.dtype, rows_max: int, native: NativeLibrary | None
+) -> AdapterReader:
+    """What reads adapters and lays them out for the decoder that computes, with torch if there is no
+    `native`.
+
+    Their tensors have transformers' names, whatever the checkpoint's are called.
+    """
+    packer: Packer = TorchPacker(rows_max) if native is None else NativePacker(spec)
+    return AdapterReader(spec, FAMILIES[spec.architecture].names, dtype, packer)

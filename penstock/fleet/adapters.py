@@ -1,0 +1,191 @@
+"""Which adapters (LoRA) each model is to have, and telling its workers so.
+
+An adapter is wanted because the configuration names it or an operator has loaded it. A worker is told of all
+of them when it becomes ready, also after a restart; it reads them by itself and says which it has
+(`BackendStatus.adapters`). Workers of any engine that can load adapters at run time are treated alike.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.backends.base import LoadsAdapters
+from penstock.errors import InvalidRequest, NotFound, WorkerUnavailable
+from penstock.fleet.registry import Registry, Worker
+from penstock.policy.resilience.worker_state import WorkerState
+from penstock.telemetry.log import Log
+from penstock.types import WorkerId
+
+LOAD_TIMEOUT_S = 300.0
+WANTED_MAX = 1024
+"""Of each model."""
+_DIGEST_MARK = "#digest="
+
+
+@dataclass(slots=True, frozen=True)
+class AdapterSource:
+    """Where an adapter comes from."""
+
+    path: str
+    """A directory, `http://`, `https://` or `s3://`."""
+    digest: str = ""
+    """It must have this one; empty: any."""
+
+    @classmethod
+    def of(cls, text: str) -> "AdapterSource":
+        """From `PATH` or `PATH#digest=HEX`; a relative directory is one of this process."""
+        path, mark, digest = text.rpartition(_DIGEST_MARK)
+        if not mark:
+            path, digest = text, ""
+        if "://" not in path:
+            path = str(Path(path).expanduser().absolute())
+        return cls(path, digest)
+
+
+class AdapterKeeper:
+    """One for each gateway process."""
+
+    def __init__(self, registry: Registry, log: Log) -> None:
+        self._registry, self._log = registry, log
+        self._configured: dict[str, dict[str, AdapterSource]] = {}
+        self._wanted: dict[str, dict[str, AdapterSource]] = {}
+        self._told: set[WorkerId] = set()
+        """Ready workers that know all that is wanted."""
+        self._complained: set[tuple[WorkerId, str, str]] = set()
+        self._news = asyncio.Event()
+        registry.listen(self._changed)
+
+    def configure(self, models: Mapping[str, Mapping[str, str]]) -> None:
+        """What the configuration wants of each model: name -> path. What it wanted before and does not want
+        any more is unloaded.
+        """
+        for route, adapters in models.items():
+            new = {name: AdapterSource.of(path) for name, path in adapters.items()}
+            old, wanted = self._configured.get(route, {}), self._wanted.setdefault(route, {})
+            for name in old.keys() - new.keys():
+                if wanted.pop(name, None) is not None:
+                    self._tell_unload(route, name)
+            for name, source in new.items():
+                if wanted.get(name) != source:
+                    wanted[name] = source
+                    self._tell_load(route, name, source)
+            self._configured[route] = new
+            self._declare(route)
+
+    def has(self, route: str, name: str) -> bool:
+        """Whether a model is to have an adapter of this name."""
+        return name in self._wanted.get(route, {})
+
+    async def load(self, route: str, name: str, source: AdapterSource) -> None:
+        """Let a model have an adapter; returns when each of its workers has it or says why it cannot.
+
+        Raises:
+            InvalidRequest: another one has the name, or no worker can read it; the message says why.
+            WorkerUnavailable: no worker of the model takes adapters now, or none answers.
+        """
+        wanted = self._wanted.setdefault(route, {})
+        known = wanted.get(name)
+        if known is not None and known != source:
+            raise InvalidRequest(
+                f"The adapter '{name}' has already been loaded from {known.path}. Unload it first.",
+                param="lora_name",
+            )
+        if known is None and len(wanted) >= WANTED_MAX:
+            raise InvalidRequest(f"The model has {WANTED_MAX} adapters already.", param="lora_name")
+        if not list(self._takers(route)):
+            raise WorkerUnavailable(f"No worker of the model '{route}' takes adapters now.")
+        wanted[name] = source
+        self._tell_load(route, name, source)
+        try:
+            errors = await self._answers(route, name, source)
+        except TimeoutError:
+            raise WorkerUnavailable(f"The adapter '{name}' was not loaded in {LOAD_TIMEOUT_S:g} s.") from None
+        if errors and len(errors) == len(list(self._takers(route))):
+            if wanted.get(name) == source and known is None:
+                del wanted[name]
+                self._tell_unload(route, name)
+            raise InvalidRequest(f"The adapter '{name}' cannot be loaded: {errors[0]}", param="lora_path")
+        self._declare(route)
+
+    def unload(self, route: str, name: str) -> None:
+        """Let a model have an adapter no more; requests that run with it go on.
+
+        Raises:
+            NotFound: it has none of this name.
+        """
+        is_wanted = self._wanted.get(route, {}).pop(name, None) is not None
+        if not is_wanted and name not in self._registry.of(route).adapters:
+            raise NotFound(f"The adapter '{name[:64]}' cannot be found.", param="lora_name")
+        self._tell_unload(route, name)
+        self._declare(route)
+
+    async def _answers(self, route: str, name: str, source: AdapterSource) -> list[str]:
+        """Why workers could not load it, when all have said something."""
+        async with asyncio.timeout(LOAD_TIMEOUT_S):
+            while True:
+                self._news.clear()
+                told = [
+                    _answer(worker, name, source)
+                    for worker in self._registry.of(route)
+                    if worker.is_ready and _takes(worker)
+                ]
+                if all(each is not None for each in told):
+                    return [each for each in told if each]
+                await self._news.wait()
+
+    def _takers(self, route: str) -> Iterator[LoadsAdapters]:
+        for worker in self._registry.of(route):
+            if worker.is_ready and (backend := _takes(worker)) is not None:
+                yield backend
+
+    def _tell_load(self, route: str, name: str, source: AdapterSource) -> None:
+        for backend in self._takers(route):
+            backend.load_adapter(name, source.path, source.digest)
+
+    def _tell_unload(self, route: str, name: str) -> None:
+        for backend in self._takers(route):
+            backend.unload_adapter(name)
+
+    def _declare(self, route: str) -> None:
+        """Requests for what is wanted can wait for it, unless every worker has said that it cannot."""
+        workers = [worker for worker in self._registry.of(route) if worker.is_ready and _takes(worker)]
+        names = (
+            name
+            for name, source in self._wanted.get(route, {}).items()
+            if not workers or not all(_answer(worker, name, source) for worker in workers)
+        )
+        self._registry.of(route).declare_adapters(frozenset(names))
+
+    def _changed(self, worker: Worker) -> None:
+        self._news.set()
+        wanted = self._wanted.get(worker.route)
+        if not wanted:
+            return
+        if worker.state is WorkerState.GONE or not worker.is_ready:
+            self._told.discard(worker.id)
+            return
+        if worker.id not in self._told and (backend := _takes(worker)) is not None:
+            self._told.add(worker.id)
+            for name, source in wanted.items():
+                backend.load_adapter(name, source.path, source.digest)
+        for name, error in worker.backend.status.adapters.failed.items():
+            if name in wanted and (worker.id, name, error) not in self._complained:
+                self._complained.add((worker.id, name, error))
+                self._log.error("an adapter cannot be loaded", adapter=name, worker=worker.id, why=error)
+                self._declare(worker.route)
+
+
+def _takes(worker: Worker) -> LoadsAdapters | None:
+    backend = worker.backend
+    return backend if isinstance(backend, LoadsAdapters) and backend.takes_adapters else None
+
+
+def _answer(worker: Worker, name: str, source: AdapterSource) -> str | None:
+    """None: it has not said anything of this one; empty: it has it; else why it cannot."""
+    adapters = worker.backend.status.adapters
+    if adapters.paths.get(name, source.path) != source.path:
+        return None
+    if error := adapters.failed.get(name):
+        return error
+    return "" if name in adapters.served else None

@@ -1,0 +1,69 @@
+"""Adapters (LoRA) that come and go while the server runs: vLLM's two endpoints, for admin keys."""
+
+from typing import TypeVar
+
+import msgspec
+
+from penstock.errors import InvalidRequest
+from penstock.fleet.adapters import AdapterKeeper, AdapterSource
+from penstock.gateway.api.services import Services
+from penstock.gateway.http.exchange import Exchange, Response
+from penstock.gateway.identity.tenants import Caller
+from penstock.protocol.fleet import LoadAdapterOrder, UnloadAdapterOrder
+from penstock.types import ModelName
+
+Order = TypeVar("Order")
+_TEXT = b"text/plain; charset=utf-8"
+
+
+class AdaptersAdmin:
+    """The endpoints, over the services they share."""
+
+    def __init__(self, services: Services, keeper: AdapterKeeper) -> None:
+        self._services, self._keeper = services, keeper
+
+    async def load(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /v1/load_lora_adapter`: `{"lora_name": "fr", "lora_path": "/srv/lora/fr"}`. Where there are
+        several models, `base_model_name` says whose it is.
+
+        Raises:
+            InvalidRequest: the body is not that, the name is taken, or the adapter cannot be read.
+            NotFound: there is no such model.
+            WorkerUnavailable: no worker can load it now.
+        """
+        order = _decoded(exchange.body, LoadAdapterOrder)
+        models, name = self._services.models, order.lora_name
+        model = models.get(order.base_model_name)
+        for other in models:
+            if name == other.name or (other.name != model.name and name in other.workers.adapters):
+                raise InvalidRequest(f"The name '{name[:64]}' is taken.", param="lora_name")
+        await self._keeper.load(model.name, name, AdapterSource.of(order.lora_path))
+        self._services.notes.note("admin", "adapter loaded", name, by=caller.key_prefix)
+        _say(exchange, f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /v1/unload_lora_adapter`: `{"lora_name": "fr"}`. Answers that run with it go on.
+
+        Raises:
+            InvalidRequest: the body is not that.
+            NotFound: there is no such adapter.
+        """
+        name = _decoded(exchange.body, UnloadAdapterOrder).lora_name
+        models = list(self._services.models)
+        owner = next((each.name for each in models if self._keeper.has(each.name, name)), None)
+        if owner is None:
+            owner = next((each.name for each in models if name in each.workers.adapters), models[0].name)
+        self._keeper.unload(ModelName(owner), name)
+        self._services.notes.note("admin", "adapter unloaded", name, by=caller.key_prefix)
+        _say(exchange, f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _decoded(body: bytes, kind: type[Order]) -> Order:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"Invalid body: {error}.", code="invalid_value") from error
+
+
+def _say(exchange: Exchange, words: str) -> None:
+    exchange.respond(Response(body=words.encode(), content_type=_TEXT))
