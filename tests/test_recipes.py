@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/architecture.md").read_text()
 RECIPES = {
-    "a model family": (3, r"(?i)phi3", ("models/families/phi3.py", "models/registry.py")),
+    "a model family": (3, r"(?i)phi3_(spec|names)", ("models/families/phi3.py", "models/registry.py")),
     "a scorer of workers": (
         3, r'WeightedScore|"weighted"[,:]', ("policy/placement/score.py", "config/routing.py"),
     ),
