@@ -18,6 +18,7 @@ from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 
 LOAD_TIMEOUT_S = 300.0
+UNLOAD_TIMEOUT_S = 10.0
 WANTED_MAX = 1024
 """Of each model."""
 _DIGEST_MARK = "#digest="
@@ -108,17 +109,26 @@ class AdapterKeeper:
             raise InvalidRequest(f"The adapter '{name}' cannot be loaded: {errors[0]}", param="lora_path")
         self._declare(route)
 
-    def unload(self, route: str, name: str) -> None:
-        """Let a model have an adapter no more; requests that run with it go on.
+    async def unload(self, route: str, name: str) -> None:
+        """Let a model have an adapter no more; requests that run with it go on. Returns when no worker lists
+        it: until then a request for it would be sent to one, and be refused there.
 
         Raises:
             NotFound: it has none of this name.
+            WorkerUnavailable: a worker does not let it go.
         """
         is_wanted = self._wanted.get(route, {}).pop(name, None) is not None
         if not is_wanted and name not in self._registry.of(route).adapters:
             raise NotFound(f"The adapter '{name[:64]}' cannot be found.", param="lora_name")
         self._tell_unload(route, name)
         self._declare(route)
+        try:
+            async with asyncio.timeout(UNLOAD_TIMEOUT_S):
+                while name in self._registry.of(route).adapters:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            raise WorkerUnavailable(f"A worker still has the adapter '{name[:64]}'.") from None
 
     async def _answers(self, route: str, name: str, source: AdapterSource) -> list[str]:
         """Why workers could not load it, when all have said something."""

@@ -53,7 +53,7 @@ class AdaptersAdmin:
         owner = next((each.name for each in models if self._keeper.has(each.name, name)), None)
         if owner is None:
             owner = next((each.name for each in models if name in each.workers.adapters), models[0].name)
-        self._keeper.unload(ModelName(owner), name)
+        await self._keeper.unload(ModelName(owner), name)
         self._services.notes.note("admin", "adapter unloaded", name, by=caller.key_prefix)
         _say(exchange, f"Success: LoRA adapter '{name}' removed successfully.")
 
