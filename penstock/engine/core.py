@@ -278,7 +278,8 @@ class EngineCore:
             raise InvalidRequest("this worker has no grammars", param="grammar")
         request = _request(message, self._runner.info.vocab_size, grammar)
         if adapter is not None:
-            request.adapter, request.adapter_digest = adapter.packed, adapter.digest
+            request.adapter = adapter.packed
+            request.adapter_name, request.adapter_digest = adapter.name, adapter.digest
         # Waiting for the step that ran meanwhile is queueing too.
         self._scheduler.submit(request, arrived_ns=arrived_ns)
         if not self._live:

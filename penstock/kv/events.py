@@ -98,9 +98,19 @@ class KVEventSink(Protocol):
     """Receives every change to what can be hit, in order."""
 
     def stored(
-        self, hashes: Sequence[BlockHash], first: int, end: int, tokens: "array[int]", *, owner: bytes
+        self,
+        hashes: Sequence[BlockHash],
+        first: int,
+        end: int,
+        tokens: "array[int]",
+        *,
+        owner: bytes,
+        adapter: str = "",
     ) -> None:
-        """The blocks `first .. end - 1` of a chain were named; `tokens` are the chain's, from its start."""
+        """The blocks `first .. end - 1` of a chain were named; `tokens` are the chain's, from its start.
+
+        `adapter` is the name under which the requests asked for theirs; empty: they have none.
+        """
         ...
 
     def copied(self, block_hash: BlockHash, *, medium: str) -> None:
@@ -122,7 +132,14 @@ class NoKVEvents:
     __slots__ = ()
 
     def stored(
-        self, hashes: Sequence[BlockHash], first: int, end: int, tokens: "array[int]", *, owner: bytes
+        self,
+        hashes: Sequence[BlockHash],
+        first: int,
+        end: int,
+        tokens: "array[int]",
+        *,
+        owner: bytes,
+        adapter: str = "",
     ) -> None:
         """See `KVEventSink`."""
 
@@ -154,7 +171,14 @@ class KVEventLog:
         self._removed_from = DEVICE
 
     def stored(
-        self, hashes: Sequence[BlockHash], first: int, end: int, tokens: "array[int]", *, owner: bytes
+        self,
+        hashes: Sequence[BlockHash],
+        first: int,
+        end: int,
+        tokens: "array[int]",
+        *,
+        owner: bytes,
+        adapter: str = "",
     ) -> None:
         """See `KVEventSink`."""
         assert 0 <= first < end <= len(hashes), f"blocks {first} to {end} of {len(hashes)}"
@@ -170,7 +194,7 @@ class KVEventLog:
                 block_size=BLOCK_TOKENS,
                 lora_id=None,
                 medium=DEVICE,
-                lora_name=None,
+                lora_name=adapter or None,
             )
         )
 

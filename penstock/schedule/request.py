@@ -55,6 +55,7 @@ class Request:
     """What its answer must match: see `NewRow.grammar`."""
     adapter: object = None
     """What is added to the model's weights for it: see `NewRow.adapter`."""
+    adapter_name: str = ""
     adapter_digest: str = ""
     """Of the adapter: the KV blocks of each are apart. Empty: of the model itself."""
 

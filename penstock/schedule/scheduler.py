@@ -98,7 +98,10 @@ class Scheduler:
         self._submitted += 1
         request.order = (request.priority, request.arrival_ns, self._submitted)
         request.table = self._manager.open(
-            request.salt, adapter=request.adapter_digest, public_tokens=request.public_tokens
+            request.salt,
+            adapter=request.adapter_digest,
+            adapter_name=request.adapter_name,
+            public_tokens=request.public_tokens,
         )
         self._planner.charge_running()
         self._queue.push(request)

@@ -19,11 +19,18 @@ class EventIndex:
         kv.pool.events = self
 
     def stored(
-        self, hashes: Sequence[BlockHash], first: int, end: int, tokens: "array[int]", *, owner: bytes
+        self,
+        hashes: Sequence[BlockHash],
+        first: int,
+        end: int,
+        tokens: "array[int]",
+        *,
+        owner: bytes,
+        adapter: str = "",
     ) -> None:
         for block_hash in hashes[first:end]:
             assert self.owner_of.setdefault(block_hash, owner) == owner, "a name in two namespaces"
-        self._log.stored(hashes, first, end, tokens, owner=owner)
+        self._log.stored(hashes, first, end, tokens, owner=owner, adapter=adapter)
 
     def copied(self, block_hash: BlockHash, *, medium: str) -> None:
         assert block_hash in self.owner_of, "a copy of what was never stored"

@@ -32,8 +32,8 @@ def listening(num_blocks: int = 8, token_ids: str = "all") -> tuple[KVManager, K
     return kv, log
 
 
-def compute(kv: KVManager, tokens: "array[int]", *, salt: bytes = b""):
-    table = kv.open(salt)
+def compute(kv: KVManager, tokens: "array[int]", *, salt: bytes = b"", **adapter: str):
+    table = kv.open(salt, **adapter)
     kv.adopt(table, kv.match_prefix(table, tokens))
     assert kv.extend(table, len(tokens)) is not None
     kv.publish_computed(table, tokens, len(tokens))
@@ -272,3 +272,13 @@ def test_nobody_listens_by_default() -> None:
         kv.release(compute(kv, token_array(range(start, start + 32))))
     kv.clear_cache()
     assert kv.statistics().evictions == 2
+
+
+def test_an_adapters_blocks_carry_its_name_and_other_hashes() -> None:
+    kv, log = listening()
+    tokens = token_array(range(16))
+    for adapter in ({}, {"adapter": "d1", "adapter_name": "fr"}, {"adapter": "d2", "adapter_name": "fr"}):
+        kv.release(compute(kv, tokens, **adapter))
+    found = [event for event in log.take() if isinstance(event, BlockStored)]
+    assert [event.lora_name for event in found] == [None, "fr", "fr"]
+    assert len({event.block_hashes for event in found}) == 3

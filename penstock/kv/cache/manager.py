@@ -45,6 +45,8 @@ class BlockTable:
     """The parent of the first block's hash."""
     num_public: int = 0
     """Leading blocks in the public region: all prompts with the same beginning share them."""
+    adapter: str = ""
+    """What events call the request's adapter."""
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[BlockHash] = field(default_factory=list[BlockHash])
     num_published: int = 0
@@ -177,10 +179,11 @@ class HashedPrefixCache:
         """Tell who listens that these blocks can be hit: those of the public region by themselves."""
         assert first <= end <= len(table.hashes), "only named blocks are announced"
         border = first if table.num_public <= first else min(table.num_public, end)
+        name = table.adapter
         if first < border:
-            self._pool.events.stored(table.hashes, first, border, tokens, owner=PUBLIC)
+            self._pool.events.stored(table.hashes, first, border, tokens, owner=PUBLIC, adapter=name)
         if border < end:
-            self._pool.events.stored(table.hashes, border, end, tokens, owner=table.owner)
+            self._pool.events.stored(table.hashes, border, end, tokens, owner=table.owner, adapter=name)
 
     def _hash(self, table: BlockTable, tokens: "array[int]", num_blocks: int) -> None:
         """Extend the table's chain to `num_blocks`; what was hashed before is not hashed again."""
@@ -249,8 +252,11 @@ class KVManager:
         pool = BlockPool(num_blocks)
         return cls(pool, HostTier(pool, HostLimits()), NoPrefixCache())
 
-    def open(self, salt: bytes, *, adapter: str = "", public_tokens: int = 0) -> BlockTable:
-        """An empty table in the namespace `salt`, which is where its hits may come from.
+    def open(
+        self, salt: bytes, *, adapter: str = "", adapter_name: str = "", public_tokens: int = 0
+    ) -> BlockTable:
+        """An empty table in the namespace `salt`, which is where its hits may come from, and under the
+        adapter of that digest, which events call by its name.
 
         Whole blocks of the first `public_tokens` tokens are in the public region instead, which all tenants
         share.
@@ -262,7 +268,9 @@ class KVManager:
             raise NamespaceBreach("the public region's name is no tenant's salt")
         num_public = public_tokens // BLOCK_TOKENS
         root = self._cache.root(salt, adapter, public=num_public > 0)
-        return BlockTable(owner=salt, root=root, num_public=num_public, clears=self._clears)
+        return BlockTable(
+            owner=salt, root=root, num_public=num_public, adapter=adapter_name, clears=self._clears
+        )
 
     def match_prefix(
         self, table: BlockTable, tokens: "array[int]", num_tokens_max: int | None = None
