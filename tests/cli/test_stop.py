@@ -182,7 +182,8 @@ def test_sigterm_serves_then_refuses_while_streams_end(tmp_path: Path, processes
             assert other.ended.wait(PATIENCE_S)
             assert other.last == "[DONE]"
             assert server.wait_ended() == 0
-            assert storm.end() == {"503", "refused"}, storm.answers
+            # One process may serve until the end of its own lame-duck time while the other refuses already.
+            assert storm.end() - ({"200"} if processes > 1 else set()) == {"503", "refused"}, storm.answers
             assert "Traceback" not in server.err.read_text()
         finally:
             server.close()

@@ -3,11 +3,13 @@ calls.
 """
 
 from pathlib import Path
+from queue import SimpleQueue
 
 from engine_driver import Driver
 
 from penstock.clock import Clock, SystemClock
 from penstock.config.engine_settings import EngineSettings
+from penstock.engine.adapters.desk import AdapterRead
 from penstock.engine.core import build_core
 from penstock.engine.gpu.load import Target, load_on_device
 from penstock.engine.gpu.ops import Ops
@@ -47,4 +49,4 @@ class DeviceDriver(Driver):
         self.runner = device_runner(path, **config)
         settings = EngineSettings(**(TINY | config))
         self.core = build_core(self.runner, settings, b"k" * 32, SystemClock())
-        self._asked = 0
+        self._asked, self._mail = 0, SimpleQueue[AdapterRead]()

@@ -216,6 +216,8 @@ def test_a_late_subscriber_sees_the_gap_and_gets_it_replayed() -> None:
         publishing(endpoint=endpoint, replay_endpoint=replay) as publisher,
     ):
         publisher.publish(Numbered(0, b"before"))
+        while not heard.replay(replay, 0):
+            pass  # The publisher's thread has yet to take it.
         heard.connect(endpoint, TOPIC)
         first, after = until_heard(publisher, heard)
         assert first > 0, "a gap"

@@ -23,7 +23,8 @@ class Core:
     is set.
     """
 
-    sleep_s = rest_s = None
+    sleep_s = rest_s = adapters = None
+    num_held = 0
 
     def __init__(self, advances=1):
         self.over, self.clock = threading.Event(), ManualClock()

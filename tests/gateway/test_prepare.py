@@ -65,7 +65,9 @@ def test_bad_words_are_tokenized_once_for_all_choices() -> None:
         exchange=types.SimpleNamespace(),
         caller=caller,
         model=types.SimpleNamespace(
-            tokenizer=tokens, public_prefixes=types.SimpleNamespace(num_tokens_of=lambda _: 0)
+            tokenizer=tokens,
+            public_prefixes=types.SimpleNamespace(num_tokens_of=lambda _: 0),
+            workers=types.SimpleNamespace(adapter_digests={}),
         ),
         adapter="",
         request=RareCompletionRequest(model="m", prompt="x", n=3, seed=7, bad_words=["a", "b"]),
