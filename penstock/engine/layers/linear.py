@@ -26,8 +26,8 @@ ANCHORS = (16, 32, 64, 8, 4, 2, 1)
 however few rows an engine takes at once: engines with other limits give the same bits."""
 CANDIDATE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512)
 _OUTPUTS_COMPARED = 256
-"""Outputs per place, at least: two orders of summation may give the same bits in five of six outputs (bfloat16
-with AVX-512, 40 inputs)."""
+"""Outputs per place, at least: two orders of summation may give the same bits in five of six outputs (of 40
+bfloat16 terms, with AVX-512)."""
 
 Product = Callable[[Tensor], Tensor]
 """From `[rows, in]` to `[rows, out]`, or to several of those, `[any, rows, out]`, which should be equal."""
