@@ -6,6 +6,7 @@
     Forbidden             403     permission_error         no
     NotFound              404     invalid_request_error    no
     MethodNotAllowed      405     invalid_request_error    no, Allow
+    ModelBusy             409     invalid_request_error    no
     TooLarge              413     invalid_request_error    no
     CrashingRequest         422     invalid_request_error    no
     HttpFault             its own invalid_request_error    no
@@ -13,7 +14,7 @@
     Draining, Evicted     503     service_unavailable      Retry-After
     IdentityUnavailable   503     service_unavailable      Retry-After
     Overloaded            429     rate_limit_exceeded      Retry-After
-    WorkerUnavailable     503     service_unavailable      Retry-After
+    WorkerUnavailable     503     service_unavailable      Retry-After; NoMemory is one
     StreamBroken          502     api_error                no
     any other             500     api_error                no
 
@@ -35,6 +36,8 @@ from penstock.errors import (
     IdentityUnavailable,
     InvalidRequest,
     MethodNotAllowed,
+    ModelBusy,
+    NoMemory,
     NotFound,
     Overloaded,
     PenstockError,
@@ -67,6 +70,7 @@ _STATUS: tuple[tuple[type[PenstockError], int, str], ...] = (
     (Forbidden, 403, "permission_error"),
     (NotFound, 404, "invalid_request_error"),
     (MethodNotAllowed, 405, "invalid_request_error"),
+    (ModelBusy, 409, "invalid_request_error"),
     (TooLarge, 413, "invalid_request_error"),
     (CrashingRequest, 422, "invalid_request_error"),
     (BudgetExhausted, 429, "insufficient_quota"),
@@ -87,6 +91,7 @@ _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
     (Evicted, "evicted"),
     (IdentityUnavailable, "identity_unavailable"),
     (Overloaded, "overloaded"),
+    (NoMemory, "no_memory"),
     (WorkerUnavailable, "worker_unavailable"),
     (StreamBroken, "stream_broken"),
 )
