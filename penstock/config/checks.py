@@ -29,7 +29,7 @@ def check(config: Config) -> None:
         ),
         *_limit_problems(config),
         *_model_problems(config),
-        *_fleet_problems(config.models),
+        *_fleet_problems(config),
         *routing_problems(config.routing, config.admission, [served_name(model) for model in config.models]),
         *price_problems(config.prices),
         *_trace_problems(config.traces.endpoint),
@@ -146,7 +146,7 @@ def _kv_event_problems(engine: EngineConfig, key: str, listening: dict[str, str]
             listening[address] = f"{key}.{name}"
 
 
-def _fleet_problems(models: Sequence[ModelConfig]) -> Iterator[str]:
+def _fleet_problems(config: Config) -> Iterator[str]:
     """One line for each thing that is wrong."""
     taken: dict[tuple[str, str], str] = {}
     count = 0

@@ -285,6 +285,15 @@ class Runner:
                 self._grammars.enter(new)
 
     @torch.inference_mode()
+    def warm_up_again(self) -> None:
+        """After sleep: one token. That the largest steps fit was seen when the process started, and their
+        scratch is committed as it is used.
+        """
+        plan = largest_step(BatchLimits(1, 1, self.info.max_model_len), self.info.num_blocks)
+        self.run(plan)
+        self._cache.clear(list(range(blocks_of(plan))))
+
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Run the largest steps that can come: no request pays for first calls, and what they need is in
         memory.

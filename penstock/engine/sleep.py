@@ -8,6 +8,7 @@ cache, whatever else has taken memory meanwhile.
 import gc
 import importlib
 from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -27,6 +28,15 @@ LOAD_BASE_S = 1
 PLAN = "plan_model"
 """The function beside a runner's factory that says what it would load."""
 NO_STATS = Stats(step=0, running=0, waiting=0, blocks_total=0, blocks_used=0, blocks_cached=0)
+
+
+@runtime_checkable
+class WarmsUpAgain(Protocol):
+    """A runner that needs less to be ready again than the first time."""
+
+    def warm_up_again(self) -> None:
+        """Run a step."""
+        ...
 
 
 class Bed:

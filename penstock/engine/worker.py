@@ -39,7 +39,7 @@ from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mail, Mailbox, Ordered, Submitted
 from penstock.engine.memory import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
-from penstock.engine.sleep import NO_STATS, Bed, refused
+from penstock.engine.sleep import NO_STATS, Bed, WarmsUpAgain, refused
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.models.files import has_file
 from penstock.protocol.adapters import Adapters, LoadAdapter, UnloadAdapter
@@ -290,7 +290,10 @@ def load(
     build: RunnerFactory = getattr(importlib.import_module(module), factory)
     runner = build(launch.model_path, launch.engine, clock, progress)
     progress(WARMING_UP, 0, 0)
-    runner.warm_up()
+    if wakes and isinstance(runner, WarmsUpAgain):
+        runner.warm_up_again()
+    else:
+        runner.warm_up()
     info = _use_grammars(runner, Path(launch.model_path), server)
     core = build_core(runner, launch.engine, launch.hash_key, clock)
     gc.collect()

@@ -14,6 +14,7 @@ import pytest
 from served import Server
 from tenant_keys import add
 
+from penstock.cli.main import main
 from penstock.config.checkpoints import resolve
 
 pytestmark = pytest.mark.timeout(300)
@@ -122,7 +123,7 @@ def test_by_hand_and_by_the_first_request(place: Place) -> None:
     place.ask(place.one, "weir")
     awake = place.resident()
     assert place.order("sleep", "tide").json()["is_sleeping"] is True
-    assert place.order("sleep", "tide").status_code == 200, "it sleeps already"
+    assert main(["sleep", "tide", "--url", place.base, "--key", ADMIN]) == 0, "it sleeps already"
     place.wait_state("weir", "asleep")  # Idle for long enough.
     assert awake - place.resident() > 40 << 20
     assert place.admin("GET", "/admin/is_sleeping?model=weir").json()["state"] == "asleep"
@@ -180,11 +181,14 @@ def test_whoever_cannot_wait_is_told_when_to_come_back(place: Place) -> None:
     assert place.ask(place.one, "weir")
 
 
-def test_strangers_and_wrong_names(place: Place) -> None:
+def test_strangers_and_wrong_names(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert place.order("sleep", "none").status_code == 404
     assert place.admin("POST", "/admin/sleep", key=place.one, model="tide").status_code == 403
     assert place.admin("POST", "/admin/wake_up", model=["tide"]).status_code == 400
     assert place.admin("POST", "/admin/wake_up", model="tide").json()["is_sleeping"] is False
+    assert main(["wake", "tide", "--url", place.base, "--key", ADMIN]) == 0
+    assert "tide is ready." in capsys.readouterr().err
+    assert main(["wake", "none", "--url", place.base, "--key", ADMIN]) == 1
 
 
 def test_a_bound_on_memory_is_kept(tmp_path: Path) -> None:

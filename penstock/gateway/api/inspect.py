@@ -450,12 +450,8 @@ def _line(worker: Worker) -> WorkerLine:
 
 def _readiness(model: ServedModel) -> ModelReadiness:
     status = model.workers.summary()
-    return ModelReadiness(
-        name=model.name,
-        ready=status.ready or model.workers.sleeps,
-        stage=status.stage,
-        progress=_progress(status.done, status.total),
-    )
+    ready, progress = status.ready or model.workers.sleeps, _progress(status.done, status.total)
+    return ModelReadiness(name=model.name, ready=ready, stage=status.stage, progress=progress)
 
 
 def _progress(done: int, total: int) -> float | None:
