@@ -150,7 +150,9 @@ def _fleet_problems(config: Config) -> Iterator[str]:
     """One line for each thing that is wrong."""
     taken: dict[tuple[str, str], str] = {}
     count = 0
-    for i, model in enumerate(models):
+    if config.fleet.memory_bytes and config.fleet.launcher != "local":
+        yield "fleet.memory_bytes: bounds this machine, and with fleet.launcher ray the workers are elsewhere"
+    for i, model in enumerate(config.models):
         count += model.replicas + len(model.workers)
         if not model.replicas and not model.workers and not model.discover:
             yield f"models[{i}].replicas: 0, and there are no workers: nobody would answer"

@@ -8,7 +8,7 @@ Orders (adapters, sleep) come from operators, one by one.
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from penstock.engine.adapters.desk import AdapterRead
+from penstock.engine.adapters.manager import AdapterRead
 from penstock.protocol.worker import Submit, WorkerOrder
 from penstock.types import RequestId
 
