@@ -196,8 +196,8 @@ def test_no_imports_run_in_a_circle() -> None:
         elif node.module is not None:
             arrows[here].update(f"{node.module}.{alias.name}" for alias in node.names)
             arrows[here].add(node.module)
-    # A package's own `__init__` runs before its modules: only modules are drawn. The root's names of the library
-    # are imported when they are asked for (`test_the_package_itself_imports_nothing`).
+    # A package's own `__init__` runs before its modules: only modules are drawn. The root's names of the
+    # library are imported when they are asked for (`test_the_package_itself_imports_nothing`).
     arrows["penstock"].clear()
     arrows = {here: (goals & names) - {here} for here, goals in arrows.items()}
     while leaves := {name for name, goals in arrows.items() if not goals}:
