@@ -30,8 +30,8 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock, SystemClock
 from penstock.config.machine import CgroupMemory
-from penstock.engine.adapters.desk import AdapterDesk, AdapterRead
 from penstock.engine.adapters.fetch import AdapterFetcher
+from penstock.engine.adapters.manager import AdapterManager, AdapterRead
 from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_core
 from penstock.engine.device_readings import watch_device
 from penstock.engine.fault_watch import FaultWatch, Remedy
@@ -225,7 +225,7 @@ def take_adapters(core: EngineCore, mailbox: Mailbox, clock: Clock, fetcher: Ada
     """Let requests name adapters, if the runner takes some."""
     if (reader := core.adapter_reader) is not None:
         slots = core.info.adapter_slots
-        core.use_adapters(AdapterDesk(reader, fetcher, clock, slots=slots, post=mailbox.post))
+        core.use_adapters(AdapterManager(reader, fetcher, clock, slots=slots, post=mailbox.post))
 
 
 def run_steps(

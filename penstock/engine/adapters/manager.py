@@ -103,7 +103,7 @@ class Released:
     failed: list[tuple[Waiting, str]] = field(default_factory=list[tuple[Waiting, str]])
 
 
-class AdapterDesk:
+class AdapterManager:
     """Call it on the step thread; `post` is called on the thread that reads."""
 
     def __init__(
