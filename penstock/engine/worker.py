@@ -169,10 +169,12 @@ class EngineLife:
             self._bed.why = str(error)
             self._server.publish(0, refused(mail, str(error)), NO_STATS)
             return None
+        gc.collect()
+        gc.freeze()  # What loading made lives as long as it is awake: no collection looks at it again.
         assert self._feed is not None, "it is made first"
         self._feed.follow(core.kv)
         self._bed.loaded(info, self._clock.now_ns() - began_ns)
-        _take_adapters(core, self._mailbox, self._clock, self._fetcher)
+        take_adapters(core, self._mailbox, self._clock, self._fetcher)
         self._ready.set()  # First: a peer that sees us ready may order a drain.
         self._server.publish(0, {}, core.stats())
         self._server.announce(Ready(msgspec.structs.replace(info, model=self._launch.model_name)))
@@ -230,10 +232,7 @@ def load(
     else:
         runner.warm_up()
     info = _use_grammars(runner, Path(launch.model_path), server)
-    core = build_core(runner, launch.engine, launch.hash_key, clock)
-    gc.collect()
-    gc.freeze()  # What loading made lives as long as it is awake: no collection looks at it again.
-    return core, info
+    return build_core(runner, launch.engine, launch.hash_key, clock), info
 
 
 def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> ModelInfo:
@@ -260,7 +259,7 @@ def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> 
     return msgspec.structs.replace(info, capabilities=info.capabilities | GRAMMAR_CAPABILITIES)
 
 
-def _take_adapters(core: EngineCore, mailbox: Mailbox, clock: Clock, fetcher: AdapterFetcher) -> None:
+def take_adapters(core: EngineCore, mailbox: Mailbox, clock: Clock, fetcher: AdapterFetcher) -> None:
     """Let requests name adapters, if the runner takes some."""
     if (reader := core.adapter_reader) is not None:
         slots = core.info.adapter_slots

@@ -13,6 +13,7 @@
     BudgetExhausted       429     insufficient_quota       Retry-After
     Draining, Evicted     503     service_unavailable      Retry-After
     IdentityUnavailable   503     service_unavailable      Retry-After
+    WorkerEjected         503     service_unavailable      Retry-After
     Overloaded            429     rate_limit_exceeded      Retry-After
     WorkerUnavailable     503     service_unavailable      Retry-After; NoMemory is one
     StreamBroken          502     api_error                no
@@ -44,6 +45,7 @@ from penstock.errors import (
     StreamBroken,
     TooLarge,
     Unauthenticated,
+    WorkerEjected,
     WorkerError,
     WorkerUnavailable,
 )
@@ -77,6 +79,7 @@ _STATUS: tuple[tuple[type[PenstockError], int, str], ...] = (
     (Draining, 503, "service_unavailable"),
     (Evicted, 503, "service_unavailable"),
     (IdentityUnavailable, 503, "service_unavailable"),
+    (WorkerEjected, 503, "service_unavailable"),
     (Overloaded, 429, "rate_limit_exceeded"),
     (WorkerUnavailable, 503, "service_unavailable"),
     (StreamBroken, 502, "api_error"),
@@ -90,6 +93,7 @@ _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
     (Draining, "draining"),
     (Evicted, "evicted"),
     (IdentityUnavailable, "identity_unavailable"),
+    (WorkerEjected, "worker_unavailable"),
     (Overloaded, "overloaded"),
     (NoMemory, "no_memory"),
     (WorkerUnavailable, "worker_unavailable"),
