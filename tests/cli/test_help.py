@@ -38,6 +38,7 @@ GOLDEN = Path(__file__).parent / "golden"
         "explain",
         "alerts",
         "quantize",
+        "generate",
         "completion",
     ],
 )
