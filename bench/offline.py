@@ -62,6 +62,7 @@ class Served:
             f"models: [{{path: {model}, name: bench, engine: {{prefix_cache: false}}}}]\n"
             f"server: {{port: 0}}\nledger: {{directory: {place / 'ledger'}}}\nlog: {{level: error}}\n"
             f"limits: {{concurrent_max: {4 * len(prompts)}}}\n"
+            "admission: {ttft_target_ms: 0, tpot_target_ms: 0, targets: []}\n"  # A batch is in no hurry.
         )
         self.server = Server(place, "-c", str(place / "config.yaml"))
         self.server.wait_ready()
