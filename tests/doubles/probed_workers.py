@@ -58,4 +58,5 @@ class Probed:
             await until(lambda: not self.prober._running, timeout_s=60)
 
     def verdict(self, worker: WorkerId) -> str:
-        return self.anomalies.get(worker).verdict
+        found = self.anomalies.get(worker)
+        return "" if found is None else found.verdict
