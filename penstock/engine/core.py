@@ -151,9 +151,7 @@ class EngineCore:
         self._live: dict[RequestId, _Live] = {}
         self._outbox: Outputs = {}
         self._draining = False
-        self._step_ns = 0
-        self._waited_ns = 0
-        self._busy_ns = 0
+        self._step_ns = self._waited_ns = self._busy_ns = 0
         self._busy_since_ns = 0
         """While there is a request: up to when that time was counted and shared out."""
         self._unshared_ns = 0
@@ -317,6 +315,7 @@ class EngineCore:
             now_ns = self._clock.now_ns()
             self._waited_ns += now_ns - waiting_ns
             self._in_flight -= 1
+            self._scheduler.count_drafts(result)
             if self._floor is not None:
                 self._floor.count(_shape(self._scheduler.oldest))
             self._share_time(now_ns)
@@ -346,6 +345,8 @@ class EngineCore:
             host_stores=now.host.stores,
             host_loads=now.host.loads,
             generated_tokens=now.generated_tokens,
+            drafted_tokens=now.drafted_tokens,
+            accepted_tokens=now.accepted_tokens,
             preemptions=now.preemptions,
             rows_max=now.rows_max,
             step_ns=self._step_ns,
@@ -395,6 +396,7 @@ class EngineCore:
             usage,
             output.prompt_logprobs,
             live.request.device_ns,
+            live.request.drafts,
         )
         self._outbox.setdefault(live.owner, []).append(reported)
 
@@ -422,9 +424,9 @@ def build_core(runner: StepRunner, config: EngineSettings, hash_key: bytes, cloc
         manager = KVManager.with_prefix_cache(info.num_blocks, hasher, _host_limits(info, config))
     else:
         manager = KVManager.without_prefix_cache(info.num_blocks)
-    limits = BatchLimits.of(config, info.max_model_len)
+    limits, speculates = BatchLimits.of(config, info.max_model_len), bool(info.speculation)
     prefill = PrefillBudget(LatencyTargets.of(config))
-    scheduler = Scheduler(limits, manager, clock, waiting_queue(config), prefill)
+    scheduler = Scheduler(limits, manager, clock, waiting_queue(config), prefill, speculates=speculates)
     return EngineCore(scheduler, runner, clock, config.overlap)
 
 
@@ -481,7 +483,7 @@ def _request(message: Submit, vocab_size: int, grammar: object) -> Request:
 
 
 def _shape(flight: Flight) -> StepShape:
-    load, decoding = flight.load, flight.num_decoding
+    load, decoding = flight.load, flight.num_decoding + sum(flight.drafted)
     prompts = (load.num_sequences - decoding, load.num_tokens - decoding)
     return StepShape(decoding, *prompts, load.kv_read, load.chunk_pairs)
 

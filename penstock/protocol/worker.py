@@ -144,6 +144,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Of a GPU, as its driver writes it."""
     adapter_slots: int = 0
     """Adapters that requests in one batch may have; 0: it takes none."""
+    speculation: str = ""
+    """Who guesses tokens ahead of it, "ngram" or a model; empty: nobody."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -227,6 +229,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     token."""
     device_ns: int = 0
     """`Usage.device_ns` until now: a stream that the gateway ends pays for no less than it had."""
+    drafts: tuple[int, int] = (0, 0)
+    """`Usage.accepted_drafts` and `rejected_drafts` until now."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag="step"):
@@ -288,6 +292,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     host_loads: int = 0
     """Blocks that were copied back."""
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    """Guesses of tokens that were computed (speculation)."""
+    accepted_tokens: int = 0
+    """Of those, what became tokens of answers."""
     preemptions: int = 0
     rows_max: int = 0
     """Requests that it would run at once just now: at most `ModelInfo.max_running`, fewer where its target
