@@ -80,8 +80,6 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
     "penstock_engine_running": ("vllm:num_requests_running",),
     "penstock_engine_waiting": ("vllm:num_requests_waiting",),
     "penstock_engine_preemptions_total": ("vllm:num_preemptions_total",),
-    "penstock_engine_drafted_tokens_total": ("vllm:spec_decode_num_draft_tokens_total",),
-    "penstock_engine_accepted_tokens_total": ("vllm:spec_decode_num_accepted_tokens_total",),
     "penstock_prompt_tokens_total": ("vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total"),
     "penstock_cached_tokens_total": ("vllm:prompt_tokens_cached_total", "vllm:prefix_cache_hits_total"),
     "penstock_generated_tokens_total": ("vllm:generation_tokens_total",),

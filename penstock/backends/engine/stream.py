@@ -137,12 +137,12 @@ class EngineStream:
             self.release_buffered()
         if output.usage is not None:
             self._usage, self._first_ns = output.usage, self._clock.now_ns()
+        if output.finish is not None:
+            self._push_last(output, output.finish)
+            return
         token_ids = output.token_ids
         if self._stop is not None and len(token_ids) > 1 and output.logprobs is None:
             self._push_singly(output)
-            return
-        if output.finish is not None:
-            self._push_last(output, output.finish)
             return
         if not token_ids:
             found = tuple(to_text_logprob(each, self._tokenizer) for each in output.prompt_logprobs)
@@ -168,12 +168,9 @@ class EngineStream:
         """Several tokens of one step, where a stop string may end the answer behind any of them: it is as
         long then as if they had come one by one.
         """
-        *firsts, last = output.token_ids
-        for token_id in firsts:
-            self.push(replace(output, token_ids=(token_id,), finish=None, usage=None))
-            if self._done:
-                return
-        self.push(replace(output, token_ids=(last,), usage=None))
+        for token_id in output.token_ids:
+            if not self._done:
+                self.push(replace(output, token_ids=(token_id,), usage=None))
 
     def abort(self) -> None:
         """The client left: tell the worker, and the sink at once."""
@@ -230,12 +227,26 @@ class EngineStream:
         self.release_buffered()
         if self._done:
             return
-        self._token_ids.extend(output.token_ids)
-        text = self._push_text(output.token_ids) + self._detokenizer.finish()
-        matched = None
-        if self._stop is not None:
-            text, matched = self._stop.push(text)
-            text += self._stop.finish()
+        matched, text, num_tokens = None, "", len(output.token_ids)
+        for num_read, token_id in enumerate(output.token_ids, 1):
+            self._token_ids.append(token_id)
+            piece = self._push_text((token_id,))
+            if self._stop is not None:
+                piece, matched = self._stop.push(piece)
+            text += piece
+            if matched is not None:
+                num_tokens = num_read
+                break
+        else:
+            piece = self._detokenizer.finish()
+            if self._stop is not None:
+                piece, matched = self._stop.push(piece)
+                piece += self._stop.finish()
+            text += piece
+        if num_tokens < len(output.token_ids) and output.logprobs is None:
+            output = replace(output, token_ids=output.token_ids[:num_tokens])
+            usage = replace(finish.usage, completion_tokens=len(self._token_ids))
+            finish = replace(finish, usage=usage)
         if text or output.token_ids:
             self._sink.on_delta(self._delta(text, output))
         if not self._done:  # The sink may have aborted meanwhile.
