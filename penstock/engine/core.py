@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
-from penstock.engine.adapters.desk import AdapterDesk, AdapterRead, Entry, Reads, Released
+from penstock.engine.adapters.manager import AdapterManager, AdapterRead, Entry, Reads, Released
 from penstock.engine.steps import Prepares, wire_steps
 from penstock.errors import ClientError, Draining, InvalidRequest, PenstockError, WorkerUnavailable
 from penstock.kv.cache.host_tier import HostLimits
@@ -146,7 +146,7 @@ class EngineCore:
         self._check = runner.weight_check(clock) if isinstance(runner, HoldsWeights) else None
         self._floor = runner.floor if isinstance(runner, KnowsFloor) else None
         self._in_flight = 0
-        self.adapters: AdapterDesk | None = None
+        self.adapters: AdapterManager | None = None
         """Set by `use_adapters`."""
         self._live: dict[RequestId, _Live] = {}
         self._outbox: Outputs = {}
@@ -223,7 +223,7 @@ class EngineCore:
             if self._draining:
                 raise Draining("this worker is going away")
             if message.adapter:
-                self._go_on(self._desk().submit(owner, message, arrived_ns, grammar))
+                self._go_on(self._adapter_manager().submit(owner, message, arrived_ns, grammar))
                 return
             self._submit(owner, message, arrived_ns, grammar)
         except PenstockError as error:
@@ -234,25 +234,25 @@ class EngineCore:
         """What reads adapters for the runner; None: it takes none."""
         return self._runner.adapters if isinstance(self._runner, TakesAdapters) else None
 
-    def use_adapters(self, desk: AdapterDesk) -> None:
+    def use_adapters(self, manager: AdapterManager) -> None:
         """Take requests that name adapters."""
-        self.adapters = desk
+        self.adapters = manager
 
     def order_adapter(self, order: LoadAdapter | UnloadAdapter) -> None:
         """A gateway wants an adapter to come or to go."""
-        desk = self.adapters
-        if desk is None:
+        manager = self.adapters
+        if manager is None:
             _log.warning("adapter %s: this worker takes none", order.name)
         elif isinstance(order, LoadAdapter):
-            desk.load(order)
+            manager.load(order)
         else:
-            self._go_on(desk.unload(order))
+            self._go_on(manager.unload(order))
 
     def take_adapter(self, news: AdapterRead) -> None:
         """An adapter was read, or could not be."""
-        self._go_on(self._desk().take(news))
+        self._go_on(self._adapter_manager().take(news))
 
-    def _desk(self) -> AdapterDesk:
+    def _adapter_manager(self) -> AdapterManager:
         if self.adapters is None:
             raise WorkerUnavailable("this worker takes no adapters (engine.adapter_slots)")
         return self.adapters
@@ -267,7 +267,7 @@ class EngineCore:
                 self._submit(each.owner, each.message, each.arrived_ns, each.grammar, each.entry)
             except PenstockError as error:
                 self._end_with(each.owner, each.message.request_id, error)
-                self._go_on(self._desk().finished(each.entry))
+                self._go_on(self._adapter_manager().finished(each.entry))
 
     def _submit(
         self, owner: int, message: Submit, arrived_ns: int, grammar: object, adapter: Entry | None = None
@@ -383,7 +383,7 @@ class EngineCore:
             if not self._live:
                 self._busy_ns += self._clock.now_ns() - self._busy_since_ns
             if live.adapter is not None:
-                self._go_on(self._desk().finished(live.adapter))
+                self._go_on(self._adapter_manager().finished(live.adapter))
         elif output.token_ids and not live.has_output:
             live.has_output = True
             usage = live.request.usage(self._clock.now_ns())

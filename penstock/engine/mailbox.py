@@ -8,7 +8,7 @@ Orders about adapters come from operators, one by one.
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from penstock.engine.adapters.desk import AdapterRead
+from penstock.engine.adapters.manager import AdapterRead
 from penstock.protocol.adapters import LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import Submit
 from penstock.types import RequestId

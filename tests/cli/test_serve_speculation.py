@@ -29,7 +29,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         for name, value in (("guessing", "ngram"), ("plain", "'off'"))
     )
     (place / "config.yaml").write_text(
-        f"models: [{models}]\nledger: {{directory: {place / 'ledger'}}}\nserver: {{port: 0, trust_local: true}}\n"
+        f"models: [{models}]\nledger: {{directory: {place / 'ledger'}}}\n"
+        "server: {port: 0, trust_local: true}\n"
     )
     made = Server(place, "-c", str(place / "config.yaml"))
     made.wait_ready()

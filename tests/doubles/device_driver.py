@@ -9,7 +9,7 @@ from engine_driver import Driver
 
 from penstock.clock import Clock, SystemClock
 from penstock.config.engine_settings import EngineSettings
-from penstock.engine.adapters.desk import AdapterRead
+from penstock.engine.adapters.manager import AdapterRead
 from penstock.engine.core import build_core
 from penstock.engine.gpu.load import Target, load_on_device
 from penstock.engine.gpu.ops import Ops

@@ -11,8 +11,8 @@ from tiny_models import VOCAB_SIZE
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
-from penstock.engine.adapters.desk import AdapterDesk, AdapterRead
 from penstock.engine.adapters.fetch import AdapterFetcher
+from penstock.engine.adapters.manager import AdapterManager, AdapterRead
 from penstock.engine.core import EngineCore, build_core
 from penstock.engine.runner import Runner, load_runner
 from penstock.protocol.adapters import LoadAdapter
@@ -56,8 +56,10 @@ class Driver:
         if adapters is not None:
             reader, slots = self.core.adapter_reader, self.runner.info.adapter_slots
             assert reader is not None
-            desk = AdapterDesk(reader, AdapterFetcher(), SystemClock(), slots=slots, post=self._mail.put)
-            self.core.use_adapters(desk)
+            manager = AdapterManager(
+                reader, AdapterFetcher(), SystemClock(), slots=slots, post=self._mail.put
+            )
+            self.core.use_adapters(manager)
             for name, directory in adapters.items():
                 self.core.order_adapter(LoadAdapter(name=name, path=str(directory)))
             for _ in adapters:
