@@ -424,9 +424,9 @@ def build_core(runner: StepRunner, config: EngineSettings, hash_key: bytes, cloc
         manager = KVManager.with_prefix_cache(info.num_blocks, hasher, _host_limits(info, config))
     else:
         manager = KVManager.without_prefix_cache(info.num_blocks)
-    limits, speculates = BatchLimits.of(config, info.max_model_len), bool(info.speculation)
-    prefill = PrefillBudget(LatencyTargets.of(config))
-    scheduler = Scheduler(limits, manager, clock, waiting_queue(config), prefill, speculates=speculates)
+    limits, prefill = BatchLimits.of(config, info.max_model_len), PrefillBudget(LatencyTargets.of(config))
+    worth = config.draft_worth if info.speculation else None
+    scheduler = Scheduler(limits, manager, clock, waiting_queue(config), prefill, draft_worth=worth)
     return EngineCore(scheduler, runner, clock, config.overlap)
 
 

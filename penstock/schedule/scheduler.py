@@ -59,9 +59,11 @@ class Scheduler:
         queue: WaitingQueue,
         prefill: PrefillBudget | None = None,
         *,
-        speculates: bool = False,
+        draft_worth: float | None = None,
     ) -> None:
-        """`speculates`: the runner takes drafts, as many of them as pay (speculation.py)."""
+        """`draft_worth`: the runner takes drafts that are worth so much (`Speculation`); None: it takes
+        none.
+        """
         assert 0 < limits.max_running <= limits.step_tokens, limits
         self.limits = limits
         self._prefill = prefill or PrefillBudget(LatencyTargets())
@@ -74,8 +76,8 @@ class Scheduler:
         self._planner = Planner(
             limits, self._prefill, clock, queue, self._batch, self._counters, self._quota, self._cap
         )
-        if speculates:
-            self._planner.speculation = Speculation(self._prefill.model)
+        if draft_worth is not None:
+            self._planner.speculation = Speculation(self._prefill.model, draft_worth)
         self._fast_forward = DecodeFastForward(self._batch, self._planner, self._prefill, self._counters)
         self._flights: deque[Flight] = deque()  # Oldest first, at most FLIGHTS_MAX.
         self._step = 0

@@ -29,9 +29,6 @@ EXPECTED, EXPECTED_WEIGHT = 0.7, 2.0
 """The share of guesses that are right, and as so many drafts it counts, before a request has had any."""
 _MEMORY = 0.9
 """What remains of a request's record per step with drafts: text changes."""
-WORTH = 1.2
-"""A draft must give so many times the tokens that its time is worth: the law errs, and what is gained by a
-draft that just pays is nothing."""
 KNOWN_STEPS = 8
 """Before the law has seen so many steps, rows have up to `CAUTIOUS` drafts if they are no more than that."""
 CAUTIOUS = 3
@@ -42,10 +39,11 @@ PROBE_STEPS = 64
 class Speculation:
     """One engine's."""
 
-    __slots__ = ("_model",)
+    __slots__ = ("_model", "_worth")
 
-    def __init__(self, model: StepTimeModel) -> None:
-        self._model = model
+    def __init__(self, model: StepTimeModel, worth: float) -> None:
+        """`worth`: a draft must give so many times the tokens that its time is worth; 0: all are taken."""
+        self._model, self._worth = model, worth
 
     def choose(self, rows: Sequence[Request], load: StepLoad, room: int) -> list[tuple[int, int]]:
         """(place in `rows`, how many drafts) of those that get any; `load` is the step's without them, and
@@ -53,7 +51,7 @@ class Speculation:
         """
         room = min(room, STEP_DRAFTS_MAX)
         asked = [(_hit_rate(request), index, request) for index, request in enumerate(rows) if _may(request)]
-        if self._model.num_observed < KNOWN_STEPS:
+        if self._model.num_observed < KNOWN_STEPS and self._worth:
             few = asked if len(rows) <= CAUTIOUS else []
             return _within(room, [(index, min(CAUTIOUS, _most(request))) for _, index, request in few])
         asked.sort(key=itemgetter(0), reverse=True)
@@ -64,7 +62,7 @@ class Speculation:
         for rate, index, request in asked:
             count, gain, most = 0, rate, min(_most(request), room)
             each_ns = draft_ns + cost.pair_ns * request.num_planned
-            while count < most and gain * step_ns > WORTH * each_ns * tokens:
+            while count < most and gain * step_ns >= self._worth * each_ns * tokens:
                 step_ns, tokens, count = step_ns + each_ns, tokens + gain, count + 1
                 gain *= rate
             if not count and most:

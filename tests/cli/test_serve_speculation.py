@@ -58,7 +58,7 @@ def test_what_was_guessed_is_in_the_usage(client: openai.OpenAI) -> None:
     assert guessing.choices[0].message.content == plain.choices[0].message.content
     assert guessing.usage.completion_tokens == plain.usage.completion_tokens
     details = guessing.usage.completion_tokens_details
-    assert 10 < details.accepted_prediction_tokens < guessing.usage.completion_tokens
+    assert 0 < details.accepted_prediction_tokens < guessing.usage.completion_tokens
     assert details.rejected_prediction_tokens >= 0
     assert details.reasoning_tokens is None
     assert plain.usage.completion_tokens_details is None

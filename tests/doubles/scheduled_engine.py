@@ -75,8 +75,8 @@ class ScheduledEngine:
         prefill = PrefillBudget(targets or LatencyTargets())
         if queue is None:  # An empty one is false.
             queue = FCFSQueue(max_waiting)
-        speculates = guesses is not None
-        self.scheduler = Scheduler(limits, self.kv, self.clock, queue, prefill, speculates=speculates)
+        worth = None if guesses is None else 0.0
+        self.scheduler = Scheduler(limits, self.kv, self.clock, queue, prefill, draft_worth=worth)
         self.runner = CheckingRunner(
             num_blocks=num_blocks, max_running=max_running, num_host_slots=host_slots
         )

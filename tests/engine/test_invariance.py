@@ -252,7 +252,7 @@ def test_speculation_changes_nothing(case: Case) -> None:
     texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(asked, expected, strict=True)]
 
     def driver(**config: object) -> Driver:
-        made = case.driver(speculation="ngram", **config)
+        made = case.driver(speculation="ngram", draft_worth=0.0, **config)
         made.runner.proposer = KnowingProposer(texts)
         return made
 

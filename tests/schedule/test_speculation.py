@@ -5,6 +5,7 @@ from random import Random
 import pytest
 from scheduled_engine import ScheduledEngine
 
+from penstock.config.engine_settings import EngineSettings
 from penstock.schedule.request import Request
 from penstock.schedule.speculation import (
     CAUTIOUS,
@@ -41,7 +42,7 @@ def law(fixed_ns: int, token_ns: int) -> StepTimeModel:
 
 def chosen(model: StepTimeModel, rows: list[Request], room: int = 500) -> dict[int, int]:
     load = StepLoad(len(rows), len(rows), 50 * len(rows))
-    return dict(Speculation(model).choose(rows, load, room))
+    return dict(Speculation(model, EngineSettings().draft_worth).choose(rows, load, room))
 
 
 def test_a_lone_row_has_more_drafts_the_more_often_they_are_right() -> None:

@@ -362,7 +362,7 @@ def test_a_step_that_runs_out_of_memory_behind_its_draws_is_drawn_again(
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_speculation_changes_no_answer(alone: list[Answer], overlap: str) -> None:
     """Each draft is drawn behind the state of the grammar that those before it have left."""
-    engine = Engine(overlap=overlap, speculation="ngram")
+    engine = Engine(overlap=overlap, speculation="ngram", draft_worth=0.0)
     texts = [
         [*engine.tokenizer.encode(each["prompt"]), *answer.token_ids]
         for each, answer in zip(requests(), alone, strict=True)
@@ -373,7 +373,7 @@ def test_speculation_changes_no_answer(alone: list[Answer], overlap: str) -> Non
         assert [each.token_ids for each in answers] == [each.token_ids for each in expected]
         assert [each.finish for each in answers] == [each.finish for each in expected]
     stats = engine.core.stats()
-    assert 20 < stats.accepted_tokens < stats.drafted_tokens
+    assert 10 < stats.accepted_tokens < stats.drafted_tokens
     (scored,) = engine.ask(requests(logprobs=1)[0])
     assert scored.token_ids == alone[0].token_ids
     assert len(scored.logprobs) >= len(scored.token_ids)
