@@ -373,6 +373,10 @@ class _Connection(asyncio.Protocol):
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
+        self._bodies: list[bytes] = []
+        """Parts of a body in what is being read: a server sends each event as a chunk of its own, and they
+        cost less together.
+        """
 
     @property
     def closed(self) -> bool:
@@ -419,6 +423,7 @@ class _Connection(asyncio.Protocol):
         self._received = True
         try:
             self._parser.feed_data(data)
+            self._pass_body()
         except cast(Any, httptools).HttpParserUpgrade:
             self._fail(FailureKind.MALFORMED, "the server wants another protocol")
         except cast(Any, httptools).HttpParserError as error:
@@ -468,12 +473,18 @@ class _Connection(asyncio.Protocol):
         self._exchange.on_head(status, self._headers)
 
     def on_body(self, data: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.on_data(data)
+        self._bodies.append(data)
+
+    def _pass_body(self) -> None:
+        if self._bodies:
+            bodies, self._bodies = self._bodies, []
+            if self._exchange is not None:
+                self._exchange.on_data(bodies[0] if len(bodies) == 1 else b"".join(bodies))
 
     def on_message_complete(self) -> None:
         if self._status < 200:
             return
+        self._pass_body()
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return
@@ -484,6 +495,7 @@ class _Connection(asyncio.Protocol):
         exchange.complete()
 
     def _fail(self, kind: FailureKind, message: str) -> None:
+        self._pass_body()
         exchange = self._exchange
         self.close()
         if exchange is not None:
