@@ -18,6 +18,7 @@
     │   ├── Evicted                accepted, then dropped before it was finished    (503)
     │   ├── Draining               this server is going away                        (503)
     │   ├── WorkerBusy             a worker has no room, and may have said when     (429)
+    │   ├── WorkerEjected          its worker is not trusted: it goes on elsewhere  (503)
     │   └── IdentityUnavailable    the identity provider cannot be asked            (503)
     ├── WorkerError            a worker's trouble; the caller may retry
     │   ├── WorkerUnavailable      nothing was sent yet: another worker may be tried  (503)
@@ -107,6 +108,13 @@ class TooLarge(ClientError):
     """The body or the header block is over its configured bound."""
 
 
+class ModelBusy(ClientError):
+    """A model with work was to be put to sleep: no answer is cut for that."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="model_busy")
+
+
 class CrashingRequest(ClientError):
     """Workers have died of requests like this one: it is refused for a while, for the sake of all others."""
 
@@ -146,6 +154,12 @@ class WorkerBusy(Overloaded):
     """A worker refused a request for want of room: that is load, and no failure of the worker."""
 
 
+class WorkerEjected(Overloaded):
+    """The worker computes wrongly or slowly, so what runs there goes on elsewhere. Whoever ejected it has
+    blamed it: as an end of an attempt this is no failure of the worker's.
+    """
+
+
 class IdentityUnavailable(Overloaded):
     """Who is calling cannot be checked now, because the identity provider is not there."""
 
@@ -162,6 +176,10 @@ class WorkerUnavailable(WorkerError):
     """The worker cannot be reached or went away before anything was generated."""
 
     retry_safe = True
+
+
+class NoMemory(WorkerUnavailable):
+    """The model is asleep, and there is no memory to wake it in: other models have work."""
 
 
 class KeyRejected(WorkerUnavailable):

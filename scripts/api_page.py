@@ -19,10 +19,12 @@ from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
+from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.routes import Handler, Routes
+from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.identity.tenancy import Access
 from penstock.protocol.parameters import CHAT, COMPLETION, Fate, Parameter
@@ -156,7 +158,17 @@ def endpoints() -> Iterator[list[str]]:
     routes = Routes(
         *(
             cast(Any, each)
-            for each in (Generate, Responses, Inspect, Admin, TenantsAdmin, Console, AdaptersAdmin)
+            for each in (
+                Generate,
+                Responses,
+                Inspect,
+                Admin,
+                TenantsAdmin,
+                Console,
+                AdaptersAdmin,
+                SleepAdmin,
+                CostsAdmin,
+            )
         )
     )
     for path, route in routes.all().items():

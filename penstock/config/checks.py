@@ -29,7 +29,7 @@ def check(config: Config) -> None:
         ),
         *_limit_problems(config),
         *_model_problems(config),
-        *_fleet_problems(config.models),
+        *_fleet_problems(config),
         *routing_problems(config.routing, config.admission, [served_name(model) for model in config.models]),
         *price_problems(config.prices),
         *_trace_problems(config.traces.endpoint),
@@ -146,11 +146,13 @@ def _kv_event_problems(engine: EngineConfig, key: str, listening: dict[str, str]
             listening[address] = f"{key}.{name}"
 
 
-def _fleet_problems(models: Sequence[ModelConfig]) -> Iterator[str]:
+def _fleet_problems(config: Config) -> Iterator[str]:
     """One line for each thing that is wrong."""
     taken: dict[tuple[str, str], str] = {}
     count = 0
-    for i, model in enumerate(models):
+    if config.fleet.memory_bytes and config.fleet.launcher != "local":
+        yield "fleet.memory_bytes: bounds this machine, and with fleet.launcher ray the workers are elsewhere"
+    for i, model in enumerate(config.models):
         count += model.replicas + len(model.workers)
         if not model.replicas and not model.workers and not model.discover:
             yield f"models[{i}].replicas: 0, and there are no workers: nobody would answer"

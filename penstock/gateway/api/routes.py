@@ -8,9 +8,11 @@ from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import REQUESTS, WORKERS, Admin
 from penstock.gateway.api.console import PATH as CONSOLE
 from penstock.gateway.api.console import Console
+from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import PATH, Responses
+from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import KEYS, TenantsAdmin
 from penstock.gateway.http.errors import HttpFault
 from penstock.gateway.http.exchange import JSON, Exchange, RequestHead
@@ -20,7 +22,7 @@ from penstock.gateway.identity.tenants import Caller
 _POLLED = frozenset(
     (
         *("/health", "/ready", "/metrics", "/status.json"),
-        *("/admin/workers", "/admin/history", "/admin/alerts", "/admin/audit"),
+        *("/admin/workers", "/admin/history", "/admin/alerts", "/admin/audit", "/admin/costs"),
     )
 )
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
@@ -91,6 +93,8 @@ class Routes:
         tenants: TenantsAdmin,
         console: Console,
         adapters: AdaptersAdmin,
+        nights: SleepAdmin,
+        costs: CostsAdmin,
     ) -> None:
         self._table = {
             "/": Route(Access.OPEN, {"GET": console.landing}),
@@ -112,9 +116,13 @@ class Routes:
             "/tokenize": Route(Access.KEY, {"POST": inspect.tokenize}),
             "/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),
             "/admin/workers": Route(Access.ADMIN, {"GET": admin.workers}),
+            "/admin/sleep": Route(Access.ADMIN, {"POST": nights.sleep}),
+            "/admin/wake_up": Route(Access.ADMIN, {"POST": nights.wake_up}),
+            "/admin/is_sleeping": Route(Access.ADMIN, {"GET": nights.is_sleeping}),
             "/admin/history": Route(Access.ADMIN, {"GET": admin.history}),
             "/admin/alerts": Route(Access.ADMIN, {"GET": admin.alerts}),
             "/admin/audit": Route(Access.ADMIN, {"GET": admin.audit}),
+            "/admin/costs": Route(Access.ADMIN, {"GET": costs.costs}),
             "/admin/tenants": Route(Access.ADMIN, {"GET": tenants.tenants}),
             "/admin/keys": Route(Access.ADMIN, {"GET": tenants.keys, "POST": tenants.create}),
             "/admin/requests": Route(Access.ADMIN, {"GET": admin.requests}),

@@ -6,14 +6,16 @@
     Forbidden             403     permission_error         no
     NotFound              404     invalid_request_error    no
     MethodNotAllowed      405     invalid_request_error    no, Allow
+    ModelBusy             409     invalid_request_error    no
     TooLarge              413     invalid_request_error    no
     CrashingRequest         422     invalid_request_error    no
     HttpFault             its own invalid_request_error    no
     BudgetExhausted       429     insufficient_quota       Retry-After
     Draining, Evicted     503     service_unavailable      Retry-After
     IdentityUnavailable   503     service_unavailable      Retry-After
+    WorkerEjected         503     service_unavailable      Retry-After
     Overloaded            429     rate_limit_exceeded      Retry-After
-    WorkerUnavailable     503     service_unavailable      Retry-After
+    WorkerUnavailable     503     service_unavailable      Retry-After; NoMemory is one
     StreamBroken          502     api_error                no
     any other             500     api_error                no
 
@@ -35,12 +37,15 @@ from penstock.errors import (
     IdentityUnavailable,
     InvalidRequest,
     MethodNotAllowed,
+    ModelBusy,
+    NoMemory,
     NotFound,
     Overloaded,
     PenstockError,
     StreamBroken,
     TooLarge,
     Unauthenticated,
+    WorkerEjected,
     WorkerError,
     WorkerUnavailable,
 )
@@ -67,12 +72,14 @@ _STATUS: tuple[tuple[type[PenstockError], int, str], ...] = (
     (Forbidden, 403, "permission_error"),
     (NotFound, 404, "invalid_request_error"),
     (MethodNotAllowed, 405, "invalid_request_error"),
+    (ModelBusy, 409, "invalid_request_error"),
     (TooLarge, 413, "invalid_request_error"),
     (CrashingRequest, 422, "invalid_request_error"),
     (BudgetExhausted, 429, "insufficient_quota"),
     (Draining, 503, "service_unavailable"),
     (Evicted, 503, "service_unavailable"),
     (IdentityUnavailable, 503, "service_unavailable"),
+    (WorkerEjected, 503, "service_unavailable"),
     (Overloaded, 429, "rate_limit_exceeded"),
     (WorkerUnavailable, 503, "service_unavailable"),
     (StreamBroken, 502, "api_error"),
@@ -86,7 +93,9 @@ _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
     (Draining, "draining"),
     (Evicted, "evicted"),
     (IdentityUnavailable, "identity_unavailable"),
+    (WorkerEjected, "worker_unavailable"),
     (Overloaded, "overloaded"),
+    (NoMemory, "no_memory"),
     (WorkerUnavailable, "worker_unavailable"),
     (StreamBroken, "stream_broken"),
 )
