@@ -33,6 +33,7 @@ def check(config: Config) -> None:
         *routing_problems(config.routing, config.admission, [served_name(model) for model in config.models]),
         *price_problems(config.prices),
         *_trace_problems(config.traces.endpoint),
+        *_webhook_problems(config.slo.webhook),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -41,6 +42,7 @@ def check(config: Config) -> None:
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 
 
+_RECEIVER = re.compile(r"https?://[^\s/?#@]+(/[^\s#]*)?")
 _COLLECTOR = re.compile(r"https?://[^\s/?#@]+/[^\s#]*")
 
 
@@ -61,6 +63,11 @@ def _trace_problems(endpoint: str) -> Iterator[str]:
             "traces.endpoint: expected http(s)://HOST[:PORT]/v1/traces, where the collector takes OTLP over "
             f"HTTP, got {endpoint[:80]!r}"
         )
+
+
+def _webhook_problems(url: str) -> Iterator[str]:
+    if url and not _RECEIVER.fullmatch(url):  # It may hold a secret, so it is not repeated.
+        yield "slo.webhook: expected http(s)://HOST[:PORT]/PATH, where alerts are posted"
 
 
 def _limit_problems(config: Config) -> Iterator[str]:

@@ -238,6 +238,9 @@ class SloConfig(Branch, frozen=True, kw_only=True):
     """Share of answers whose first token comes in the promised time."""
     tpot: Objective = 0.95
     """Share of answers whose further tokens come in the promised time each."""
+    webhook: str = ""
+    """Where alerts that begin and end are posted, as Alertmanager does; empty: nowhere. For those who run no
+    Alertmanager."""
 
 
 class Config(Branch, frozen=True, kw_only=True):

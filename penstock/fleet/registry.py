@@ -166,6 +166,15 @@ class RouteWorkers:
     def __len__(self) -> int:
         return len(self._workers)
 
+    def adapter_counts(self) -> dict[str, int]:
+        """Adapters that its workers serve, and how many have each loaded. O(workers times adapters)."""
+        told = [each.backend.status.adapters for each in self]
+        counts = dict.fromkeys((name for each in told for name in sorted(each.served)), 0)
+        for each in told:
+            for name in each.loaded & each.served:
+                counts[name] += 1
+        return counts
+
     @property
     def num_ready(self) -> int:
         """Workers that take requests."""

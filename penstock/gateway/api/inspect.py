@@ -417,7 +417,7 @@ class Inspect:
         }
         metrics.worker_facts(facts)
         if (info := model.workers.info) is not None:
-            metrics.block_tokens(info.block_tokens)
+            metrics.model_info(info, model.workers.adapter_counts())
         restarts = {str(worker.id): worker.backend.status.restarts for worker in workers}
         before, self._restarts[model.name] = self._restarts.get(model.name, {}), restarts
         for _ in range(sum(max(0, count - before.get(worker, 0)) for worker, count in restarts.items())):
