@@ -292,7 +292,8 @@ def kept_free(health: Blocking | None = None) -> tuple[ModelQueue, Work, WorkerI
     now_ns = 2000 * NS_PER_MS
     assert start(queue, now_ns) is None
     assert queue.held is large
-    assert (kept := queue.rooms.held) is not None
+    kept = queue.rooms.held
+    assert kept is not None
     return queue, large, kept.id, now_ns
 
 

@@ -67,11 +67,13 @@ class HttpExchange:
         self._deadline_ns = now_ns
         self._ends_ns = now_ns + int(client.config.request_timeout_s * NS_PER_S)
 
-    def touch(self) -> None:
-        """There was progress: the wait for the next begins now."""
+    def touch(self, num_events: int = 1) -> None:
+        """There was progress, so many events at once: the wait for the next begins now."""
         now_ns, client = self._client.clock.now_ns(), self._client
         if self._touched_ns:
-            client.gaps.saw(now_ns, now_ns - self._touched_ns)
+            client.gaps.saw(now_ns, now_ns - self._touched_ns, num_events)
+        elif num_events > 1:
+            client.gaps.saw(now_ns, 0, num_events - 1)
         self._touched_ns = now_ns
         self._deadline_ns = now_ns + client.gaps.bound_ns(now_ns, client.idle_ns)
         if self._fires_ns > self._deadline_ns:

@@ -226,7 +226,7 @@ class HttpStream:
             self._corrupt(str(error))
             return
         if events and self._exchange is not None and self._finish is None:
-            self._exchange.touch()
+            self._exchange.touch(len(events))
         try:
             # Before a stop string one by one: tokens behind it do not count.
             for found in self._envelopes.sort(events, joins=self._stop is None):
