@@ -70,10 +70,8 @@ class HttpExchange:
     def touch(self, num_events: int = 1) -> None:
         """There was progress, so many events at once: the wait for the next begins now."""
         now_ns, client = self._client.clock.now_ns(), self._client
-        if self._touched_ns:
-            client.gaps.saw(now_ns, now_ns - self._touched_ns, num_events)
-        elif num_events > 1:
-            client.gaps.saw(now_ns, 0, num_events - 1)
+        was_first = not self._touched_ns
+        client.gaps.saw(now_ns, 0 if was_first else now_ns - self._touched_ns, num_events - was_first)
         self._touched_ns = now_ns
         self._deadline_ns = now_ns + client.gaps.bound_ns(now_ns, client.idle_ns)
         if self._fires_ns > self._deadline_ns:
@@ -376,9 +374,7 @@ class _Connection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
         self._bodies: list[bytes] = []
-        """Parts of a body in what is being read: a server sends each event as a chunk of its own, and they
-        cost less together.
-        """
+        """Of what is being read: a server sends each event as a chunk, and they cost less together."""
 
     @property
     def closed(self) -> bool:
