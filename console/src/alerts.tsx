@@ -38,7 +38,7 @@ interface Report {
 }
 
 const EVERY_MS = 10_000;
-export const OBJECTIVES: Record<string, string> = { availability: "Availability", ttft: "TTFT in time", tpot: "TPOT in time" };
+const OBJECTIVES: Record<string, string> = { availability: "Availability", ttft: "TTFT in time", tpot: "TPOT in time" };
 /** Burn rates from which on a budget of 30 days ends too soon, and from which on somebody is called. */
 const TICKET_BURN = 1;
 const PAGE_BURN = 6;

@@ -3,7 +3,7 @@
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { Chart, type Line } from "./chart";
-import { type SloRow, OBJECTIVES, left } from "./alerts";
+import { type SloRow, left } from "./alerts";
 import * as format from "./format";
 import { usePolled } from "./poll";
 import { hello } from "./store";
@@ -63,6 +63,7 @@ function share(part: number[], of: number[]): string {
   return all ? format.percent(sum(part) / all) : "–";
 }
 
+const BRIEF: Record<string, string> = { availability: "availability", ttft: "TTFT", tpot: "TPOT" };
 const BUDGETS_EVERY_MS = 30_000;
 
 /** The objective of what is shown whose error budget of three days is nearest to its end. */
@@ -82,7 +83,7 @@ function Figures({ columns, stepS, spanS, budget }: { columns: Columns; stepS: n
     ["Output tokens", format.count(sum(columns.generated_tokens)), `${format.count(sum(columns.generated_tokens) / spanS)}/s`],
     ["Prompt tokens", format.count(sum(columns.prompt_tokens)), sum(columns.prompt_tokens) ? `${share(columns.cached_tokens, columns.prompt_tokens)} cached` : ""],
     ["TTFT in time", sum(columns.ttft_due) ? format.percent(1 - sum(columns.ttft_late) / sum(columns.ttft_due)) : "–", sum(columns.ttft_due) ? `of ${format.count(sum(columns.ttft_due))} promised` : "nothing promised"],
-    ["Error budget left", budget ? left(budget.budget_left!) : "–", budget ? `${OBJECTIVES[budget.objective]}, of 3 days` : "nothing counted"],
+    ["Error budget left", budget ? left(budget.budget_left!) : "–", budget ? `${BRIEF[budget.objective]}, 3 days` : "nothing counted"],
   ];
   return (
     <section class="kpis" aria-label={`All of the window, by ${stepS} s`}>

@@ -84,7 +84,7 @@ def test_traffic_reads_a_moment_on_all_charts_and_narrows_to_one_model(page, unt
 def test_traffic_tells_what_is_left_of_the_worst_error_budget(page, until, replay) -> None:
     opened = page(replay().url + "/console#/traffic")
     until(opened, "document.querySelector('.kpi:last-child .kpi-value')?.innerText === '10 %'")
-    assert opened.locator(".kpi").last.inner_text().endswith("TTFT in time, of 3 days")
+    assert opened.locator(".kpi").last.inner_text().endswith("TTFT, 3 days")
 
 
 def test_a_request_is_found_and_its_life_is_drawn(page, until, replay) -> None:
