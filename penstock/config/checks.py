@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from penstock.config.checkpoints import served_name
+from penstock.config.checkpoints import plain_name, served_name
 from penstock.config.fleet import WORKERS_MAX, discover_problems, worker_problems
 from penstock.config.flow import queue_problems, shared_problems
 from penstock.config.ledger import price_problems
@@ -11,6 +11,7 @@ from penstock.config.routing import routing_problems
 from penstock.config.tenancy import access_problems, host_problems, tenant_problems
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig
 from penstock.errors import ConfigError
+from penstock.types import VERSIONED
 
 
 def check(config: Config) -> None:
@@ -29,10 +30,11 @@ def check(config: Config) -> None:
         ),
         *_limit_problems(config),
         *_model_problems(config),
-        *_fleet_problems(config.models),
+        *_fleet_problems(config),
         *routing_problems(config.routing, config.admission, [served_name(model) for model in config.models]),
         *price_problems(config.prices),
         *_trace_problems(config.traces.endpoint),
+        *_webhook_problems(config.slo.webhook),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -41,6 +43,7 @@ def check(config: Config) -> None:
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 
 
+_RECEIVER = re.compile(r"https?://[^\s/?#@]+(/[^\s#]*)?")
 _COLLECTOR = re.compile(r"https?://[^\s/?#@]+/[^\s#]*")
 
 
@@ -63,6 +66,11 @@ def _trace_problems(endpoint: str) -> Iterator[str]:
         )
 
 
+def _webhook_problems(url: str) -> Iterator[str]:
+    if url and not _RECEIVER.fullmatch(url):  # It may hold a secret, so it is not repeated.
+        yield "slo.webhook: expected http(s)://HOST[:PORT]/PATH, where alerts are posted"
+
+
 def _limit_problems(config: Config) -> Iterator[str]:
     if config.limits.n_max > config.limits.concurrent_max:
         yield "limits.n_max: above limits.concurrent_max, so such a request could never run"
@@ -73,6 +81,7 @@ def _model_problems(config: Config) -> Iterator[str]:
     if not config.models:
         yield "models: at least one is needed"
     seen: dict[str, int] = {}
+    versions: dict[str, int] = {}
     listening: dict[str, str] = {}
     for i, model in enumerate(config.models):
         name = served_name(model)
@@ -82,7 +91,15 @@ def _model_problems(config: Config) -> Iterator[str]:
             yield f"models[{i}].name: expected 1 to 256 characters without white space, got {name!r}"
         elif name in seen:
             yield f"models[{i}].name: {name!r} is the name of models[{seen[name]}] already"
+        elif model.version and plain_name(model) in seen:
+            yield f"models[{i}].version: models[{seen[plain_name(model)]}] has the name without a version"
+        elif not model.version and (first := versions.get(name)) is not None:
+            yield f"models[{i}].name: {name!r} means a version of models[{first}] already"
+        elif VERSIONED.fullmatch(plain_name(model)):
+            yield f"models[{i}].name: {name!r} ends like a version; set models[{i}].version"
         seen.setdefault(name, i)
+        if model.version:
+            versions.setdefault(plain_name(model), i)
         yield from _adapter_problems(config, i, model)
         engine = model.engine
         yield from _kv_event_problems(engine, f"models[{i}].engine.kv_events", listening)
@@ -104,7 +121,7 @@ def _adapter_problems(config: Config, i: int, model: ModelConfig) -> Iterator[st
         key = f"models[{i}].adapters.{name[:64]}"
         if not re.fullmatch(r"[^\s\x00-\x1f\x7f]{1,256}", name):
             yield f"models[{i}].adapters: expected names without white space, got {name!r}"
-        elif any(name == served_name(other) for other in config.models):
+        elif any(name in (served_name(other), plain_name(other)) for other in config.models):
             yield f"{key}: a model has this name"
         elif any(name in other.adapters for other in config.models[:i]):
             yield f"{key}: another model has an adapter of this name"
@@ -146,11 +163,13 @@ def _kv_event_problems(engine: EngineConfig, key: str, listening: dict[str, str]
             listening[address] = f"{key}.{name}"
 
 
-def _fleet_problems(models: Sequence[ModelConfig]) -> Iterator[str]:
+def _fleet_problems(config: Config) -> Iterator[str]:
     """One line for each thing that is wrong."""
     taken: dict[tuple[str, str], str] = {}
     count = 0
-    for i, model in enumerate(models):
+    if config.fleet.memory_bytes and config.fleet.launcher != "local":
+        yield "fleet.memory_bytes: bounds this machine, and with fleet.launcher ray the workers are elsewhere"
+    for i, model in enumerate(config.models):
         count += model.replicas + len(model.workers)
         if not model.replicas and not model.workers and not model.discover:
             yield f"models[{i}].replicas: 0, and there are no workers: nobody would answer"

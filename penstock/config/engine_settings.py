@@ -33,6 +33,8 @@ class EngineSettings(EngineConfig, frozen=True, kw_only=True):
     draft_worth: float = 1.2
     """A draft must give so many times the tokens that its time is worth (schedule/speculation.py): the law
     errs, and a draft that just pays gains nothing. 0: as many drafts as there is room for."""
+    memory_bytes: int = 0
+    """`fleet.memory_bytes`: what all workers of its machine may have; 0: no bound."""
     connection_buffer_bytes_max: int = 64 * 1024 * 1024
     """Unsent bytes that the worker holds for one gateway; over it the connection is dropped."""
 

@@ -139,6 +139,9 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     """A Hugging Face model directory, a hub id, or the name of a built-in demo model."""
     name: str = ""
     """The name clients use; empty takes the last part of the path."""
+    version: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """Several versions of a model have one `name`, and clients name one of them as "name@2"; "name" alone is
+    the version that stands first. 0: it has none."""
     public_prefixes: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
     """Texts (of system prompts, of plain prompts) that are nobody's secret: all tenants share their cached
     KV."""
@@ -152,6 +155,9 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     anything; "none": it does not reason."""
     replicas: Replicas = 1
     """Workers of our own engine that are launched for it; 0: none."""
+    sleep_after_s: Seconds = 0.0
+    """Without work for so long its replicas give their memory back; the first request wakes them
+    (docs/sleep.md). 0: only by hand, or for the sake of others (`fleet.memory_bytes`)."""
     workers: Annotated[tuple[WorkerConfig, ...], Meta(max_length=256)] = ()
     """Workers that run somewhere already."""
     discover: Annotated[tuple[DiscoverConfig, ...], Meta(max_length=16)] = ()
@@ -239,6 +245,9 @@ class SloConfig(Branch, frozen=True, kw_only=True):
     """Share of answers whose first token comes in the promised time."""
     tpot: Objective = 0.95
     """Share of answers whose further tokens come in the promised time each."""
+    webhook: str = ""
+    """Where alerts that begin and end are posted, as Alertmanager does; empty: nowhere. For those who run no
+    Alertmanager."""
 
 
 class Config(Branch, frozen=True, kw_only=True):

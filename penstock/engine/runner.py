@@ -21,7 +21,7 @@ from penstock.engine.adapters.compute import adapter_reader
 from penstock.engine.adapters.files import AdapterReader
 from penstock.engine.arrays import Int64Array, as_tensor
 from penstock.engine.computing import Computing, choose_computing
-from penstock.engine.decoder import DecoderLimits
+from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.device_speed import cost_floor, device_name
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of
 from penstock.engine.footprint import beside_bytes, rounded_bytes
@@ -32,9 +32,11 @@ from penstock.engine.inputs import RowTables
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import (
+    block_bytes_of,
     blocks_of,
     free_memory_bytes,
     largest_step,
+    own_memory_bytes,
     plan_host_blocks,
     plan_kv,
     scoring_step,
@@ -44,6 +46,7 @@ from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSam
 from penstock.engine.speculation import Follows, Proposer, proposer_of, verified
 from penstock.engine.step_model import StepModel, wire_model
 from penstock.engine.weight_check import WeightCheck
+from penstock.errors import ConfigError
 from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
@@ -161,6 +164,15 @@ class Runner:
                 self._grammars.enter(new)
 
     @torch.inference_mode()
+    def warm_up_again(self) -> None:
+        """After sleep: one token. That the largest steps fit was seen when the process started, and their
+        scratch is committed as it is used.
+        """
+        plan = largest_step(BatchLimits(1, 1, self.info.max_model_len), self.info.num_blocks)
+        self.run(plan)
+        self._cache.clear(list(range(blocks_of(plan))))
+
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Run the largest steps that can come: no request pays for first calls, and what they need is in
         memory.
@@ -229,20 +241,35 @@ def _weights_name(config: EngineConfig, stored: Quantization | None) -> str:
     return stored.name if stored is not None and config.quantization == "none" else config.quantization
 
 
-def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> Runner:
-    """Load the model in `model_path` and wire a runner on the CPU for it. `warm_up` is left to the caller.
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PlannedModel:
+    """A model whose files were looked at: what it will be, before a weight of it is read."""
+
+    info: ModelInfo
+    spec: DecoderSpec
+    computing: Computing
+    weights: WeightSource
+    kept_bits: int
+
+
+def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> ModelInfo | None:
+    """What `build_runner` would load, and the memory that this would take; None: that shows on the device
+    only.
 
     Raises:
-        CheckpointError: the directory does not hold a model that can be served.
-        ConfigError: a setting that is impossible on this machine or with this model.
+        CheckpointError, ConfigError: as `build_runner`.
     """
-    device = torch.device("cpu")
+    if cuda_target(EngineSettings.of(config), clock) is not None:
+        return None
+    return _planned(Path(model_path), config, lambda stage, done, total: None).info
+
+
+def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> PlannedModel:
     on_progress("reading the configuration", 0, 0)
     spec, names = read_spec(model_path)
     stored = None if config.load_format == "random" else stored_quantization(model_path)
     computing = choose_computing(config, spec)
     dtype = computing.dtype
-    kept_bits = 0 if stored is None else stored.kept(computing.kept_bits)
 
     def on_bytes(done: int, total: int) -> None:
         on_progress("loading weights", done, total)
@@ -256,8 +283,10 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     # Memory for the weights is reserved: they are read when the decoder is built.
     limits = decoder_limits(config, config.max_model_len or spec.max_position)
     reserved = reserved_bytes(spec, weights.num_bytes_left, computing, limits)
-    size, free = dtype.itemsize, free_memory_bytes() - reserved
+    size, free = dtype.itemsize, _left_bytes(config, reserved)
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
+    num_host_blocks = plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free)
+    block_bytes = block_bytes_of(config, spec, size)
     info = ModelInfo(
         model=model_path.name,
         identity=identify(model_path, config, dtype=name_of(dtype), kernels=computing.kernels),
@@ -270,19 +299,55 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         num_blocks=budget.num_blocks,
         block_tokens=BLOCK_TOKENS,
         max_running=resolve_max_running(config.max_running, config.step_tokens),
-        num_host_blocks=plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free),
+        num_host_blocks=num_host_blocks,
         capabilities=CPU_CAPABILITIES,
-        device=device_name(device),
+        device=device_name(torch.device("cpu")),
         adapter_slots=config.adapter_slots,
         speculation="" if config.speculation == "off" else config.speculation,
+        weight_bytes=reserved,
+        kv_bytes=budget.num_blocks * block_bytes,
+        host_kv_bytes=num_host_blocks * block_bytes,
     )
-    limits = decoder_limits(config, info.max_model_len)
+    kept_bits = 0 if stored is None else stored.kept(computing.kept_bits)
+    return PlannedModel(info=info, spec=spec, computing=computing, weights=weights, kept_bits=kept_bits)
+
+
+def _left_bytes(config: EngineConfig, reserved: int) -> int:
+    """What is left for KV blocks beside the weights: of the machine, and of what all models may have.
+
+    Raises:
+        ConfigError: the weights alone are too much.
+    """
+    free, bound = free_memory_bytes() - reserved, EngineSettings.of(config).memory_bytes
+    if not bound:
+        return free
+    left = bound - own_memory_bytes() - reserved
+    if left <= 0:
+        raise ConfigError(
+            f"fleet.memory_bytes is {bound}, but the weights and the process take {bound - left}"
+        )
+    return min(free, left)
+
+
+def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> Runner:
+    """Load the model in `model_path` and wire a runner on the CPU for it. `warm_up` is left to the caller.
+
+    Raises:
+        CheckpointError: the directory does not hold a model that can be served.
+        ConfigError: a setting that is impossible on this machine or with this model.
+    """
+    device, planned = torch.device("cpu"), _planned(model_path, config, on_progress)
+    info, spec, computing = planned.info, planned.spec, planned.computing
+    dtype, limits = computing.dtype, decoder_limits(config, info.max_model_len)
     with torch.inference_mode():
-        cache = KVCache(spec, budget.num_blocks, dtype, device, rounded=config.kv_dtype == "int8")
+        cache = KVCache(spec, info.num_blocks, dtype, device, rounded=config.kv_dtype == "int8")
         takes = config.adapter_slots > 0
-        model = wire_model(spec, weights, limits, cache, computing, takes_adapters=takes)
+        model = wire_model(spec, planned.weights, limits, cache, computing, takes_adapters=takes)
     on_progress("preparing kernels", 0, 0)
     sampler = Sampler(spec.vocab_size) if computing.native is None else NativeSampler(computing.native)
+    floor = cost_floor(
+        spec, info, device, itemsize=dtype.itemsize, kept_bits=planned.kept_bits, rounded_kv=cache.rounded
+    )
     return Runner(
         RunnerParts(
             info=info,
@@ -291,9 +356,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             sampler=sampler,
             step_tokens=config.step_tokens,
             host=host_store(cache, info.num_host_blocks),
-            floor=cost_floor(
-                spec, info, device, itemsize=size, kept_bits=kept_bits, rounded_kv=cache.rounded
-            ),
+            floor=floor,
             adapters=adapter_reader(spec, dtype, limits.step_tokens, computing.native) if takes else None,
             proposer=proposer_of(config, computing.native),
         )

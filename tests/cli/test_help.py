@@ -35,9 +35,12 @@ GOLDEN = Path(__file__).parent / "golden"
         "keys revoke",
         "top",
         "drain",
+        "sleep",
+        "wake",
         "explain",
         "alerts",
         "quantize",
+        "generate",
         "completion",
     ],
 )
