@@ -38,6 +38,7 @@ from penstock.engine.fault_watch import FaultWatch, Remedy
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.mailbox import Aborted, AdapterAsked, DrainAsked, KVEventsAsked, Mailbox, Submitted
 from penstock.engine.memory import settle_malloc
+from penstock.engine.pooling.core import build_vector_core
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.models.files import has_file
@@ -194,7 +195,8 @@ def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> tuple[Engi
     progress(WARMING_UP, 0, 0)
     runner.warm_up()
     info = _use_grammars(runner, Path(launch.model_path), server)
-    core = build_core(runner, launch.engine, launch.hash_key, clock)
+    build_engine = build_vector_core if runner.info.pooling else build_core
+    core = build_engine(runner, launch.engine, launch.hash_key, clock)
     gc.collect()
     gc.freeze()  # What loading made lives as long as the process: no collection looks at it again.
     return core, info
@@ -238,7 +240,8 @@ def run_steps(
         wait = not core.has_work and not core.use_idle_time()
         if wait:
             watch.rests()
-        mail = mailbox.take(wait=wait, sleep_s=core.rest_s)
+        gathers_s = core.gathers_s
+        mail = mailbox.take(wait=wait or gathers_s > 0, sleep_s=gathers_s or core.rest_s)
         watch.begins()
         for each in mail:
             draining |= isinstance(each, DrainAsked)
@@ -252,6 +255,8 @@ def run_steps(
         if mail:
             # Before the step: should it never return, then the gateway knows that there was work.
             server.publish(step, {}, core.stats())
+        if core.gathers_s > 0:
+            continue  # More may come, until a time.
         if core.has_work or core.sleep_s == 0:
             outputs = core.step()
             stats = core.stats()
