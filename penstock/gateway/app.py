@@ -30,9 +30,10 @@ from penstock.gateway.api.console import Console
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
-from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
+from penstock.gateway.api.routes import Answers, Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.tenants import TenantsAdmin
+from penstock.gateway.api.vectors import VectorEndpoints
 from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts
@@ -145,7 +146,8 @@ class Gateway:
         self._responses = Responses(services, generate := Generate(services))
         tenants = TenantsAdmin(services, self.tenancy)
         adapters = AdaptersAdmin(services, self._adapters)
-        return Routes(generate, self._responses, self._inspect, admin, tenants, self._console, adapters)
+        answers = Answers(generate, self._responses, VectorEndpoints(services))
+        return Routes(answers, self._inspect, admin, tenants, self._console, adapters)
 
     @property
     def num_accepted(self) -> int:

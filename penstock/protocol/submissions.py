@@ -17,6 +17,8 @@ STOPS_MAX = 1024
 """Stop tokens of one request, and entries of its bias."""
 INPUTS_MAX = 2048
 """Texts of one request for vectors, as at OpenAI."""
+BATCH_TEXTS_MAX = 32
+"""Texts of one request that an engine has in its scheduler at once."""
 
 _FLOATS = {
     "temperature": (0.0, SCALE_MAX),

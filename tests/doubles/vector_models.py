@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import tokenizers
 import torch
 from tiny_models import save, tiny_model
 from transformers import PreTrainedModel
@@ -51,3 +52,29 @@ def expected(
         rows.append({"cls": hidden[0], "lasttoken": hidden[-1], "mean": hidden.mean(0)}[pooling])
     found = torch.stack(rows).float()
     return torch.nn.functional.normalize(found) if normalise else found
+
+
+def write_words(directory: Path, words: Sequence[str], *, style: str = "eos") -> tokenizers.Tokenizer:
+    """A tokenizer of whole words beside a model: "eos" puts `<eos>` behind a text, as Qwen3's embedding models
+    do; "bert" and "roberta" put their marks around texts and between pairs.
+    """
+    marks = {
+        "eos": ["<unk>", "<eos>"],
+        "bert": ["[PAD]", "[UNK]", "[CLS]", "[SEP]"],
+        "roberta": ["<s>", "<pad>", "</s>", "<unk>"],
+    }[style]
+    vocab = {word: i for i, word in enumerate([*marks, *words])}
+    unknown = next(mark for mark in marks if "unk" in mark.lower())
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=unknown))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    single, pair, used = {
+        "eos": ("$A <eos>", None, ["<eos>"]),
+        "bert": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ["[CLS]", "[SEP]"]),
+        "roberta": ("<s> $A </s>", "<s> $A </s> </s> $B </s>", ["<s>", "</s>"]),
+    }[style]
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=[(mark, vocab[mark]) for mark in used]
+    )
+    library.add_special_tokens(marks)
+    library.save(str(directory / "tokenizer.json"))
+    return library

@@ -18,15 +18,13 @@ from penstock.engine.core import EngineCore, Live, Outputs, StepRunner, build_co
 from penstock.engine.requests import request_of
 from penstock.errors import ContextTooLong, Draining, InvalidRequest, PenstockError
 from penstock.kv.hashing import token_array, token_bytes
-from penstock.protocol.submissions import inputs_problem
+from penstock.protocol.submissions import BATCH_TEXTS_MAX, inputs_problem
 from penstock.protocol.worker import Output, RequestFinished, Submit
 from penstock.schedule.scheduler import Scheduler
 from penstock.types import FinishReason, RequestId, Usage
 
-BATCH_TEXTS_MAX = 32
-"""Texts of one submission in the scheduler at once,"""
 TEXTS_MAX = 256
-"""and of all together, beyond the one that each has there at least."""
+"""Texts of all submissions in the scheduler at once, beyond the one that each has there at least."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +122,7 @@ class VectorCore(EngineCore):
             request = request_of(message, self._runner.info.vocab_size, None)
             request.pools = True
             request.num_first = batch.message.firsts[place] if batch.message.firsts else 0
-            # Each stands behind what came before it was let in: else the rest of a large batch would go first.
+            # It stands behind what came before it was let in: else the rest of a large batch went first.
             arrived_ns = self._clock.now_ns() if batch.usage.prompt_tokens else batch.arrived_ns
             self._scheduler.submit(request, arrived_ns=arrived_ns)
             if not self._live:
