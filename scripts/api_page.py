@@ -19,6 +19,7 @@ from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
+from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
@@ -155,7 +156,7 @@ def endpoints() -> Iterator[list[str]]:
     """Every endpoint, whom it is for and what its handler says that it does."""
     # The handlers are only looked at, so the classes do as well as what is made of them.
     answers: Any = Answers(*(cast(Any, each) for each in (Generate, Responses, VectorEndpoints)))
-    others = (Inspect, Admin, TenantsAdmin, Console, AdaptersAdmin)
+    others = (Inspect, Admin, TenantsAdmin, Console, AdaptersAdmin, CostsAdmin)
     routes = Routes(answers, *(cast(Any, each) for each in others))
     for path, route in routes.all().items():
         for verb, handler in route.handlers.items():

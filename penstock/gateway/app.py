@@ -27,6 +27,7 @@ from penstock.fleet.registry import Registry
 from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
+from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
@@ -147,7 +148,7 @@ class Gateway:
         tenants = TenantsAdmin(services, self.tenancy)
         adapters = AdaptersAdmin(services, self._adapters)
         answers = Answers(generate, self._responses, VectorEndpoints(services))
-        return Routes(answers, self._inspect, admin, tenants, self._console, adapters)
+        return Routes(answers, self._inspect, admin, tenants, self._console, adapters, CostsAdmin(services))
 
     @property
     def num_accepted(self) -> int:

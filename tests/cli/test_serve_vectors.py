@@ -1,5 +1,5 @@
-"""Vectors of a real server, as the official client asks for them: which model gives some, who pays, and what is
-refused.
+"""Vectors of a real server, as the official client asks for them: which model gives some, who pays, and what
+is refused.
 """
 
 import base64

@@ -55,8 +55,8 @@ def expected(
 
 
 def write_words(directory: Path, words: Sequence[str], *, style: str = "eos") -> tokenizers.Tokenizer:
-    """A tokenizer of whole words beside a model: "eos" puts `<eos>` behind a text, as Qwen3's embedding models
-    do; "bert" and "roberta" put their marks around texts and between pairs.
+    """A tokenizer of whole words beside a model: "eos" puts `<eos>` behind a text, as Qwen3's embedding
+    models do; "bert" and "roberta" put their marks around texts and between pairs.
     """
     marks = {
         "eos": ["<unk>", "<eos>"],

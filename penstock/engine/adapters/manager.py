@@ -16,14 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.clock import NS_PER_S, Clock
-from penstock.engine.adapters.files import Packed
 from penstock.errors import PenstockError, WorkerUnavailable
 from penstock.protocol.adapters import AdapterState, LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import Submit
 from penstock.types import RequestId
+
+if TYPE_CHECKING:  # It is torch's, which the worker loads only once it blocks its signals.
+    from penstock.engine.adapters.files import Packed
 
 POOL_BYTES_MAX = 4 << 30
 """Of adapters in memory; those in use may be more."""
@@ -38,7 +40,7 @@ _log = logging.getLogger(__name__)
 class Reads(Protocol):
     """What reads an adapter's files: `files.AdapterReader`."""
 
-    def read(self, directory: Path, digest: str = "") -> tuple[str, Packed]:
+    def read(self, directory: Path, digest: str = "") -> "tuple[str, Packed]":
         """The digest, and the adapter, ready."""
         ...
 
@@ -59,7 +61,7 @@ class Entry:
     path: str
     digest: str = ""
     """Empty until it was read for the first time, unless it was demanded."""
-    packed: Packed | None = None
+    packed: "Packed | None" = None
     error: str = ""
     was_read: bool = False
     is_reading: bool = False
@@ -80,7 +82,7 @@ class AdapterRead:
 
     entry: Entry
     digest: str = ""
-    packed: Packed | None = None
+    packed: "Packed | None" = None
     error: str = ""
 
 
