@@ -131,6 +131,10 @@ class AdapterManager:
         self.changed = False
         """Whether `states` says something new."""
 
+    def close(self) -> None:
+        """Read nothing more; what is being read is for nobody."""
+        self._jobs.put(None)
+
     @property
     def num_waiting(self) -> int:
         """Requests that wait for an adapter."""

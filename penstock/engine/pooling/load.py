@@ -6,12 +6,14 @@ from msgspec.structs import replace
 
 from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
+from penstock.engine import runner as decoders
 from penstock.engine.core import StepRunner
 from penstock.engine.pooling.runner import PoolingRunner
 from penstock.engine.runner import OnProgress, Runner, build_runner
 from penstock.errors import ConfigError
 from penstock.models.pooling import PoolingSpec
 from penstock.models.registry import read_spec, stored_pooling
+from penstock.protocol.worker import ModelInfo
 from penstock.types import VECTOR_CAPABILITIES
 
 
@@ -25,26 +27,24 @@ def build_any_runner(
         ConfigError: a setting that is impossible on this machine or with this model.
     """
     path = Path(model_path)
-    pooling = stored_pooling(path)
-    if pooling is None:
+    if (pooling := stored_pooling(path)) is None:
         return build_runner(path, config, clock, on_progress)
-    config = replace(on_processor(config), adapter_slots=0)
-    if 0 < pooling.tokens_max < read_spec(path)[0].max_position and not config.max_model_len:
-        config = replace(config, max_model_len=pooling.tokens_max)
-    runner = build_runner(path, config, clock, on_progress)
+    runner = build_runner(path, _config_for(path, config, pooling), clock, on_progress)
     assert isinstance(runner, Runner), "it computes on the processor"
-    return pooling_runner(runner, pooling)
+    return PoolingRunner(runner.parts, _told(runner.info, pooling), pooling)
 
 
-def pooling_runner(runner: Runner, pooling: PoolingSpec) -> PoolingRunner:
-    """A decoder that was loaded to give hidden states, with what makes vectors of them."""
-    info = replace(
-        runner.info,
-        pooling=pooling.kind,
-        dimensions=pooling.dimensions,
-        capabilities=VECTOR_CAPABILITIES,
-    )
-    return PoolingRunner(runner.parts, info, pooling)
+def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> ModelInfo | None:
+    """What `build_any_runner` would load, as `runner.plan_model` says it.
+
+    Raises:
+        CheckpointError, ConfigError: as `build_any_runner`.
+    """
+    path = Path(model_path)
+    if (pooling := stored_pooling(path)) is None:
+        return decoders.plan_model(path, config, clock)
+    info = decoders.plan_model(path, _config_for(path, config, pooling), clock)
+    return None if info is None else _told(info, pooling)
 
 
 def on_processor(config: EngineConfig) -> EngineConfig:
@@ -56,3 +56,18 @@ def on_processor(config: EngineConfig) -> EngineConfig:
     if config.device == "cuda":
         raise ConfigError("engine.device is cuda, but models that make vectors run on the CPU only")
     return replace(config, device="cpu")
+
+
+def _config_for(path: Path, config: EngineConfig, pooling: PoolingSpec) -> EngineConfig:
+    """The configuration of a decoder whose hidden states are pooled."""
+    config = replace(on_processor(config), adapter_slots=0)
+    if 0 < pooling.tokens_max < read_spec(path)[0].max_position and not config.max_model_len:
+        config = replace(config, max_model_len=pooling.tokens_max)
+    return config
+
+
+def _told(info: ModelInfo, pooling: PoolingSpec) -> ModelInfo:
+    """What is told of it, in the place of what its decoder is."""
+    return replace(
+        info, pooling=pooling.kind, dimensions=pooling.dimensions, capabilities=VECTOR_CAPABILITIES
+    )

@@ -159,6 +159,7 @@ class WorkerFeed:
             adapters=adapters.loaded,
             adapters_served=adapters.served,
             capabilities=worker.backend.status.capabilities or frozenset(),
+            wake_ns=0 if worker.backend.status.asleep is None else worker.backend.status.asleep.wake_ns,
         )
 
 

@@ -162,6 +162,7 @@ class ServedModel:
             created=self.created_s,
             max_model_len=info.max_model_len if info is not None else self.declared_len or None,
             task=None if info is None else _TASKS.get(info.pooling, "embed"),
+            state=self.workers.summary().phase.value if self.workers.sleeps else None,
         )
 
     def adapter_card(self, name: str) -> ModelCard:
