@@ -34,7 +34,7 @@ from penstock.protocol.readings import DeviceReadings
 from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.types import OWN_CAPABILITIES, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 WARMING_UP = "warming up"
 """The stage of `Loading` that comes last: the weights are there, and the first steps are run."""

@@ -59,6 +59,7 @@ class BatchLimits:
     def num_tokens_max(self, request: Request) -> int:
         """How many tokens prompt and answer of the request may have together."""
         if request.pools:
+            assert not request.num_resumed, "nothing of a vector can be resumed"
             return request.num_prompt + 1  # In the place of its one draw comes the vector.
         return min(request.num_prompt + request.sampling.max_tokens, self.max_model_len)
 

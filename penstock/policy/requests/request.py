@@ -353,6 +353,7 @@ def hedge_of(request: Request, name: RequestId) -> Work:
 def _fill(work: Work, facts: RequestFacts, expected: int, verdict: Pass) -> None:
     computed = facts.prompt_tokens - facts.cached_tokens
     assert computed >= 0, f"more of {facts.id} is cached than there is"
+    assert facts.held_tokens <= facts.prompt_tokens, f"more of {facts.id} is held than there is"
     work.weight = facts.tenant.weight
     work.deadline_ns = work.arrived_ns + verdict.first_token_ns if verdict.first_token_ns else 0
     work.max_wait_ns, work.priority = facts.max_wait_ns, facts.priority
