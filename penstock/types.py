@@ -1,6 +1,7 @@
 """Words that every floor shares: ids, sampling parameters, usage and why a request ended."""
 
 import enum
+import re
 from typing import NewType
 
 import msgspec
@@ -171,3 +172,13 @@ ENGINE_CAPABILITIES = CPU_CAPABILITIES | GRAMMAR_CAPABILITIES
 VECTOR_CAPABILITIES = frozenset({Capability.EMBEDDINGS, Capability.SCORES})
 """What our engine has with a model that makes vectors."""
 ALL_CAPABILITIES = frozenset(Capability)
+
+
+VERSIONED = re.compile(r"(?P<name>.+)@(?P<version>[1-9][0-9]{0,9})")
+"""A model's name with its version."""
+
+
+def without_version(model: str) -> str:
+    """The name that all versions of a model have; of one without versions its own."""
+    found = VERSIONED.fullmatch(model)
+    return found["name"] if found is not None else model

@@ -138,6 +138,9 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     """A Hugging Face model directory, a hub id, or the name of a built-in demo model."""
     name: str = ""
     """The name clients use; empty takes the last part of the path."""
+    version: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """Several versions of a model have one `name`, and clients name one of them as "name@2"; "name" alone is
+    the version that stands first. 0: it has none."""
     public_prefixes: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
     """Texts (of system prompts, of plain prompts) that are nobody's secret: all tenants share their cached
     KV."""

@@ -403,6 +403,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     task: str | None = None
     """"generate", "embed" or "score"; null while nobody knows it."""
     limits: CallerLimits | None = None
+    root: str | None = None
+    """Of a name without a version: the version that answers for it."""
     state: str | None = None
     """"asleep" or "waking" for a model that a request would have to wait for."""
 

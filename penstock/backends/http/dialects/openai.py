@@ -156,6 +156,7 @@ class CompletionReader:
     """Reads a stream of `/v1/completions` that has text, and perhaps token ids and log-probabilities."""
 
     __slots__ = ("_num_top", "_reports_logprobs")
+    is_steady = True
 
     def __init__(self, request: GenerateRequest) -> None:
         self._reports_logprobs = request.sampling.logprobs is not None
@@ -195,6 +196,7 @@ class ChatReader:
     """Reads a stream of `/v1/chat/completions`."""
 
     __slots__ = ("_num_top",)
+    is_steady = True
 
     def __init__(self, request: GenerateRequest) -> None:
         self._num_top = request.sampling.logprobs or 0
