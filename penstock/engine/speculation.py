@@ -12,7 +12,7 @@ So what is generated is what would have been without drafts, to the bit, whoever
 the draws are the same draws; with penalties and word lists, since they look at the tokens before a position;
 with grammars, since a row that has one is drawn token by token, each behind the state that the one before
 left. Nothing is ever taken back but the KV of drafts that were wrong, which later tokens overwrite.
-docs/design/025-speculation.md says why it is done so, and not by rejection sampling.
+docs/design/026-speculation.md says why it is done so, and not by rejection sampling.
 """
 
 from collections.abc import Callable, Mapping

@@ -41,6 +41,8 @@ class NewRow:
     adapter: object = None
     """What is added to the model's weights for it, as `engine/adapters` packed it for the runner; None:
     nothing."""
+    num_first: int = 0
+    """See `Request.num_first`."""
 
 
 class RowWork(msgspec.Struct, frozen=True, gc=False):
@@ -120,6 +122,8 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
     follows: "tuple[Sampled, ...]" = ()
     """What was drawn behind it, where drafts had said the tokens before: one for each draft that was
     right."""
+    vector: bytes = b""
+    """Of a request that pools: what it asks for, float32, and no token."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -165,6 +169,8 @@ class RequestOutput(msgspec.Struct, gc=False):
     usage: Usage | None = None
     """Set exactly when `finish` is. Its `completion_tokens` counts every token that was drawn, the stop token
     too."""
+    vector: bytes = b""
+    """What a request that pools ends with."""
 
     def take(self, later: "RequestOutput") -> None:
         """Tell what came of the request behind this in the same step; neither has log-probabilities."""

@@ -225,6 +225,7 @@ class StepBuilder:
                 blocks,
                 request.grammar,
                 request.adapter,
+                request.num_first,
             )
         )
 

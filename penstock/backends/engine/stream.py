@@ -141,6 +141,9 @@ class EngineStream:
             self._push_last(output, output.finish)
             return
         token_ids = output.token_ids
+        if output.vectors:
+            self._sink.on_delta(Delta("", (), vectors=output.vectors))
+            return
         if self._stop is not None and len(token_ids) > 1 and output.logprobs is None:
             self._push_singly(output)
             return
@@ -225,6 +228,8 @@ class EngineStream:
     def _push_last(self, output: Output, finish: RequestFinished) -> None:
         """The engine ended the answer: release text that was held back."""
         self.release_buffered()
+        if output.vectors:
+            self._sink.on_delta(Delta("", (), vectors=output.vectors))
         if self._done:
             return
         matched, text, num_tokens = None, "", len(output.token_ids)
