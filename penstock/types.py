@@ -107,6 +107,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     device_ns: int = 0
     """Its share of the time in which the engine had work: these shares of all requests come to no more than
     that time. 0 of engines that do not tell."""
+    accepted_drafts: int = 0
+    """Of the answer's tokens, those that speculation had guessed."""
+    rejected_drafts: int = 0
+    """Guesses that were computed and dropped: no part of any other count of tokens."""
 
 
 class Capability(enum.StrEnum):
@@ -144,6 +148,10 @@ class Capability(enum.StrEnum):
     """It tells the ids of the tokens that it answers with."""
     REASONING_BUDGET = "reasoning_budget"
     """A reasoning that takes too long is closed."""
+    EMBEDDINGS = "embeddings"
+    """Vectors of texts; text it has none."""
+    SCORES = "scores"
+    """How well two texts go together."""
     PASS_THROUGH = "pass_through"
     """It gets the body as the client sent it, and makes of each parameter what it likes."""
 
@@ -165,6 +173,8 @@ GRAMMAR_CAPABILITIES = frozenset({
 """What an engine has whose answers can follow a grammar."""
 ENGINE_CAPABILITIES = CPU_CAPABILITIES | GRAMMAR_CAPABILITIES
 """What our engine has on a CPU."""
+VECTOR_CAPABILITIES = frozenset({Capability.EMBEDDINGS, Capability.SCORES})
+"""What our engine has with a model that makes vectors."""
 ALL_CAPABILITIES = frozenset(Capability)
 
 

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 11
+#define PS_ABI_VERSION 14
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -131,7 +131,7 @@ struct PsDecoder {
   const PsLayer *layers;
   const void *embedding;    // [vocab, hidden] of `cache.type`, or null: rows are read out of the packed head
   const float *final_norm;  // [hidden]
-  PsWeight head;            // [vocab, hidden]
+  PsWeight head;            // [vocab, hidden]; without outputs: hidden states are wanted, and no logits
   PsKvCache cache;          // of layer 0
   int64_t layer_stride;     // from one layer's cache to the next
   int64_t num_layers, hidden, intermediate, num_blocks, num_positions;
@@ -141,7 +141,7 @@ struct PsDecoder {
   float logit_softcap;        // logits become cap * tanh(logits / cap); 0: they stay
   int32_t top_k;              // experts of each token; 0: a layer has one feed-forward network
   int32_t normalise;          // the chosen experts' shares are scaled to sum to one
-  int32_t reserved;
+  int32_t vocab;              // rows of the embedding
 };
 
 #define PS_ADAPTER_RANK_MAX 128
@@ -172,7 +172,7 @@ struct PsStep {
   const int64_t *token_ids;  // [t]
   const int64_t *samples;    // [num_samples] tokens whose logits are wanted
   const int32_t *block_tables, *query_starts, *context_lens;
-  float *logits;     // [num_samples, vocab]
+  float *logits;     // [num_samples, vocab], or [num_samples, hidden] of a model without a head
   int64_t *part_ns;  // [PS_NUM_PARTS] nanoseconds are added to, or null
   int64_t t, rows, ld_tables, num_samples;
   const PsAdapterLayer *const *adapters;  // [rows] each row's [num_layers], or null; null: no row has one
@@ -192,6 +192,16 @@ struct PsSample {
   int64_t rows, vocab, ld_logits, ld_masks;
   float greedy_below;
   int32_t reserved;
+};
+
+// Guesses how rows go on: as they did where their last tokens stood before; see engine/speculation.py.
+struct PsLookup {
+  int32_t *token_ids;    // [.., ld_tokens]; guesses are written behind the known tokens
+  const int64_t *rows;   // [num_rows] rows of `token_ids`, each once
+  const int64_t *known;  // [num_rows] tokens that are known, at least 1
+  const int64_t *most;   // [num_rows] guesses that are wanted, and fit behind them
+  int64_t *found;        // [num_rows] out: how many there are
+  int64_t num_rows, ld_tokens, match_min, match_max;
 };
 
 PS_EXPORT int32_t ps_abi_version(void);
@@ -220,4 +230,5 @@ PS_EXPORT int32_t ps_silu_mul(const PsSiluMul *job);
 PS_EXPORT int32_t ps_rope_write(const PsRopeWrite *job);
 PS_EXPORT int32_t ps_attention(const PsAttention *job);
 PS_EXPORT int32_t ps_sample(const PsSample *job);
+PS_EXPORT int32_t ps_lookup(const PsLookup *job);
 PS_EXPORT int32_t ps_step(const PsDecoder *decoder, const PsStep *step);
