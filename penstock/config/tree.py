@@ -112,6 +112,9 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     adapter_slots: Annotated[int, Meta(ge=0, le=1024)] = 20
     """Low-rank adapters (LoRA) that the requests in one batch may have between them; a request for one more
     waits. 0: none are taken. On the CPU; see docs/adapters.md."""
+    adapter_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """Memory for adapters, beside weights and KV cache; null takes a tenth of the free memory, 4 GiB at
+    most."""
     prefix_cache: bool = True
     """Keep the KV blocks of finished requests and reuse them for equal prefixes of the same tenant."""
     kv_events: KVEventsConfig = KVEventsConfig()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from penstock.engine.adapters.manager import AdapterRead
-from penstock.protocol.adapters import LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import Submit
 from penstock.types import RequestId
 
@@ -52,9 +52,9 @@ class KVEventsAsked:
 
 @dataclass(slots=True, frozen=True)
 class AdapterAsked:
-    """A gateway wants an adapter to come or to go."""
+    """A gateway wants an adapter to come, to go or to stay."""
 
-    order: LoadAdapter | UnloadAdapter
+    order: LoadAdapter | UnloadAdapter | KeepAdapters
 
 
 Mail = Submitted | Aborted | DrainAsked | KVEventsAsked | AdapterAsked | AdapterRead

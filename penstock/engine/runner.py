@@ -40,9 +40,11 @@ from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import (
+    block_bytes_of,
     blocks_of,
     free_memory_bytes,
     largest_step,
+    plan_adapter_bytes,
     plan_host_blocks,
     plan_kv,
     scoring_step,
@@ -443,9 +445,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     dtype = computing.dtype
     kept_bits = 0 if stored is None else stored.kept(computing.kept_bits)
 
-    def on_bytes(done: int, total: int) -> None:
-        on_progress("loading weights", done, total)
-
+    on_bytes = partial(on_progress, "loading weights")
     if config.load_format == "random":
         weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes)
     else:
@@ -457,6 +457,8 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     reserved = reserved_bytes(spec, weights.num_bytes_left, computing, limits)
     size, free = dtype.itemsize, free_memory_bytes() - reserved
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
+    num_host_blocks = plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free)
+    kv_bytes = (budget.num_blocks + num_host_blocks) * block_bytes_of(config, spec, size)
     info = ModelInfo(
         model=model_path.name,
         identity=identify(model_path, config, dtype=name_of(dtype), kernels=computing.kernels),
@@ -469,10 +471,11 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         num_blocks=budget.num_blocks,
         block_tokens=BLOCK_TOKENS,
         max_running=resolve_max_running(config.max_running, config.step_tokens),
-        num_host_blocks=plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free),
+        num_host_blocks=num_host_blocks,
         capabilities=CPU_CAPABILITIES,
         device=device_name(device),
         adapter_slots=config.adapter_slots,
+        adapter_bytes=plan_adapter_bytes(config, free_bytes=free, taken_bytes=kv_bytes),
     )
     limits = decoder_limits(config, info.max_model_len)
     with torch.inference_mode():

@@ -39,7 +39,7 @@ from penstock.engine.server_limits import (
     ServerLimits,
 )
 from penstock.errors import InvalidRequest, WorkerUnavailable
-from penstock.protocol.adapters import Adapters, LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import Adapters, KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
 from penstock.protocol.worker import (
     AbortRequest,
@@ -401,7 +401,7 @@ class _Connection(asyncio.Protocol):
             self.send(_PONG)
         elif isinstance(message, SubscribeKVEvents):
             self._subscribe(message)
-        elif isinstance(message, LoadAdapter | UnloadAdapter):
+        elif isinstance(message, LoadAdapter | UnloadAdapter | KeepAdapters):
             self._server.mailbox.post(AdapterAsked(message))
         else:
             self._server.mailbox.post(DrainAsked())

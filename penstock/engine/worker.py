@@ -41,7 +41,6 @@ from penstock.engine.memory import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.models.files import has_file
-from penstock.protocol.adapters import Adapters
 from penstock.protocol.address import WorkerLaunch, parse_address
 from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
 from penstock.types import GRAMMAR_CAPABILITIES
@@ -225,8 +224,12 @@ def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> 
 def _take_adapters(core: EngineCore, mailbox: Mailbox, clock: Clock, fetcher: AdapterFetcher) -> None:
     """Let requests name adapters, if the runner takes some."""
     if (reader := core.adapter_reader) is not None:
-        slots = core.info.adapter_slots
-        core.use_adapters(AdapterManager(reader, fetcher, clock, slots=slots, post=mailbox.post))
+        info = core.info
+        manager = AdapterManager(
+            reader, fetcher, clock,
+            slots=info.adapter_slots, bytes_max=info.adapter_bytes, post=mailbox.post,
+        )  # fmt: skip
+        core.use_adapters(manager)
 
 
 def run_steps(
@@ -248,7 +251,7 @@ def run_steps(
             else:
                 _deliver(each, core)
         if core.adapters is not None and core.adapters.changed:
-            server.publish_adapters(Adapters(core.adapters.states()))
+            server.publish_adapters(core.adapters.told())
         if mail:
             # Before the step: should it never return, then the gateway knows that there was work.
             server.publish(step, {}, core.stats())

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from penstock.protocol.adapters import Adapters, LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import Adapters, KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.grammar import Grammar
 from penstock.types import OWN_CAPABILITIES, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
@@ -144,6 +144,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Of a GPU, as its driver writes it."""
     adapter_slots: int = 0
     """Adapters that requests in one batch may have; 0: it takes none."""
+    adapter_bytes: int = 0
+    """Memory for adapters."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -350,7 +352,10 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
     """The snapshot goes on in the next message, which has the same number."""
 
 
-ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof | LoadAdapter | UnloadAdapter
+ToWorker = (
+    Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof
+    | LoadAdapter | UnloadAdapter | KeepAdapters
+)  # fmt: skip
 FromWorker = (
     Loading | Ready | WorkerFailed | Fault | StepOutput | Stats | KVEvents | Challenge | Welcome | Adapters
 )

@@ -126,6 +126,8 @@ class FlowControl:
             self._accounts.undo(now_ns, facts, holds)
             return Refused(facts.id, "queue", lane.overloaded(dropped))
         self._requests[facts.id] = request
+        if facts.adapter:
+            lane.placement.asked(now_ns, request, lane.rooms)
         for extra in self._extras:
             extra.queued(now_ns, request)
         self._touch(lane)

@@ -9,6 +9,7 @@ bytes.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -24,6 +25,7 @@ from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.rate_limit import Limiter
+from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.policy.queueing.slots import part_of_rows
@@ -85,7 +87,7 @@ class SimGateway:
         self.policies = build_policies(
             config,
             facts=self._model_facts,
-            placement=facts.placement or self.caches.placement,
+            placement=facts.placement or partial(self.caches.placement, on_order=self._order),
             limiter=limiter,
             wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns(),
             random=rng.stream(facts.seed, f"breakers/{number}/{life}").random,
@@ -199,6 +201,9 @@ class SimGateway:
             identity="" if spec.is_external else worker.identity,
             is_external=spec.is_external,
             resumes=spec.resumes,
+            adapters=report.adapters if report is not None else None,
+            adapters_max=spec.adapters.room if spec.adapters is not None else 0,
+            adapter_load_ns=spec.adapters.read_ns if spec.adapters is not None else 0,
         )
         if worker_id not in self._known:
             self._known[worker_id] = route
@@ -333,6 +338,9 @@ class SimGateway:
         """See `driver.Records`."""
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _order(self, order: ResidencyOrder) -> None:
+        self._network.order(self._timeline.now_ns(), self.number, order)
 
     def _lose(self, now_ns: int, request: Request) -> None:
         """What the journal knows of a request when its gateway is gone."""
