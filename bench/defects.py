@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from checkout import ENGINE, KEY, Seen, Tree, code
+from defects_outside import OUTSIDE
 from defects_smaller import SMALLER
 from provenance import REPOSITORY, write_result
 
@@ -236,6 +237,7 @@ QUESTIONS: dict[str, tuple[str, Callable[[Tree], Seen]]] = {
         ("1", rows_invariant), ("2", renamed), ("4", provider_gets_it), ("5", tool_loop),
         ("6", damaged_ledger), ("7", hostile_template), ("7", many_layers), ("7", special_tokens),
         ("8", foreign_pages), ("8", disclosure), ("9", wheel), *SMALLER,
+        *OUTSIDE,
     )
 }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """What instrumentation costs: CPU of the gateway per request and of the engine's thread per step, with and
 without.
 
-    python bench/instrumentation.py [--streams 400] [--tokens 100] [--rounds 5] [--model DIR] [--out FILE]
+    python bench/instrumentation.py [--streams 400] [--tokens 80] [--rounds 5] [--instructions]
+        [--model DIR] [--out FILE]
 
 Both sides run the same program: two gateways at the same time, steps of one batch in turn.
 "Without" replaces, in this process only, what is there to be looked at: metrics, history, recent requests,
@@ -10,7 +11,8 @@ What a request pays for and what its answer needs stays: the ledger, limits, pla
 to a collector of this script that takes everything.
 
 Prints one JSON object: of each round both sides; the median of what instrumentation adds, and the best
-rounds.
+rounds. `--instructions` counts the processor's instructions per request too (valgrind's cachegrind, the
+difference of two numbers of streams): the same whatever else the machine does, where seconds are not.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import json
 import multiprocessing
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +50,11 @@ from penstock.types import RequestId, SamplingParams
 
 SIDES = ("with", "without")
 RATE = 50.0
+COUNTED_RATE = 4.0
+"""Tokens per second of a stream while instructions are counted: a gateway in valgrind is fifty times slower,
+and still has to send each token by itself.
+"""
+COUNTED_STREAMS = (20, 120)
 ROWS, STEPS, WARM_STEPS = 16, 60, 4
 
 
@@ -133,6 +141,42 @@ def gateways_us(load: Load, collector: int, order: Sequence[str]) -> dict[str, f
         client.join()
         assert events >= load.streams * load.ticks, f"{side}: {events} events arrived"
     return found
+
+
+def gateway_instructions(side: str, tokens: int, collector: int) -> dict[str, float]:
+    """Instructions of a gateway per request, and per request that sends one token only."""
+    per_request = dict[str, float]()
+    for name, ticks in (("whole", tokens), ("first_token", 1)):
+        few, many = (
+            counted(side, Load(n, COUNTED_RATE, ticks / COUNTED_RATE), collector) for n in COUNTED_STREAMS
+        )
+        per_request[name] = (many - few) / (COUNTED_STREAMS[1] - COUNTED_STREAMS[0])
+    return per_request
+
+
+def counted(side: str, load: Load, collector: int) -> int:
+    """Instructions of a gateway process that serves this load, its start included."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="instructions-") as place:
+        valgrind, out = Path(place, "python"), Path(place, "counted")
+        tool = f"valgrind --tool=cachegrind --cache-sim=no --cachegrind-out-file={out} -q"
+        valgrind.write_text(f'#!/bin/sh\nPYTHONHASHSEED=0 exec {tool} {sys.executable} "$@"\n')
+        valgrind.chmod(0o700)
+        context.set_executable(str(valgrind))
+        ours, theirs = context.Pipe()
+        server = context.Process(target=run_gateway, args=(side, load, collector, theirs))
+        server.start()
+        context.set_executable(sys.executable)
+        port = ours.recv()
+        ours.send("begin")
+        near, far = context.Pipe()
+        client = context.Process(target=run_client, args=(port, load, far))
+        client.start()
+        ours.recv()
+        near.recv()
+        client.join()
+        server.join()
+        return int(out.read_text().rstrip().rpartition("summary:")[2])
 
 
 class Collector(BaseHTTPRequestHandler):
@@ -228,6 +272,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engine-rounds", type=int, default=5)
+    parser.add_argument("--instructions", action="store_true", help="with valgrind: minutes")
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[1] / "models" / "penstock-demo")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -243,6 +288,10 @@ def main() -> int:
         "engine_us_per_step": paired(args.engine_rounds, lambda _: engine.block()),
         "gateway_us_per_request": paired(args.rounds, gateways),
     }
+    if args.instructions:
+        both = {side: gateway_instructions(side, args.tokens, port) for side in SIDES}
+        added = {name: both["with"][name] / both["without"][name] - 1 for name in both["with"]}
+        result["gateway_instructions_per_request"] = both | {"added": added}
     print(json.dumps(result))
     if args.out:
         write_result(args.out, result)

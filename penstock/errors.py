@@ -18,6 +18,7 @@
     │   ├── Evicted                accepted, then dropped before it was finished    (503)
     │   ├── Draining               this server is going away                        (503)
     │   ├── WorkerBusy             a worker has no room, and may have said when     (429)
+    │   ├── WorkerEjected          its worker is not trusted: it goes on elsewhere  (503)
     │   └── IdentityUnavailable    the identity provider cannot be asked            (503)
     ├── WorkerError            a worker's trouble; the caller may retry
     │   ├── WorkerUnavailable      nothing was sent yet: another worker may be tried  (503)
@@ -144,6 +145,12 @@ class Draining(Overloaded):
 
 class WorkerBusy(Overloaded):
     """A worker refused a request for want of room: that is load, and no failure of the worker."""
+
+
+class WorkerEjected(Overloaded):
+    """The worker computes wrongly or slowly, so what runs there goes on elsewhere. Whoever ejected it has
+    blamed it: as an end of an attempt this is no failure of the worker's.
+    """
 
 
 class IdentityUnavailable(Overloaded):

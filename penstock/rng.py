@@ -10,6 +10,7 @@ import secrets
 
 Stream = random.Random
 """The type of a stream, for signatures."""
+SEED_BITS = 63
 
 
 def stream(seed: int, name: str) -> Stream:
@@ -20,7 +21,14 @@ def stream(seed: int, name: str) -> Stream:
 
 def fresh_seed() -> int:
     """A 63-bit seed from the machine's entropy, for requests and runs that were given none."""
-    return secrets.randbits(63)
+    return secrets.randbits(SEED_BITS)
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of a request's choices: its own for the first, derived from it for the others."""
+    if choice == 0:
+        return seed & (2**SEED_BITS - 1)
+    return stream(seed, f"choice/{choice}").getrandbits(SEED_BITS)
 
 
 def fresh_token(num_bytes: int = 24) -> str:

@@ -19,6 +19,7 @@ from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
+from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
@@ -156,7 +157,16 @@ def endpoints() -> Iterator[list[str]]:
     routes = Routes(
         *(
             cast(Any, each)
-            for each in (Generate, Responses, Inspect, Admin, TenantsAdmin, Console, AdaptersAdmin)
+            for each in (
+                Generate,
+                Responses,
+                Inspect,
+                Admin,
+                TenantsAdmin,
+                Console,
+                AdaptersAdmin,
+                CostsAdmin,
+            )
         )
     )
     for path, route in routes.all().items():

@@ -21,6 +21,7 @@ PICTURES = {
     "traffic": ("#/traffic", 12, (1320, 860), "light"),
     "request-dark": ("#/requests", 12, (1320, 860), "dark"),
     "alerts": ("#/alerts", 12, (1320, 880), "light"),
+    "costs": ("#/costs", 12, (1320, 820), "light"),
     "phone": ("#/traffic", 12, (390, 844), "light"),
     "report": ("#/reports", 12, (1320, 980), "light"),
     "worker-dark": ("#/fleet/chat-70b-03", 12, (1440, 980), "dark"),

@@ -33,6 +33,7 @@ ALLOWED = {
     "engine": "text planning schedule kv models protocol clock rng types errors config",
     "backends": "text telemetry protocol kv clock types errors config",
     "gateway": "fleet backends text telemetry policy protocol kv clock rng types errors config",
+    "offline": "fleet backends engine text models protocol clock rng types errors config",
     "planning": "policy schedule models clock types errors config",
     "sim": "planning policy schedule kv clock gc_tuning rng types errors config",
     "fleet": "backends text telemetry policy protocol kv clock rng types errors config",
@@ -195,7 +196,9 @@ def test_no_imports_run_in_a_circle() -> None:
         elif node.module is not None:
             arrows[here].update(f"{node.module}.{alias.name}" for alias in node.names)
             arrows[here].add(node.module)
-    # A package's own `__init__` runs before its modules: only modules are drawn.
+    # A package's own `__init__` runs before its modules: only modules are drawn. The root's names of the
+    # library are imported when they are asked for (`test_the_package_itself_imports_nothing`).
+    arrows["penstock"].clear()
     arrows = {here: (goals & names) - {here} for here, goals in arrows.items()}
     while leaves := {name for name, goals in arrows.items() if not goals}:
         arrows = {name: goals - leaves for name, goals in arrows.items() if name not in leaves}

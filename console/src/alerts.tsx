@@ -28,6 +28,7 @@ interface SloRow {
   objective: string;
   target: number;
   windows: SloWindow[];
+  budget_left: number | null;
 }
 
 interface Report {
@@ -108,12 +109,18 @@ function Burn({ told }: { told: SloWindow }): JSX.Element {
   );
 }
 
+/** What is left of the error budget of the last three days. */
+function Left({ share }: { share: number | null }): JSX.Element {
+  if (share === null) return <td class="right num soft">–</td>;
+  return <td class={`right num ${share < 0 ? "bad-text" : share < 0.25 ? "warn-text" : ""}`}>{share < 0 ? `−${format.percent(-share)}` : format.percent(share)}</td>;
+}
+
 function Budgets({ rows }: { rows: SloRow[] }): JSX.Element {
   const windows = rows[0]?.windows.map((each) => each.window) ?? [];
   return (
     <section class="card">
       <h2>How fast error budgets burn</h2>
-      <p class="soft small">1× spends a budget exactly by the end of its period; above that it ends sooner. Point at a number for what it was made of.</p>
+      <p class="soft small">1× spends a budget exactly by the end of its period; above that it ends sooner. Budget left is of the last three days. Point at a number for what it was made of.</p>
       <div class="scroll" tabIndex={0} role="region" aria-label="Burn rates">
         <table>
           <thead>
@@ -127,6 +134,7 @@ function Budgets({ rows }: { rows: SloRow[] }): JSX.Element {
                   {each}
                 </th>
               ))}
+              <th scope="col" class="right">Budget left</th>
             </tr>
           </thead>
           <tbody>
@@ -139,6 +147,7 @@ function Budgets({ rows }: { rows: SloRow[] }): JSX.Element {
                 {row.windows.map((each) => (
                   <Burn key={each.window} told={each} />
                 ))}
+                <Left share={row.budget_left} />
               </tr>
             ))}
           </tbody>

@@ -9,6 +9,7 @@ const PATHS: Record<string, string> = {
   requests: "M4 6h16M4 12h10M4 18h13",
   playground: "M4 5h16v11H10l-5 4v-4H4z",
   tenants: "M9 11a4 4 0 1 0 0-8 4 4 0 0 0 0 8zM2 21c0-4 3-7 7-7s7 3 7 7M17 4a4 4 0 0 1 0 7M22 21c0-3-1.5-5.5-4-6.5",
+  costs: "M12 3v18M17 7.5C17 5.5 14.8 5 12 5S7 6.3 7 8.3 9 11.5 12 12s5 1.5 5 3.7S14.8 19 12 19s-5-.9-5-2.9",
   alerts: "M12 3a6 6 0 0 1 6 6c0 6 2 7 2 8H4c0-1 2-2 2-8a6 6 0 0 1 6-6zM10 21h4",
   reports: "M5 3h10l4 4v14H5zM9 17v-4M12 17v-7M15 17v-2",
   close: "M5 5l14 14M19 5L5 19",

@@ -153,9 +153,11 @@ def main() -> int:
     try:
         publisher = open_publisher(config.kv_events)  # First, for it may be refused.
         core, info = load(launch, server, clock)
+        gc.collect()
+        gc.freeze()  # What loading made lives as long as the process: no collection looks at it again.
         feed = KVEventPublisher(core.kv, config.kv_events, clock, publisher)
         fetcher = AdapterFetcher()
-        _take_adapters(core, mailbox, clock, fetcher)
+        take_adapters(core, mailbox, clock, fetcher)
         ready.set()  # First: a peer that sees us ready may order a drain.
         server.publish(0, {}, core.stats())
         server.announce(Ready(msgspec.structs.replace(info, model=launch.model_name)))
@@ -193,10 +195,7 @@ def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> tuple[Engi
     progress(WARMING_UP, 0, 0)
     runner.warm_up()
     info = _use_grammars(runner, Path(launch.model_path), server)
-    core = build_core(runner, launch.engine, launch.hash_key, clock)
-    gc.collect()
-    gc.freeze()  # What loading made lives as long as the process: no collection looks at it again.
-    return core, info
+    return build_core(runner, launch.engine, launch.hash_key, clock), info
 
 
 def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> ModelInfo:
@@ -221,7 +220,7 @@ def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> 
     return msgspec.structs.replace(info, capabilities=info.capabilities | GRAMMAR_CAPABILITIES)
 
 
-def _take_adapters(core: EngineCore, mailbox: Mailbox, clock: Clock, fetcher: AdapterFetcher) -> None:
+def take_adapters(core: EngineCore, mailbox: Mailbox, clock: Clock, fetcher: AdapterFetcher) -> None:
     """Let requests name adapters, if the runner takes some."""
     if (reader := core.adapter_reader) is not None:
         info = core.info

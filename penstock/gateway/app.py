@@ -27,6 +27,7 @@ from penstock.fleet.registry import Registry
 from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
+from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
@@ -146,7 +147,9 @@ class Gateway:
         self._responses = Responses(services, generate := Generate(services))
         tenants = TenantsAdmin(services, self.tenancy)
         adapters = AdaptersAdmin(services, self._adapters)
-        return Routes(generate, self._responses, self._inspect, admin, tenants, self._console, adapters)
+        costs = CostsAdmin(services)
+        console, responses = self._console, self._responses
+        return Routes(generate, responses, self._inspect, admin, tenants, console, adapters, costs)
 
     @property
     def num_accepted(self) -> int:

@@ -22,6 +22,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 RANK_MAX = 128
 CONFIG_BYTES_MAX = 1 << 20
+FILE_BYTES_MAX = 4 << 30
 NAME_CHARS_MAX = 256
 _PATTERNS_MAX = 4096
 _ALPHA_MAX = 1e6

@@ -10,6 +10,7 @@ from penstock.telemetry.instruments import Instruments
 Labels = tuple[str, str]
 """Model and worker."""
 CAUSES = ("slow", "wrong")
+VERDICTS = ("right", "wrong", "undecided", "answered")
 FAULTS = ("xid", "xid_noted", "oom_kill", "weights")
 """The kinds of `protocol.worker.Fault`."""
 
@@ -33,13 +34,16 @@ class AnomalyMeters:
         self._known = set[Labels]()
 
     def probed(self, model: str, worker: str, verdict: str, answer: ProbeAnswer | None, apart: float) -> None:
-        """A probe is over; `apart` is the distance of its answer from the golden one."""
-        self._probes.labels(model, verdict if verdict in ("right", "wrong", "undecided") else "none").inc()
+        """A probe is over; `apart` is the distance of its answer from the golden one, if it is held against
+        one.
+        """
+        self._probes.labels(model, verdict if verdict in VERDICTS else "none").inc()
         if answer is not None:
             self._known.add((model, worker))
             self._ttft.labels(model, worker).set(answer.ttft_ns / NS_PER_S)
             self._tpot.labels(model, worker).set(answer.tpot_ns / NS_PER_S)
-            self._distance.labels(model, worker).set(apart)
+            if verdict != "answered":
+                self._distance.labels(model, worker).set(apart)
 
     def ejected(self, model: str, cause: str) -> None:
         """A worker is out."""

@@ -355,8 +355,8 @@ CATALOG = (
         MODEL, ERROR_BUCKETS,
     ),
     # Probes and anomalies (policy/resilience/).
-    Metric("penstock_probes_total", "counter", "Probes by verdict: right, wrong, undecided, none.",
-        ("model", "verdict")),
+    Metric("penstock_probes_total", "counter", "Probes by verdict: right, wrong, undecided, answered (not "
+    "judged), none.", ("model", "verdict")),
     Metric("penstock_probe_ttft_seconds", "gauge", "Time to first token of a worker's last probe.", WORKER,
         shared=True),
     Metric("penstock_probe_tpot_seconds", "gauge", "Time per further token of a worker's last probe.", WORKER,

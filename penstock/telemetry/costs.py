@@ -9,7 +9,7 @@ directory have one account. Amounts are in the currency of the price list.
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -197,6 +197,23 @@ def read_days(directory: Path) -> Days:
         for model, sums in models.items():
             found.setdefault((path.name[:10], model), CostSums()).add(sums)
     return found
+
+
+COST_GROUPS = ("model", "day", "month")
+
+
+def cost_rows(
+    days: Days, by: Sequence[str], since: str, until: str, model: str | None
+) -> list[tuple[tuple[str, ...], CostAccount]]:
+    """The accounts of the machines' cost by group (`COST_GROUPS`), of the days from `since` to before `until`
+    (empty: all).
+    """
+    groups = dict[tuple[str, ...], list[CostSums]]()
+    for (day, name), sums in days.items():
+        if since <= day and (not until or day < until) and model in (None, name):
+            facts = {"model": name, "day": day, "month": day[:7]}
+            groups.setdefault(tuple(facts[group] for group in by), []).append(sums)
+    return [(group, account("", summed(parts))) for group, parts in sorted(groups.items())]
 
 
 def summed(rows: Iterable[CostSums]) -> CostSums:

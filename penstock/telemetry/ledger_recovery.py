@@ -237,6 +237,12 @@ class LedgerRow:
     totals: Totals
 
 
+def total_of(rows: Sequence[LedgerRow]) -> Totals:
+    """The sum of all rows."""
+    names = Totals.__struct_fields__
+    return Totals(**{name: sum(getattr(row.totals, name) for row in rows) for name in names})
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Query:
     """What is asked. Times are nanoseconds since the epoch: `since_ns` included, `until_ns` not."""

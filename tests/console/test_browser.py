@@ -11,7 +11,7 @@ from penstock.cli.main import main
 pytestmark = pytest.mark.console
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 WIDTHS = {"desk": (1320, 860), "phone": (390, 844)}
-PLACES = ("fleet", "fleet/chat-70b-03", "traffic", "requests", "tenants", "alerts", "reports")
+PLACES = ("fleet", "fleet/chat-70b-03", "traffic", "requests", "tenants", "costs", "alerts", "reports")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -162,6 +162,20 @@ def test_a_tool_is_called_in_the_playground_and_its_result_goes_back(page, until
     assert '"tool_call_id": "call_1"' in opened.locator(".as-code pre").inner_text()
     opened.get_by_role("button", name="Python").click()
     assert "tools=json.loads(" in opened.locator(".as-code pre").inner_text()
+
+
+def test_costs_by_tenant_and_by_day_beside_their_floor(page, until, replay) -> None:
+    opened = page(replay().url + "/console#/costs")
+    machines = opened.get_by_role("region", name="The machines")
+    dear = machines.get_by_role("row", name="chat-8b")
+    dear.wait_for()
+    assert dear.get_by_role("cell").all_inner_texts()[-3:] == ["2.27", "0.949", "2.4×"]
+    assert opened.get_by_role("img", name="chat-8b: requests 57 %, platform 2.4 %, idle 30 %").count() == 1
+    tenants = opened.get_by_role("region", name="The requests").locator("tbody th").all_inner_texts()
+    assert tenants == ["acme", "globex", "initech", "umbrella", "All"]
+    opened.get_by_role("button", name="Day", exact=True).click()
+    until(opened, "document.querySelector('tbody th').innerText === '2026-11-18'")
+    assert machines.locator("tbody th").all_inner_texts() == ["2026-11-18", "2026-11-17"]
 
 
 def test_a_simulators_report_and_a_result_of_a_bench_open(page, until, replay, findings, tmp_path) -> None:

@@ -15,6 +15,7 @@ from penstock.protocol.fleet import WorkerReport
 MODELS = ("chat-70b", "chat-8b")
 OUTCOMES = ("stop", "stop", "stop", "length", "tool_calls", "stop", "abort", "shed")
 TENANTS = ("acme", "globex", "initech", "umbrella")
+DAYS = ("2026-11-18", "2026-11-17")
 FIELDS = {"adapters": [], "adapters_loaded": [], "notes": [], "stage": "", "left_alone": "", "age_s": None}
 NOW_MS = 1_795_000_000_000
 
@@ -320,7 +321,9 @@ def told_of_alerts(now: int = NOW_MS // 1000) -> dict:
             {"window": span, "total": 1000, "bad": round((burn or 0) * 5), "burn": burn}
             for span, burn in zip(spans, burns, strict=True)
         ]
-        return {"model": model, "band": band, "objective": objective, "target": target, "windows": windows}
+        left = None if burns[-1] is None else round(1 - burns[-1], 3)
+        named = {"model": model, "band": band, "objective": objective, "target": target}
+        return named | {"windows": windows, "budget_left": left}
 
     def alert(name, severity, labels, since, why, **more):
         book = f"docs/runbook.md#{name.lower()}"
@@ -420,6 +423,37 @@ def told_of_keys(now: int = NOW_MS // 1000) -> dict:
     return {"writable": True, "keys": keys, "total": len(keys)}
 
 
+def told_of_costs(by: str = "tenant") -> dict:
+    """As `GET /admin/costs` answers."""
+    names = {"tenant": TENANTS, "model": ("chat-8b", "chat-70b"), "adapter": ("", "fr"), "day": DAYS}[by]
+    lines = [
+        {
+            "name": name, "requests": 41_000 // (i + 1), "failed": 12 * i,
+            "prompt_tokens": 38_000_000 // (i + 1),
+            "cached_tokens": 21_000_000 // (i + 1), "completion_tokens": 9_400_000 // (i + 1),
+            "cost_micros": 51_200_000 // (i + 1), "accelerator_cost_micros": 60_700_000 // (i + 1),
+            "per_million_micros": 1_280_000,
+        }
+        for i, name in enumerate(names)
+    ]  # fmt: skip
+    sums = {name: sum(line[name] for line in lines) for name in lines[0] if name != "name"}
+    machines = [
+        {
+            "name": name, "account": {
+                "model": "", "bill": 168.0, "requests": 95.3, "platform": 4.1, "idle": 51.2 - 20 * i,
+                "reserve": 17.4 + 20 * i, "floor": 70.2, "tokens": 74_000_000, "per_million": 2.27,
+                "floor_per_million": 0.949, "over_floor": 2.4 - i,
+            },
+        }
+        for i, name in enumerate(DAYS if by == "day" else ("chat-8b", "chat-70b"))
+    ]  # fmt: skip
+    return {
+        "by": by, "since": DAYS[-1], "currency": "USD", "is_priced": True, "usage": lines,
+        "num_lines": len(lines), "total": sums | {"name": "", "per_million_micros": 1_280_000},
+        "machines": machines, "machines_total": machines[0]["account"] | {"bill": 336.0},
+    }  # fmt: skip
+
+
 class Replay(ThreadingHTTPServer):
     """One drawn server. `period_s` is how often its feed tells."""
 
@@ -477,6 +511,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"worker": path.split("/")[3], "lines": printed()})
         elif path.startswith("/admin/requests/"):
             self._json(explained(self.server.known[path.rpartition("/")[2]], Random(3)))
+        elif path == "/admin/costs":
+            self._json(told_of_costs(self.path.partition("by=")[2].partition("&")[0]))
         elif path in self.server.answers:
             self._json(self.server.answers[path])
         else:

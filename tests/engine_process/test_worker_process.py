@@ -239,6 +239,13 @@ def test_drain_ends_what_runs_refuses_what_is_new_and_exits(how: str) -> None:
         assert not Path(worker.address.path).exists()
 
 
+def test_no_library_starts_a_thread_before_the_worker_has_blocked_its_signals() -> None:
+    """SIGTERM would end the process by way of that thread."""
+    code = "import sys, penstock.engine.worker; print({'torch', 'numpy'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_an_idle_worker_drains_at_once() -> None:
     with raw_worker() as worker:
         worker.connect().until_kind(Ready)

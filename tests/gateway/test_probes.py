@@ -10,14 +10,49 @@ from fake_backend import FakeBackend, endless_words
 
 from penstock.backends.base import GenerateRequest, Note
 from penstock.errors import EngineFault
+from penstock.policy.resilience.anomalies import Standing
 from penstock.protocol.worker import FaultCount, Stats
 from penstock.types import WorkerId
 
+CHAT = "/v1/chat/completions"
 WORKERS = [WorkerId(f"tiny-{i}") for i in range(4)]
 
 
 def of_the_platform(request: GenerateRequest) -> bool:
     return request.fairness_key == "platform"
+
+
+class Held(FakeBackend):
+    """Requests stand still there after some words, on demand; probes go on."""
+
+    is_held = False
+
+    def held(self) -> list:
+        return [
+            each
+            for each in self._streams.values()
+            if each.num_tokens >= 5 and not of_the_platform(each._request)
+        ]
+
+    def _step(self) -> None:
+        self._timer = None
+        held = self.held() if self.is_held else []
+        for stream in list(self._streams.values()):
+            if stream not in held:
+                stream.step()
+        if self._streams and self._timer is None:
+            self._schedule()
+
+
+def words_of(client) -> str:
+    """What the answer, whole or as a stream, says."""
+    answer = client.read_all()
+    client.close()
+    body = answer.partition(b"\r\n\r\n")[2]
+    if body.startswith(b"{"):
+        return msgspec.json.decode(body)["choices"][0]["message"]["content"]
+    events = [msgspec.json.decode(line) for line in re.findall(rb"data: (\{.*\})", body)]
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
 
 
 @pytest.fixture
@@ -34,7 +69,7 @@ def pool(kit) -> Iterator:
                 self.asked[worker].append(request)
                 return iter(["?"] * 99) if worker in self.damaged else endless_words(request)
 
-            backend = FakeBackend(self.clock, script=script, max_running=8)
+            backend = Held(self.clock, script=script, max_running=8)
             backend.status.info = msgspec.structs.replace(backend.status.info, identity="one and the same")
             return backend
 
@@ -58,7 +93,9 @@ def pool(kit) -> Iterator:
             raise AssertionError(f"{worker} does not become {standing}")
 
     Pool.key = kit.KEY
-    running = Pool(kit.replace(kit.make_config(), health={"probe_s": 0.02}, auth={"admin_keys": (kit.KEY,)}))
+    config = kit.replace(kit.make_config(), health={"probe_s": 0.02}, limits={"concurrent_max": 64})
+    config = kit.replace(config, auth={"admin_keys": (kit.KEY,)}, admission=kit.NO_PROMISES)
+    running = Pool(config)
     yield running
     running.stop()
 
@@ -79,7 +116,7 @@ def test_damage_is_found_and_the_worker_left_alone_until_it_is_right_again(pool,
     pool.damaged = {WORKERS[2]}
     pool.until("ejected", WORKERS[2])
     for _ in range(8):
-        ask(pool, "/v1/chat/completions", kit.chat(max_tokens=2))
+        ask(pool, CHAT, kit.chat(max_tokens=2))
     workers = msgspec.json.decode(ask(pool, "/admin/workers"))["workers"]
     shown, page = {each["id"]: each for each in workers}, ask(pool, "/metrics").decode()
     assert all(of_the_platform(each) for each in pool.asked[WORKERS[2]]), "nothing but probes"
@@ -96,6 +133,61 @@ def test_damage_is_found_and_the_worker_left_alone_until_it_is_right_again(pool,
     pool.damaged = set()
     pool.until("well", WORKERS[2])
     assert pool.log_text.getvalue().count("a worker's standing has changed") >= 3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_runs_on_an_ejected_worker_goes_on_at_another_one(pool, kit, stream):
+    """Word for word as if nothing had happened."""
+    while not all(pool.asked.values()):
+        pool.beat()
+    bad, num = pool.backend[2], 26  # Three workers take 24.
+    for backend in pool.backend:
+        backend.is_held = True
+    body = kit.post(CHAT, kit.chat(max_tokens=40, seed=1, stream=stream), "Connection: close")
+    clients = [kit.Raw(pool).send(body) for _ in range(num)]
+    pool.wait_until(lambda: sum(len(backend.held()) for backend in pool.backend) == num)
+    num_there = len(pool.call(bad.held))
+    pool.damaged = {WORKERS[2]}
+    pool.until("ejected", WORKERS[2])
+    pool.call(pool.gateway._dispatcher.tick)
+    assert (num_there >= 2, pool.call(bad.held)) == (True, [])
+    for backend in pool.backend:
+        backend.is_held = False
+    said = [words_of(client) for client in clients]
+    assert len(said[0]) > 40
+    assert said == said[:1] * num, "those that were moved are as those that were not"
+    page = ask(pool, "/metrics").decode()
+    assert f'penstock_migrations_total{{model="tiny"}} {num_there}.0' in page
+    assert f'outcome="length"}} {num}' in page, "each has ended once"
+    assert "streams leave a worker" in pool.log_text.getvalue()
+
+
+def test_with_nowhere_to_go_streams_stay_where_they_are(pool, kit):
+    """The others are full: what waited there would wait longer than it takes where it is."""
+    while not all(pool.asked.values()):
+        pool.beat()
+    for backend in pool.backend:
+        backend.is_held = True
+    body = kit.post(CHAT, kit.chat(max_tokens=40, seed=1), "Connection: close")
+    clients = [kit.Raw(pool).send(body) for _ in range(60)]
+    bad, queue = pool.backend[2], pool.gateway._dispatcher.control.lane("tiny").queue
+    pool.wait_until(lambda: queue.num_waiting + sum(len(each.held()) for each in pool.backend) == 60)
+    assert queue.num_waiting
+    num_there = len(pool.call(bad.held))
+
+    def is_slow() -> None:
+        watched = pool.gateway._policies.prober.anomalies.get(WORKERS[2])
+        watched.standing, watched.cause, watched.since_ns = Standing.EJECTED, "slow", pool.clock.now_ns()
+        watched.out_ns = 10**12
+        pool.gateway._dispatcher.tick()
+
+    pool.call(is_slow)
+    assert len(pool.call(bad.held)) == num_there >= 8
+    for backend in pool.backend[:2]:
+        backend.is_held = False
+    pool.wait_until(lambda: not pool.gateway._dispatcher.tick() and not bad.held())
+    pool.backend[3].is_held = False
+    assert len({words_of(client) for client in clients}) == 1
 
 
 def test_a_fault_is_wrong_a_lost_worker_says_nothing_and_slow_ones_are_told(pool):

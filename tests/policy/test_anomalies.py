@@ -160,7 +160,20 @@ def test_a_new_process_is_a_stranger_and_a_beat_of_0_watches_nothing():
     off = Anomalies(0)
     off.worker(0, "m", "w", ready=True, identity="i")
     assert off.due(10**18) == []
-    assert Fleet(2, identity="").anomalies.due(10**18) == [], "nothing to hold an answer against"
+    watched = Anomalies(30 * NS_PER_S)
+    watched.worker(0, "m", "w", ready=True, beats=0)
+    assert watched.due(10**18) == []
+
+
+def test_without_an_identity_a_probe_takes_the_time_and_blames_nobody():
+    watched = Anomalies(30 * NS_PER_S)
+    watched.worker(0, "m", "w", ready=True, beats=20)
+    assert (watched.due(599 * NS_PER_S), watched.due(600 * NS_PER_S)) == ([], ["w"])
+    assert watched.probed(601 * NS_PER_S, "w", ProbeAnswer(tokens=(), ttft_ns=7)) == "answered"
+    assert watched.get("w").answer.ttft_ns == 7
+    assert watched.probed(601 * NS_PER_S, "w", None, fault="NaN") == "NaN"
+    assert watched.probed(601 * NS_PER_S, "w", None) == "no answer"
+    assert (watched.get("w").standing, list(watched.certain())) == (Standing.WELL, [])
 
 
 def test_every_standing_has_its_weight_and_every_move_its_row():

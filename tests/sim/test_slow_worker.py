@@ -8,6 +8,7 @@ from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.planning.step_time import LinearStepTime, StepShape
+from penstock.policy.answers import Outcome
 from penstock.policy.resilience.anomalies import Standing
 from penstock.sim.traffic.prompts import Segment
 from penstock.sim.traffic.request import SimRequest
@@ -58,3 +59,7 @@ def test_who_becomes_slow_is_out_within_five_minutes_and_no_other_is():
     assert {each for _, each, _ in found} == {slow.id}
     out = next(at_s for at_s, _, standing in found if standing is Standing.EJECTED)
     assert BEGINS_S < out <= BEGINS_S + 300
+    moved = [each for each in result.records if each.migrations]
+    assert moved, "what ran there went on elsewhere, while others had room"
+    assert all(each.worker != slow.id and each.completion_tokens > 0 for each in moved)
+    assert {each.outcome for each in result.records} == {Outcome.FINISHED}

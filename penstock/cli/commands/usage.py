@@ -25,8 +25,8 @@ from penstock.config.load import load_config
 from penstock.config.tree import Config
 from penstock.errors import ConfigError, LedgerError
 from penstock.policy.limits.price import MICROS
-from penstock.telemetry.costs import COSTS_DIRECTORY, CostAccount, CostSums, Days, account, read_days, summed
-from penstock.telemetry.ledger_recovery import GROUPS, LedgerReader, LedgerRow, Query, Totals
+from penstock.telemetry.costs import COST_GROUPS, COSTS_DIRECTORY, CostAccount, cost_rows, read_days
+from penstock.telemetry.ledger_recovery import GROUPS, LedgerReader, LedgerRow, Query, Totals, total_of
 from penstock.telemetry.ledger_segment import database_path, ledger_directory
 
 COUNTS = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
@@ -37,12 +37,6 @@ _HEADS = {
     "completion_tokens": "completion",
     "accelerator_cost": "machines",
 }
-
-
-def total_of(rows: Sequence[LedgerRow]) -> Totals:
-    """The sum of all rows."""
-    names = Totals.__struct_fields__
-    return Totals(**{name: sum(getattr(row.totals, name) for row in rows) for name in names})
 
 
 _RANKS = {"cached_tokens": 6, "failed": 5, "accelerator_cost": 4, "prompt_tokens": 3, "completion_tokens": 2}
@@ -125,22 +119,9 @@ def _inert(text: str) -> str:
     return f"'{text}" if text[:1] in tuple("=+-@\t\r") else text
 
 
-COST_GROUPS = ("model", "day", "month")
 DAY_NS = 86_400 * NS_PER_S
 _PARTS = ("requests", "platform", "idle", "reserve")
 _COST_FIELDS = tuple(name for name in CostAccount.__struct_fields__ if name != "model")
-
-
-def cost_rows(
-    days: Days, by: Sequence[str], since: str, until: str, model: str | None
-) -> list[tuple[tuple[str, ...], CostAccount]]:
-    """The accounts of the machines' cost by group, of the days from `since` to before `until`."""
-    groups = dict[tuple[str, ...], list[CostSums]]()
-    for (day, name), sums in days.items():
-        if since <= day and (not until or day < until) and model in (None, name):
-            facts = {"model": name, "day": day, "month": day[:7]}
-            groups.setdefault(tuple(facts[group] for group in by), []).append(sums)
-    return [(group, account("", summed(parts))) for group, parts in sorted(groups.items())]
 
 
 def costs_as_table(

@@ -23,9 +23,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
-from penstock.engine.adapters.files import FILE_BYTES_MAX
 from penstock.errors import CheckpointError
-from penstock.models.adapters import CONFIG_BYTES_MAX, CONFIG_FILE, WEIGHTS_FILE
+from penstock.models.adapters import CONFIG_BYTES_MAX, CONFIG_FILE, FILE_BYTES_MAX, WEIGHTS_FILE
 
 TIMEOUT_S = 30.0
 """Without a byte."""

@@ -19,6 +19,7 @@ from penstock.errors import CheckpointError
 from penstock.models.adapters import (
     CONFIG_BYTES_MAX,
     CONFIG_FILE,
+    FILE_BYTES_MAX,
     FUSED,
     RANK_MAX,
     WEIGHTS_FILE,
@@ -32,7 +33,6 @@ from penstock.models.adapters import (
 from penstock.models.names import CheckpointNames
 from penstock.models.spec import DecoderSpec
 
-FILE_BYTES_MAX = 4 << 30
 HEADER_BYTES_MAX = 4 << 20
 _READ_BYTES = 1 << 20
 _PICKLE = "adapter_model.bin"

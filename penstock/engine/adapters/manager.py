@@ -13,11 +13,10 @@ from threading import Thread
 from typing import Protocol
 
 from penstock.clock import NS_PER_MS, Clock
-from penstock.engine.adapters.files import Packed
 from penstock.errors import PenstockError
 from penstock.protocol.adapters import Adapters, AdapterState, KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import Submit
-from penstock.schedule.adapters import AdapterPool, Entry
+from penstock.schedule.adapters import AdapterPool, Entry, InMemory
 from penstock.schedule.adapters import Released as PoolReleased
 from penstock.schedule.adapters import Waiting as PoolWaiting
 from penstock.types import RequestId
@@ -28,7 +27,7 @@ _log = logging.getLogger(__name__)
 class Reads(Protocol):
     """What reads an adapter's files: `files.AdapterReader`."""
 
-    def read(self, directory: Path, digest: str = "") -> tuple[str, Packed]:
+    def read(self, directory: Path, digest: str = "") -> tuple[str, InMemory]:
         """The digest, and the adapter, ready."""
         ...
 
@@ -60,7 +59,7 @@ class AdapterRead:
 
     entry: Entry
     digest: str = ""
-    packed: Packed | None = None
+    packed: InMemory | None = None
     error: str = ""
 
 

@@ -403,7 +403,13 @@ class LocalLauncher(SupervisingLauncher):
 
     async def close(self, *, timeout_s: float) -> None:
         """Stop every worker, all at the same time, and remove their sockets."""
-        await super().close(timeout_s=timeout_s)
+        try:
+            await super().close(timeout_s=timeout_s)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove the sockets: all that is left to do where the event loop ends before `close` could."""
         self._directory.cleanup()
 
     def _socket(self) -> UnixAddress:

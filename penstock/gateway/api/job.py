@@ -26,7 +26,6 @@ from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (
     begins_reasoning,
-    choice_seed,
     ends_reasoning,
     sampling,
     schemas_of,
@@ -38,7 +37,7 @@ from penstock.policy.tenant import Degrade, Tenant
 from penstock.protocol.grammar import Grammar
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.openai import ChatRequest, GenerationRequest
-from penstock.rng import fresh_seed
+from penstock.rng import choice_seed, fresh_seed
 from penstock.telemetry.ledger import USER_CHARS_MAX
 from penstock.text.reasoning import AnswerParser, ThoughtCount
 from penstock.text.tool_tails import ForcedCalls

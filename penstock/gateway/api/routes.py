@@ -8,6 +8,7 @@ from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import REQUESTS, WORKERS, Admin
 from penstock.gateway.api.console import PATH as CONSOLE
 from penstock.gateway.api.console import Console
+from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import PATH, Responses
@@ -20,7 +21,7 @@ from penstock.gateway.identity.tenants import Caller
 _POLLED = frozenset(
     (
         *("/health", "/ready", "/metrics", "/status.json"),
-        *("/admin/workers", "/admin/history", "/admin/alerts", "/admin/audit"),
+        *("/admin/workers", "/admin/history", "/admin/alerts", "/admin/audit", "/admin/costs"),
     )
 )
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
@@ -91,6 +92,7 @@ class Routes:
         tenants: TenantsAdmin,
         console: Console,
         adapters: AdaptersAdmin,
+        costs: CostsAdmin,
     ) -> None:
         self._table = {
             "/": Route(Access.OPEN, {"GET": console.landing}),
@@ -115,6 +117,7 @@ class Routes:
             "/admin/history": Route(Access.ADMIN, {"GET": admin.history}),
             "/admin/alerts": Route(Access.ADMIN, {"GET": admin.alerts}),
             "/admin/audit": Route(Access.ADMIN, {"GET": admin.audit}),
+            "/admin/costs": Route(Access.ADMIN, {"GET": costs.costs}),
             "/admin/tenants": Route(Access.ADMIN, {"GET": tenants.tenants}),
             "/admin/keys": Route(Access.ADMIN, {"GET": tenants.keys, "POST": tenants.create}),
             "/admin/requests": Route(Access.ADMIN, {"GET": admin.requests}),

@@ -4,8 +4,7 @@
     on_first_output, on_tokens, on_attempt_failed, on_ended <── the replies ──> Driver
 
 The driver decides, replies carry bytes, the ledger remembers; this file only passes on what each has to know.
-`Dispatcher` is the driver's `Workers` and `Clients`, `GatewayRecords` its `Records`: the ledger and the
-metrics.
+`Dispatcher` is the driver's `Workers` and `Clients`; its `Records` are in records.py.
 """
 
 import asyncio
@@ -15,118 +14,23 @@ from msgspec.structs import replace
 
 from penstock.backends.base import GenerateRequest, Sink
 from penstock.clock import NS_PER_S, Clock
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, WorkerEjected
 from penstock.fleet.registry import Registry, Worker
+from penstock.gateway.dispatch.records import GatewayRecords
 from penstock.gateway.dispatch.worker_feed import WorkerFeed
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.relay.reply import FallBackTo, Reply, StreamSlots
-from penstock.policy.answers import Diverted, FallBack, Outcome, Refused, Start, UsageRecord
+from penstock.policy.answers import Diverted, FallBack, Outcome, Refused, Start
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import PolicyStack
-from penstock.policy.limits.price import PriceList
 from penstock.policy.requests.request import Request
 from penstock.telemetry.catalog import OutcomeLabel as Answer
 from penstock.telemetry.ledger import Ledger
-from penstock.telemetry.ledger_segment import Progress
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
-from penstock.types import FinishReason, RequestId, Usage, WorkerId
-
-
-class GatewayRecords:
-    """See `driver.Records`.
-
-    All that one turn of the event loop accepted is written to the journal together.
-    """
-
-    def __init__(self, ledger: Ledger, prices: PriceList, metrics: Metrics, clock: Clock) -> None:
-        self._ledger, self._prices, self._metrics, self._clock = ledger, prices, metrics, clock
-
-    def opened(self, request: Request) -> None:
-        """See `driver.Records`."""
-        self._ledger.open(opening_record(request.facts, self._clock.wall_ns()))
-
-    def progressed(self, request: Request) -> None:
-        """See `driver.Records`."""
-        facts = request.facts
-        usage = Usage(
-            prompt_tokens=facts.prompt_tokens,
-            cached_tokens=request.counted_cached_tokens,
-            completion_tokens=request.completion_tokens,
-        )
-        self._ledger.slice(
-            Progress(
-                request_id=facts.id,
-                at_ns=self._clock.wall_ns(),
-                prompt_tokens=usage.prompt_tokens,
-                cached_tokens=usage.cached_tokens,
-                completion_tokens=usage.completion_tokens,
-                cost_micros=self._prices.cost_micros(facts.route, usage),
-                worker=request.worker,
-            )
-        )
-
-    def closed(self, request: Request, machine_micros: int) -> None:
-        """See `driver.Records`."""
-        record = request.record(self._clock.wall_ns())
-        if version := self._prices.version:
-            record = replace(record, price_version=version, accelerator_cost_micros=machine_micros)
-        self._ledger.close(record)
-        self._ledger.flush()
-
-    def flush(self) -> None:
-        """Write what was opened, before any of it is started."""
-        self._ledger.flush()
-
-    def predicted(self, request: Request, error: float) -> None:
-        """See `driver.Records`."""
-        self._metrics.predicted(request.facts.route, error)
-
-    def refused(self, route: str, reason: str) -> None:
-        """See `driver.Records`."""
-        self._metrics.refused(route, reason)
-
-    def diverted(self, route: str, why: str) -> None:
-        """See `driver.Records`."""
-        self._metrics.diverted(route, why)
-
-    def evicted(self, route: str, reason: str) -> None:
-        """See `driver.Records`."""
-        self._metrics.evicted(route, reason)
-
-    def timed_out(self, request: Request) -> None:
-        """See `driver.Records`."""
-        self._metrics.timed_out(request.facts.route)
-
-    def tried_again(self, request: Request) -> None:
-        """See `driver.Records`."""
-        count = self._metrics.migrated if request.has_begun else self._metrics.retried
-        count(request.facts.route)
-
-
-def opening_record(facts: RequestFacts, wall_ns: int) -> UsageRecord:
-    """What is known of a request when it is accepted. It stands if this process is never heard of again."""
-    tenant, requested = facts.tenant, facts.requested_model or facts.route
-    return UsageRecord(
-        request_id=facts.id,
-        ended_ns=wall_ns,
-        tenant=tenant.id,
-        tier=tenant.tier,
-        key_prefix=facts.key_prefix,
-        user=facts.user,
-        endpoint=facts.endpoint,
-        requested_model=requested,
-        served_model=facts.route,
-        route_reason=facts.diverted if requested != facts.route else "",
-        adapter=facts.adapter,
-        band=tenant.band,
-        outcome=Outcome.FAILED,
-        error="GatewayLost",
-        choices=facts.choices,
-    )
-
+from penstock.types import FinishReason, RequestId, WorkerId
 
 Pairs = tuple[tuple[str, str], ...]
 Streams = Sequence[tuple[GenerateRequest, Sink]]
@@ -234,6 +138,7 @@ class Dispatcher:
         """Called every second or so."""
         now_ns = self._clock.now_ns()
         self._workers.refresh(now_ns)
+        self._leave_ejected(now_ns)
         self.meters.tick(now_ns)
         for model, count in self._workers.num_waiting():
             self._metrics.queue_waiting(model, count)
@@ -371,6 +276,10 @@ class Dispatcher:
         """See `driver.Workers`."""
         _reply_of(request).give_up(error)
 
+    def move_off(self, now_ns: int, request: Request, error: PenstockError) -> None:
+        """See `driver.Workers`."""
+        _reply_of(request).move_off(error)
+
     def stop(self, now_ns: int, request: Request, reason: FinishReason) -> None:
         """See `driver.Clients`."""
         _reply_of(request).stop(reason)
@@ -397,6 +306,17 @@ class Dispatcher:
         self._dispatch_soon()
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _leave_ejected(self, now_ns: int) -> None:
+        """What runs on workers that are ejected goes on at others. At one that is only slow it stays until
+        another one has room: to wait would be slower still.
+        """
+        for worker_id, cause in self.anomalies.ejected():
+            error = WorkerEjected(f"the worker is {cause}")
+            num_moved = self._driver.move_off(now_ns, worker_id, error, now=cause == "slow")
+            if num_moved:
+                self._log.warning("streams leave a worker", worker=worker_id, cause=cause, streams=num_moved)
+                self._set_timer(now_ns)
 
     def _replies(self) -> Iterator[Reply]:
         return (_reply_of(request) for request in self.control.requests() if request.io is not None)

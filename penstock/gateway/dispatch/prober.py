@@ -3,11 +3,19 @@
 A probe goes straight to its worker, past queues, limits and the ledger, in a prefix cache namespace of its
 own: it is the tenant `platform`'s, whose time on the worker no request pays for. So it also reaches a worker
 that is given nothing else.
+
+    our engine      log-probabilities against those of its identity
+    vLLM, SGLang    against the worker's own first answer, which a restart forgets: whether two of them
+                    compute the same is not known
+    others          how long it took: they promise neither text nor log-probabilities
+    providers       the same, rarely, for each probe costs money
 """
 
 import asyncio
 import math
 from collections.abc import Callable
+
+import msgspec
 
 from penstock.backends.base import Delta, Finish, GenerateRequest, Generation
 from penstock.clock import NS_PER_S, Clock
@@ -24,7 +32,25 @@ from penstock.types import FinishReason, RequestId, SamplingParams, WorkerId
 PLATFORM = "platform"
 TIMEOUT_S = 20.0
 """A probe without an answer by then says nothing: the worker has other work, or is lost, which others see."""
-_SAMPLING = SamplingParams(max_tokens=TOKENS, min_tokens=TOKENS, temperature=0.0, logprobs=TOP)
+PROVIDER_BEATS = 20
+"""Beats between two probes of a provider: with the default ten minutes, for about thirty tokens."""
+_JUDGED = SamplingParams(max_tokens=TOKENS, min_tokens=TOKENS, temperature=0.0, logprobs=TOP)
+_TIMED = SamplingParams(max_tokens=TOKENS, temperature=0.0)
+_CHAT = msgspec.json.encode({"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS})
+"""What a provider is asked: no field that some of them refuse."""
+
+
+def probed_as(worker: Worker) -> tuple[str, int]:
+    """Whose answers a worker's are held against (empty: nobody's), and the beats between its probes (0: it is
+    not probed).
+    """
+    status = worker.backend.status
+    if worker.engine == "penstock":
+        identity = status.info.identity if status.info is not None else ""
+        return identity, 1 if identity else 0
+    if status.resumes:  # It tells token ids, and log-probabilities by id.
+        return f"{worker.engine} {worker.id}", 1
+    return "", PROVIDER_BEATS if worker.engine == "openai" else 1
 
 
 class Prober:
@@ -115,10 +141,13 @@ class Prober:
             self._judged(worker_id, None, why="there is nothing to ask it")
             return
         self._num += 1
+        is_chat = worker.engine == "openai"
         request = GenerateRequest(
             request_id=RequestId(f"probe-{self._name}-{self._num}"),
             prompt_token_ids=prompt,
-            sampling=_SAMPLING,
+            sampling=_JUDGED if probed_as(worker)[0] else _TIMED,
+            body=_CHAT if is_chat else b"",
+            is_chat=is_chat,
             # Another namespace each time: what is cached would not be computed.
             cache_salt=f"{PLATFORM} {self._name} {self._num}".encode(),
             fairness_key=PLATFORM,
@@ -164,7 +193,7 @@ class _Probe:
         self.stream: Generation | None = None
         self._prober, self._worker_id, self._clock = prober, worker_id, clock
         self._tokens: list[ProbeToken] = []
-        self._first_ns = 0
+        self._num_tokens = self._first_ns = 0
 
     def abort(self) -> None:
         """Its time is up."""
@@ -174,6 +203,7 @@ class _Probe:
     def on_delta(self, delta: Delta) -> None:
         """See `Sink`."""
         self._first_ns = self._first_ns or self._clock.now_ns()
+        self._num_tokens += len(delta.token_ids)
         for each in delta.logprobs:
             top = {data or text.encode(): logprob for text, data, logprob in each.top}
             self._tokens.append(ProbeToken(each.token_bytes or each.token.encode(), top))
@@ -183,7 +213,7 @@ class _Probe:
         self.is_over, now_ns = True, self._clock.now_ns()
         answer = None
         if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            num_more = max(1, len(self._tokens) - 1)
+            num_more = max(1, self._num_tokens - 1)
             answer = ProbeAnswer(
                 tokens=tuple(self._tokens),
                 ttft_ns=(self._first_ns or now_ns) - self.began_ns,

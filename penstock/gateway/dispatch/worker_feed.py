@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Overloaded, WorkerUnavailable
 from penstock.fleet.registry import Registry, Worker
+from penstock.gateway.dispatch.prober import probed_as
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.models.served import ServedModel
 from penstock.policy.lifecycle.control import FlowControl
@@ -123,7 +124,7 @@ class WorkerFeed:
 
     def _watch(self, now_ns: int, worker: Worker) -> None:
         status = worker.backend.status
-        identity = status.info.identity if status.info is not None and worker.engine == "penstock" else ""
+        identity, beats = probed_as(worker)
         self._anomalies.worker(
             now_ns,
             worker.route,
@@ -132,6 +133,7 @@ class WorkerFeed:
             epoch=worker.epoch,
             identity=identity,
             kind=worker.kind,
+            beats=beats,
         )
         if (stats := status.stats) is not None:
             self._anomalies.stepped(worker.id, stats.timed)

@@ -12,6 +12,7 @@
     BudgetExhausted       429     insufficient_quota       Retry-After
     Draining, Evicted     503     service_unavailable      Retry-After
     IdentityUnavailable   503     service_unavailable      Retry-After
+    WorkerEjected         503     service_unavailable      Retry-After
     Overloaded            429     rate_limit_exceeded      Retry-After
     WorkerUnavailable     503     service_unavailable      Retry-After
     StreamBroken          502     api_error                no
@@ -41,6 +42,7 @@ from penstock.errors import (
     StreamBroken,
     TooLarge,
     Unauthenticated,
+    WorkerEjected,
     WorkerError,
     WorkerUnavailable,
 )
@@ -73,6 +75,7 @@ _STATUS: tuple[tuple[type[PenstockError], int, str], ...] = (
     (Draining, 503, "service_unavailable"),
     (Evicted, 503, "service_unavailable"),
     (IdentityUnavailable, 503, "service_unavailable"),
+    (WorkerEjected, 503, "service_unavailable"),
     (Overloaded, 429, "rate_limit_exceeded"),
     (WorkerUnavailable, 503, "service_unavailable"),
     (StreamBroken, 502, "api_error"),
@@ -86,6 +89,7 @@ _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
     (Draining, "draining"),
     (Evicted, "evicted"),
     (IdentityUnavailable, "identity_unavailable"),
+    (WorkerEjected, "worker_unavailable"),
     (Overloaded, "overloaded"),
     (WorkerUnavailable, "worker_unavailable"),
     (StreamBroken, "stream_broken"),

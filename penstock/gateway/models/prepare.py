@@ -22,16 +22,15 @@ import msgspec
 from penstock.errors import ContextTooLong, InvalidRequest, Overloaded
 from penstock.gateway.models.served import ServedModel
 from penstock.policy.tenant import ANONYMOUS, Tenant, check_tokens, output_room
-from penstock.protocol.needs import text_only
+from penstock.protocol.needs import for_template
 from penstock.protocol.openai import ChatRequest, CompletionRequest, GenerationRequest, Message, ToolSpec
 from penstock.protocol.worker import ModelInfo
-from penstock.rng import stream
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import USED_UP, ChatTemplate
 from penstock.text.reasoning import has_begun
 from penstock.text.sandbox import RanAway
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.token_rules import bad_word_tokens, stop_token_ids
 from penstock.types import ModelName, SamplingParams
 
 NUM_THREADS = 2
@@ -133,7 +132,6 @@ class _Apart:
 
 
 COMPLETION_MAX_TOKENS = 16
-SEED_BITS = 63
 BAD_WORDS_MAX, BAD_WORD_CHARS_MAX, BAD_WORDS_CHARS_MAX = 256, 256, 8192
 """Words, characters of one, and characters of all: they are tokenized on the event loop."""
 PROMPT_END_TOKENS = 16
@@ -206,7 +204,7 @@ async def render(
 
     def work(may_block: bool) -> tuple[int, ...]:
         return model.prompts.token_ids(
-            [_for_template(message) for message in messages],
+            [for_template(message) for message in messages],
             tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
             add_generation_prompt=add_generation_prompt,
             extra=extra,
@@ -216,14 +214,6 @@ async def render(
         )
 
     return await pool.render(num_bytes, model, bool(tools), work)
-
-
-def _for_template(message: Message) -> dict[str, Any]:
-    """The message as templates know it: earlier reasoning has one name there."""
-    found: dict[str, Any] = msgspec.to_builtins(text_only(message))
-    if (reasoning := found.pop("reasoning", None)) is not None:
-        found.setdefault("reasoning_content", reasoning)
-    return found
 
 
 def begins_reasoning(model: ServedModel, prompt: Sequence[int]) -> bool:
@@ -396,43 +386,21 @@ def sampling(
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=_logit_bias(request),
-        bad_words=_bad_words(model.tokenizer, getattr(request, "bad_words", None)),
+        bad_words=bad_word_tokens(model.tokenizer, getattr(request, "bad_words", None) or ()),
         allowed_token_ids=tuple(dict.fromkeys(getattr(request, "allowed_token_ids", None) or ())),
         min_tokens=request.min_tokens or 0,
         seed=seed,
         max_tokens=max_tokens,
-        stop_token_ids=_stop_token_ids(model, request),
+        stop_token_ids=stop_token_ids(
+            model.tokenizer, request.stop_token_ids or (), ignores_eos=bool(request.ignore_eos)
+        ),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
 
 
-def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one choice: the request's own for the first, derived from it for the others."""
-    if choice == 0:
-        return seed & (2**SEED_BITS - 1)
-    return stream(seed, f"choice/{choice}").getrandbits(SEED_BITS)
-
-
 def _logit_bias(request: GenerationRequest) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), bias) for key, bias in (request.logit_bias or {}).items() if bias)
-
-
-def _bad_words(tokenizer: Tokenizer, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each word, at the beginning of a text and behind a space, as vLLM has them."""
-    found: list[tuple[int, ...]] = []
-    for word in words or ():
-        alone = tokenizer.encode(word.lstrip(), add_special_tokens=False)
-        found.append(alone)
-        behind = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-        if behind[0] != alone[0] and len(behind) == len(alone):
-            found.append(behind)
-    return tuple(found)
-
-
-def _stop_token_ids(model: ServedModel, request: GenerationRequest) -> tuple[int, ...]:
-    ends = () if request.ignore_eos else model.tokenizer.eos_ids
-    return tuple(dict.fromkeys((*ends, *(request.stop_token_ids or ()))))
 
 
 def _room(asked: int | None, num_prompt: int, info: ModelInfo, tenant: Tenant, param: str) -> int:

@@ -313,6 +313,11 @@ class Reply:
         if not self._waiting:
             self._break(error, can_resume=False)
 
+    def move_off(self, error: PenstockError) -> None:
+        """Every choice that runs goes on at another worker."""
+        if not self._waiting and self._stopped is None:
+            self._break(error, can_resume=True)
+
     def stop(self, reason: FinishReason) -> None:
         """End every choice now with `reason`, as a good end with what there is."""
         if self._is_over:

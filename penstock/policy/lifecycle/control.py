@@ -367,6 +367,14 @@ class FlowControl:
         """All of them, in the order in which they came."""
         return list(self._requests.values())
 
+    def running_at(self, worker_id: WorkerId) -> Sequence[Request]:
+        """Requests that have an attempt at a worker, in the order in which they came."""
+        return [request for request in self._requests.values() if request.attempt_at(worker_id)]
+
+    def can_move(self, now_ns: int, request: Request, *, now: bool) -> bool:
+        """Whether a request that runs would go on elsewhere if its worker ended it; `now`: at once."""
+        return self._fallbacks.can_move(now_ns, request, now=now)
+
     def lane(self, route: str) -> ModelQueue | None:
         """A model's queue and workers, for gauges."""
         return self._lanes.get(route)

@@ -14,7 +14,7 @@ come back here before it returns.
 
 from typing import Protocol
 
-from penstock.errors import EngineFault, PenstockError, StreamBroken
+from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerEjected
 from penstock.policy.answers import (
     Abort,
     Diverted,
@@ -49,6 +49,12 @@ class Workers(Protocol):
     def give_up(self, now_ns: int, request: Request, error: PenstockError) -> None:
         """Abort its only attempt, which has given nothing: it has failed with this error. `attempt_failed`
         follows.
+        """
+        ...
+
+    def move_off(self, now_ns: int, request: Request, error: PenstockError) -> None:
+        """Abort its only attempt, so that it goes on at another worker, behind all that it has given there.
+        `attempt_failed` follows with this error.
         """
         ...
 
@@ -305,6 +311,18 @@ class Driver:
                     self._give_up(now_ns, action)
                 case Evict():
                     self._evict(now_ns, action)
+
+    def move_off(self, now_ns: int, worker_id: WorkerId, error: WorkerEjected, *, now: bool) -> int:
+        """Let what runs on a worker go on at others, one after the other, as far as they can: how many did.
+        `now`: only those that find room at once; others stay where they are.
+        """
+        num_moved = 0
+        for request in self.control.running_at(worker_id):
+            if self.control.can_move(now_ns, request, now=now):
+                self._workers.move_off(now_ns, request, error)
+                self.dispatch(now_ns)  # It takes the room that the next one is asked about.
+                num_moved += 1
+        return num_moved
 
     def drain(self, now_ns: int, deadline_ns: int) -> None:
         """Accept nothing new; accepted requests may run until the deadline."""

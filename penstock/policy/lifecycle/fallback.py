@@ -114,6 +114,24 @@ class Fallbacks:
             return True
         return bool(self._policies.admission.elsewhere(now_ns, facts, self._look(now_ns, facts)))
 
+    def can_move(self, now_ns: int, request: Request, *, now: bool) -> bool:
+        """Whether a request that runs on a worker of ours would go on at another one if this one ended it;
+        `now`: one has room. One move is left for a worker that is lost.
+        """
+        lane, health = request.lane, self._policies.health
+        room = lane.rooms.get(request.worker)
+        if request.state not in (State.STARTED, State.STREAMING) or request.hedge is not None:
+            return False
+        if room is None or room.view.is_external:
+            return False
+        identity = room.view.identity if request.has_begun else ""
+        if not lane.has_other(now_ns, request, besides=room.id, now=now, identity=identity):
+            return False
+        if request.has_begun:
+            return request.migrations + 1 < self._policies.migrations_max
+        may_retry = request.attempts - request.attempts_elsewhere <= self._retries_max
+        return may_retry and health.can_retry(now_ns)
+
     def next_try(self, now_ns: int, request: Request, error: PenstockError) -> tuple[Event, FallBack | None]:
         """How a request whose worker failed is tried again, `FAIL` if it is not; and whether at another
         model.

@@ -164,9 +164,17 @@ class ModelQueue:
         work.hold_ns = 0
 
     def has_other(
-        self, now_ns: int, work: Work, *, besides: WorkerId | None = None, now: bool = False
+        self,
+        now_ns: int,
+        work: Work,
+        *,
+        besides: WorkerId | None = None,
+        now: bool = False,
+        identity: str = "",
     ) -> bool:
-        """Whether a worker where it has not failed, and not this one, could have it: in time, or `now`."""
+        """Whether a worker where it has not failed, and not this one, could have it: in time, or `now`;
+        `identity`: one that computes the same.
+        """
         blocked = self._blocked(now_ns, work, strict=True)
         avoid = self.avoid.get(work.id, _NOBODY)
         return any(
@@ -174,6 +182,7 @@ class ModelQueue:
             and room.id not in blocked
             and room.id not in avoid
             and room.id != besides
+            and identity in ("", room.view.identity)
             and (room.fits(work) if now else room.is_able(work))
             for room in self.rooms
         )

@@ -4,10 +4,11 @@
       ^──── CLEAR ────┘                    ^───── CONFIRM ──────┘
 
 A worker in doubt gets half of its share and is probed at once. What confirms the doubt ejects it: it is given
-nothing new, its streams go on, and probes still reach it. Of a model's ready workers one in five may be out
-(one at least where there are three or more); a worker that is due and may not go stays in doubt, and counts
-as found all the same. A wrong answer goes before a slow one. Who was slow comes back after a while, twice as
-long each time; who was wrong, after right answers. Both begin with half of their share.
+nothing new, its streams go on at others as far as these can take them, and probes still reach it. Of a
+model's ready workers one in five may be out (one at least where there are three or more); who is due and may
+not go stays in doubt, and counts as found all the same. A wrong answer goes before a slow one. Who was slow
+comes back after a while, twice as long each time; who was wrong, after right answers. Both begin with half of
+their share.
 
 Pure: facts and time come in, changes and workers to be probed go out. Gateway and simulator carry them out.
 """
@@ -87,9 +88,11 @@ class Watched:
     group: str
     """Whose speed its own is held against."""
     identity: str
-    """Empty: there is nothing to hold an answer against, so it is not probed."""
+    """Empty: there is nothing to hold an answer against, so a probe only takes its time."""
     epoch: int
     is_ready: bool
+    beats: int
+    """Between two probes; 0: it is not probed."""
     standing: Standing = Standing.WELL
     cause: Cause = "slow"
     why: str = ""
@@ -108,7 +111,8 @@ class Watched:
     distance: float = 0.0
     """How far that is from the golden one, in nats."""
     verdict: str = ""
-    """Of the last probe: right, wrong, or in words why there is none; empty before the first."""
+    """Of the last probe: right, wrong, answered (with nothing to hold it against), or in words why there is
+    none; empty before the first."""
 
 
 class Anomalies:
@@ -136,19 +140,22 @@ class Anomalies:
         epoch: int = 0,
         identity: str = "",
         kind: str = "",
+        beats: int = 1,
     ) -> None:
-        """A worker is ready, or is not. In another epoch it is a new process, of which nothing is known."""
+        """A worker is ready, or is not. In another epoch it is a new process, of which nothing is known.
+        `beats` are between two probes of it; 0: it is not probed.
+        """
         found = self._workers.get(worker_id)
         if found is not None and (found.epoch, found.identity) == (epoch, identity):
             if ready and not found.is_ready:
-                found.probe_due_ns = now_ns + self._beat_ns
+                found.probe_due_ns = now_ns + beats * self._beat_ns
             found.is_ready = ready
             return
         if found is not None:
             self.gone(worker_id)
         group = f"{route}\0{kind}\0{identity}"
         self._workers[worker_id] = Watched(
-            route, group, identity, epoch, ready, probe_due_ns=now_ns + self._beat_ns
+            route, group, identity, epoch, ready, beats, probe_due_ns=now_ns + beats * self._beat_ns
         )
 
     def gone(self, worker_id: WorkerId) -> None:
@@ -179,8 +186,11 @@ class Anomalies:
         assert answer is None or not (fault or why), "a probe ends in one way"
         took_ns = now_ns - found.probe_began_ns if found.is_probing else 0
         found.is_probing = False
-        found.probe_due_ns = now_ns + max(self._beat_ns, PROBE_REST * took_ns)
-        if answer is not None:
+        found.probe_due_ns = now_ns + max(found.beats * self._beat_ns, PROBE_REST * took_ns)
+        if not found.identity:
+            found.answer = answer or found.answer
+            found.verdict = "answered" if answer is not None else fault or why or "no answer"
+        elif answer is not None:
             peers = (
                 each for each in self._workers.values() if each.is_ready and each.identity == found.identity
             )
@@ -209,7 +219,7 @@ class Anomalies:
         found = [
             worker_id
             for worker_id, each in self._workers.items()
-            if each.identity and each.is_ready and not each.is_probing and now_ns >= each.probe_due_ns
+            if each.beats and each.is_ready and not each.is_probing and now_ns >= each.probe_due_ns
         ]
         for worker_id in found:
             self._workers[worker_id].is_probing = True
@@ -254,6 +264,12 @@ class Anomalies:
         for each in self._workers.values():
             if each.is_certain:
                 yield each.route, each.cause
+
+    def ejected(self) -> Iterator[tuple[WorkerId, Cause]]:
+        """Workers that are out, and why."""
+        for worker_id, each in self._workers.items():
+            if each.standing is Standing.EJECTED:
+                yield worker_id, each.cause
 
     # --- inside --------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock import rng
 from penstock.clock import NS_PER_S
-from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerUnavailable
+from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerEjected, WorkerUnavailable
 from penstock.kv.events import Numbered
 from penstock.policy.admission.gate import ModelFacts
 from penstock.policy.answers import Diverted, FallBack, Outcome, Refused, Start, UsageRecord
@@ -211,6 +211,9 @@ class SimGateway:
             self.meters.has_worker(now_ns, route, worker_id, tells=False)
         self.meters.serves(now_ns, worker_id, in_service=ready)
         self.control.set_worker(now_ns, route, worker_id, view)
+        if not weight:
+            why = WorkerEjected("the worker is slower than its peers")
+            self._driver.move_off(now_ns, worker_id, why, now=True)
         self._dispatch(now_ns)
 
     def lost(self, now_ns: int, worker_id: WorkerId, *, died: bool) -> int:
@@ -291,6 +294,10 @@ class SimGateway:
         """See `driver.Workers`."""
         self._network.abort(now_ns, self.number, request.worker, request.id)
         self._failed(now_ns, request, request.attempt, error)
+
+    def move_off(self, now_ns: int, request: Request, error: PenstockError) -> None:
+        """See `driver.Workers`."""
+        self.give_up(now_ns, request, error)
 
     def timed_out(self, request: Request) -> None:
         """See `driver.Records`."""

@@ -1,0 +1,411 @@
+"""`LLM`: many prompts at once, and their answers in order.
+
+    your thread    makes prompts, hands over at most `IN_FLIGHT_MAX` requests, takes what is done
+    llm            an event loop with the engine's connection (`OfflineEngine`)
+
+Whatever ends a call early (Ctrl-C, an error, a generator that is dropped) ends its requests first.
+"""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import repeat
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar, cast
+
+import uvloop
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from penstock.backends.base import GenerateRequest
+from penstock.clock import Clock, SystemClock
+from penstock.errors import ClientError, InvalidRequest, PenstockError, WorkerUnavailable
+from penstock.offline.engine import IN_FLIGHT_MAX, OfflineEngine
+from penstock.offline.outputs import Answer, RequestOutput, ScoringRequestOutput, scored
+from penstock.offline.params import LoRARequest, SamplingParams, as_params, default_params
+from penstock.offline.prompts import (
+    ChatOptions,
+    MessageLike,
+    Prompt,
+    PromptLike,
+    check_prompt,
+    is_one_chat,
+    is_one_prompt,
+)
+from penstock.offline.settings import OfflineSettings, read_settings
+from penstock.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+ALIVE_S = 1.0
+"""While a call waits it looks so often whether the event loop's thread is still there."""
+CLOSE_TIMEOUT_S = 15.0
+
+
+class Ask(NamedTuple):
+    """One prompt with all that goes with it."""
+
+    prompt: Prompt
+    params: SamplingParams
+    lora: LoRARequest | None = None
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="llm", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._thread.is_alive()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Its result, or what it raises. If waiting is interrupted it is cancelled first."""
+        running = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return running.result()
+        except BaseException:
+            running.cancel()
+            raise
+
+    def close(self) -> None:
+        """End it."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+class _Call:
+    """The requests of one call that are on their way."""
+
+    def __init__(self, engine: OfflineEngine, thread: LoopThread) -> None:
+        self._engine, self._thread = engine, thread
+        self._done: SimpleQueue[tuple[int, Answer, BaseException | None]] = SimpleQueue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """The event loop's thread alone knows them."""
+        self.num_running = 0
+        """Requests whose end was not taken yet."""
+
+    def begin(self, index: int, answer: Answer, requests: list[GenerateRequest]) -> None:
+        """Hand one over."""
+        self.num_running += 1
+        self._thread.loop.call_soon_threadsafe(self._begin, index, answer, requests)
+
+    def take(self, *, wait: bool) -> tuple[int, Answer, PenstockError | None] | None:
+        """One that has ended; None: none has. A bug in there is raised here."""
+        while True:
+            try:
+                index, answer, error = self._done.get(block=wait, timeout=ALIVE_S if wait else None)
+            except Empty:
+                if not wait:
+                    return None
+                if not self._thread.is_alive:
+                    raise WorkerUnavailable("the engine was closed while it was asked") from None
+                continue
+            self.num_running -= 1
+            if error is not None and not isinstance(error, PenstockError):
+                raise error
+            return index, answer, error
+
+    def abort(self) -> None:
+        """End all that run, and wait for that."""
+        if self.num_running and self._thread.is_alive:
+            self._thread.run(self._abort())
+
+    def _begin(self, index: int, answer: Answer, requests: list[GenerateRequest]) -> None:
+        task = self._thread.loop.create_task(self._engine.run(answer, requests))
+        self._tasks.add(task)
+
+        def end(task: "asyncio.Task[None]") -> None:
+            self._tasks.discard(task)
+            self._done.put((index, answer, None if task.cancelled() else task.exception()))
+
+        task.add_done_callback(end)
+
+    async def _abort(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+class LLM:
+    """A model in this program, for many prompts at once. The arguments are vLLM's (docs/library.md).
+
+    The engine is a child process (or with `in_process=True` a thread) and ends with this object: `close` it,
+    or use it as a context manager.
+
+    Raises:
+        ConfigError: an argument is unknown, or asks for what this engine has not.
+        CheckpointError: there is no such model, or it cannot be loaded.
+        WorkerUnavailable: the engine did not come up.
+    """
+
+    def __init__(self, model: str, **kwargs: Any) -> None:  # noqa: ANN401
+        clock: Clock = SystemClock()
+        self._engine = OfflineEngine(read_settings(model, kwargs), clock)
+        self._thread = LoopThread()
+        try:
+            self._thread.run(self._engine.start())
+        except BaseException:
+            self._thread.close()
+            raise
+        # At the end of the program too, before its threads are gone.
+        self._close = weakref.finalize(self, _close, self._engine, self._thread)
+
+    @property
+    def settings(self) -> OfflineSettings:
+        """What runs, as the arguments were understood."""
+        return self._engine.settings
+
+    def close(self) -> None:
+        """End the engine. Once is enough; the object is of no use afterwards."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's."""
+        return self._engine.prompts.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint recommends, which counts where a call says nothing."""
+        return default_params(self._engine.prompts.tokenizer.defaults)
+
+    def generate(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
+        """What follows each prompt, in the prompts' order.
+
+        `use_tqdm`: show a progress bar, if standard error is a terminal.
+
+        Raises:
+            InvalidRequest: of a prompt or parameter; all that was begun is ended first.
+            WorkerError: the engine failed.
+        """
+        many = cast(Iterable[PromptLike], [prompts] if is_one_prompt(prompts) else prompts)
+        if isinstance(many, Sequence):  # Before any time is spent on those in front of a wrong one.
+            for index, prompt in enumerate(many):
+                with _placing(index, len(many)):
+                    check_prompt(prompt)
+        return self._all(self._engine.prompts.plain, many, sampling_params, lora_request, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[MessageLike] | Iterable[Sequence[MessageLike]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """The answer to one conversation, or to each of several, through the checkpoint's template.
+
+        Tools are shown to the model; its calls are part of the text, as it writes them.
+
+        Raises:
+            InvalidRequest: as `generate`, or the template refuses the messages.
+            WorkerError: the engine failed.
+        """
+        many = [messages] if is_one_chat(messages) or isinstance(messages, str) else messages
+        options = ChatOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        maker = self._engine.prompts
+        return self._all(
+            lambda chat: maker.chat(chat, options), many, sampling_params, lora_request, use_tqdm
+        )
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each second text follows its first one; a single first text goes with all.
+
+        Raises:
+            InvalidRequest: the numbers of texts do not fit, or one is empty.
+            WorkerError: the engine failed.
+        """
+        firsts, seconds = _texts(text_1, "text_1"), _texts(text_2, "text_2")
+        if len(firsts) == 1:
+            firsts *= len(seconds)
+        if len(firsts) != len(seconds):
+            raise InvalidRequest(
+                f"Invalid 'text_2': {len(seconds)} texts for {len(firsts)} first ones.", param="text_2"
+            )
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+        maker, starts = self._engine.prompts, list[int]()
+
+        def asks() -> Iterator[Ask]:
+            for first, second in zip(firsts, seconds, strict=True):
+                prompt, start = maker.pair(first, second)
+                starts.append(start)
+                yield Ask(prompt, params, lora_request)
+
+        outputs = self._ordered(asks(), len(seconds), use_tqdm)
+        return [scored(output, start) for output, start in zip(outputs, starts, strict=True)]
+
+    def outcomes(
+        self, asks: Iterable[Ask | PenstockError]
+    ) -> Generator[tuple[int, RequestOutput | PenstockError]]:
+        """Each request's number and what became of it, as they end; trouble with one is its outcome.
+
+        `asks` is read as fast as there is room for more. Something that went wrong before goes by.
+        """
+        if not self._close.alive:
+            raise WorkerUnavailable("the engine does not run: it was closed")
+        call = _Call(self._engine, self._thread)
+        try:
+            for index, ask in enumerate(asks):
+                if isinstance(ask, PenstockError):
+                    yield index, ask
+                    continue
+                try:
+                    answer, requests = self._engine.new_answer(*ask)
+                except PenstockError as error:
+                    yield index, error
+                    continue
+                while call.num_running >= IN_FLIGHT_MAX:
+                    yield _outcome(call.take(wait=True))
+                call.begin(index, answer, requests)
+                while (ended := call.take(wait=False)) is not None:
+                    yield _outcome(ended)
+            while call.num_running:
+                yield _outcome(call.take(wait=True))
+        finally:
+            call.abort()
+
+    def _all(
+        self,
+        make: Callable[[Any], Prompt],
+        given: Iterable[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        lora: LoRARequest | Sequence[LoRARequest | None] | None,
+        shows_progress: bool,
+    ) -> list[RequestOutput]:
+        """`make` makes a prompt of each of the given."""
+        total = len(given) if isinstance(given, Sequence) else None
+        params = self.get_default_sampling_params() if params is None else params
+        each_params, each_lora = _each(params, total, "sampling_params"), _each(lora, total, "lora_request")
+
+        def asks() -> Iterator[Ask | PenstockError]:
+            for one in given:
+                try:
+                    yield Ask(make(one), as_params(next(each_params)), next(each_lora))
+                except PenstockError as error:
+                    yield error
+
+        return self._ordered(asks(), total, shows_progress)
+
+    def _ordered(
+        self, asks: Iterator[Ask | PenstockError], total: int | None, shows_progress: bool
+    ) -> list[RequestOutput]:
+        """All outputs in order.
+
+        Raises:
+            PenstockError: of the first request that fails.
+        """
+        found: dict[int, RequestOutput] = {}
+        outcomes = self.outcomes(asks)
+        try:
+            with _bar(shows_progress) as bar:
+                task = bar.add_task("prompts", total=total)
+                for index, outcome in outcomes:
+                    if isinstance(outcome, PenstockError):
+                        with _placing(index, total):
+                            raise outcome
+                    found[index] = outcome
+                    bar.update(task, completed=len(found))
+        finally:
+            outcomes.close()
+        return [found[index] for index in sorted(found)]
+
+
+def _close(engine: OfflineEngine, thread: LoopThread) -> None:
+    if thread.is_alive:
+        thread.run(engine.close())
+    thread.close()
+
+
+def _outcome(
+    ended: tuple[int, Answer, PenstockError | None] | None,
+) -> tuple[int, RequestOutput | PenstockError]:
+    assert ended is not None, "it was waited for"
+    index, answer, error = ended
+    return index, answer.output() if error is None else error
+
+
+@contextmanager
+def _placing(index: int, total: int | None) -> Generator[None]:
+    """Say of an error which prompt it is about, where there are several."""
+    try:
+        yield
+    except ClientError as error:
+        if total != 1:
+            error.args = (f"prompt {index}: {error}",)
+        raise
+
+
+def _each(value: T | Sequence[T], total: int | None, param: str) -> Iterator[T]:
+    """One for each prompt: the same for all, or those of a list.
+
+    Raises:
+        InvalidRequest: the list has another length.
+    """
+    if not isinstance(value, Sequence):
+        return repeat(value)
+    each = cast(Sequence[T], value)
+    if total is not None and len(each) != total:
+        raise InvalidRequest(f"Invalid '{param}': {len(each)} for {total} prompts.", param=param)
+    return iter(each)
+
+
+def _texts(given: str | Sequence[str], param: str) -> list[str]:
+    found = [given] if isinstance(given, str) else list(given)
+    if not all(isinstance(text, str) for text in found):  # pyright: ignore[reportUnnecessaryIsInstance] - users may not check.
+        raise InvalidRequest(f"Invalid '{param}': expected texts.", param=param)
+    return found
+
+
+def _bar(shows: bool) -> Progress:
+    screen = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    return Progress(*columns, console=screen, transient=True, disable=not (shows and screen.is_terminal))
