@@ -108,6 +108,13 @@ class TooLarge(ClientError):
     """The body or the header block is over its configured bound."""
 
 
+class ModelBusy(ClientError):
+    """A model with work was to be put to sleep: no answer is cut for that."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="model_busy")
+
+
 class CrashingRequest(ClientError):
     """Workers have died of requests like this one: it is refused for a while, for the sake of all others."""
 
@@ -169,6 +176,10 @@ class WorkerUnavailable(WorkerError):
     """The worker cannot be reached or went away before anything was generated."""
 
     retry_safe = True
+
+
+class NoMemory(WorkerUnavailable):
+    """The model is asleep, and there is no memory to wake it in: other models have work."""
 
 
 class KeyRejected(WorkerUnavailable):

@@ -24,6 +24,7 @@ from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.routes import Handler, Routes
+from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.identity.tenancy import Access
 from penstock.protocol.parameters import CHAT, COMPLETION, Fate, Parameter
@@ -165,6 +166,7 @@ def endpoints() -> Iterator[list[str]]:
                 TenantsAdmin,
                 Console,
                 AdaptersAdmin,
+                SleepAdmin,
                 CostsAdmin,
             )
         )

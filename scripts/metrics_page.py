@@ -20,7 +20,15 @@ are `other`, so nothing that a client invents adds a series. [The runbook](runbo
 
 Each worker of ours tells every five seconds what it takes of its machine, and what NVML says of its GPU; the
 gateway passes it on per worker, under the names of NVIDIA's DCGM exporter where it is about a GPU.
-`penstock_worker_info` joins engine, version (identity) and device to every series with the label `worker`.
+`penstock_worker_info` joins engine, version (identity) and device to every series with the label `worker`:
+the mean prefill by version, for example, is
+
+```
+  sum by (model, identity) (rate(penstock_worker_prefill_seconds_total[5m])
+    * on (model, worker) group_left (identity, device) penstock_worker_info)
+/ sum by (model, identity) (rate(penstock_worker_requests_total{outcome="answered"}[5m])
+    * on (model, worker) group_left (identity, device) penstock_worker_info)
+```
 
 Counting takes no lock and no client library (`penstock/telemetry/instruments.py`): all of it happens on the
 event loop's thread, an observation is one bisection into a row of integers, and the text of every series is
@@ -42,7 +50,12 @@ of a model are one engine, `engine="0"`.
 | theirs | ours |
 |---|---|
 """
-_SOURCES = ("penstock_kv_blocks", "penstock_kv_block_tokens", "penstock_requests_total")
+_SOURCES = (
+    "penstock_kv_blocks",
+    "penstock_kv_block_tokens",
+    "penstock_requests_total",
+    "penstock_adapter_workers",
+)
 
 
 def written() -> str:

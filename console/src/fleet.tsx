@@ -388,9 +388,9 @@ function OwnModels(): JSX.Element {
             <div class={`worker ${model.ready ? "good" : "info"}`} key={model.name}>
               <span class="worker-head">
                 <b>{model.name}</b>
-                <State state={model.ready ? "ready" : "loading"} />
+                <State state={model.stage.startsWith("asleep") ? "asleep" : model.ready ? "ready" : "loading"} />
               </span>
-              <span class="worker-stage">{model.ready ? "It takes requests." : model.stage}</span>
+              <span class="worker-stage">{model.stage === "ready" ? "It takes requests." : model.stage}</span>
               {!model.ready && model.progress !== null && <Meter share={model.progress} label={`Progress of ${model.name}`} />}
             </div>
           ))}

@@ -165,6 +165,8 @@ const TONES: Record<string, string> = {
   starting: "info",
   loading: "info",
   warming: "info",
+  asleep: "off",
+  waking: "info",
   suspect: "warn",
   draining: "drain",
   gone: "off",

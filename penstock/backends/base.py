@@ -18,7 +18,7 @@ from penstock.clock import NS_PER_MS
 from penstock.errors import EngineFault, PenstockError
 from penstock.protocol.adapters import Adapters as WorkerAdapters
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
-from penstock.protocol.worker import FaultCount, ModelInfo, Stats
+from penstock.protocol.worker import Asleep, FaultCount, ModelInfo, Stats
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
@@ -191,6 +191,8 @@ class Phase(enum.StrEnum):
     LOADING = "loading"
     WARMING = "warming"
     READY = "ready"  # It takes requests.
+    ASLEEP = "asleep"  # Its weights are not in memory; a request wakes it.
+    WAKING = "waking"
     SUSPECT = "suspect"  # Connected, but silent: its streams may continue, it gets no new ones.
     LOST = "lost"  # It answered once, and cannot be reached now. Every stream was broken off.
     REFUSED = "refused"  # It answers, and is not what it should be; `stage` says why.
@@ -256,6 +258,8 @@ class BackendStatus:
     phase: Phase = Phase.STARTING
     info: ModelInfo | None = None
     stats: Stats | None = None
+    asleep: Asleep | None = None
+    """What it said when it fell asleep, until it is ready again."""
     adapters: Adapters = NO_ADAPTERS
     static_capabilities: frozenset[str] | None = None
     """What it can do beyond plain text, where that is known before it answers; None: its `info` says so."""

@@ -20,8 +20,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 COMMANDS = (
-    "serve", "worker", "chat", "top", "drain", "explain", "alerts", "bench", "doctor", "keys", "usage",
-    "simulate", "plan", "quantize", "completion",
+    "serve", "worker", "chat", "top", "drain", "sleep", "wake", "explain", "alerts", "bench", "doctor",
+    "keys", "usage", "simulate", "plan", "quantize", "completion",
 )  # fmt: skip
 """The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser."""
 

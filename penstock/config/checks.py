@@ -29,10 +29,11 @@ def check(config: Config) -> None:
         ),
         *_limit_problems(config),
         *_model_problems(config),
-        *_fleet_problems(config.models),
+        *_fleet_problems(config),
         *routing_problems(config.routing, config.admission, [served_name(model) for model in config.models]),
         *price_problems(config.prices),
         *_trace_problems(config.traces.endpoint),
+        *_webhook_problems(config.slo.webhook),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -41,6 +42,7 @@ def check(config: Config) -> None:
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 
 
+_RECEIVER = re.compile(r"https?://[^\s/?#@]+(/[^\s#]*)?")
 _COLLECTOR = re.compile(r"https?://[^\s/?#@]+/[^\s#]*")
 
 
@@ -61,6 +63,11 @@ def _trace_problems(endpoint: str) -> Iterator[str]:
             "traces.endpoint: expected http(s)://HOST[:PORT]/v1/traces, where the collector takes OTLP over "
             f"HTTP, got {endpoint[:80]!r}"
         )
+
+
+def _webhook_problems(url: str) -> Iterator[str]:
+    if url and not _RECEIVER.fullmatch(url):  # It may hold a secret, so it is not repeated.
+        yield "slo.webhook: expected http(s)://HOST[:PORT]/PATH, where alerts are posted"
 
 
 def _limit_problems(config: Config) -> Iterator[str]:
@@ -146,11 +153,13 @@ def _kv_event_problems(engine: EngineConfig, key: str, listening: dict[str, str]
             listening[address] = f"{key}.{name}"
 
 
-def _fleet_problems(models: Sequence[ModelConfig]) -> Iterator[str]:
+def _fleet_problems(config: Config) -> Iterator[str]:
     """One line for each thing that is wrong."""
     taken: dict[tuple[str, str], str] = {}
     count = 0
-    for i, model in enumerate(models):
+    if config.fleet.memory_bytes and config.fleet.launcher != "local":
+        yield "fleet.memory_bytes: bounds this machine, and with fleet.launcher ray the workers are elsewhere"
+    for i, model in enumerate(config.models):
         count += model.replicas + len(model.workers)
         if not model.replicas and not model.workers and not model.discover:
             yield f"models[{i}].replicas: 0, and there are no workers: nobody would answer"

@@ -107,6 +107,10 @@ class FleetConfig(Branch, frozen=True, kw_only=True):
     """What Ray sets aside for one worker, by its own names ("CPU", 1 if not given, and "GPU") and those that
     the cluster's machines were started with. With `engine.threads` 0 a worker computes on as many threads as
     it has "CPU"."""
+    memory_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Memory that all `replicas` on this machine may take together. A model that does not fit beside the
+    others is asleep; a request for it wakes it, and the idle model that was used longest ago sleeps instead.
+    What each takes is planned before it is loaded (docs/sleep.md). 0: no bound, all are loaded."""
     drain_timeout_s: Seconds = 600.0
     """A worker that is taken away while the server runs lets its streams end, up to so long; then they are
     aborted."""

@@ -151,6 +151,9 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     anything; "none": it does not reason."""
     replicas: Replicas = 1
     """Workers of our own engine that are launched for it; 0: none."""
+    sleep_after_s: Seconds = 0.0
+    """Without work for so long its replicas give their memory back; the first request wakes them
+    (docs/sleep.md). 0: only by hand, or for the sake of others (`fleet.memory_bytes`)."""
     workers: Annotated[tuple[WorkerConfig, ...], Meta(max_length=256)] = ()
     """Workers that run somewhere already."""
     discover: Annotated[tuple[DiscoverConfig, ...], Meta(max_length=16)] = ()
@@ -238,6 +241,9 @@ class SloConfig(Branch, frozen=True, kw_only=True):
     """Share of answers whose first token comes in the promised time."""
     tpot: Objective = 0.95
     """Share of answers whose further tokens come in the promised time each."""
+    webhook: str = ""
+    """Where alerts that begin and end are posted, as Alertmanager does; empty: nowhere. For those who run no
+    Alertmanager."""
 
 
 class Config(Branch, frozen=True, kw_only=True):

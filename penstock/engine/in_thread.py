@@ -17,9 +17,11 @@ from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.mailbox import DrainAsked, Mailbox
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
-from penstock.engine.worker import StepWatch, load, run_steps, take_adapters
+from penstock.engine.step_watch import StepWatch
+from penstock.engine.worker import load, run_steps, take_adapters
 from penstock.errors import OperatorError
 from penstock.protocol.address import WorkerLaunch, parse_address
+from penstock.protocol.sleep import StaysAwake
 from penstock.protocol.worker import Ready, WorkerFailed
 
 _log = logging.getLogger(__name__)
@@ -73,13 +75,17 @@ class EngineThread:
         launch, clock = self._launch, self._clock
         publisher = open_publisher(launch.engine.kv_events)
         core, info = load(launch, server, clock)
-        feed = KVEventPublisher(core.kv, launch.engine.kv_events, clock, publisher)
+        feed = KVEventPublisher(launch.engine.kv_events, clock, publisher)
+        feed.follow(core.kv)
         fetcher = AdapterFetcher()
         try:
             take_adapters(core, self._mailbox, clock, fetcher)
             server.publish(0, {}, core.stats())
             server.announce(Ready(msgspec.structs.replace(info, model=launch.model_name)))
-            run_steps(core, self._mailbox, server, feed, StepWatch(0, clock, _log.error))
+            while run_steps(core, self._mailbox, server, feed, StepWatch(0, clock, _log.error)):
+                server.report(
+                    StaysAwake(0)
+                )  # Its program would not be rid of the memory: it ends the engine.
         finally:
             feed.close()
             fetcher.close()

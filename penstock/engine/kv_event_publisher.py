@@ -29,6 +29,7 @@ from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import (
     DEVICE,
     HOST,
+    NO_KV_EVENTS,
     AllBlocksCleared,
     KVEvent,
     KVEventHistory,
@@ -179,11 +180,14 @@ SNAPSHOT_HASHES_MAX = 65_536
 
 
 class KVEventPublisher:
-    """The events of one manager's blocks. Call `flush` after everything that may have changed it."""
+    """The events of one engine's blocks. Call `flush` after everything that may have changed them.
+
+    An engine that falls asleep loses all of them (`forget`); awake it has a new manager (`follow`), and the
+    numbers go on.
+    """
 
     def __init__(
         self,
-        kv: KVManager,
         config: KVEventsConfig,
         clock: Clock,
         publisher: ZmqPublisher | None = None,
@@ -192,13 +196,28 @@ class KVEventPublisher:
     ) -> None:
         self.epoch = fresh_seed() | 1
         """Names this numbering; never 0."""
-        self._kv, self._clock = kv, clock
+        self._kv: KVManager | None = None
+        self._clock = clock
         self._history = KVEventHistory(buffer_steps)
         self._log = KVEventLog(config.token_ids)
         self._listening = False
         self._publisher = publisher
-        if publisher is not None:
-            self._listen()
+        self._listening = publisher is not None
+
+    def follow(self, kv: KVManager) -> None:
+        """The blocks are those of `kv` from now on."""
+        assert self._kv is None, "one manager at a time"
+        self._kv = kv
+        if self._listening:
+            self._collect(kv)
+
+    def forget(self) -> KVEvents | None:
+        """There are no blocks any more, which is told; None if nobody listens."""
+        if self._kv is not None:
+            self._kv.pool.events = NO_KV_EVENTS
+        self._kv = None
+        self._log.take()
+        return self._message(self._number((AllBlocksCleared(),))) if self._listening else None
 
     def flush(self) -> KVEvents | None:
         """What happened since the last time, numbered and published; None if nothing did."""
@@ -226,10 +245,14 @@ class KVEventPublisher:
     def _listen(self) -> None:
         if not self._listening:
             self._listening = True
-            self._kv.pool.events = self._log
-            if self._kv.pool.names() or self._kv.host.names():
-                for events in self._all_blocks():
-                    self._number(events)
+            if self._kv is not None:
+                self._collect(self._kv)
+
+    def _collect(self, kv: KVManager) -> None:
+        kv.pool.events = self._log
+        if kv.pool.names() or kv.host.names():
+            for events in self._all_blocks():
+                self._number(events)
 
     def _number(self, events: tuple[KVEvent, ...]) -> Numbered:
         batch = self._history.append(encode_batch(events, wall_ns=self._clock.wall_ns()))
@@ -239,6 +262,8 @@ class KVEventPublisher:
 
     def _all_blocks(self) -> list[tuple[KVEvent, ...]]:
         """Everything that can be hit, as events: parents and tokens are not known any more."""
+        if self._kv is None:
+            return [(AllBlocksCleared(),)]
         tiers = ((DEVICE, self._kv.pool.names()), (HOST, self._kv.host.names()))
         parts: list[tuple[KVEvent, ...]] = [
             (stored_event(names[i : i + SNAPSHOT_HASHES_MAX], medium=medium),)

@@ -2,15 +2,14 @@
 
 The queue needs no bound of its own: the server lets in at most `max_running + max_waiting` living requests,
 and each can post at most one submission and one abort; a connection subscribes to KV events at most once.
-Orders about adapters come from operators, one by one.
+Orders (adapters, sleep) come from operators, one by one.
 """
 
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from penstock.engine.adapters.manager import AdapterRead
-from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter
-from penstock.protocol.worker import Submit
+from penstock.protocol.worker import Submit, WorkerOrder
 from penstock.types import RequestId
 
 ConnectionId = int
@@ -51,13 +50,13 @@ class KVEventsAsked:
 
 
 @dataclass(slots=True, frozen=True)
-class AdapterAsked:
-    """A gateway wants an adapter to come, to go or to stay."""
+class Ordered:
+    """A gateway wants an adapter to come, to go or to stay, or the weights to."""
 
-    order: LoadAdapter | UnloadAdapter | KeepAdapters
+    order: WorkerOrder
 
 
-Mail = Submitted | Aborted | DrainAsked | KVEventsAsked | AdapterAsked | AdapterRead
+Mail = Submitted | Aborted | DrainAsked | KVEventsAsked | Ordered | AdapterRead
 
 
 class Mailbox:

@@ -9,6 +9,7 @@ fits. Then the heap grows.
 
 import ctypes
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -167,6 +168,19 @@ what is large and needed in every step is scratch that was made at start-up."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 _log = logging.getLogger(__name__)
+
+
+def own_memory_bytes() -> int:
+    """What this process has in memory for itself: without pages of files, which the system can drop."""
+    resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def trim_malloc() -> None:
+    """Give back what the C library keeps of freed memory."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def settle_malloc() -> bool:

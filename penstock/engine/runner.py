@@ -4,7 +4,6 @@ The runner owns the weights, the KV tensor and what it holds of every row. It do
 queues or processes: a `StepPlan` comes in, a `StepResult` goes out.
 """
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -27,9 +26,10 @@ from penstock.engine.adapters.compute import (
 from penstock.engine.adapters.files import AdapterReader, Packed
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
 from penstock.engine.attention.base import AttentionBatch
+from penstock.engine.computing import Computing, choose_computing
 from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
 from penstock.engine.device_speed import cost_floor, device_name
-from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of, torch_kernels
+from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of
 from penstock.engine.footprint import beside_bytes, rounded_bytes
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
@@ -44,12 +44,13 @@ from penstock.engine.memory import (
     blocks_of,
     free_memory_bytes,
     largest_step,
+    own_memory_bytes,
     plan_adapter_bytes,
     plan_host_blocks,
     plan_kv,
     scoring_step,
 )
-from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
+from penstock.engine.native.decoder import NativeAttention, NativeDecoder
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, Type
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
 from penstock.engine.weight_check import ListedKernels, WeightCheck
@@ -67,13 +68,6 @@ from penstock.types import BLOCK_TOKENS, CPU_CAPABILITIES
 if TYPE_CHECKING:
     from penstock.engine.grammar.compiler import GrammarTokens
     from penstock.engine.grammar.rows import GrammarRows
-
-# Which code computes the decoder: the native kernels where they can, else torch. Chosen once, here.
-#
-# NativeDecoder + NativeAttention     one call per step, any SIMD level from AVX2 up
-# Decoder + CpuAttention              torch alone, any machine; the twin that the other is tested against
-
-_log = logging.getLogger(__name__)
 
 
 class StepModel(Protocol):
@@ -156,76 +150,6 @@ class _Pair(Generic[A]):
     def rehearsing(self) -> AbstractContextManager[None]:
         """See `StepModel`."""
         return self._rehearsing()
-
-
-@dataclass(slots=True, frozen=True)
-class Computing:
-    """What computes a model, and in which precision."""
-
-    native: NativeLibrary | None
-    """None: torch."""
-    dtype: torch.dtype
-    """Of activations and the KV cache, and of weights that are not quantized."""
-    precision: Precision = "native"
-    """Of the weights."""
-
-    @property
-    def kept_bits(self) -> frozenset[int]:
-        """Widths of a checkpoint's own integers that are computed with; others are made dense."""
-        if self.native is None or self.precision != "native":
-            return frozenset()
-        widths = ((4, Type.I4), (8, Type.I8))
-        return frozenset(bits for bits, kind in widths if self.native.supports(kind))
-
-    @property
-    def kernels(self) -> str:
-        """Names them, and what their bits depend on."""
-        return torch_kernels() if self.native is None else f"native {self.native.isa}"
-
-
-def choose_computing(config: EngineConfig, spec: DecoderSpec) -> Computing:
-    """The native kernels if the config wants them and they can compute this model here, else torch.
-
-    Raises:
-        ConfigError: the config insists on what cannot be done here, by the setting's name.
-    """
-    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
-    precision: Precision = "native" if config.quantization == "none" else config.quantization
-    native, reason = _native_kernels(config, spec, dtype, precision)
-    if native is not None:
-        return Computing(native, dtype, precision)
-    for setting, insists in (
-        (f"engine.kernels is {config.kernels}", config.kernels == "native"),
-        (f"engine.quantization is {config.quantization}", config.quantization != "none"),
-    ):
-        if insists:
-            raise ConfigError(f"{setting}, but {reason}")
-    if config.kernels == "auto":
-        _log.info("computing with torch, which is slower than the native kernels: %s", reason)
-    return Computing(None, _torch_dtype() if config.dtype == "auto" else dtype)
-
-
-def _native_kernels(
-    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, precision: Precision
-) -> tuple[NativeLibrary | None, str]:
-    """The kernels, or why there are none."""
-    if config.kernels == "torch":
-        return None, "engine.kernels is torch, which computes with whole weights only"
-    try:
-        kernels = NativeLibrary()
-    except KernelsUnavailable as error:
-        return None, str(error)
-    reason = unsupported(spec, dtype, kernels, precision)
-    return (kernels, "") if reason is None else (None, reason)
-
-
-def _torch_dtype() -> torch.dtype:
-    """bfloat16 where the processor multiplies it natively: elsewhere torch is far slower with it than with
-    float32.
-    """
-    capabilities = torch.cpu.get_capabilities()
-    fast = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
-    return torch.bfloat16 if fast else torch.float32
 
 
 def wire_model(
@@ -362,6 +286,15 @@ class Runner:
                 self._grammars.enter(new)
 
     @torch.inference_mode()
+    def warm_up_again(self) -> None:
+        """After sleep: one token. That the largest steps fit was seen when the process started, and their
+        scratch is committed as it is used.
+        """
+        plan = largest_step(BatchLimits(1, 1, self.info.max_model_len), self.info.num_blocks)
+        self.run(plan)
+        self._cache.clear(list(range(blocks_of(plan))))
+
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Run the largest steps that can come: no request pays for first calls, and what they need is in
         memory.
@@ -430,20 +363,35 @@ def _weights_name(config: EngineConfig, stored: Quantization | None) -> str:
     return stored.name if stored is not None and config.quantization == "none" else config.quantization
 
 
-def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> Runner:
-    """Load the model in `model_path` and wire a runner on the CPU for it. `warm_up` is left to the caller.
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PlannedModel:
+    """A model whose files were looked at: what it will be, before a weight of it is read."""
+
+    info: ModelInfo
+    spec: DecoderSpec
+    computing: Computing
+    weights: WeightSource
+    kept_bits: int
+
+
+def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> ModelInfo | None:
+    """What `build_runner` would load, and the memory that this would take; None: that shows on the device
+    only.
 
     Raises:
-        CheckpointError: the directory does not hold a model that can be served.
-        ConfigError: a setting that is impossible on this machine or with this model.
+        CheckpointError, ConfigError: as `build_runner`.
     """
-    device = torch.device("cpu")
+    if cuda_target(EngineSettings.of(config), clock) is not None:
+        return None
+    return _planned(Path(model_path), config, lambda stage, done, total: None).info
+
+
+def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> PlannedModel:
     on_progress("reading the configuration", 0, 0)
     spec, names = read_spec(model_path)
     stored = None if config.load_format == "random" else stored_quantization(model_path)
     computing = choose_computing(config, spec)
     dtype = computing.dtype
-    kept_bits = 0 if stored is None else stored.kept(computing.kept_bits)
 
     on_bytes = partial(on_progress, "loading weights")
     if config.load_format == "random":
@@ -455,10 +403,11 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     # Memory for the weights is reserved: they are read when the decoder is built.
     limits = decoder_limits(config, config.max_model_len or spec.max_position)
     reserved = reserved_bytes(spec, weights.num_bytes_left, computing, limits)
-    size, free = dtype.itemsize, free_memory_bytes() - reserved
+    size, free = dtype.itemsize, _left_bytes(config, reserved)
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
     num_host_blocks = plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free)
-    kv_bytes = (budget.num_blocks + num_host_blocks) * block_bytes_of(config, spec, size)
+    block_bytes = block_bytes_of(config, spec, size)
+    kv_bytes = (budget.num_blocks + num_host_blocks) * block_bytes
     info = ModelInfo(
         model=model_path.name,
         identity=identify(model_path, config, dtype=name_of(dtype), kernels=computing.kernels),
@@ -473,17 +422,53 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
         max_running=resolve_max_running(config.max_running, config.step_tokens),
         num_host_blocks=num_host_blocks,
         capabilities=CPU_CAPABILITIES,
-        device=device_name(device),
+        device=device_name(torch.device("cpu")),
         adapter_slots=config.adapter_slots,
         adapter_bytes=plan_adapter_bytes(config, free_bytes=free, taken_bytes=kv_bytes),
+        weight_bytes=reserved,
+        kv_bytes=budget.num_blocks * block_bytes,
+        host_kv_bytes=num_host_blocks * block_bytes,
     )
-    limits = decoder_limits(config, info.max_model_len)
+    kept_bits = 0 if stored is None else stored.kept(computing.kept_bits)
+    return PlannedModel(info=info, spec=spec, computing=computing, weights=weights, kept_bits=kept_bits)
+
+
+def _left_bytes(config: EngineConfig, reserved: int) -> int:
+    """What is left for KV blocks beside the weights: of the machine, and of what all models may have.
+
+    Raises:
+        ConfigError: the weights alone are too much.
+    """
+    free, bound = free_memory_bytes() - reserved, EngineSettings.of(config).memory_bytes
+    if not bound:
+        return free
+    left = bound - own_memory_bytes() - reserved
+    if left <= 0:
+        raise ConfigError(
+            f"fleet.memory_bytes is {bound}, but the weights and the process take {bound - left}"
+        )
+    return min(free, left)
+
+
+def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> Runner:
+    """Load the model in `model_path` and wire a runner on the CPU for it. `warm_up` is left to the caller.
+
+    Raises:
+        CheckpointError: the directory does not hold a model that can be served.
+        ConfigError: a setting that is impossible on this machine or with this model.
+    """
+    device, planned = torch.device("cpu"), _planned(model_path, config, on_progress)
+    info, spec, computing = planned.info, planned.spec, planned.computing
+    dtype, limits = computing.dtype, decoder_limits(config, info.max_model_len)
     with torch.inference_mode():
-        cache = KVCache(spec, budget.num_blocks, dtype, device, rounded=config.kv_dtype == "int8")
+        cache = KVCache(spec, info.num_blocks, dtype, device, rounded=config.kv_dtype == "int8")
         takes = config.adapter_slots > 0
-        model = wire_model(spec, weights, limits, cache, computing, takes_adapters=takes)
+        model = wire_model(spec, planned.weights, limits, cache, computing, takes_adapters=takes)
     on_progress("preparing kernels", 0, 0)
     sampler = Sampler(spec.vocab_size) if computing.native is None else NativeSampler(computing.native)
+    floor = cost_floor(
+        spec, info, device, itemsize=dtype.itemsize, kept_bits=planned.kept_bits, rounded_kv=cache.rounded
+    )
     return Runner(
         RunnerParts(
             info=info,
@@ -492,9 +477,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             sampler=sampler,
             step_tokens=config.step_tokens,
             host=host_store(cache, info.num_host_blocks),
-            floor=cost_floor(
-                spec, info, device, itemsize=size, kept_bits=kept_bits, rounded_kv=cache.rounded
-            ),
+            floor=floor,
             adapters=adapter_reader(spec, dtype, limits.step_tokens, computing.native) if takes else None,
         )
     )

@@ -22,11 +22,11 @@ import uvloop
 from penstock.clock import Clock
 from penstock.engine.mailbox import (
     Aborted,
-    AdapterAsked,
     ConnectionId,
     DrainAsked,
     KVEventsAsked,
     Mailbox,
+    Ordered,
     Submitted,
 )
 from penstock.engine.server_limits import (
@@ -39,12 +39,15 @@ from penstock.engine.server_limits import (
     ServerLimits,
 )
 from penstock.errors import InvalidRequest, WorkerUnavailable
-from penstock.protocol.adapters import Adapters, KeepAdapters, LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import Adapters
 from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
+from penstock.protocol.readings import DeviceReadings
+from penstock.protocol.sleep import StaysAwake
 from penstock.protocol.worker import (
     AbortRequest,
     Challenge,
-    DeviceReadings,
+    Condition,
+    Drain,
     Fault,
     FrameDecoder,
     FromWorker,
@@ -63,7 +66,6 @@ from penstock.protocol.worker import (
     SubscribeKVEvents,
     ToWorker,
     Welcome,
-    WorkerFailed,
     decode_to_worker,
     encode,
 )
@@ -96,7 +98,7 @@ class WorkerServer:
         self.grammars: GrammarCompiler | None = None
         self._unproven: dict[ConnectionId, _Connection] = {}
         self._shares_port = shares_port
-        self._state: Loading | Ready | WorkerFailed = Loading("starting")
+        self._state: Condition = Loading("starting")
         self._stats: Stats | None = None
         self._readings: DeviceReadings | None = None
         self._adapters = Adapters()
@@ -117,7 +119,7 @@ class WorkerServer:
         self._thread.start()
         self._bound.result()
 
-    def announce(self, state: Loading | Ready | WorkerFailed) -> None:
+    def announce(self, state: Condition) -> None:
         """Tell every gateway, now and whenever one connects, how far the worker is."""
         self._loop.call_soon_threadsafe(self._announce, state)
 
@@ -125,9 +127,9 @@ class WorkerServer:
         """Tell every gateway, now and whenever one connects, which adapters there are."""
         self._loop.call_soon_threadsafe(self._publish_adapters, adapters)
 
-    def report_fault(self, fault: Fault) -> None:
+    def report(self, news: Fault | StaysAwake) -> None:
         """Tell every gateway of it, once."""
-        self._loop.call_soon_threadsafe(self._send_to_all, fault)
+        self._loop.call_soon_threadsafe(self._send_to_all, news)
 
     def use_grammars(self, compiler: "GrammarCompiler") -> None:
         """Compile the grammars that requests bring. Before the worker is ready."""
@@ -193,7 +195,7 @@ class WorkerServer:
         self._next_id += 1
         return _Connection(self, self._next_id)
 
-    def _announce(self, state: Loading | Ready | WorkerFailed) -> None:
+    def _announce(self, state: Condition) -> None:
         self._state = state
         self._send_to_all(state)
 
@@ -401,10 +403,10 @@ class _Connection(asyncio.Protocol):
             self.send(_PONG)
         elif isinstance(message, SubscribeKVEvents):
             self._subscribe(message)
-        elif isinstance(message, LoadAdapter | UnloadAdapter | KeepAdapters):
-            self._server.mailbox.post(AdapterAsked(message))
-        else:
+        elif isinstance(message, Drain):
             self._server.mailbox.post(DrainAsked())
+        elif not isinstance(message, Proof):
+            self._server.mailbox.post(Ordered(message))
 
     def _submit(self, message: Submit) -> None:
         if message.request_id in self.living:

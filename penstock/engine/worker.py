@@ -1,20 +1,19 @@
 """The engine's process: `python -m penstock.engine.worker [MODULE TO IMPORT FIRST ...]`, started by a
 launcher.
 
-    main thread      load, warm up, then: take mail, run a step, hand over its outputs, again
+    main thread      load, warm up, then: take mail, run a step, hand over its outputs, again; asleep: wait
     worker-socket    an event loop with the gateways' connections (serve_socket.py)
     worker-parent    waits for the end of standard input: the parent is gone, so exit
     worker-watchdog  ends the process when steps do not advance (`StepWatch`)
     worker-sigterm   waits for SIGTERM (a handler could be missed: a thread about to sleep does not run it)
 
-With no work the main thread sleeps in the mailbox. The process ends by draining (SIGTERM or `Drain`: exit
+With no work the main thread waits in the mailbox. The process ends by draining (SIGTERM or `Drain`: exit
 code 0), by its own failure (traceback, `WorkerFailed`, exit code 1), because it cannot serve what it was told
 to (exit code 78), or with its parent. Ctrl-C is the parent's business.
 """
 
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import importlib
 import logging
@@ -23,12 +22,16 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+if __name__ == "__main__":
+    # Before any library starts threads of its own: one that does not block it would take it, and die of it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 import msgspec
 
-from penstock.clock import NS_PER_MS, NS_PER_S, Clock, SystemClock
+from penstock.clock import NS_PER_MS, Clock, SystemClock
 from penstock.config.machine import CgroupMemory
 from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.adapters.manager import AdapterManager, AdapterRead
@@ -36,83 +39,18 @@ from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_
 from penstock.engine.device_readings import watch_device
 from penstock.engine.fault_watch import FaultWatch, Remedy
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
-from penstock.engine.mailbox import Aborted, AdapterAsked, DrainAsked, KVEventsAsked, Mailbox, Submitted
+from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mail, Mailbox, Ordered, Submitted
 from penstock.engine.memory import settle_malloc
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
+from penstock.engine.sleep import NO_STATS, Bed, WarmsUpAgain, refused
+from penstock.engine.step_watch import StepWatch
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.models.files import has_file
+from penstock.protocol.adapters import Adapters, KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.address import WorkerLaunch, parse_address
+from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
 from penstock.types import GRAMMAR_CAPABILITIES
-
-# Notices, from inside the process, that steps do not advance while there is work.
-#
-#     watchdog thread         looks now and then: work without a new step for longer than the timeout is
-#                             reported, with every thread's stack, and ends the process
-#     faulthandler's thread   needs no interpreter lock: should even the watchdog not get to run (native code
-#                             that keeps the lock), it writes the stacks and ends the process
-#
-# A process that hangs with its sockets open looks alive to everybody. So it must not hang.
-
-_LOOKS = 8
-"""How often the watchdog looks within one timeout."""
-_LOCKED_OUT = 2.0
-"""Timeouts without a look after which the interpreter lock counts as lost."""
-
-
-class StepWatch:
-    """Watches the step loop: whatever a turn of it does, and turns that come to nothing.
-
-        begins ──> (mail, step, telling) ──advanced──> ... ──rests──> asleep, not watched
-
-    It does not matter where a turn hangs (a step, handing its outputs over, taking mail), nor whether it
-    does: a scheduler that has requests and plans nothing, turn after turn, is as dead as a kernel that never
-    returns. Costs an attribute write and a look at the clock per turn.
-    """
-
-    def __init__(self, timeout_s: float, clock: Clock, on_stall: Callable[[str], None]) -> None:
-        """`on_stall` is called once, on the watchdog's thread, with what happened in words.
-
-        A timeout of 0 watches nothing.
-        """
-        self._timeout_s, self._clock, self._on_stall = timeout_s, clock, on_stall
-        self._since_ns: int | None = None  # Since when there is work without a new step; None: asleep.
-        self._closed = threading.Event()
-        if timeout_s > 0:
-            # Here too: the first step may take the lock for good before the watchdog has looked once.
-            faulthandler.dump_traceback_later(_LOCKED_OUT * timeout_s, exit=True)
-            threading.Thread(target=self._look, name="worker-watchdog", daemon=True).start()
-
-    def begins(self) -> None:
-        """A turn of the loop begins. Changes nothing if the turn before came to nothing."""
-        if self._since_ns is None:
-            self._since_ns = self._clock.now_ns()
-
-    def advanced(self) -> None:
-        """A step was done, or there is no work for one."""
-        self._since_ns = self._clock.now_ns()
-
-    def rests(self) -> None:
-        """The loop is about to sleep until something comes in."""
-        self._since_ns = None
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._closed.set()
-
-    def _look(self) -> None:
-        while not self._closed.wait(self._timeout_s / _LOOKS):
-            faulthandler.dump_traceback_later(_LOCKED_OUT * self._timeout_s, exit=True)
-            since_ns = self._since_ns
-            if since_ns is None:
-                continue
-            age_s = (self._clock.now_ns() - since_ns) / NS_PER_S
-            if age_s >= self._timeout_s:
-                faulthandler.dump_traceback(all_threads=True)
-                self._on_stall(f"steps have not advanced for {age_s:.3g} s (engine.stall_timeout_s)")
-                break
-        faulthandler.cancel_dump_traceback_later()
-
 
 EXIT_FAILED = 1
 EXIT_CANNOT_SERVE = 78  # EX_CONFIG of sysexits.h: starting again would fail the same way.
@@ -150,50 +88,149 @@ def main() -> int:
         parse_address(launch.address), mailbox, limits, clock, shares_port=launch.shares_port
     )
     server.start()
+    life = EngineLife(launch, server, mailbox, clock, ready)
     try:
-        publisher = open_publisher(config.kv_events)  # First, for it may be refused.
-        core, info = load(launch, server, clock)
-        gc.collect()
-        gc.freeze()  # What loading made lives as long as the process: no collection looks at it again.
-        feed = KVEventPublisher(core.kv, config.kv_events, clock, publisher)
-        fetcher = AdapterFetcher()
-        take_adapters(core, mailbox, clock, fetcher)
-        ready.set()  # First: a peer that sees us ready may order a drain.
-        server.publish(0, {}, core.stats())
-        server.announce(Ready(msgspec.structs.replace(info, model=launch.model_name)))
-        faults = _watch_faults(core, config.kernel_log, server)
-        readings = watch_device(info.device_uuid, server.publish_readings)
-        watch = StepWatch(config.stall_timeout_s, clock, lambda what: _end_stalled(server, what))
-        run_steps(core, mailbox, server, feed, watch)
+        life.run()
     except OperatorError as error:
         return _fail(server, error, EXIT_CANNOT_SERVE)
     except Exception as error:  # noqa: BLE001 The process boundary: any error is reported and ends the process.
         traceback.print_exc()
         return _fail(server, error, EXIT_FAILED)
-    readings.set()
-    watch.close()
-    faults.close()
-    feed.close()
-    server.close()
-    fetcher.close()
-    if server.grammars is not None:
-        server.grammars.close()
+    life.close()
     return 0
 
 
-def load(launch: WorkerLaunch, server: WorkerServer, clock: Clock) -> tuple[EngineCore, ModelInfo]:
+class EngineLife:
+    """What one process serves, awake and asleep.
+
+        run: load ──> steps ──Sleep, no work──> asleep ──Wake──> load ──> ...      a drain ends it from both
+
+    Asleep it holds no weights, no KV cache and nothing that was made for them: only the libraries, the
+    sockets and the grammars' vocabulary. Whatever reaches it then waits for it to wake.
+    """
+
+    def __init__(
+        self,
+        launch: WorkerLaunch,
+        server: WorkerServer,
+        mailbox: Mailbox,
+        clock: Clock,
+        ready: threading.Event,
+    ) -> None:
+        self._launch, self._server, self._mailbox, self._clock = launch, server, mailbox, clock
+        self._ready, self._config = ready, launch.engine
+        self._feed: KVEventPublisher | None = None
+        self._fetcher = AdapterFetcher()
+        self._closers: list[Callable[[], None]] = []
+        self._bed = Bed(launch, clock)
+
+    def run(self) -> None:
+        """Return when it was asked to drain and nothing is left to do.
+
+        Raises:
+            OperatorError: the model cannot be served as it is configured.
+        """
+        # First, for it may be refused.
+        publisher = open_publisher(self._config.kv_events)
+        self._feed = KVEventPublisher(self._config.kv_events, self._clock, publisher)
+        server, mail = self._server, list[Mail]()
+        watch = StepWatch(0, self._clock, lambda what: None)
+        is_asleep = self._launch.asleep and self._bed.plan()
+        while True:
+            if is_asleep:
+                self._ready.set()
+                server.announce(self._bed.asleep())
+                woken = self._bed.rest(self._mailbox, server, self._feed)
+                if woken is None:
+                    return
+                mail = woken
+            core = self._load(mail, was_asleep=is_asleep)
+            if core is None:
+                continue
+            if not self._closers:
+                watch = self._watch(core)
+            is_asleep = run_steps(core, self._mailbox, server, self._feed, watch, mail)
+            if not is_asleep:
+                return
+            self._fall_asleep(core)
+            del core
+            self._bed.clean()
+
+    def _load(self, mail: Sequence[Mail], *, was_asleep: bool) -> EngineCore | None:
+        """The engine, awake; None where it stays asleep, of which those in `mail` are told."""
+        began_ns = self._clock.now_ns()
+        self._ready.clear()  # There is nothing to drain.
+        try:
+            core, info = load(self._bed.launch, self._server, self._clock, wakes=was_asleep)
+        except OperatorError as error:
+            if not was_asleep:
+                raise
+            _log.error("the model cannot be woken: %s", error)
+            self._bed.why = str(error)
+            self._server.publish(0, refused(mail, str(error)), NO_STATS)
+            return None
+        gc.collect()
+        gc.freeze()  # What loading made lives as long as it is awake: no collection looks at it again.
+        assert self._feed is not None, "it is made first"
+        self._feed.follow(core.kv)
+        self._bed.loaded(info, self._clock.now_ns() - began_ns)
+        take_adapters(core, self._mailbox, self._clock, self._fetcher)
+        self._ready.set()  # First: a peer that sees us ready may order a drain.
+        self._server.publish(0, {}, core.stats())
+        self._server.announce(Ready(msgspec.structs.replace(info, model=self._launch.model_name)))
+        return core
+
+    def _fall_asleep(self, core: EngineCore) -> None:
+        """Tell everybody before anything is let go of."""
+        self._server.announce(Loading("falling asleep"))
+        if core.adapters is not None:
+            core.adapters.close()
+            self._server.publish_adapters(Adapters(()))
+        assert self._feed is not None, "it is made first"
+        if (events := self._feed.forget()) is not None:
+            self._server.publish_kv_events(events)
+
+    def _watch(self, core: EngineCore) -> StepWatch:
+        """What looks after the process from its first step on."""
+        config, server = self._config, self._server
+        faults = _watch_faults(core, config.kernel_log, server)
+        readings = watch_device(core.info.device_uuid, server.publish_readings)
+        watch = StepWatch(config.stall_timeout_s, self._clock, lambda what: _end_stalled(server, what))
+        self._closers += [readings.set, watch.close, faults.close]
+        return watch
+
+    def close(self) -> None:
+        """The process ends."""
+        for close in self._closers:
+            close()
+        if self._feed is not None:
+            self._feed.close()
+        self._server.close()
+        self._fetcher.close()
+        if self._server.grammars is not None:
+            self._server.grammars.close()
+
+
+def load(
+    launch: WorkerLaunch, server: WorkerServer, clock: Clock, *, wakes: bool = False
+) -> tuple[EngineCore, ModelInfo]:
     """Build the runner and the engine around it, telling the gateways about it; and what it can do.
 
     Raises:
         OperatorError: the model cannot be served as it is configured.
     """
-    progress = _throttled(lambda stage, done, total: server.announce(Loading(stage, done, total)), clock)
+    progress = _throttled(
+        lambda stage, done, total: server.announce(Loading(stage, done, total, wakes)), clock
+    )
     progress("importing", 0, 0)
     module, _, factory = launch.runner.partition(":")
     build: RunnerFactory = getattr(importlib.import_module(module), factory)
     runner = build(launch.model_path, launch.engine, clock, progress)
     progress(WARMING_UP, 0, 0)
-    runner.warm_up()
+    if wakes and isinstance(runner, WarmsUpAgain):
+        runner.warm_up_again()
+    else:
+        runner.warm_up()
     info = _use_grammars(runner, Path(launch.model_path), server)
     return build_core(runner, launch.engine, launch.hash_key, clock), info
 
@@ -212,11 +249,13 @@ def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> 
     except ImportError:
         _log.info("no structured output: it needs llguidance, which the extra 'engine' brings")
         return info
-    tokens = GrammarTokens.load(model_dir, info.vocab_size)
-    if tokens is None:
-        return info
-    runner.use_grammars(tokens)
-    server.use_grammars(GrammarCompiler(tokens))
+    if server.grammars is None:  # Else it was asleep.
+        tokens = GrammarTokens.load(model_dir, info.vocab_size)
+        if tokens is None:
+            return info
+        server.use_grammars(GrammarCompiler(tokens))
+    assert server.grammars is not None, "they were just made"
+    runner.use_grammars(server.grammars.tokens)
     return msgspec.structs.replace(info, capabilities=info.capabilities | GRAMMAR_CAPABILITIES)
 
 
@@ -232,23 +271,42 @@ def take_adapters(core: EngineCore, mailbox: Mailbox, clock: Clock, fetcher: Ada
 
 
 def run_steps(
-    core: EngineCore, mailbox: Mailbox, server: WorkerServer, feed: KVEventPublisher, watch: StepWatch
-) -> None:
-    """The step loop. Returns when it was asked to drain and nothing is left to do."""
-    draining, step = False, 0
+    core: EngineCore,
+    mailbox: Mailbox,
+    server: WorkerServer,
+    feed: KVEventPublisher,
+    watch: StepWatch,
+    first: Sequence[Mail] = (),
+) -> bool:
+    """The step loop, which begins with the mail `first`. Returns when nothing is left to do: False if it was
+    asked to drain, True if to sleep.
+    """
+    draining, sleepy, step = False, False, 0
     while core.has_work or core.num_held or not draining:
-        wait = not core.has_work and not core.use_idle_time()
-        if wait:
-            watch.rests()
-        mail = mailbox.take(wait=wait, sleep_s=core.rest_s)
+        if first:
+            mail, first = list(first), ()
+        else:
+            wait = not core.has_work and not core.use_idle_time()
+            if wait:
+                watch.rests()
+            mail = mailbox.take(wait=wait, sleep_s=core.rest_s)
         watch.begins()
         for each in mail:
             draining |= isinstance(each, DrainAsked)
             if isinstance(each, KVEventsAsked):
                 _tell_kv_events(server, feed)
                 server.start_kv_events(each.connection, feed.subscribe(each.epoch, each.from_sequence))
+            elif isinstance(each, Ordered) and isinstance(each.order, Sleep | Wake):
+                sleepy |= isinstance(each.order, Sleep)
             else:
                 _deliver(each, core)
+        if sleepy:
+            if not (core.has_work or core.num_held or draining):
+                watch.rests()
+                return True
+            sleepy = False
+            now = core.stats()
+            server.report(StaysAwake(now.running + now.waiting + core.num_held))
         if core.adapters is not None and core.adapters.changed:
             server.publish_adapters(core.adapters.told())
         if mail:
@@ -262,6 +320,7 @@ def run_steps(
             step = stats.step
             server.publish(step, outputs, stats)
         _tell_kv_events(server, feed)
+    return False
 
 
 def _tell_kv_events(server: WorkerServer, feed: KVEventPublisher) -> None:
@@ -288,11 +347,12 @@ def read_launch(stdin: int) -> WorkerLaunch:
     return launch
 
 
-def _deliver(mail: Submitted | Aborted | DrainAsked | AdapterAsked | AdapterRead, core: EngineCore) -> None:
+def _deliver(mail: Submitted | Aborted | DrainAsked | Ordered | AdapterRead, core: EngineCore) -> None:
     if isinstance(mail, Submitted):
         core.submit(mail.connection, mail.submit, mail.arrived_ns, mail.grammar)
-    elif isinstance(mail, AdapterAsked):
-        core.order_adapter(mail.order)
+    elif isinstance(mail, Ordered):
+        if isinstance(mail.order, LoadAdapter | UnloadAdapter | KeepAdapters):
+            core.order_adapter(mail.order)
     elif isinstance(mail, AdapterRead):
         core.take_adapter(mail)
     elif isinstance(mail, Aborted):
@@ -314,7 +374,7 @@ def _watch_faults(core: EngineCore, kernel_log: str, server: WorkerServer) -> Fa
 
     def on_fault(kind: str, words: str, remedy: Remedy) -> None:
         _log.error("%s", words)
-        server.report_fault(Fault(kind, words))
+        server.report(Fault(kind, words))
         if remedy is not Remedy.NOTE:
             # The main thread may hang in a device that is gone: no other thread can end the process.
             code = EXIT_CANNOT_SERVE if remedy is Remedy.END else EXIT_FAILED
@@ -355,7 +415,6 @@ def _die_with_parent() -> None:
 
 def _drain_on_sigterm(mailbox: Mailbox, ready: threading.Event) -> None:
     """Turn SIGTERM into mail; while the model still loads there is nothing to drain, so it ends us."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # Every later thread inherits this.
 
     def wait() -> None:
         while True:

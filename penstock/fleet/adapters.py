@@ -63,6 +63,7 @@ class AdapterKeeper:
         self._complained: set[tuple[WorkerId, str, str]] = set()
         self._adopted: dict[str, dict[str, str]] = {}
         self._places = places
+        self._kept: dict[WorkerId, tuple[str, ...]] = {}
         self._news = asyncio.Event()
         registry.listen(self._changed)
 
@@ -108,6 +109,7 @@ class AdapterKeeper:
             return
         if order.keep:
             if self._places:
+                self._kept[worker.id] = order.names
                 backend.keep_adapters(order.names)
             return
         wanted = self._wanted.get(worker.route, {})
@@ -215,11 +217,15 @@ class AdapterKeeper:
             return
         if worker.state is WorkerState.GONE or not worker.is_ready:
             self._told.discard(worker.id)
+            if worker.state is WorkerState.GONE:
+                self._kept.pop(worker.id, None)
             return
         if worker.id not in self._told and (backend := _takes(worker)) is not None:
             self._told.add(worker.id)
             for name, source in wanted.items():
                 backend.load_adapter(name, source.path, source.digest)
+            if names := self._kept.get(worker.id):
+                backend.keep_adapters(names)
         for name, error in worker.backend.status.adapters.failed.items():
             if name in wanted and (worker.id, name, error) not in self._complained:
                 self._complained.add((worker.id, name, error))

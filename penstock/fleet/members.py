@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from penstock.backends.base import Backend
 from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.engine.link import WorkerKey
@@ -400,10 +402,11 @@ def launched(
     clock: Clock,
     *,
     cores: int,
+    memory_bytes: int = 0,
 ) -> Iterator[Launched]:
     """The replicas of one model; `path` is its directory.
 
-    They share `cores`; 0: each has those of its place.
+    They share `cores`; 0: each has those of its place. With a bound on memory they start asleep.
     """
     name = served_name(model)
     for number in range(model.replicas):
@@ -411,7 +414,10 @@ def launched(
             worker_id=WorkerId(f"{name}-{number}"),
             model_path=path,
             model_name=ModelName(name),
-            engine=EngineSettings.of(share_of(model.engine, model.replicas, cores)),
+            engine=replace(
+                EngineSettings.of(share_of(model.engine, model.replicas, cores)), memory_bytes=memory_bytes
+            ),
+            asleep=memory_bytes > 0,
         )
         yield Launched(
             engine=model.engine,

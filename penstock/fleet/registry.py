@@ -89,6 +89,11 @@ class Worker:
         """Whether it counts as capacity."""
         return self.life.is_ready
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether it is asleep, or wakes."""
+        return self.state in (WorkerState.ASLEEP, WorkerState.WAKING)
+
     def notes(self, wall_ns: int) -> list[str]:
         """What people should know of it, each with its time; not what happened long ago to a worker that is
         well again.
@@ -161,6 +166,15 @@ class RouteWorkers:
     def __len__(self) -> int:
         return len(self._workers)
 
+    def adapter_counts(self) -> dict[str, int]:
+        """Adapters that its workers serve, and how many have each loaded. O(workers times adapters)."""
+        told = [each.backend.status.adapters for each in self]
+        counts = dict.fromkeys((name for each in told for name in sorted(each.served)), 0)
+        for each in told:
+            for name in each.loaded & each.served:
+                counts[name] += 1
+        return counts
+
     @property
     def num_ready(self) -> int:
         """Workers that take requests."""
@@ -170,6 +184,11 @@ class RouteWorkers:
     def is_ready(self) -> bool:
         """Whether any worker takes requests."""
         return bool(self._ready)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether none is ready and one sleeps or wakes: requests can wait for it. O(workers)."""
+        return not self._ready and any(worker.sleeps for worker in self)
 
     def add(self, worker: Worker) -> None:
         """For the registry."""
@@ -190,7 +209,8 @@ class RouteWorkers:
         """For the registry: its state or its status may be another one."""
         info = worker.backend.status.info
         self._take_abilities(worker, worker.backend.status.capabilities)
-        if worker.is_ready and info is not None and self._infos.get(worker.id) is not info:
+        is_known = worker.is_ready or worker.sleeps
+        if is_known and info is not None and self._infos.get(worker.id) is not info:
             self._infos[worker.id] = info
             self._agree()
         if worker.is_ready:
@@ -308,6 +328,8 @@ EVENT_OF = {
     Phase.LOADING: WorkerEvent.LOADING,
     Phase.WARMING: WorkerEvent.WARMING,
     Phase.READY: WorkerEvent.SERVING,
+    Phase.ASLEEP: WorkerEvent.SLEPT,
+    Phase.WAKING: WorkerEvent.WAKING,
     Phase.SUSPECT: WorkerEvent.DOUBTED,
     Phase.LOST: WorkerEvent.LOST,
     Phase.REFUSED: WorkerEvent.REFUSED,
@@ -315,7 +337,7 @@ EVENT_OF = {
     Phase.DOWN: WorkerEvent.END,
 }
 """What a backend's phase means for the worker's life."""
-_SPOKEN = frozenset({Phase.LOADING, Phase.WARMING, Phase.READY, Phase.REFUSED, Phase.DRAINING})
+_SPOKEN = frozenset(Phase) - {Phase.STARTING, Phase.SUSPECT, Phase.LOST, Phase.DOWN}
 """Phases in which news are the worker's own."""
 
 Listener = Callable[[Worker], None]

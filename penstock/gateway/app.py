@@ -33,9 +33,11 @@ from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
+from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
+from penstock.gateway.dispatch.wake_calls import WakeCalls
 from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.http.errors import error_response, failure_of
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
@@ -119,6 +121,7 @@ class Gateway:
             ask_store=self._policies.ask_store,
             budgets=self._policies.budgets,
             cold=ColdStarts(config.queue, registry),
+            wakes=WakeCalls(tools.sleeper or peers, registry, self._dispatcher.control, log),
             metrics=metrics,
             explained=self._policies.explained,
             kept=self._policies.kept,
@@ -143,13 +146,14 @@ class Gateway:
         services = self._services
         self._trails = WorkerTrails(registry, self._clock)
         admin = Admin(services, self._inspect, registry, members, watch, self._trails)
+        nights = SleepAdmin(services)
         self._console = Console(services, self._inspect, admin)
         self._responses = Responses(services, generate := Generate(services))
         tenants = TenantsAdmin(services, self.tenancy)
         adapters = AdaptersAdmin(services, self._adapters)
         costs = CostsAdmin(services)
         console, responses = self._console, self._responses
-        return Routes(generate, responses, self._inspect, admin, tenants, console, adapters, costs)
+        return Routes(generate, responses, self._inspect, admin, tenants, console, adapters, nights, costs)
 
     @property
     def num_accepted(self) -> int:
@@ -208,6 +212,7 @@ class Gateway:
             drain_s = max(0.0, drain_s - (self._clock.now_ns() - began_ns) / NS_PER_S)
         services.draining = True
         services.cold.close()
+        services.wakes.close()
         self.tenancy.stop()
         self._dispatcher.drain(drain_s)
         begun = set(self._tasks)  # Those that come later are refused, and could come for ever.
@@ -341,6 +346,7 @@ class Gateway:
             self._metrics.connections.set(self._server.num_connections)
             self._inspect.num_connections = self._server.num_connections
             self._dispatcher.tick()
+            self._services.wakes.look()
             self._policies.prober.tick()
             self._report_spending()
             self._metrics.traces(self._traces.exported, self._traces.dropped)

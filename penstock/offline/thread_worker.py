@@ -18,6 +18,7 @@ class ThreadWorker:
 
     def __init__(self, launch: WorkerLaunch, clock: Clock) -> None:
         self.exit_code: int | None = None
+        self.starts_asleep = False  # It never sleeps.
         self.tail: deque[str] = deque(maxlen=1)
         self.address: Address = parse_address(launch.address)
         self._launch, self._clock = launch, clock

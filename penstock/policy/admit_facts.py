@@ -25,7 +25,7 @@ DowngradeReason = Literal[
 the model has no worker; `failure`, `timeout`: it was tried there, and failed or gave nothing in time;
 `breaker`, `busy`: its workers are left alone, since they fail or are slow, or have said that they have no
 room."""
-ShedReason = Literal["slo", "queue_full", "no_worker", "busy"]
+ShedReason = Literal["slo", "queue_full", "no_worker", "busy", "asleep"]
 
 
 class RouteTrouble(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +73,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """The queue would refuse this request."""
     trouble: RouteTrouble | None = None
     """What is wrong with its workers, if most of them may not be used."""
+    wake_ns: int = 0
+    """It is asleep, and waking takes so long; 0: it is not."""
     back_ns: int = 0
     """How long it takes until the first of its workers that have no room may be used again."""
 

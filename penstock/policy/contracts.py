@@ -132,6 +132,8 @@ class RouteLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whether a request left its queue a short while ago because its start would have been too late."""
     trouble: RouteTrouble | None = None
     """What is wrong with its workers, if most of them may not be used."""
+    wake_ns: int = 0
+    """It is asleep, and waking takes so long; 0: it is not."""
 
 
 class Pass(msgspec.Struct, frozen=True, gc=False):

@@ -97,6 +97,8 @@ class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine: EngineSettings = EngineSettings()
     runner: str = REAL_RUNNER
     """`module:factory` of what computes. Tests name their own, so that a process starts at once."""
+    asleep: bool = False
+    """Look at the model only, and load it when it is woken."""
 
 
 NONCE_BYTES = 32

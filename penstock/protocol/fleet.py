@@ -84,6 +84,22 @@ class DrainOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How long its streams have; null: `fleet.drain_timeout_s`."""
 
 
+class SleepOrderBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `POST /admin/sleep` and `/admin/wake_up`; it may be left out where there is one model."""
+
+    model: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class SleepState(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/admin/sleep`, `/admin/wake_up` and `/admin/is_sleeping`."""
+
+    model: str
+    is_sleeping: bool
+    """None of its workers takes requests, and one is asleep or wakes."""
+    state: str
+    """In words."""
+
+
 AdapterName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\s\x00-\x1f\x7f]+$")]
 
 

@@ -401,6 +401,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     parent: str | None = None
     limits: CallerLimits | None = None
+    state: str | None = None
+    """"asleep" or "waking" for a model that a request would have to wait for."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,8 @@
       |                 <-- Sum    |   of the last snapshot of each, and of those who have ended
       |  Order, AdapterOrder -->   |   about a worker's service, or a model's adapters: the parent tells all
       |                 <-- Done   |
+      |  SleepOrder -->            |   put a model to sleep, or wake it
+      |          <-- SleepAnswer   |   any time later: it is done, or refused
       |  ServedTokens -->          |   five times a second, if anything was
       |         <-- ServedTokens   |   of another child
       |  EndedRequests, LatestRequests -->   every second, if any ended: their counts; the last ones
@@ -72,6 +74,22 @@ class AdapterOrder(msgspec.Struct, frozen=True, tag="adapter"):
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """The order is on its way to every process."""
+
+
+class SleepOrder(msgspec.Struct, frozen=True, tag="sleep_order"):
+    """A model is to be woken, or put to sleep."""
+
+    model: str
+    wakes: bool
+
+
+class SleepAnswer(msgspec.Struct, frozen=True, tag="sleep_answer"):
+    """What came of a `SleepOrder`."""
+
+    order: SleepOrder
+    kind: str = ""
+    """The type of the error (errors.py) if it could not be carried out."""
+    words: str = ""
 
 
 class ServedTokens(msgspec.Struct, frozen=True, tag="served"):
@@ -212,9 +230,10 @@ class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 ToParent = (
-    Snapshot | Ask | Order | AdapterOrder | ServedTokens | EndedRequests | LatestRequests | Happened | LookAt
+    Snapshot | Ask | Order | AdapterOrder | SleepOrder | ServedTokens | EndedRequests | LatestRequests
+    | Happened | LookAt
 )  # fmt: skip
-ToChild = Sum | Done | ServedTokens | View
+ToChild = Sum | Done | SleepAnswer | ServedTokens | View
 
 _to_parent = msgspec.msgpack.Decoder(ToParent)
 _to_child = msgspec.msgpack.Decoder(ToChild)

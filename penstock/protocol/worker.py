@@ -16,8 +16,11 @@ token costs neither side a system call of its own. This module knows no sockets:
        |  SubscribeKVEvents -->              |   once; then
        |  <-- KVEvents*                      |   changes of the KV cache, one message per step that has any
        |  LoadAdapter, UnloadAdapter -->     |
-    |  <-- Adapters                       |   on connect, and whenever one came, went or failed
-    |  Drain -->                          |   finish what runs, refuse what is new, then exit
+       |  <-- Adapters                       |   on connect, and whenever one came, went or failed
+       |  Sleep -->                          |   let go of weights and KV cache, unless there is work
+       |  <-- Asleep | StaysAwake            |
+       |  Wake -->                           |   load again: Loading* ... Ready, or Asleep and why
+       |  Drain -->                          |   finish what runs, refuse what is new, then exit
 
 What a worker checks of a submission before its engine sees it.
 
@@ -33,9 +36,11 @@ import msgspec
 
 from penstock.protocol.adapters import Adapters, KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.grammar import Grammar
+from penstock.protocol.readings import DeviceReadings
+from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.types import OWN_CAPABILITIES, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 WARMING_UP = "warming up"
 """The stage of `Loading` that comes last: the weights are there, and the first steps are run."""
@@ -145,7 +150,18 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     adapter_slots: int = 0
     """Adapters that requests in one batch may have; 0: it takes none."""
     adapter_bytes: int = 0
-    """Memory for adapters."""
+    """Memory that they may take."""
+    weight_bytes: int = 0
+    """Memory of the weights and what is kept beside them, as computed before loading; 0: it does not
+    tell."""
+    kv_bytes: int = 0
+    host_kv_bytes: int = 0
+    """Memory of the KV cache and of its host tier, when all of it is used."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """All that it takes while it is awake, beside its process."""
+        return self.weight_bytes + self.kv_bytes + self.host_kv_bytes + self.adapter_bytes
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -168,6 +184,21 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     stage: str
     done: int = 0
     total: int = 0
+    wakes: bool = False
+    """It was asleep."""
+
+
+class Asleep(msgspec.Struct, frozen=True, kw_only=True, tag="asleep"):
+    """Its weights and its KV cache are not in memory; `Wake` brings them back."""
+
+    info: ModelInfo
+    """What it will be when it is awake."""
+    wake_ns: int
+    """How long waking will take, as far as is known."""
+    memory_bytes: int = 0
+    """What its process has in memory now."""
+    why: str = ""
+    """Why it could not be woken; empty: it was not asked to."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -236,37 +267,6 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
 
     step: int
     outputs: tuple[Output, ...]
-
-
-class GpuReadings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a GPU says of itself; None: it does not."""
-
-    index: int
-    """As the driver counts."""
-    util: int | None = None
-    """Percent of the time in which a kernel ran."""
-    memory_util: int | None = None
-    """Percent of the time in which its memory was read or written."""
-    used_mib: int | None = None
-    free_mib: int | None = None
-    power_w: float | None = None
-    temperature_c: int | None = None
-    sm_clock_mhz: int | None = None
-    xid: int | None = None
-    """Of the last error that the driver told of; 0: there was none."""
-
-
-class DeviceReadings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker's process takes of its machine, and its GPU if it has one."""
-
-    rss_bytes: int = 0
-    cpu_ms: int = 0
-    cgroup_bytes: int = 0
-    """Memory of all processes in its cgroup, and the most that they may have; 0: not told, no limit."""
-    cgroup_limit_bytes: int = 0
-    load: float = 0.0
-    """Of its machine over a minute, per core."""
-    gpu: GpuReadings | None = None
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
@@ -352,13 +352,12 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
     """The snapshot goes on in the next message, which has the same number."""
 
 
-ToWorker = (
-    Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof
-    | LoadAdapter | UnloadAdapter | KeepAdapters
-)  # fmt: skip
-FromWorker = (
-    Loading | Ready | WorkerFailed | Fault | StepOutput | Stats | KVEvents | Challenge | Welcome | Adapters
-)
+WorkerOrder = LoadAdapter | UnloadAdapter | KeepAdapters | Sleep | Wake
+"""What a gateway tells the worker to do, beside requests."""
+ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof | WorkerOrder
+Condition = Loading | Ready | WorkerFailed | Asleep
+"""How far the worker is."""
+FromWorker = Condition | Fault | StepOutput | Stats | KVEvents | Challenge | Welcome | Adapters | StaysAwake
 """What it has to say; a `Pong` only shows that it lives."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -102,7 +102,8 @@ class AdapterPool(Generic[R]):
         """To be read for requests that are here, or will be."""
         self._unread: dict[Entry, None] = {}
         """To be read for the first time, so that it is known whether they can be."""
-        self._reading: Entry | None = None
+        self.reading: Entry | None = None
+        """The one that is being read."""
         self._is_first = False
         self._coming_bytes = 0
         """Of what is read because requests wait for it."""
@@ -205,8 +206,8 @@ class AdapterPool(Generic[R]):
 
     def take(self, entry: Entry, packed: InMemory | None, digest: str = "", error: str = "") -> Released[R]:
         """An adapter was read, or could not be."""
-        assert entry is self._reading, f"{entry.name} is not the one that is read"
-        self._reading, self._coming_bytes = None, 0
+        assert entry is self.reading, f"{entry.name} is not the one that is read"
+        self.reading, self._coming_bytes = None, 0
         took_ns = self._clock.now_ns() - self._began_ns
         self.read_ns += int((took_ns - self.read_ns) * (_LEARNED if self.read_ns else 1.0))
         self.changed = True
@@ -260,8 +261,8 @@ class AdapterPool(Generic[R]):
         assert len(self._used) <= self._slots
         assert all(entry.packed is not None for entry in self._in_memory)
         assert self._num_bytes == sum(entry.num_bytes for entry in self._in_memory)
-        assert self._reading is not None or not self._unread
-        assert self._reading is not None or all(self._lacks_room(entry) for entry in self._wanted)
+        assert self.reading is not None or not self._unread
+        assert self.reading is not None or all(self._lacks_room(entry) for entry in self._wanted)
 
     def _is_patient(self, waiting: Waiting[R]) -> bool:
         return self._clock.now_ns() - waiting.arrived_ns > PATIENCE_NS
@@ -283,20 +284,20 @@ class AdapterPool(Generic[R]):
         return has_slot and pinned + entry.num_bytes + self._coming_bytes <= self._bytes_max
 
     def _want(self, entry: Entry) -> None:
-        if entry is not self._reading:
+        if entry is not self.reading:
             self._wanted[entry] = None
             self._read_next()
 
     def _read_next(self) -> None:
         """Begin to read what is most urgent, unless something is being read."""
-        if self._reading is not None:
+        if self.reading is not None:
             return
         awaited = (each.entry for each in self._waiting if each.entry in self._wanted)
         urgent = next((each for each in (*awaited, *self._wanted) if not self._lacks_room(each)), None)
         entry = urgent or next(iter(self._unread), None) or self._next_kept()
         if entry is None:
             return
-        self._reading, self._is_first = entry, urgent is None and entry in self._unread
+        self.reading, self._is_first = entry, urgent is None and entry in self._unread
         self._began_ns = self._clock.now_ns()
         self._coming_bytes = entry.num_bytes if urgent is not None else 0
         self._wanted.pop(entry, None)

@@ -252,11 +252,13 @@ _SYMPTOMS = (
     Rule(
         "NoWorkerReady",
         "page",
-        "A model has no worker that is ready, and none that loads.",
+        "A model has no worker that is ready, and none that loads or is asleep.",
         (
             Test(_READY, "==", 0.0, "no worker is ready"),
             Test(_in_state("loading"), "==", 0.0),
             Test(_in_state("warming"), "==", 0.0),
+            Test(_in_state("asleep"), "==", 0.0),
+            Test(_in_state("waking"), "==", 0.0),
         ),
         for_s=2 * MINUTE_S,
     ),

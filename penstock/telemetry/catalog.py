@@ -78,6 +78,7 @@ NEEDED_BY = (
     ("cached_tokens", "capacity; routing"),
     ("generated_tokens", "capacity; finance"),
     ("accelerator", "finance"),
+    ("adapter", "capacity; endpoint pickers"),
     ("engine", "capacity; autoscalers"),
     ("worker", "capacity; autoscalers; endpoint pickers"),
     ("kv_index", "routing"),
@@ -176,6 +177,10 @@ CATALOG = (
     Metric("penstock_engine_waiting", "gauge", "Requests waiting in the engine's queue.", MODEL, shared=True),
     Metric("penstock_kv_blocks", "gauge", "KV blocks by state.", ("model", "state"), shared=True),
     Metric("penstock_kv_block_tokens", "gauge", "Tokens that a KV block holds.", MODEL, shared=True),
+    Metric("penstock_adapter_slots", "gauge", "Adapters that a worker has loaded at a time, at most.", MODEL,
+        shared=True),
+    Metric("penstock_adapter_workers", "gauge", "Workers that have an adapter loaded.",
+        ("model", "adapter"), shared=True),
     Metric("penstock_worker_running", "gauge", "Running requests of one worker.", WORKER, shared=True),
     Metric("penstock_worker_waiting", "gauge", "Requests waiting in one worker's queue.", WORKER,
         shared=True),
@@ -190,6 +195,12 @@ CATALOG = (
         shared=True),
     Metric("penstock_worker_mbu_ratio", "gauge", "Memory bandwidth utilisation of one worker's last steps.",
         WORKER, shared=True),
+    Metric("penstock_worker_requests_total", "counter", "Requests that one worker, or it at last, answered "
+    "or failed.", ("model", "worker", "outcome")),
+    Metric("penstock_worker_prefill_seconds_total", "counter", "Time to the first token behind the queue, of "
+    "what one worker answered.", WORKER),
+    Metric("penstock_worker_decode_seconds_total", "counter", "Time from the first token to the end, of what "
+    "one worker answered.", WORKER),
     Metric("penstock_worker_info", "gauge", "Always 1; what a worker runs, on which device, are labels.",
         ("model", "worker", "engine", "identity", "device"), shared=True),
     # Of a worker's process and machine, and of its GPU under the names of NVIDIA's DCGM exporter.

@@ -17,7 +17,7 @@ from penstock.kv.index.locality import LocalityStatistics
 from penstock.policy.lifecycle.machine_costs import Costs
 from penstock.policy.limits.price import MICROS
 from penstock.policy.resilience.worker_state import WorkerState
-from penstock.protocol.worker import Stats
+from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.anomaly_meters import AnomalyMeters
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, OutcomeLabel
 from penstock.telemetry.instruments import Counter, Family, Instruments
@@ -76,6 +76,8 @@ class RequestMeasurement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tier: str = ""
     band: str = ""
     """Its tenant's."""
+    worker: str = ""
+    """The last that it ran on; empty: none."""
 
 
 class Metrics:
@@ -324,6 +326,10 @@ class ModelMetrics:
         self._blocks = {state: blocks.labels(model, state.value) for state in BlockState}
         self._block_tokens = table.gauge("penstock_kv_block_tokens").labels(model)
         self._by_worker = WorkerMeters(model, table)
+        self._adapter_slots = table.gauge("penstock_adapter_slots").labels(model)
+        self._adapter_workers = table.gauge("penstock_adapter_workers")
+        self._name, self._adapters = model, set[str]()
+        """Adapters that are shown."""
         self._host_blocks = table.gauge("penstock_host_kv_blocks").labels(model)
         self._followed = {
             "host_stores": Followed(table.counter("penstock_host_kv_stores_total").labels(model)),
@@ -354,6 +360,11 @@ class ModelMetrics:
         self._prompt.inc(record.prompt_tokens)
         self._cached.inc(record.cached_tokens)
         self._generated.inc(record.generated_tokens)
+        if record.worker and record.outcome is OutcomeLabel.ERROR:
+            self._by_worker.failed(record.worker)
+        elif record.worker and ttft_ns is not None and record.outcome is not OutcomeLabel.ABORT:
+            prefill_ns = ttft_ns - min(queue_ns or 0, ttft_ns)
+            self._by_worker.answered(record.worker, prefill_ns, max(0, duration_ns - ttft_ns))
 
     def workers(self, states: Iterable[WorkerState]) -> None:
         """The states of all workers."""
@@ -388,6 +399,16 @@ class ModelMetrics:
     def mbu(self, worker: str) -> float | None:
         """The memory bandwidth utilisation of a worker's last steps; None: it does not tell."""
         return self._by_worker.mbu.get(worker)
+
+    def model_info(self, info: ModelInfo, adapters: Mapping[str, int]) -> None:
+        """What its workers say of themselves, and how many of them have each adapter loaded."""
+        self.block_tokens(info.block_tokens)
+        self._adapter_slots.set(info.adapter_slots)
+        for adapter in self._adapters - set(adapters):
+            self._adapter_workers.remove(self._name, adapter)
+        self._adapters = set(adapters)
+        for adapter, num_workers in adapters.items():
+            self._adapter_workers.labels(self._name, adapter).set(num_workers)
 
     def block_tokens(self, count: int) -> None:
         """How many tokens a KV block holds."""

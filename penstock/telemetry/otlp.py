@@ -9,25 +9,18 @@ As for programs with the SDK, the environment says what goes beside the address:
 OTEL_RESOURCE_ATTRIBUTES.
 """
 
-import http.client
 import os
-import ssl
 import struct
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from penstock.errors import ConfigError
+from penstock.telemetry.http_post import TRY_AGAIN, Posted, Poster, is_address
 from penstock.telemetry.traces import EndedTrace, RequestTrace
 
-TIMEOUT_S = 5.0
-"""For a collector's answer."""
 PAUSES_S = (0.5, 1.5)
 """Before an export is tried again that the collector could not take just now."""
-TRY_AGAIN = frozenset((429, 502, 503, 504))
-"""Statuses after which OTLP wants that."""
 WHY_CHARS_MAX = 300
 Value = str | int | float | Sequence[str]
 _INTERNAL, _SERVER, _CLIENT = 1, 2, 3
@@ -51,17 +44,15 @@ class OtlpExporter:
         Raises:
             ConfigError: the address or a file that the environment names cannot be used.
         """
-        if not _is_address(endpoint):
+        if not is_address(endpoint):
             raise ConfigError(f"traces.endpoint must be an http or https address, not {endpoint!r}")
-        self._endpoint, self._pauses_s, self._closing = endpoint, pauses_s, threading.Event()
-        self._headers = {"Content-Type": "application/x-protobuf", **_pairs(_setting("HEADERS"))}
+        self._pauses_s, self._closing = pauses_s, threading.Event()
+        headers = {"Content-Type": "application/x-protobuf", **_pairs(_setting("HEADERS"))}
         authorities = _setting("CERTIFICATE") or None
         try:
-            tls = ssl.create_default_context(cafile=authorities) if endpoint.startswith("https") else None
+            self._poster = Poster(endpoint, headers, authorities=authorities)
         except OSError as error:
             raise ConfigError(f"OTEL_EXPORTER_OTLP_CERTIFICATE: {authorities}: {error}") from None
-        handlers = [urllib.request.HTTPSHandler(context=tls)] if tls is not None else []
-        self._opener = urllib.request.build_opener(_NoRedirects, *handlers)
         told = _pairs(os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
         name = os.environ.get("OTEL_SERVICE_NAME") or told.get("service.name") or "penstock"
         told |= {"service.name": name, "service.version": version, "service.instance.id": instance}
@@ -72,11 +63,12 @@ class OtlpExporter:
         """See `traces.Exporter`."""
         try:
             body = self.encode(traces)
-            why, may_try = self._send(body)
+            posted = self._poster.post(body)
             for pause_s in self._pauses_s:
-                if not may_try or self._closing.wait(pause_s):
+                if not may_try_again(posted) or self._closing.wait(pause_s):
                     break
-                why, may_try = self._send(body)
+                posted = self._poster.post(body)
+            why = posted.why
         except Exception as error:  # noqa: BLE001 - requests go on, whatever a collector does.
             why = f"{type(error).__name__}: {error}"
         return why[:WHY_CHARS_MAX]
@@ -90,33 +82,10 @@ class OtlpExporter:
         spans = [_message(0x12, span) for trace in traces for span in _Tree(trace).spans()]
         return _message(0x0A, self._resource + _message(0x12, self._scope + b"".join(spans)))
 
-    def _send(self, body: bytes) -> tuple[str, bool]:
-        """Why the collector did not take it, and whether it might later; ("", False): it did."""
-        request = urllib.request.Request(self._endpoint, data=body, headers=self._headers, method="POST")
-        try:
-            with self._opener.open(request, timeout=TIMEOUT_S):
-                return "", False
-        except urllib.error.HTTPError as error:
-            error.close()
-            return f"status {error.code}: {error.reason}", error.code in TRY_AGAIN
-        except (OSError, http.client.HTTPException) as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            return f"{type(error).__name__}: {reason}", not isinstance(reason, TimeoutError)
 
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The library would make a GET of what is sent, and call that a success."""
-
-    def redirect_request(self, *_: object, **__: object) -> None:
-        """See `urllib.request.HTTPRedirectHandler`."""
-
-
-def _is_address(endpoint: str) -> bool:
-    try:
-        parts = urlsplit(endpoint)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
+def may_try_again(posted: Posted) -> bool:
+    """Whether a collector may be sent the same again: one that is late may have taken it."""
+    return bool(posted.why) and not posted.is_late and (not posted.status or posted.status in TRY_AGAIN)
 
 
 def _setting(name: str) -> str:

@@ -2,7 +2,8 @@
 the same numbers under names that others know, so that their dashboards, scalers and endpoint pickers work:
 
     vllm:*          vLLM's names and labels; of the Gateway API inference extension's model server protocol
-                    `num_requests_waiting`, `num_requests_running`, `kv_cache_usage_perc`, `cache_config_info`
+                    `num_requests_waiting`, `num_requests_running`, `kv_cache_usage_perc`,
+                    `cache_config_info`, and `lora_requests_info`, which tells the adapters that are loaded
     gen_ai_*        OpenTelemetry's GenAI conventions for servers, as its Prometheus exporter writes them
 
 Of several processes counters, histograms and the gauges of what each has for itself are added. What all of
@@ -97,7 +98,12 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
     "penstock_request_decode_seconds": ("vllm:request_decode_time_seconds",),
 }  # fmt: skip
 """Families with other names and labels, and the same numbers."""
-COMPUTED = ("vllm:kv_cache_usage_perc", "vllm:cache_config_info", "vllm:request_success_total")
+COMPUTED = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+    "vllm:request_success_total",
+    "vllm:lora_requests_info",
+)
 _VLLM, _GEN_AI = b'engine="0",model_name="', b'gen_ai_provider_name="penstock",gen_ai_request_model="'
 _MODEL = b'model="'
 _SUCCESS = {
@@ -160,3 +166,26 @@ def _computed(families: Mapping[bytes, Family]) -> Iterator[tuple[bytes, bytes, 
             labels = b'finished_reason="%b",%b%b"' % (reason, _VLLM, label_of(series, b"model"))
             success[b"vllm:request_success_total{%b}" % labels] += value
     yield b"vllm:request_success_total", b"counter", dict(success)
+    yield b"vllm:lora_requests_info", b"gauge", _adapters(families)
+
+
+def _adapters(families: Mapping[bytes, Family]) -> dict[bytes, float]:
+    """Of each model that has adapters those that are loaded anywhere: a request for one of them waits for no
+    load.
+    """
+    loaded = dict[bytes, list[bytes]]()
+    for series, value in families.get(b"penstock_adapter_workers", ([], {}, True))[1].items():
+        names = loaded.setdefault(label_of(series, b"model"), [])
+        if value:
+            names.append(label_of(series, b"adapter"))
+    slots = {
+        label_of(series, b"model"): value
+        for series, value in families.get(b"penstock_adapter_slots", ([], {}, True))[1].items()
+    }
+    found = dict[bytes, float]()
+    for model, names in loaded.items():
+        facts = b'max_lora="%d",running_lora_adapters="%b",waiting_lora_adapters=""' % (
+            slots.get(model, 0), b",".join(sorted(names)),
+        )  # fmt: skip
+        found[b'vllm:lora_requests_info{%b,%b%b"}' % (facts, _VLLM, model)] = 1.0
+    return found

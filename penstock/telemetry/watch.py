@@ -35,6 +35,7 @@ from penstock.telemetry.counts import Counts, Series, decode_rows
 from penstock.telemetry.history import DAY_S, MINUTE_S, SLO_S, History
 from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.log import Log
+from penstock.telemetry.webhook import Webhook
 
 BYTES_MAX = 64 * 1024 * 1024
 """Of all files together: what is over it goes, oldest first."""
@@ -197,6 +198,7 @@ class Watch:
         """`metrics` is the page of all gateway processes; `tail` gives the last lines of a worker's log."""
         self.history = History(clock)
         self.alerts = Alerts(config.slo, self.history, clock)
+        self._webhook = Webhook(config.slo.webhook, clock, log) if config.slo.webhook else None
         place, self._costs = None, None
         if config.ledger.enabled:  # An operator who keeps no records keeps no counts either.
             place = ledger_directory(config.ledger) / "history"
@@ -218,6 +220,8 @@ class Watch:
         await self._keeper.load()
         await asyncio.to_thread(self._audit.load)
         self._notes.note("server", "started", __version__)
+        if self._webhook is not None:
+            self._webhook.start()
         self._task = asyncio.create_task(self._run(), name="telemetry-watch")
 
     async def stop(self) -> None:
@@ -226,6 +230,8 @@ class Watch:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
+            if self._webhook is not None:
+                await self._webhook.stop()
             self.history.add(self._take())
             self._notes.note("server", "stopped", __version__)
             await self._keeper.stop()
@@ -277,7 +283,10 @@ class Watch:
         page = self._metrics()
         if self._costs is not None:
             self._costs.take(page)
-        for alert in self.alerts.evaluate(page):
+        changed = self.alerts.evaluate(page)
+        if self._webhook is not None:
+            self._webhook.tell(changed)
+        for alert in changed:
             write = self._log.info if alert.ended else self._log.warning
             write(
                 "an alert is over" if alert.ended else "an alert fires",

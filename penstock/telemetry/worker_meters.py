@@ -4,7 +4,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from penstock.clock import NS_PER_S
-from penstock.protocol.worker import DeviceReadings, Stats
+from penstock.protocol.readings import DeviceReadings
+from penstock.protocol.worker import Stats
 from penstock.telemetry.instruments import Counter, Family, Gauge, Instruments
 
 
@@ -62,6 +63,10 @@ _GPU = (
     ("xid", "DCGM_FI_DEV_XID_ERRORS"),
 )
 """The fields of `GpuReadings` and `DeviceReadings` with the gauges that show them."""
+
+
+ANSWERED, FAILED = "answered", "failed"
+"""How requests end at a worker."""
 
 
 class DeviceMeters:
@@ -125,6 +130,11 @@ class WorkerMeters:
         """By the field of `Stats`, with what one of the counter's unit is there."""
         self._devices = DeviceMeters(model, table)
         self._mbu, self._info = table.gauge("penstock_worker_mbu_ratio"), table.gauge("penstock_worker_info")
+        self._requests = table.counter("penstock_worker_requests_total")
+        self._prefill = table.counter("penstock_worker_prefill_seconds_total")
+        self._decode = table.counter("penstock_worker_decode_seconds_total")
+        self._served: dict[str, tuple[Counter, Counter, Counter, Counter]] = {}
+        """Answered, failed, prefill and decode."""
         self._followed: dict[str, dict[str, Followed]] = {}
         self._facts: dict[str, WorkerFacts] = {}
         self._seen: dict[str, Stats] = {}
@@ -136,6 +146,8 @@ class WorkerMeters:
         """Take over what the workers say; one that is not named any more is forgotten."""
         for worker in [each for each in self._followed if each not in by_worker]:
             self._forget(worker)
+        for worker in [each for each in self._served if each not in by_worker]:
+            self._forget_served(worker)
         for worker, stats in by_worker.items():
             labels = (self._model, worker)
             if worker not in self._followed:
@@ -153,6 +165,27 @@ class WorkerMeters:
                 self._look_at_memory(worker, stats)
                 if stats.readings is not None:
                     self._devices.follow(worker, stats.readings)
+
+    def answered(self, worker: str, prefill_ns: int, decode_ns: int) -> None:
+        """It gave an answer."""
+        answered, _, prefill, decode = self._served.get(worker) or self._serves(worker)
+        answered.inc()
+        prefill.inc(prefill_ns / NS_PER_S)
+        decode.inc(decode_ns / NS_PER_S)
+
+    def failed(self, worker: str) -> None:
+        """A request ended there with an error."""
+        (self._served.get(worker) or self._serves(worker))[1].inc()
+
+    def _serves(self, worker: str) -> tuple[Counter, Counter, Counter, Counter]:
+        labels = self._model, worker
+        self._served[worker] = found = (
+            self._requests.labels(*labels, ANSWERED),
+            self._requests.labels(*labels, FAILED),
+            self._prefill.labels(*labels),
+            self._decode.labels(*labels),
+        )
+        return found
 
     def tell(self, facts: Mapping[str, WorkerFacts]) -> None:
         """What runs where, by worker."""
@@ -181,6 +214,13 @@ class WorkerMeters:
         self._seen.pop(worker, None)
         if self.mbu.pop(worker, None) is not None:
             self._mbu.remove(self._model, worker)
+
+    def _forget_served(self, worker: str) -> None:
+        del self._served[worker]
+        for outcome in (ANSWERED, FAILED):
+            self._requests.remove(self._model, worker, outcome)
+        for counter in (self._prefill, self._decode):
+            counter.remove(self._model, worker)
 
     def _forget_facts(self, worker: str) -> None:
         if (old := self._facts.pop(worker, None)) is not None:

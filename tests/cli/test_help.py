@@ -35,6 +35,8 @@ GOLDEN = Path(__file__).parent / "golden"
         "keys revoke",
         "top",
         "drain",
+        "sleep",
+        "wake",
         "explain",
         "alerts",
         "quantize",

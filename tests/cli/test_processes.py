@@ -16,6 +16,8 @@ from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig, TenantConfig
 from penstock.errors import OperatorError
 from penstock.fleet.launchers.process import WorkerLogs, WorkerTails
+from penstock.fleet.registry import Registry
+from penstock.fleet.sleep import SleepKeeper
 from penstock.gateway.api.recent import AllRequests, EndedRequest, RecentRequests
 from penstock.gateway.shared import peers as peers_module
 from penstock.gateway.shared.peers import GatewayPeers
@@ -43,9 +45,9 @@ def processes(ledger: str = "", tail: Tail = no_tail, **shared: object) -> Gatew
         ledger=LedgerConfig(directory=ledger),
     )
     clock = SystemClock()
-    return GatewayProcesses(
-        config, clock, Log(LogConfig(), clock, stream=io.StringIO()), hash_key=b"0123456789abcdef", tail=tail
-    )
+    log = Log(LogConfig(), clock, stream=io.StringIO())
+    sleeper = SleepKeeper(Registry(clock, log), clock, log, idle_s={}, bound_bytes=0)
+    return GatewayProcesses(config, clock, log, sleeper, hash_key=b"0123456789abcdef", tail=tail)
 
 
 def test_the_processes_share_their_limits_through_the_parent() -> None:

@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 from penstock.config.checks import check
+from penstock.config.fleet import FleetConfig
 from penstock.config.load import convert_config, dump_config
+from penstock.config.tree import Config
 from penstock.errors import ConfigError
 
 KUBERNETES = {"namespace": "default", "service": "vllm"}
@@ -71,3 +73,10 @@ def test_the_examples_of_the_docs_are_configurations() -> None:
     assert len(configs) >= 3
     for raw in configs:
         check(convert_config(raw | {"auth": {"keys": ["k" * 16]}}))
+
+
+def test_a_bound_on_memory_is_of_this_machine() -> None:
+    config = Config(fleet=FleetConfig(launcher="ray", memory_bytes=1 << 30))
+    with pytest.raises(ConfigError, match=r"fleet\.memory_bytes: bounds this machine"):
+        check(config)
+    check(Config(fleet=FleetConfig(memory_bytes=1 << 30)))

@@ -76,8 +76,8 @@ def burn_scenes() -> Iterator[Scene]:
                 yield burn_scene(objective, burn)
 
 
-READY, LOADING, WARMING = (
-    f'penstock_workers{{model="m",state="{s}"}}' for s in ("ready", "loading", "warming")
+READY, LOADING, WARMING, ASLEEP, WAKING = (
+    f'penstock_workers{{model="m",state="{s}"}}' for s in ("ready", "loading", "warming", "asleep", "waking")
 )
 BUSY, STEPS = (f'penstock_engine_{each}_total{{model="m"}}' for each in ("step_seconds", "steps"))
 WAITING, RUNNING = 'penstock_queue_waiting{model="m"}', 'penstock_engine_running{model="m"}'
@@ -94,7 +94,7 @@ WRONG, SLOW = (f'penstock_anomalous_workers{{model="m",cause="{each}"}}' for eac
 
 def workers(*spans: tuple[int, float]) -> dict[str, Sequence[tuple[int, float]]]:
     whole = sum(minutes for minutes, _ in spans)
-    return {READY: spans, LOADING: [(whole, 0)], WARMING: [(whole, 0)]}
+    return {READY: spans} | {each: [(whole, 0)] for each in (LOADING, WARMING, ASLEEP, WAKING)}
 
 
 SYMPTOMS = (
@@ -149,6 +149,12 @@ SYMPTOMS = (
         "a model loads for ten minutes",
         gauges=workers((10, 0), (20, 1)) | {LOADING: [(10, 1), (20, 0)]},
         fires={9: NONE, 20: NONE},
+    ),
+    Scene(
+        "a model sleeps for an hour, and takes a while to wake",
+        gauges=workers((10, 1), (64, 0), (9, 1))
+        | {ASLEEP: [(10, 0), (60, 1), (13, 0)], WAKING: [(70, 0), (4, 1), (9, 0)]},
+        fires={30: NONE, 69: NONE, 73: NONE, 80: NONE},
     ),
     *(
         Scene(

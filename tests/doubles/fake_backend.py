@@ -61,7 +61,7 @@ class FakeBackend:
         self._timer: asyncio.Handle | None = None
         self._idle = asyncio.Event()
         self._status = BackendStatus(
-            phase=Phase.READY, info=msgspec.structs.replace(_INFO, max_running=max_running), stage="ready"
+            phase=Phase.READY, info=msgspec.structs.replace(INFO, max_running=max_running), stage="ready"
         )
 
     @property
@@ -264,7 +264,7 @@ def _logprob(token: str, wanted: int) -> TextLogprob:
     return TextLogprob(token, token.encode(), -0.5, top, 1, tuple(range(1, wanted + 1)), 1)
 
 
-_INFO = ModelInfo(
+INFO = ModelInfo(
     model="fake",
     architecture="Fake",
     dtype="float32",

@@ -141,6 +141,11 @@ class RawWorker:
             total += sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches" in line)
         return total
 
+    def resident_bytes(self) -> int:
+        """Its resident memory, as the kernel counts it."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
     def exit_code(self) -> int:
         return self.process.wait(TIMEOUT_S)
 
@@ -169,6 +174,7 @@ def launch_line(
     model_path: str = "scripted",
     runner: str = SCRIPTED,
     key: bytes = b"",
+    asleep: bool = False,
     **engine: object,
 ) -> bytes:
     launch = WorkerLaunch(
@@ -179,6 +185,7 @@ def launch_line(
         key=key,
         engine=EngineSettings(**engine),
         runner=runner,
+        asleep=asleep,
     )
     return msgspec.json.encode(launch) + b"\n"
 
@@ -196,6 +203,7 @@ def raw_worker(
     tcp: bool = False,
     key: bytes = b"",
     gate: str = "",
+    asleep: bool = False,
     **engine: object,
 ) -> Iterator[RawWorker]:
     with tempfile.TemporaryDirectory() as directory:
@@ -206,7 +214,10 @@ def raw_worker(
         worker = RawWorker(process, address)
         try:
             assert process.stdin is not None
-            process.stdin.write(launch_line(address, model_path=model_path, runner=runner, key=key, **engine))
+            line = launch_line(
+                address, model_path=model_path, runner=runner, key=key, asleep=asleep, **engine
+            )
+            process.stdin.write(line)
             process.stdin.flush()
             yield worker
         finally:

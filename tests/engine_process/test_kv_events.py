@@ -38,7 +38,9 @@ TOPIC = b"kv@here"
 
 def feed(**settings: int) -> tuple[BlockPool, KVEventPublisher]:
     kv = KVManager.without_prefix_cache(8)
-    return kv.pool, KVEventPublisher(kv, KVEventsConfig(), ManualClock(wall_ns=5 * NS_PER_S), **settings)
+    made = KVEventPublisher(KVEventsConfig(), ManualClock(wall_ns=5 * NS_PER_S), **settings)
+    made.follow(kv)
+    return kv.pool, made
 
 
 def name(number: int) -> BlockHash:
@@ -120,7 +122,9 @@ def test_a_snapshot_tells_of_the_host_tier_too(monkeypatch: pytest.MonkeyPatch) 
     kv = KVManager.without_prefix_cache(8)
     monkeypatch.setattr(type(kv.host), "names", lambda _tier: (name(7),))
     store(kv.pool, 1)
-    news = KVEventPublisher(kv, KVEventsConfig(), ManualClock()).subscribe(9, 9)
+    made = KVEventPublisher(KVEventsConfig(), ManualClock())
+    made.follow(kv)
+    news = made.subscribe(9, 9)
     events = [event for each in news for event in decode_batch(each.payload).events]
     assert events == [AllBlocksCleared(), stored_event((name(1),)), stored_event((name(7),), medium=HOST)]
 

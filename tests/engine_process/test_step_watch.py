@@ -10,7 +10,8 @@ import pytest
 
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.engine.mailbox import DrainAsked, Mailbox
-from penstock.engine.worker import StepWatch, run_steps
+from penstock.engine.step_watch import StepWatch
+from penstock.engine.worker import run_steps
 
 TIMEOUT_S = 4.0
 """By a clock that only the tests move. By the machine's, the watchdog looks eight times as often, and this

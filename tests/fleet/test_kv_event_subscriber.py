@@ -209,7 +209,8 @@ def test_our_engines_own_events_are_understood_by_their_tokens(tmp_path: Path) -
             manager = KVManager.with_prefix_cache(32, BlockHasher(key=KEY, identity="m float32"))
             settings = {"token_ids": "all"}
             with heard.publishing(**settings) as publisher:
-                feed = KVEventPublisher(manager, KVEventsConfig(**settings), SystemClock(), publisher)  # type: ignore[arg-type]
+                feed = KVEventPublisher(KVEventsConfig(**settings), SystemClock(), publisher)  # type: ignore[arg-type]
+                feed.follow(manager)
                 cache(manager, prompt(0, 5))
                 feed.flush()
                 await until(lambda: heard.blocks(prompt(0, 5)) == 5)

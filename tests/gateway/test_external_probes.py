@@ -2,27 +2,19 @@
 and what follows from a wrong answer.
 """
 
-import io
 import re
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import uvloop
 from byte_tokenizer import byte_tokenizer
-from engine_stand_ins import OpenAIStandIn, SglangStandIn, TgiStandIn, VllmStandIn, serving, until
-from fleets import worker_of
+from engine_stand_ins import OpenAIStandIn, SglangStandIn, TgiStandIn, VllmStandIn, serving
+from probed_workers import Probed
 from test_external_conformance import opened
 
-from penstock.clock import NS_PER_S, ManualClock
-from penstock.config.tree import LogConfig
-from penstock.fleet.registry import Registry
-from penstock.gateway.dispatch.prober import PROVIDER_BEATS, Prober, probed_as
-from penstock.policy.resilience.anomalies import Anomalies, Standing
+from penstock.gateway.dispatch.prober import PROVIDER_BEATS
+from penstock.policy.resilience.anomalies import Standing
 from penstock.policy.resilience.probes import PROMPT, TOKENS
-from penstock.telemetry.log import Log
-from penstock.telemetry.metrics import Metrics
-
-BEAT_S = 30
 
 
 class Damaged(VllmStandIn):
@@ -36,53 +28,11 @@ class Damaged(VllmStandIn):
         return found | {"top_logprobs": tops}
 
 
-class Probed:
-    """Workers that are probed on a clock of the test's, over real sockets."""
-
-    def __init__(self) -> None:
-        self.clock, self.metrics = ManualClock(), Metrics(["m"], version="test")
-        log = Log(LogConfig(), self.clock, stream=io.StringIO())
-        self.registry = Registry(self.clock, log)
-        self.anomalies = Anomalies(BEAT_S * NS_PER_S)
-        self.prober = Prober(
-            self.anomalies,
-            self.registry,
-            lambda _: byte_tokenizer(),
-            name="g",
-            meters=self.metrics.anomalies(),
-            clock=self.clock,
-            log=log,
-        )
-
-    def add(self, engine, backend):
-        worker = worker_of(self.registry, "m", backend, len(list(self.registry)))
-        worker.engine = engine
-        self.registry.add(worker)
-        self.watch(worker)
-        return worker.id
-
-    def watch(self, worker, *, ready=True):
-        identity, beats = probed_as(worker)
-        self.anomalies.worker(
-            self.clock.now_ns(), "m", worker.id, ready=ready, identity=identity, beats=beats
-        )
-
-    async def beat(self):
-        """One beat, and the probes that it brings, to their end."""
-        self.clock.advance(BEAT_S * NS_PER_S)
-        for _ in range(3):  # A wrong answer is asked for again at once.
-            self.prober.tick()
-            await until(lambda: not self.prober._running)
-
-    def verdict(self, worker):
-        return self.anomalies.get(worker).verdict
-
-
 @asynccontextmanager
 async def probed(**servers):
     """`Probed`, with a worker for each stand-in by its engine's name."""
     async with AsyncExitStack() as stack:
-        found, names = Probed(), []
+        found, names = Probed(byte_tokenizer()), []
         for engine, server in servers.items():
             await stack.enter_async_context(serving(server))
             engine = engine.rstrip("0123456789")

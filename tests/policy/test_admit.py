@@ -203,6 +203,28 @@ def test_no_worker(waits, protected, degrade, expected) -> None:
     assert admission().decide(0, facts) == expected
 
 
+@pytest.mark.parametrize(
+    ("max_wait_s", "degrade", "expected"),
+    [
+        (0, "allow", Admit(5 * NS_PER_S)),
+        (0, "never", Admit(5 * NS_PER_S)),
+        (0, "prefer", Divert("medium", "unavailable")),
+        (8, "allow", Admit(5 * NS_PER_S, 8 * NS_PER_S)),
+        (4, "allow", Divert("medium", "unavailable")),
+        (4, "never", Shed(429, 4 * NS_PER_S, "asleep")),
+    ],
+)
+@pytest.mark.parametrize("waits", [True, False])
+def test_whoever_wants_a_model_that_is_asleep_waits_for_it_unless_he_says_that_he_cannot(
+    waits, max_wait_s, degrade, expected
+) -> None:
+    asleep = at("large", ready=0, wake_ns=4 * NS_PER_S, start_ns=NS_PER_S)
+    facts = {"degrade": degrade, "max_wait_ns": max_wait_s * NS_PER_S, "waits_for_worker": waits}
+    assert decide(admission(), asleep, **facts) == expected
+    full = at("large", ready=0, wake_ns=4 * NS_PER_S, is_full=True)
+    assert isinstance(decide(admission(), full, **facts), Divert | Shed)
+
+
 def test_prefer_takes_what_is_much_sooner() -> None:
     fallbacks = lookup(at("medium", start_ns=600 * NS_PER_MS), at("small", start_ns=100 * NS_PER_MS))
     slow = AdmitFacts(

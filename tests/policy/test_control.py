@@ -298,6 +298,19 @@ def test_or_they_are_refused_at_once() -> None:
     assert (refused.reason, type(refused.error)) == ("no_worker", WorkerUnavailable)
 
 
+@pytest.mark.parametrize("wait_s", [0, 5.0])
+def test_a_model_that_is_asleep_is_waited_for_twice_as_long_as_waking_takes(wait_s: float) -> None:
+    made = control(running=0, no_worker_wait_s=wait_s)
+    made.set_worker(0, "m", W, WorkerView(ready=False, max_running=1, wake_ns=10 * S))
+    accept(made, "a", "b")
+    assert made.dispatch(19 * S) == [], "nothing falls back or ends meanwhile"
+    until_ns = made.next_ns(19 * S)
+    assert until_ns is not None
+    assert until_ns >= 20 * S
+    made.set_worker(20 * S, "m", W, WorkerView(max_running=1))
+    assert started(made, 20 * S) == ["a"]
+
+
 def test_a_worker_that_comes_back_counts_anew() -> None:
     made = control(no_worker_wait_s=5.0)
     accept(made, "a", "b")

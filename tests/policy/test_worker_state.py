@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.policy.resilience.worker_state import TABLE, WorkerEvent, WorkerLife, WorkerState
 
-UP = (WorkerState.STARTING, WorkerState.LOADING, WorkerState.WARMING, WorkerState.READY, WorkerState.SUSPECT)
+UP = tuple(state for state in WorkerState if state not in (WorkerState.DRAINING, WorkerState.GONE))
 
 
 def play(*events: WorkerEvent) -> WorkerLife:
@@ -36,6 +36,7 @@ def test_a_new_life_is_a_new_epoch() -> None:
     assert play(WorkerEvent.SERVING, WorkerEvent.LOST, WorkerEvent.STARTED, WorkerEvent.LOADING).epoch == 2
     assert play(WorkerEvent.SERVING, WorkerEvent.LOST, WorkerEvent.SERVING, WorkerEvent.REFUSED).epoch == 3
     assert play(WorkerEvent.STARTED, WorkerEvent.LOST).epoch == 1  # Nobody had answered.
+    assert play(WorkerEvent.SERVING, WorkerEvent.SLEPT, WorkerEvent.WAKING, WorkerEvent.SERVING).epoch == 2
 
 
 def test_doubt_is_ended_by_trust_and_not_by_words() -> None:
@@ -69,12 +70,16 @@ class AnyLife(RuleBasedStateMachine):
         changed = self.life.on(event, self.now_ns)
         assert changed == (self.life.state is not before)
         assert (self.life.since_ns == self.now_ns) == changed
-        assert self.life.epoch - epoch == (changed and self.life.state is WorkerState.STARTING)
+        assert self.life.epoch - epoch == (
+            changed and self.life.state in (WorkerState.STARTING, WorkerState.ASLEEP)
+        )
         self.over |= event is WorkerEvent.END
         self.leaving |= event is WorkerEvent.DRAIN
         if event in (WorkerEvent.STARTED, WorkerEvent.LOST, WorkerEvent.REFUSED) or event in (
             WorkerEvent.LOADING,
             WorkerEvent.WARMING,
+            WorkerEvent.SLEPT,
+            WorkerEvent.WAKING,
         ):
             self.serves = self.doubted = False
         elif event is WorkerEvent.SERVING:

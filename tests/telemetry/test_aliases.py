@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from fake_backend import INFO as FAKE_INFO
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.backends.http.engine_metrics import LOAD_NAMES, load_of, parse_metrics
@@ -31,7 +33,9 @@ def page() -> bytes:
         )  # fmt: skip
     stats = Stats(step=1, running=2, waiting=3, blocks_total=100, blocks_used=25, blocks_cached=50)
     model.engine_stats({"w-0": stats})
-    model.block_tokens(16)
+    info = msgspec.structs.replace(FAKE_INFO, block_tokens=16, adapter_slots=20)
+    model.model_info(info, {"fr": 2, "de": 1, "left": 1})
+    model.model_info(info, {"fr": 2, "de": 1, "cold": 0})
     return metrics.render()
 
 
@@ -56,6 +60,7 @@ def test_every_alias_is_a_name_of_vllm_or_opentelemetry(page):
         "vllm:kv_cache_usage_perc": "gauge",
         "vllm:cache_config_info": "gauge",
         "vllm:request_success_total": "counter",
+        "vllm:lora_requests_info": "gauge",
     }
 
 
@@ -86,6 +91,7 @@ def test_an_endpoint_picker_reads_it_as_a_vllm(page):
     names = LOAD_NAMES["vllm"]
     load = load_of(parse_metrics(aliases(page), names.all(), timed="vllm:lora_requests_info"), names)
     assert (load.running, load.waiting, load.kv_usage, load.kv_tokens) == (2, 3, 0.25, 1600)
+    assert set(load.adapters or ()) == {"de", "fr"}, "what is loaded; the rest waits for a load"
 
 
 def test_a_worker_that_is_gone_takes_its_series_along():

@@ -3,12 +3,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fake_backend import INFO
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.policy.lifecycle.machine_costs import Costs
 from penstock.policy.resilience.probes import ProbeAnswer
 from penstock.policy.resilience.worker_state import WorkerState
-from penstock.protocol.worker import DeviceReadings, GpuReadings, Stats
+from penstock.protocol.readings import DeviceReadings, GpuReadings
+from penstock.protocol.worker import Stats
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import Metrics, RequestMeasurement
 from penstock.telemetry.worker_meters import WorkerFacts
@@ -80,6 +82,12 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     for each in told:
         metrics.model("m").engine_stats({"m-0": each})
     metrics.model("m").worker_facts({"m-0": WorkerFacts("penstock", "f00", "a device")})
+    metrics.model("m").request_ended(
+        RequestMeasurement(
+            endpoint=Endpoint.CHAT, outcome=OutcomeLabel.ERROR, duration_ns=1, worker="m-0"
+        )
+    )  # fmt: skip
+    metrics.model("m").model_info(INFO, {"fr": 1})
     assert exposed_names(metrics) == GOLDEN.read_text().splitlines()
     assert value(metrics, "DCGM_FI_DEV_XID_ERRORS", model="m", worker="m-0", gpu="1") == 79
     assert value(metrics, "penstock_worker_cpu_seconds_total", model="m", worker="m-0") == 1.5
@@ -131,8 +139,14 @@ def test_a_request_is_counted_once_in_everything() -> None:
         cached_tokens=64,
         generated_tokens=7,
     )
-    metrics.model("m").request_ended(record)
+    metrics.model("m").request_ended(msgspec.structs.replace(record, worker="m-0"))
     assert value(metrics, "penstock_requests_total", model="m", endpoint="chat", outcome="stop") == 1
+    at_worker = {"model": "m", "worker": "m-0"}
+    assert value(metrics, "penstock_worker_requests_total", outcome="answered", **at_worker) == 1
+    assert value(metrics, "penstock_worker_prefill_seconds_total", **at_worker) == pytest.approx(0.028)
+    assert value(metrics, "penstock_worker_decode_seconds_total", **at_worker) == pytest.approx(0.270)
+    metrics.model("m").engine_stats({})
+    assert value(metrics, "penstock_worker_prefill_seconds_total", **at_worker) is None
     assert value(metrics, "penstock_requests_total", model="other", endpoint="chat", outcome="stop") == 0
     assert value(metrics, "penstock_request_ttft_seconds_sum", model="m") == pytest.approx(0.03)
     assert value(metrics, "penstock_request_tpot_seconds_bucket", model="m", le="0.005") == 1

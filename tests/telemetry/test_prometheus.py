@@ -20,8 +20,11 @@ from prometheus_programs import ROOT, SHIPPED, program
 
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
+from penstock.telemetry.alerting import Alert
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.webhook import webhook_body
+from penstock.telemetry.worker_meters import WorkerFacts
 
 HERE = ROOT / "examples" / "observability"
 PATIENCE_S = 90.0
@@ -62,9 +65,10 @@ class Server:
         record = RequestMeasurement(
             endpoint=Endpoint.CHAT, outcome=OutcomeLabel.STOP, duration_ns=10**9, queue_ns=10**7,
             ttft_ns=10**8, tpot_ns=10**7, prompt_tokens=100, cached_tokens=50, generated_tokens=10,
-            tenant="acme",
+            tenant="acme", worker="m-0",
         )  # fmt: skip
         model = self.metrics.model("m")
+        model.worker_facts({"m-0": WorkerFacts("penstock", "f00", "a device")})
         model.request_ended(record)
         self.metrics.tenant(record)
         for objective in ("availability", "ttft"):
@@ -150,3 +154,8 @@ def test_every_panel_shows_something_and_a_page_reaches_the_webhook(running: tup
         )
 
     until(paged, "no page")
+    ours = json.loads(webhook_body([Alert(name="A", severity="page", labels={}, since=1, why="", summary="",
+                                          runbook="")]))  # fmt: skip
+    theirs = server.told[0]
+    assert set(ours) == set(theirs), "slo.webhook speaks as Alertmanager does"
+    assert set(ours["alerts"][0]) == set(theirs["alerts"][0])

@@ -9,6 +9,7 @@ import pytest
 import uvloop
 from conformance import BackendConformance, Recorder, Requests
 from engine_stand_ins import until
+from probed_workers import Probed
 from test_external_conformance import tools
 
 from penstock.backends.base import Backend, GenerateRequest
@@ -20,6 +21,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.supervised import LocalLauncher
+from penstock.policy.resilience.probes import TOKENS, TOLERANCE
 from penstock.telemetry.metrics import Metrics
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, ModelName, RequestId, SamplingParams, WorkerId
@@ -165,6 +167,33 @@ def assert_same_up_to_ties(
         near = dict(tops[differs])
         text = Tokenizer.load(model).token_text(expected[differs])
         assert near.get(text, -100.0) > max(near.values()) - NEAR, (differs, near, text)
+
+
+def test_probes_are_right_whatever_shares_the_batch(vllm_url: str, model_28m: Path) -> None:
+    """Its own first answer is the golden one; what runs beside a probe moves log-probabilities a little."""
+
+    async def main() -> None:
+        worker = ExternalWorker(engine="vllm", url=vllm_url, model="served")
+        tokenizer = Tokenizer.load(model_28m)
+        backend = make_backend(worker, tokenizer, tools())
+        backend.open()
+        try:
+            await until(lambda: backend.status.ready, timeout_s=60)
+            found = Probed(tokenizer)
+            name = found.add("vllm", backend)
+            await found.beat()
+            for length in (3, 40, 400):
+                beside = [asyncio.create_task(greedy(backend, tuple(range(i, i + length)))) for i in (5, 50)]
+                await found.beat()
+                await asyncio.gather(*beside)
+                watched = found.anomalies.get(name)
+                assert (watched.verdict, watched.distance < TOLERANCE / 2) == ("right", True), watched
+            assert len(watched.answer.tokens) == TOKENS
+            assert watched.answer.ttft_ns >= 0
+        finally:
+            await backend.close()
+
+    uvloop.run(main())
 
 
 async def greedy(

@@ -8,7 +8,6 @@ process: a launcher does (fleet/launchers), and says through `report` what the s
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
 from msgspec.structs import replace
 
 from penstock.backends.base import (
@@ -21,80 +20,38 @@ from penstock.backends.base import (
     end_streams,
     nothing,
 )
+from penstock.backends.engine.kv_subscription import KVEventListener, KVSubscription
 from penstock.backends.engine.link import Handshake, LinkRefused, WorkerKey, WorkerLink
 from penstock.backends.engine.stream import EngineStream
 from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import Clock, sleep
 from penstock.errors import WeightsDamaged, WorkerUnavailable
-from penstock.kv.events import KVEventBatch, decode_batch
 from penstock.kv.hashing import token_bytes
 from penstock.protocol.adapters import Adapters as WorkerAdapters
 from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.address import Address
+from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import (
     PROTOCOL_VERSION,
     WARMING_UP,
     AbortRequest,
+    Asleep,
     Challenge,
+    Condition,
     Drain,
     Fault,
     FaultCount,
     FromWorker,
     KVEvents,
     Loading,
-    ProtocolError,
-    Ready,
     Stats,
     StepOutput,
     Submit,
-    SubscribeKVEvents,
     Welcome,
     WorkerFailed,
 )
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import RequestId
-
-KVEventListener = Callable[[KVEventBatch], None]
-"""Applies one batch to an index of one worker. What it knows is replaced by a batch that opens with
-`AllBlocksCleared`: so it needs neither numbers nor word of a lost connection."""
-
-
-_NO_EPOCH = -1
-"""Of no worker: asks for a snapshot."""
-
-
-class KVSubscription:
-    """One listener's place in the order of one worker's events, over any number of connections and
-    restarts.
-    """
-
-    __slots__ = ("_epoch", "_listener", "_next")
-
-    def __init__(self, listener: KVEventListener) -> None:
-        self._listener = listener
-        self._epoch, self._next = 0, 0
-
-    def request(self) -> SubscribeKVEvents:
-        """What to send on a new connection."""
-        return SubscribeKVEvents(self._epoch, self._next)
-
-    def push(self, news: KVEvents) -> None:
-        """Pass the next message on.
-
-        Raises:
-            ProtocolError: there is a gap, or it holds no batch.
-        """
-        if not news.snapshot and (news.epoch, news.sequence) != (self._epoch or news.epoch, self._next):
-            raise ProtocolError(f"KV events {self._next} were expected, got {news.sequence}")
-        try:
-            batch = decode_batch(news.payload)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"no batch of KV events: {error}") from error
-        # Half a snapshot is no state to continue from.
-        self._epoch = _NO_EPOCH if news.more else news.epoch
-        self._next = news.sequence + 1
-        self._listener(batch)
-
 
 RECONNECT_MIN_S = 0.01
 RECONNECT_MAX_S = 0.5
@@ -145,6 +102,7 @@ class EngineBackend:
         self._idle = asyncio.Event()
         self._connecting: asyncio.Task[None] | None = None
         self._says_trouble = False
+        self._falls_asleep: asyncio.Future[bool] | None = None
         self._delay_s = RECONNECT_MIN_S
 
     @property
@@ -273,6 +231,29 @@ class EngineBackend:
         await end_streams(self._streams, self._idle, timeout_s)
         await self.close()
 
+    def ask_to_sleep(self) -> "asyncio.Future[bool]":
+        """Tell the worker to let go of its weights; done when it has: True, or False if it did not, because
+        it has work or cannot be told.
+        """
+        if self._falls_asleep is None or self._falls_asleep.done():
+            self._falls_asleep = asyncio.get_running_loop().create_future()
+        if self._link is None or self._draining:
+            self._answer_sleep(sleeps=False)
+        elif self._status.phase is Phase.ASLEEP:
+            self._answer_sleep(sleeps=True)
+        else:
+            self._link.send(Sleep())
+        return self._falls_asleep
+
+    def ask_to_wake(self) -> None:
+        """Tell the worker to load its weights again."""
+        if self._link is not None:
+            self._link.send(Wake())
+
+    def _answer_sleep(self, *, sleeps: bool) -> None:
+        if self._falls_asleep is not None and not self._falls_asleep.done():
+            self._falls_asleep.set_result(sleeps)
+
     def end_worker(self) -> bool:
         """Tell the worker to exit once it has finished what it runs, for any gateway; False if it cannot be
         told. For the launcher.
@@ -388,6 +369,8 @@ class EngineBackend:
         elif isinstance(message, WorkerAdapters):
             self._status.adapters = adapters_told(message)
             self.on_change()
+        elif isinstance(message, StaysAwake):
+            self._answer_sleep(sleeps=False)
         elif isinstance(message, Fault):
             self.report(stage=self._status.stage, note=message.words, fault=message.kind)
         else:
@@ -440,6 +423,7 @@ class EngineBackend:
             self._refusal = "it did not take the key that api_key_env names"
         if self.failure is not None:
             why = f"the worker failed with {self.failure.kind}: {self.failure.error}"
+        self._answer_sleep(sleeps=False)
         self._status.stats = None
         self.progress = 0
         if self._refusal:
@@ -449,24 +433,35 @@ class EngineBackend:
         for stream in list(self._streams.values()):
             stream.break_off(why, died=died)
 
-    def _on_state(self, state: Loading | Ready | WorkerFailed) -> None:
+    def _on_state(self, state: Condition) -> None:
         self.failure = None
+        status, link = self._status, self._link
         if isinstance(state, Loading):
-            self._status.done, self._status.total = state.done, state.total
-            self._change(Phase.WARMING if state.stage == WARMING_UP else Phase.LOADING, state.stage)
+            if link is not None:
+                link.excuse()
+            status.done, status.total = state.done, state.total
+            phase = Phase.WARMING if state.stage == WARMING_UP else Phase.LOADING
+            self._change(Phase.WAKING if state.wakes else phase, state.stage)
+        elif isinstance(state, Asleep):
+            if link is not None:
+                link.excuse()
+            status.info, status.asleep, status.stats = state.info, state, None
+            self.progress, self._delay_s = 0, RECONNECT_MIN_S
+            self._change(Phase.ASLEEP, f"asleep: {state.why}" if state.why else "asleep")
+            self._answer_sleep(sleeps=True)
         elif isinstance(state, WorkerFailed):
             self.failure = state
             if state.kind == WeightsDamaged.__name__:
-                self.report(stage=self._status.stage, note=state.error, fault="weights")
+                self.report(stage=status.stage, note=state.error, fault="weights")
             self._change(Phase.LOST, f"failed: {state.error}")
         elif state.version != PROTOCOL_VERSION:
             stage = f"the worker speaks protocol {state.version}, this gateway {PROTOCOL_VERSION}"
             self._change(Phase.REFUSED, stage)
         else:
-            self._status.info = state.info
+            status.info, status.asleep = state.info, None
             self._delay_s = RECONNECT_MIN_S
-            if self._link is not None:
-                self._link.expect_answers()
+            if link is not None:
+                link.expect_answers()
             self._change(Phase.READY, "ready")
 
     def _change(self, phase: Phase, stage: str) -> None:

@@ -111,6 +111,10 @@ class WorkerLink(asyncio.Protocol):
         if self._heartbeat is None:
             self._heartbeat = Heartbeat(doubt_after=limits.suspect_after, give_up_after=limits.lost_after)
 
+    def excuse(self) -> None:
+        """The worker loads, or is asleep: its silence says nothing."""
+        self._heartbeat = None
+
     @property
     def clogged(self) -> bool:
         """The worker does not read: nothing more should be sent for now."""

@@ -15,7 +15,7 @@ from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimit
 from penstock.cli.flags import default_url
 from penstock.cli.wiring.state import load_key
 from penstock.errors import PenstockError
-from penstock.protocol.fleet import DrainOrder, FleetReport
+from penstock.protocol.fleet import DrainOrder, FleetReport, SleepOrderBody, SleepState
 from penstock.protocol.server_answers import decode_models, refusal_text
 from penstock.telemetry.alerting import AlertsReport
 
@@ -133,6 +133,11 @@ class FleetClient:
         answer = await self._ask("POST", f"/admin/workers/{quote(worker, safe='')}/{verb}", body)
         return msgspec.json.decode(answer, type=dict[str, Any])
 
+    async def sleep_order(self, verb: str, model: str) -> SleepState:
+        """Put a model to sleep or wake it, and how it is then. Raises as `report` does."""
+        body = msgspec.json.encode(SleepOrderBody(model=model))
+        return msgspec.json.decode(await self._ask("POST", f"/admin/{verb}", body), type=SleepState)
+
     async def explain(self, request_id: str) -> dict[str, Any]:
         """What was decided about a request, as `/admin/explain` says it. Raises as `report` does."""
         answer = await self._ask("GET", f"/admin/explain/{quote(request_id, safe='')}", b"")
@@ -161,7 +166,7 @@ class FleetClient:
         return response.body
 
 
-def connect_admin(args: argparse.Namespace) -> FleetClient:
+def connect_admin(args: argparse.Namespace, limits: ClientLimits = LIMITS) -> FleetClient:
     """A client for the server that the flags name; nothing is sent yet.
 
     Raises:
@@ -171,7 +176,7 @@ def connect_admin(args: argparse.Namespace) -> FleetClient:
     endpoint = dataclasses.replace(endpoint, base=endpoint.base.removesuffix("/v1"))
     named = os.environ.get("PENSTOCK_ADMIN_KEY") or os.environ.get("PENSTOCK_API_KEY")
     key = args.key or named or load_key(endpoint.host, endpoint.port)
-    return FleetClient(Client(endpoint, key=key.strip(), limits=LIMITS))
+    return FleetClient(Client(endpoint, key=key.strip(), limits=limits))
 
 
 def _refused(status: int, body: bytes) -> str:

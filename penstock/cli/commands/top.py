@@ -166,7 +166,8 @@ columns:
   heard      since the worker last said anything; -: nobody has said
 
 states:
-  starting, loading, warming, ready, suspect (it does not answer as it should), draining, gone;
+  starting, loading, warming, ready, asleep, waking, suspect (it does not answer as it should),
+  draining, gone;
   left alone: ready, but its breaker is open or it has no room, so it is given nothing or little
 
 Ctrl-C ends it. Where standard output is no terminal it looks once.

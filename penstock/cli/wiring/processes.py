@@ -24,8 +24,9 @@ import msgspec
 
 from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
-from penstock.errors import OperatorError
+from penstock.errors import OperatorError, PenstockError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
+from penstock.fleet.sleep import Sleeper
 from penstock.gateway.api.recent import RecentRequests
 from penstock.gateway.identity.tenancy import Tenancy
 from penstock.gateway.shared.keeper import LeaseServer
@@ -43,6 +44,8 @@ from penstock.protocol.peers import (
     ModelNumbers,
     Order,
     ServedTokens,
+    SleepAnswer,
+    SleepOrder,
     Snapshot,
     StopOrder,
     Sum,
@@ -125,7 +128,14 @@ class GatewayProcesses:
     """`start` takes the sockets, `open` starts the processes, `stop` drains them, `kill` leaves nothing."""
 
     def __init__(
-        self, config: Config, clock: Clock, log: Log, *, hash_key: bytes, tail: Tail = no_tail
+        self,
+        config: Config,
+        clock: Clock,
+        log: Log,
+        sleeper: Sleeper,
+        *,
+        hash_key: bytes,
+        tail: Tail = no_tail,
     ) -> None:
         """`hash_key` is what the launched workers name their KV blocks with; `tail` gives their last lines.
 
@@ -151,6 +161,8 @@ class GatewayProcesses:
         self.on_order: Callable[[Order], Awaitable[None]] = _ignore_order
         """Called when somebody has told one of the processes to take a worker out of service, or to bring it
         back, before the others hear of it."""
+        self.sleeper: Sleeper = sleeper
+        self._sleep_orders: set[asyncio.Task[None]] = set()
         self._told = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._running: dict[int, Process] = {}
@@ -338,6 +350,8 @@ class GatewayProcesses:
                     elif isinstance(message, AdapterOrder):
                         self._order_adapter(message)
                         writer.write(frame(Done()))
+                    elif isinstance(message, SleepOrder):
+                        self._begin_sleep_order(message, writer)
                     elif isinstance(message, ServedTokens):
                         self._pass_on(message, writer)
                     elif isinstance(message, EndedRequests):
@@ -357,6 +371,21 @@ class GatewayProcesses:
             self._children.discard(writer)
             self._stats.ended(writer)
             writer.close()
+
+    def _begin_sleep_order(self, order: SleepOrder, writer: asyncio.StreamWriter) -> None:
+        """It may take long: the process asks other things meanwhile."""
+        task = asyncio.create_task(self._carry_out(order, writer), name=f"sleep order {order.model}")
+        self._sleep_orders.add(task)
+        task.add_done_callback(self._sleep_orders.discard)
+
+    async def _carry_out(self, order: SleepOrder, writer: asyncio.StreamWriter) -> None:
+        answer = SleepAnswer(order)
+        try:
+            await (self.sleeper.wake if order.wakes else self.sleeper.sleep)(order.model)
+        except PenstockError as error:
+            answer = SleepAnswer(order, type(error).__name__, str(error))
+        if not writer.is_closing():
+            writer.write(frame(answer))
 
     def _look(self, at: LookAt) -> bytes:
         return self._recent.encoded(at.before) if at.view == "requests" else self._watch.look(at)

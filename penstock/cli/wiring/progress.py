@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from penstock.backends.base import BackendStatus
 from penstock.fleet.registry import Registry, Worker
+from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.audit import Notes
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
@@ -129,6 +130,10 @@ class FleetLog:
             self._notes.note("worker", "left", worker.id, why=f"model {worker.route}")
         elif word == before:
             return
+        elif worker.sleeps:
+            if worker.state is WorkerState.ASLEEP:
+                self._log.info("a worker is asleep", model=worker.route, worker=worker.id)
+                self._notes.note("worker", "is asleep", worker.id, why=f"model {worker.route}")
         elif word == "ready":
             self._log.info(
                 "a worker is ready",
@@ -156,7 +161,7 @@ class FleetLog:
 
     def _route_word(self, route: str) -> str:
         workers = self._registry.of(route)
-        return "ready" if workers.is_ready else workers.summary().stage
+        return "ready" if workers.is_ready or workers.sleeps else workers.summary().stage
 
 
 def _word(worker: Worker) -> str:

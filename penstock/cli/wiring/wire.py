@@ -13,7 +13,7 @@ import errno
 import os
 import socket
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,6 +37,7 @@ from penstock.fleet.launchers.ray import RayLauncher
 from penstock.fleet.launchers.supervised import LocalLauncher
 from penstock.fleet.members import DesiredWorker, Members, attached, launched
 from penstock.fleet.registry import Registry, Worker
+from penstock.fleet.sleep import SleepKeeper
 from penstock.fleet.sources.discovery import Discovery
 from penstock.gateway.app import Gateway
 from penstock.gateway.dispatch.assemble import GatewayTools
@@ -107,8 +108,15 @@ class Stack:
         models = {part.served.name: part.served for part in self._parts}
         metrics = Metrics(list(models), version=__version__)
         self._tools = make_dependencies(config, metrics, clock)
+        self._sleeper = SleepKeeper(
+            self._registry,
+            clock,
+            log,
+            idle_s={part.served.name: model.sleep_after_s for model, part in self._model_parts()},
+            bound_bytes=config.fleet.memory_bytes,
+        )
         self._processes = (
-            GatewayProcesses(config, clock, log, hash_key=hash_key, tail=logs.tails.of)
+            GatewayProcesses(config, clock, log, self._sleeper, hash_key=hash_key, tail=logs.tails.of)
             if config.server.processes > 1
             else None
         )
@@ -117,11 +125,14 @@ class Stack:
             config,
             models,
             self._registry,
-            GatewayTools(metrics=metrics, clock=clock, ids=rng.IdSource(), log=log),
+            GatewayTools(metrics=metrics, clock=clock, ids=rng.IdSource(), log=log, sleeper=self._sleeper),
             self._members,
             hash_key=hash_key,
             tail=logs.tails.of,
         )
+
+    def _model_parts(self) -> Iterator[tuple[ModelConfig, ModelPart]]:
+        return zip(self._models, self._parts, strict=True)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -210,7 +221,15 @@ class Stack:
         wanted = msgspec.structs.replace(model, engine=engine)
         cores = shared_cores(self._config.fleet)
         found: list[DesiredWorker] = [
-            *launched(wanted, part.path, self._launcher, tokenizer, self._clock, cores=cores)
+            *launched(
+                wanted,
+                part.path,
+                self._launcher,
+                tokenizer,
+                self._clock,
+                cores=cores,
+                memory_bytes=self._config.fleet.memory_bytes,
+            )
         ]
         if self._processes is None:
             found += attached(model, tokenizer, self._tools)
@@ -241,10 +260,10 @@ class Stack:
         if not self._has_place and any(model.replicas for model in self._models):
             await self._launcher.open()
             self._has_place = True
-        for model, part in zip(self._models, self._parts, strict=True):
+        for model, part in self._model_parts():
             await self._members.apply(f"models.{part.served.name}", self._wanted(model, part))
         if self._processes is None:
-            for model, part in zip(self._models, self._parts, strict=True):
+            for model, part in self._model_parts():
                 await self._discovery.apply(model, part.served.tokenizer, self._tools)
 
     async def wait_ready(self, display: LoadingDisplay) -> None:
@@ -267,13 +286,16 @@ class Stack:
             self._words.release()
             for task in tasks:
                 task.cancel()
+        self._sleeper.check()
+        await self._sleeper.fill()
+        self._sleeper.start()
         await wait_for_attached(self._registry, self._models, self._log)
         self._fleet_log = FleetLog(self._registry, self._log, self._gateway.notes)
 
     async def _wait_for_models(self, waiting: Mapping[asyncio.Task[None], LaunchedWorker]) -> None:
         """Raises: why a model has no worker that is ready, loads, or is at an address."""
         left = Counter(worker.spec.model_name for worker in waiting.values())
-        for model, part in zip(self._models, self._parts, strict=True):
+        for model, part in self._model_parts():
             left[part.served.name] += len(model.workers) + len(model.discover)
         pending = set(waiting)
         while pending:
@@ -328,6 +350,7 @@ class Stack:
         if self._fleet_log is not None:
             self._fleet_log.close()
         self._discovery.stop()
+        self._sleeper.close()
         if self._processes is not None:
             await self._processes.kill()
         for listener in self.listeners:

@@ -77,7 +77,7 @@ class AdapterManager:
         post: Callable[[AdapterRead], None],
     ) -> None:
         """At most `slots` adapters are in use at once, and `bytes_max` in memory."""
-        self._jobs: SimpleQueue[Entry] = SimpleQueue()  # One at most: the pool gives them one by one.
+        self._jobs: SimpleQueue[Entry | None] = SimpleQueue()  # One at most: the pool gives them one by one.
         self.pool: AdapterPool[Asked] = AdapterPool(
             clock, slots=slots, bytes_max=bytes_max, read=self._jobs.put
         )
@@ -90,6 +90,10 @@ class AdapterManager:
     def changed(self) -> bool:
         """Whether `told` says something new."""
         return self.pool.changed
+
+    def close(self) -> None:
+        """Read nothing more; what is being read is for nobody."""
+        self._jobs.put(None)
 
     @property
     def num_waiting(self) -> int:
@@ -136,6 +140,8 @@ class AdapterManager:
 
     def take(self, news: AdapterRead) -> Released:
         """The thread has read an adapter, or could not."""
+        if news.entry is not self.pool.reading:
+            return PoolReleased()  # It was read for one before this one, which was closed.
         if news.error:
             _log.warning("adapter %s cannot be loaded: %s", news.entry.name, news.error)
         elif news.packed is not None:
@@ -147,11 +153,10 @@ class AdapterManager:
 
 
 def _read_all(
-    jobs: "SimpleQueue[Entry]", reader: Reads, fetcher: Fetches, post: Callable[[AdapterRead], None]
+    jobs: "SimpleQueue[Entry | None]", reader: Reads, fetcher: Fetches, post: Callable[[AdapterRead], None]
 ) -> None:
     """The thread's life: one adapter after the other."""
-    while True:
-        entry = jobs.get()
+    while (entry := jobs.get()) is not None:
         try:
             digest, packed = reader.read(fetcher.fetch(entry.path, again=entry.was_read), entry.digest)
             post(AdapterRead(entry, digest, packed))

@@ -134,7 +134,7 @@ class GrammarCompiler:
     """Compiles what requests ask for. Thread-safe."""
 
     def __init__(self, tokens: GrammarTokens) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
         self._trials = Trials()
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar-compile")
         self._lock = threading.Lock()
@@ -222,12 +222,12 @@ class GrammarCompiler:
         try:
             if grammar.form:
                 self._trials.check(grammar.form)
-            return compile_grammar(grammar, self._tokens)
+            return compile_grammar(grammar, self.tokens)
         except InvalidRequest as error:
             if not grammar.is_optional:
                 raise _named(error) from None
         without = msgspec.structs.replace(grammar, form=b"", call_mark="")
-        return compile_grammar(without, self._tokens)
+        return compile_grammar(without, self.tokens)
 
     def _keep(self, key: _Key, made: CompiledGrammar | InvalidRequest) -> None:
         self._cache[key] = made

@@ -33,6 +33,8 @@ class WorkerSpec:
     model_name: ModelName
     engine: EngineSettings
     runner: str = REAL_RUNNER
+    asleep: bool = False
+    """It is started asleep."""
 
 
 class LaunchedWorker(Protocol):
@@ -60,7 +62,8 @@ class LaunchedWorker(Protocol):
         ...
 
     async def wait_ready(self, on_progress: ProgressCallback | None = None) -> None:
-        """Return when it can serve; meanwhile `on_progress` is called with every change of the status.
+        """Return when it can serve or is asleep; meanwhile `on_progress` is called with every change of the
+        status.
 
         Raises:
             OperatorError: it cannot serve what it was told to.

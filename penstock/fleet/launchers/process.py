@@ -101,6 +101,8 @@ class WorkerProcess:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         """The last lines of its standard error."""
         self.address, self._port = address, port
+        self.starts_asleep = launch.asleep
+        """The next `spawn`: it does not load its model before it is woken."""
         self._name, self._launch, self._log = name, launch, log
         self._environment, self._spare = environment_of(launch.engine.threads) | environment, spare
         self._process: Process | None = None
@@ -127,7 +129,8 @@ class WorkerProcess:
         self._process = self._spare(self._environment) or await create_process(self._environment)
         assert self._process.stdin is not None
         # It stays open: its end would tell the worker that we are gone.
-        self._process.stdin.write(msgspec.json.encode(self._launch) + b"\n")
+        launch = msgspec.structs.replace(self._launch, asleep=self.starts_asleep)
+        self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
         self._pump = asyncio.create_task(self._pass_on_stderr(self._process), name=f"stderr of {self._name}")
 
     async def wait(self) -> None:

@@ -144,7 +144,8 @@ class RayProcess:
         self.pid: int | None = None
         self.log: Callable[[str], None] = stderr_line
         self._ray, self._name, self._config = ray, name, config
-        self._launch, self._environment = msgspec.json.encode(launch), environment
+        self._launch, self._environment = launch, environment
+        self.starts_asleep = launch.asleep
         self._actor: Any = None
         self._node = self._avoid = ""
         self._end = ""
@@ -177,7 +178,8 @@ class RayProcess:
         self.tail.clear()
         self._doubted.clear()
         try:
-            spawning = actor.spawn.remote(self._launch, self._environment)
+            launch = msgspec.structs.replace(self._launch, asleep=self.starts_asleep)
+            spawning = actor.spawn.remote(msgspec.json.encode(launch), self._environment)
             self.pid = await self._ask(spawning, self._config.place_timeout_s)
         except OSError:
             await self.close()

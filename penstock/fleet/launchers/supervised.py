@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from penstock.backends.base import Phase
 from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import CheckpointError, ConfigError, OperatorError, PenstockError, WorkerUnavailable
@@ -89,6 +90,8 @@ class Supervisable(Protocol):
     """Of the last process; negative for a signal, None while it runs or if nobody can say."""
     tail: deque[str]
     """The last lines of its standard error."""
+    starts_asleep: bool
+    """What the next `spawn` starts does not load its model before it is woken."""
 
     @property
     def address(self) -> Address:
@@ -149,7 +152,7 @@ class SupervisedWorker:
         self._down: PenstockError | None = None
         self._failed: PenstockError | None = None
         """Why it did not get ready, while it never was."""
-        self._was_ready = self._is_ready = False
+        self._was_ready = self._is_ready = self._sleeps = False
         self._restarts = 0
         self._changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
@@ -173,7 +176,7 @@ class SupervisedWorker:
 
     async def wait_ready(self, on_progress: ProgressCallback | None = None) -> None:
         """See `LaunchedWorker.wait_ready`."""
-        while not self.backend.status.ready:
+        while not (self.backend.status.ready or self._sleeps):
             if (error := self._down or self._failed) is not None:
                 raise error
             if on_progress is not None:
@@ -199,12 +202,16 @@ class SupervisedWorker:
         self.backend.report(stage="stopped")
 
     def _on_change(self) -> None:
-        is_ready = self.backend.status.ready
-        if self._is_ready and not is_ready and not self.backend.draining:
+        is_ready, self._sleeps = self.backend.status.ready, self.backend.status.phase is Phase.ASLEEP
+        if self._sleeps or self.backend.status.phase is Phase.WAKING:
+            self._process.starts_asleep = True  # Whoever wanted it awake wakes it again.
+        elif is_ready:
+            self._process.starts_asleep = False
+        elif self._is_ready and not self.backend.draining:
             self._process.doubt()
         self._is_ready = is_ready
-        self._was_ready |= is_ready
-        if is_ready:
+        self._was_ready |= is_ready or self._sleeps
+        if is_ready or self._sleeps:
             self._failed = None
         self._changed.set()
 
@@ -274,8 +281,8 @@ class SupervisedWorker:
         while True:
             await sleep(interval_s)
             ready = backend.status.ready
-            was_ready |= ready
-            if startup.observe(0, has_work=not ready and not backend.draining):
+            was_ready = (was_ready or ready) and backend.status.phase not in (Phase.ASLEEP, Phase.WAKING)
+            if startup.observe(0, has_work=not (ready or self._sleeps or backend.draining)):
                 what = f"the worker was not ready within {engine.startup_timeout_s:g} s"
             elif stall.observe(backend.progress, has_work=ready and backend.has_work):
                 what = f"the worker hung: no step in {STALL_GRACE * engine.stall_timeout_s:g} s"
@@ -396,6 +403,7 @@ class LocalLauncher(SupervisingLauncher):
             key=self.link_key,
             engine=spec.engine,
             runner=spec.runner,
+            asleep=spec.asleep,
         )
         hear = self._hearer_of(spec.worker_id)
         process = WorkerProcess(spec.worker_id, launch, address, self._environment, hear, port, self._spare)

@@ -238,6 +238,7 @@ class Generate:
             reply, sinks = begin(job)
             streams = self._streams(job, hints, sinks)
             fall_back = partial(self._retarget, served, hints, prepare) if services.falls_back else None
+            services.wakes.wanted(model.name)
             diverted = services.dispatcher.submit(facts, reply, streams, fall_back)
             if diverted is None:
                 return

@@ -2,7 +2,7 @@
 
 What `GET /health` says: does every model have an engine that works, or one that will again by itself?
 
-    ok        every worker of it is ready (or was told to drain), and is used
+    ok        every worker of it is ready (or was told to drain, or is asleep), and is used
     degraded  one is ready, and others are not; or none is ready *yet*: it loads, or is being restarted; or
               some are left alone by this process, because they fail, are slow or have no room
     down      none will be ready again by itself: each has been given up (its restarts were in vain, it cannot
@@ -113,7 +113,7 @@ def model_health(workers: RouteWorkers, left_alone: Mapping[WorkerId, str]) -> M
     return ModelHealth(name=workers.name, status=status, reasons=tuple(reasons[:REASONS_MAX]))
 
 
-_RIGHT = (WorkerState.READY, WorkerState.DRAINING)
+_RIGHT = (WorkerState.READY, WorkerState.DRAINING, WorkerState.ASLEEP, WorkerState.WAKING)
 
 
 def _is_lost(worker: Worker) -> bool:
@@ -266,7 +266,7 @@ class Inspect:
         exchange.respond(Response(status=code, body=msgspec.json.encode(found)))
 
     async def ready(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /ready`: 200 once every model takes requests, else 503 and why.
+        """`GET /ready`: 200 once every model takes requests (one that is asleep does), else 503 and why.
 
         Anyone may ask, so it has no counters.
         """
@@ -417,7 +417,7 @@ class Inspect:
         }
         metrics.worker_facts(facts)
         if (info := model.workers.info) is not None:
-            metrics.block_tokens(info.block_tokens)
+            metrics.model_info(info, model.workers.adapter_counts())
         restarts = {str(worker.id): worker.backend.status.restarts for worker in workers}
         before, self._restarts[model.name] = self._restarts.get(model.name, {}), restarts
         for _ in range(sum(max(0, count - before.get(worker, 0)) for worker, count in restarts.items())):
@@ -450,9 +450,8 @@ def _line(worker: Worker) -> WorkerLine:
 
 def _readiness(model: ServedModel) -> ModelReadiness:
     status = model.workers.summary()
-    return ModelReadiness(
-        name=model.name, ready=status.ready, stage=status.stage, progress=_progress(status.done, status.total)
-    )
+    ready, progress = status.ready or model.workers.sleeps, _progress(status.done, status.total)
+    return ModelReadiness(name=model.name, ready=ready, stage=status.stage, progress=progress)
 
 
 def _progress(done: int, total: int) -> float | None:
@@ -464,7 +463,7 @@ def _state(model: ServedModel, wall_ns: int) -> ModelState:
     notes = [f"{worker.id}, {note}" for worker in model.workers for note in worker.notes(wall_ns)]
     return ModelState(
         name=model.name,
-        ready=status.ready,
+        ready=status.ready or model.workers.sleeps,
         stage=status.stage,
         done=status.done,
         total=status.total,

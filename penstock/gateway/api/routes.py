@@ -12,6 +12,7 @@ from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import PATH, Responses
+from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import KEYS, TenantsAdmin
 from penstock.gateway.http.errors import HttpFault
 from penstock.gateway.http.exchange import JSON, Exchange, RequestHead
@@ -92,6 +93,7 @@ class Routes:
         tenants: TenantsAdmin,
         console: Console,
         adapters: AdaptersAdmin,
+        nights: SleepAdmin,
         costs: CostsAdmin,
     ) -> None:
         self._table = {
@@ -114,6 +116,9 @@ class Routes:
             "/tokenize": Route(Access.KEY, {"POST": inspect.tokenize}),
             "/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),
             "/admin/workers": Route(Access.ADMIN, {"GET": admin.workers}),
+            "/admin/sleep": Route(Access.ADMIN, {"POST": nights.sleep}),
+            "/admin/wake_up": Route(Access.ADMIN, {"POST": nights.wake_up}),
+            "/admin/is_sleeping": Route(Access.ADMIN, {"GET": nights.is_sleeping}),
             "/admin/history": Route(Access.ADMIN, {"GET": admin.history}),
             "/admin/alerts": Route(Access.ADMIN, {"GET": admin.alerts}),
             "/admin/audit": Route(Access.ADMIN, {"GET": admin.audit}),

@@ -8,6 +8,7 @@ from penstock.config.tree import Config
 from penstock.errors import Draining
 from penstock.gateway.api.recent import AllRequests, RecentRequests
 from penstock.gateway.dispatch.dispatcher import Dispatcher
+from penstock.gateway.dispatch.wake_calls import WakeCalls
 from penstock.gateway.dispatch.worker_feed import ColdStarts
 from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable
@@ -51,6 +52,8 @@ class Services:
     all_requests: AllRequests = field(init=False)
     """And in all gateway processes."""
     peers: GatewayPeers | None = None
+    wakes: WakeCalls
+    """Wakes models that are asleep."""
     cold: ColdStarts
     """Where requests wait for a model's first worker."""
     locality: KVLocality

@@ -161,6 +161,7 @@ class WorkerFeed:
             adapters_max=adapters.room,
             adapter_load_ns=adapters.load_ns,
             capabilities=worker.backend.status.capabilities or frozenset(),
+            wake_ns=0 if worker.backend.status.asleep is None else worker.backend.status.asleep.wake_ns,
         )
 
 

@@ -6,6 +6,7 @@
     Forbidden             403     permission_error         no
     NotFound              404     invalid_request_error    no
     MethodNotAllowed      405     invalid_request_error    no, Allow
+    ModelBusy             409     invalid_request_error    no
     TooLarge              413     invalid_request_error    no
     CrashingRequest         422     invalid_request_error    no
     HttpFault             its own invalid_request_error    no
@@ -14,7 +15,7 @@
     IdentityUnavailable   503     service_unavailable      Retry-After
     WorkerEjected         503     service_unavailable      Retry-After
     Overloaded            429     rate_limit_exceeded      Retry-After
-    WorkerUnavailable     503     service_unavailable      Retry-After
+    WorkerUnavailable     503     service_unavailable      Retry-After; NoMemory is one
     StreamBroken          502     api_error                no
     any other             500     api_error                no
 
@@ -36,6 +37,8 @@ from penstock.errors import (
     IdentityUnavailable,
     InvalidRequest,
     MethodNotAllowed,
+    ModelBusy,
+    NoMemory,
     NotFound,
     Overloaded,
     PenstockError,
@@ -69,6 +72,7 @@ _STATUS: tuple[tuple[type[PenstockError], int, str], ...] = (
     (Forbidden, 403, "permission_error"),
     (NotFound, 404, "invalid_request_error"),
     (MethodNotAllowed, 405, "invalid_request_error"),
+    (ModelBusy, 409, "invalid_request_error"),
     (TooLarge, 413, "invalid_request_error"),
     (CrashingRequest, 422, "invalid_request_error"),
     (BudgetExhausted, 429, "insufficient_quota"),
@@ -91,6 +95,7 @@ _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
     (IdentityUnavailable, "identity_unavailable"),
     (WorkerEjected, "worker_unavailable"),
     (Overloaded, "overloaded"),
+    (NoMemory, "no_memory"),
     (WorkerUnavailable, "worker_unavailable"),
     (StreamBroken, "stream_broken"),
 )

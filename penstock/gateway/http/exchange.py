@@ -287,6 +287,7 @@ class Exchange:
             tenant=served.tenant.id,
             tier=served.tenant.tier,
             band=served.tenant.band,
+            worker="" if request is None else request.worker,
         )
 
     @property

@@ -159,6 +159,7 @@ class ServedModel:
             id=self.name,
             created=self.created_s,
             max_model_len=info.max_model_len if info is not None else self.declared_len or None,
+            state=self.workers.summary().phase.value if self.workers.sleeps else None,
         )
 
     def adapter_card(self, name: str) -> ModelCard:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.clock import sleep
-from penstock.errors import Overloaded
+from penstock.errors import ModelBusy, NoMemory, NotFound, Overloaded, WorkerUnavailable
 from penstock.policy.queueing.fair_counters import FairCounters, ServedUnits
 from penstock.protocol.peers import (
     AdapterOrder,
@@ -18,6 +18,8 @@ from penstock.protocol.peers import (
     LookAt,
     Order,
     ServedTokens,
+    SleepAnswer,
+    SleepOrder,
     Snapshot,
     Sum,
     ToChild,
@@ -34,6 +36,8 @@ UNREAD_BYTES_MAX = 1 << 20
 """A parent that does not read for a while misses what tenants were served."""
 ANSWER_TIMEOUT_S = 2.0
 READ_BYTES = 1 << 16
+_ERRORS = {kind.__name__: kind for kind in (ModelBusy, NoMemory, NotFound, WorkerUnavailable)}
+"""What a `Sleeper` raises."""
 
 
 class GatewayPeers:
@@ -50,6 +54,8 @@ class GatewayPeers:
         self.site, self.leases = path, leases
         """Names the server among all: the path is of a directory with a random name."""
         self._asked: deque[asyncio.Future[ToChild]] = deque()
+        self._sleep_orders: dict[SleepOrder, asyncio.Future[SleepAnswer]] = {}
+        """Of each model two at most."""
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(
@@ -123,6 +129,24 @@ class GatewayPeers:
             message = "The other gateway processes could not be told in time; try again."
             raise Overloaded(message, retry_after_s=ANSWER_TIMEOUT_S) from None
 
+    async def sleep(self, route: str) -> None:
+        """See `fleet.sleep.Sleeper`: the parent has launched the workers."""
+        await self._ask_parent(SleepOrder(route, wakes=False))
+
+    async def wake(self, route: str) -> None:
+        """See `fleet.sleep.Sleeper`."""
+        await self._ask_parent(SleepOrder(route, wakes=True))
+
+    async def _ask_parent(self, order: SleepOrder) -> None:
+        """Wait for what comes of it; several may wait for the same."""
+        waiter = self._sleep_orders.get(order)
+        if waiter is None:
+            waiter = self._sleep_orders[order] = asyncio.get_running_loop().create_future()
+            self._writer.write(frame(order))
+        answer = await asyncio.shield(waiter)
+        if answer.kind:
+            raise _ERRORS.get(answer.kind, WorkerUnavailable)(answer.words)
+
     async def _answer(self, question: bytes) -> ToChild:
         """The parent answers in order.
 
@@ -162,6 +186,10 @@ class GatewayPeers:
                 message = decode_to_child(body)
                 if isinstance(message, ServedTokens):
                     self._counters.heed(message.units)
+                    continue
+                if isinstance(message, SleepAnswer):
+                    if (waiter := self._sleep_orders.pop(message.order, None)) is not None:
+                        waiter.set_result(message)
                     continue
                 answer = self._asked.popleft()
                 if not answer.done():

@@ -7,6 +7,7 @@
 | would start too late, and nothing did lately | divert if allowed, else admit | divert, else admit | admit |
 | its queue is full | divert if allowed, else 429 | divert, else 429 | 429 |
 | costs more than a fallback in time, and the budget nears its end | divert if allowed | divert | as above |
+| is asleep | wait, which wakes it; if it cannot wait so long divert, else 429 | as left | as left |
 | has no worker | wait if the queue does, else divert, else 503 | divert, else as the queue | as the queue |
 | has only workers that fail | divert if allowed, else admit | divert, else admit | admit |
 | has only workers without room for too long | divert if allowed, else 429 | divert, else 429 | 429 |
@@ -182,6 +183,8 @@ class AdmissionControl:
         route = facts.requested
         may_divert = _degrade_of(facts) != "never"
         if not route.ready:
+            if route.wake_ns and not route.is_full:
+                return self._asleep(facts, may_divert=may_divert)
             return self._without_worker(facts, may_divert=may_divert)
         if route.trouble is not None and route.trouble.why:
             decided = self._in_trouble(facts, route.trouble, may_divert=may_divert)
@@ -305,6 +308,20 @@ class AdmissionControl:
             if not candidate.is_full and 0 < _expected_ns(candidate) <= most_ns:
                 return Divert(candidate.model, "slo")
         return None
+
+    def _asleep(self, facts: AdmitFacts, *, may_divert: bool) -> Decision:
+        """Whoever wants this model waits until it is awake, unless the request itself says how long it
+        waits: promises are those of models that are awake.
+        """
+        route, due_ns = facts.requested, facts.max_wait_ns
+        expected_ns = route.wake_ns + route.start_ns
+        is_late = 0 < due_ns < expected_ns
+        may_divert &= is_late or _degrade_of(facts) == "prefer"
+        if may_divert and (found := self._first_that_fits(facts)):
+            return Divert(found.model, "unavailable")
+        if is_late:
+            return Shed(429, route.wake_ns, "asleep")
+        return Admit(expected_ns, due_ns)
 
     def _without_worker(self, facts: AdmitFacts, *, may_divert: bool) -> Decision:
         if facts.waits_for_worker and facts.is_protected and not facts.requested.is_full:

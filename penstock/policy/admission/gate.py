@@ -194,6 +194,7 @@ class Gate:
             can_serve=facts.can_serve(request.adapter, request.needs),
             is_full=route.is_full,
             trouble=route.trouble,
+            wake_ns=route.wake_ns,
             back_ns=max(1, route.trouble.back_ns - now_ns) if route.trouble is not None else 0,
         )
 
@@ -207,6 +208,7 @@ def _error(shed: Shed, model: str) -> PenstockError:
         "slo": "it could not answer in time",
         "no_worker": "it has no worker",
         "busy": "its workers have no room",
+        "asleep": "it is asleep, and could not be woken in time",
     }[shed.why]
     return Overloaded(
         f"The model '{model}' is busy: {why}. Try again in {max(1, math.ceil(seconds))} s.",

@@ -115,14 +115,13 @@ class FlowControl:
         verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
         if not isinstance(verdict, Pass):
             return verdict
-        if not self._config.no_worker_wait_s and not lane.rooms.num_ready:
+        if not (self._config.no_worker_wait_s or lane.rooms.num_ready or lane.wake_ns):
             return Refused(facts.id, "no_worker", _no_worker(facts.route))
         holds = self._accounts.open(now_ns, facts)
         if isinstance(holds, Refused):
             return holds
         request = request_of(facts, now_ns, lane, holds, verdict)
-        dropped = lane.queue.push(now_ns, request)
-        if isinstance(dropped, Full):
+        if isinstance(dropped := lane.queue.push(now_ns, request), Full):
             self._accounts.undo(now_ns, facts, holds)
             return Refused(facts.id, "queue", lane.overloaded(dropped))
         self._requests[facts.id] = request
@@ -419,7 +418,7 @@ class FlowControl:
                 why = f"waited {waited_s:.1f} s, and could not be answered in time any more"
                 error = Evicted(why, retry_after_s=lane.retry_after_s())
             self._evict(now_ns, self._requests[work.id], reason, error, actions)
-        if lane.queue.num_waiting:
+        if lane.queue.num_waiting and not lane.wake_ns:
             self._look_elsewhere(now_ns, lane, actions)
         while (start := lane.next_start(now_ns)) is not None:
             work, room = start

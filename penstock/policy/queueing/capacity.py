@@ -56,6 +56,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters that it takes requests for, loaded or not; None: those that it has or can load."""
     capabilities: frozenset[str] = frozenset()
     """What it can do beyond plain text."""
+    wake_ns: int = 0
+    """It is asleep, or wakes, which takes so long; 0: it is not."""
 
 
 class WorkerCapacity:

@@ -88,6 +88,13 @@ class ModelQueue:
         """Since when it has no worker that is ready; None: it has."""
         return None if self.rooms.num_ready else self._down_ns
 
+    @property
+    def wake_ns(self) -> int:
+        """It is asleep, and waking takes so long; 0: it is not. O(workers) while none is ready."""
+        if self.rooms.num_ready:
+            return 0
+        return min((room.view.wake_ns for room in self.rooms if room.view.wake_ns), default=0)
+
     def waiting(self) -> Iterator[Work]:
         """What waits, band by band, in the order in which it came."""
         for band in self.queue.bands:
@@ -300,6 +307,7 @@ class ModelQueue:
             first_ns=self.pace.first_ns(),
             is_late=self.pace.is_late(now_ns, level),
             trouble=self._health.trouble(now_ns, self.route),
+            wake_ns=self.wake_ns,
         )
 
     def _share(self) -> float | None:
@@ -445,7 +453,8 @@ class ModelQueue:
         return min(firsts, key=lambda work: (work.queued_ns, work.number), default=None)
 
     def _no_worker_until(self, oldest: Work) -> int:
-        return max(self._down_ns, oldest.queued_ns) + self._no_worker_ns
+        # What is asleep may take as long again as it is thought to.
+        return max(self._down_ns, oldest.queued_ns) + self._no_worker_ns + 2 * self.wake_ns
 
     def _pace(self, now_ns: int) -> None:
         if not self.queue.num_waiting:

@@ -6,6 +6,8 @@
        ^  (any of them may be skipped)     └────doubted───────^
        └────────── lost, refused, started anew ── from all of these
 
+    SLEPT from all of them ──> ASLEEP ──> WAKING ──> READY
+
     DRAIN from anywhere ──> DRAINING ──> GONE      END from anywhere ──> GONE
 
 Events come from three sides: whoever launched it (STARTED, END), the worker itself by way of its backend
@@ -47,6 +49,9 @@ class WorkerState(enum.StrEnum):
     WARMING = "warming"
     """The weights are there; the first steps are being run."""
     READY = "ready"
+    ASLEEP = "asleep"
+    """Its weights are not in memory: the first request for its model wakes it."""
+    WAKING = "waking"
     SUSPECT = "suspect"
     """It was ready and is connected, but does not answer as it should: nothing new is sent there, streams may
     go on."""
@@ -64,6 +69,9 @@ class WorkerEvent(enum.StrEnum):
     WARMING = "warming"
     SERVING = "serving"
     """It says that it takes requests."""
+    SLEPT = "slept"
+    """It has let go of its weights."""
+    WAKING = "waking"
     LOST = "lost"
     """The connection is gone, and with it every stream."""
     DOUBTED = "doubted"
@@ -81,6 +89,8 @@ _UP = {
     _E.LOADING: _S.LOADING,
     _E.WARMING: _S.WARMING,
     _E.SERVING: _S.READY,
+    _E.SLEPT: _S.ASLEEP,
+    _E.WAKING: _S.WAKING,
     _E.LOST: _S.STARTING,
     _E.REFUSED: _S.STARTING,
     _E.DRAIN: _S.DRAINING,
@@ -90,6 +100,8 @@ TABLE: dict[WorkerState, dict[WorkerEvent, WorkerState]] = {
     _S.STARTING: {**_UP, _E.DOUBTED: _S.STARTING, _E.TRUSTED: _S.STARTING},
     _S.LOADING: {**_UP, _E.DOUBTED: _S.LOADING, _E.TRUSTED: _S.LOADING},
     _S.WARMING: {**_UP, _E.DOUBTED: _S.WARMING, _E.TRUSTED: _S.WARMING},
+    _S.ASLEEP: {**_UP, _E.DOUBTED: _S.ASLEEP, _E.TRUSTED: _S.ASLEEP},
+    _S.WAKING: {**_UP, _E.DOUBTED: _S.WAKING, _E.TRUSTED: _S.WAKING},
     _S.READY: {**_UP, _E.DOUBTED: _S.SUSPECT, _E.TRUSTED: _S.READY},
     # That it says again what it said before is no reason to trust it: only an answer to whoever doubts it is.
     _S.SUSPECT: {**_UP, _E.SERVING: _S.SUSPECT, _E.DOUBTED: _S.SUSPECT, _E.TRUSTED: _S.READY},
@@ -107,8 +119,8 @@ class WorkerLife:
         self.state = WorkerState.STARTING
         self.since_ns = now_ns
         self.epoch = 1
-        """Counts its lives, as far as is known here: one more whenever it has to start again. What a worker
-        says belongs to the life in which it was asked, and to no other."""
+        """Counts its lives, as far as is known here: one more whenever it has to start again or falls asleep.
+        What a worker says belongs to the life in which it was asked, and to no other."""
 
     @property
     def is_ready(self) -> bool:
@@ -122,7 +134,7 @@ class WorkerLife:
             return False
         assert now_ns >= self.since_ns, "time goes forward"
         self.since_ns = now_ns
-        self.epoch += self.state is WorkerState.STARTING
+        self.epoch += self.state in (WorkerState.STARTING, WorkerState.ASLEEP)
         return True
 
 

@@ -40,7 +40,7 @@ class Network(Protocol):
         """Tell a worker to end one."""
         ...
 
-    def order(self, now_ns: int, gateway: int, order: ResidencyOrder) -> None:
+    def order(self, gateway: int, order: ResidencyOrder) -> None:
         """Tell a worker which adapters are to be in memory."""
         ...
 

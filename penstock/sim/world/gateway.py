@@ -25,7 +25,6 @@ from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.rate_limit import Limiter
-from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.policy.queueing.slots import part_of_rows
@@ -82,12 +81,12 @@ class SimGateway:
             limiter = keeper.limiter
             self._links.append(keeper)
         self.caches = Caches(config, hash_key=facts.hash_key, seed=facts.seed, gateway=number)
-        self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)
-        """By what came of them."""
+        self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)  # By what came of them.
         self.policies = build_policies(
             config,
             facts=self._model_facts,
-            placement=facts.placement or partial(self.caches.placement, on_order=self._order),
+            placement=facts.placement
+            or partial(self.caches.placement, on_order=partial(network.order, number)),
             limiter=limiter,
             wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns(),
             random=rng.stream(facts.seed, f"breakers/{number}/{life}").random,
@@ -97,8 +96,7 @@ class SimGateway:
         if store is not None:
             counters = FairCounters(tuple(facts.models), self.control.lane)
             self._links.append(SimFairExchange(counters, store, timeline, actor=actor, link_ns=facts.link_ns))
-        self.meters = Meters(self.policies.prices)
-        """What the workers cost: nothing where the configuration has no `prices.accelerators`."""
+        self.meters = Meters(self.policies.prices)  # Nothing without `prices.accelerators`.
         self._driver = Driver(self.control, self, self, self, self.meters)
         self._known: dict[WorkerId, str] = {}
         self.speeds = SpeedWatch(self.policies.anomalies)
@@ -171,14 +169,9 @@ class SimGateway:
         self._dispatch(now_ns)
 
     def reported(
-        self,
-        now_ns: int,
-        route: str,
-        worker: SimWorker,
-        report: WorkerLoadReport | None,
-        *,
+        self, now_ns: int, route: str, worker: SimWorker, report: WorkerLoadReport | None, *,
         ready: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A worker is there and announces what it serves, has something to say of itself, or drains (not
         `ready`).
         """
@@ -202,8 +195,8 @@ class SimGateway:
             is_external=spec.is_external,
             resumes=spec.resumes,
             adapters=report.adapters if report is not None else None,
-            adapters_max=spec.adapters.room if spec.adapters is not None else 0,
-            adapter_load_ns=spec.adapters.read_ns if spec.adapters is not None else 0,
+            adapters_max=spec.adapters.room if spec.adapters else 0,
+            adapter_load_ns=spec.adapters.read_ns if spec.adapters else 0,
         )
         if worker_id not in self._known:
             self._known[worker_id] = route
@@ -345,9 +338,6 @@ class SimGateway:
         """See `driver.Records`."""
 
     # --- inside -----------------------------------------------------------------------------------
-
-    def _order(self, order: ResidencyOrder) -> None:
-        self._network.order(self._timeline.now_ns(), self.number, order)
 
     def _lose(self, now_ns: int, request: Request) -> None:
         """What the journal knows of a request when its gateway is gone."""

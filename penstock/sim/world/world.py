@@ -234,9 +234,9 @@ class World:
         """See `Network`."""
         self._send(now_ns, gateway, worker_id, request_id)
 
-    def order(self, now_ns: int, gateway: int, order: ResidencyOrder) -> None:
+    def order(self, gateway: int, order: ResidencyOrder) -> None:
         """See `Network`."""
-        self._send(now_ns, gateway, order.worker, order)
+        self._send(self.timeline.now_ns(), gateway, order.worker, order)
 
     def on_messages(
         self, now_ns: int, worker: SimWorker, gateway: int, messages: Sequence[WorkerMessage]

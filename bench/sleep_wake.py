@@ -1,0 +1,182 @@
+"""What a sleeping model gives back, and how long it takes to come back.
+
+    python bench/sleep_wake.py [--shapes 494m] [--rounds 5] [--json FILE]
+
+Every case is a worker process as a launcher starts it, spoken to over its socket: a model in one form is
+loaded, answers once, sleeps and wakes `rounds` times. Memory is the process' own (anonymous) and its resident
+memory, awake and asleep. Waking is from `Wake` to `Ready`, with the file in the page cache: reading, packing
+and the first steps. It is held against the least that moving the bytes could take, the file's bytes at the
+bandwidth with which this machine copies memory, which is measured before each round; and against the other
+design, ending the process and starting a new one, measured in the same way from its start to `Ready`.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from peers.shapes import SHAPES, make_model
+from provenance import REPOSITORY, add_json_option, write_result
+
+sys.path.insert(0, str(REPOSITORY / "tests" / "doubles"))
+from raw_worker import REAL, Client, launch_line, submit
+
+from penstock.protocol.address import UnixAddress
+from penstock.protocol.sleep import Sleep, Wake
+from penstock.protocol.worker import Asleep, Ready
+
+WORK = REPOSITORY / "bench" / "out" / "models"
+KV_BYTES = 64 << 20
+MAX_LEN = 1024
+PROMPT = tuple(range(20, 276))
+FORMS = ("none", "int8", "int4")
+"""`engine.quantization`: whole weights, and rounded while they are loaded."""
+ALLOWANCE_S = 0.5
+"""What waking may take beyond the bytes."""
+
+
+class Process:
+    """One worker."""
+
+    def __init__(self, model: Path, quantization: str) -> None:
+        self._place = tempfile.TemporaryDirectory()
+        address = UnixAddress(f"{self._place.name}/w.sock")
+        self._child = subprocess.Popen(
+            (sys.executable, "-m", "penstock.engine.worker"),
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        )
+        assert self._child.stdin is not None
+        line = launch_line(
+            address,
+            model_path=str(model),
+            runner=REAL,
+            dtype="bfloat16",
+            quantization=quantization,
+            kv_memory_bytes=KV_BYTES,
+            host_kv_memory_bytes=0,
+            max_model_len=MAX_LEN,
+        )
+        self._child.stdin.write(line)
+        self._child.stdin.flush()
+        while True:
+            with suppress(FileNotFoundError, ConnectionRefusedError):
+                self.client = Client(address)
+                break
+            time.sleep(0.005)
+
+    def ready(self) -> Ready:
+        """The next time that it says so."""
+        found = self.client.until_kind(Ready)
+        assert isinstance(found, Ready)
+        return found
+
+    def memory(self) -> dict[str, int]:
+        """Resident and own bytes."""
+        resident, shared = Path(f"/proc/{self._child.pid}/statm").read_text().split()[1:3]
+        page = os.sysconf("SC_PAGE_SIZE")
+        return {"resident": int(resident) * page, "own": (int(resident) - int(shared)) * page}
+
+    def answer(self, name: str) -> tuple[int, ...]:
+        """Greedy tokens."""
+        self.client.send(submit(name, PROMPT, max_tokens=8))
+        return tuple(token for output in self.client.outputs(name) for token in output.token_ids)
+
+    def end(self) -> None:
+        """It is gone when this returns."""
+        self.client.close()
+        self._child.kill()
+        self._child.wait()
+        self._place.cleanup()
+
+
+def copy_bytes_per_s() -> float:
+    """Bytes that one copy of memory moves: the best of five, so that neighbours count little."""
+    source = np.ones(256 << 20, np.uint8)
+    target = np.empty_like(source)
+    took: list[float] = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        np.copyto(target, source)
+        took.append(time.perf_counter() - begun)
+    return source.nbytes / min(took)
+
+
+def measure(model: Path, quantization: str, rounds: int) -> dict[str, Any]:
+    """One model in one form."""
+    file_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    starts: list[float] = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        process = Process(model, quantization)
+        process.ready()
+        starts.append(time.perf_counter() - begun)
+        process.end()
+    process = Process(model, quantization)
+    info, before = process.ready().info, process.answer("before")
+    wakes, falls, bandwidths = list[float](), list[float](), list[float]()
+    awake, asleep = process.memory(), dict[str, int]()
+    for i in range(rounds):
+        bandwidths.append(copy_bytes_per_s())
+        begun = time.perf_counter()
+        process.client.send(Sleep())
+        process.client.until_kind(Asleep)
+        falls.append(time.perf_counter() - begun)
+        asleep = process.memory()
+        begun = time.perf_counter()
+        process.client.send(Wake())
+        assert process.ready().info == info
+        wakes.append(time.perf_counter() - begun)
+        assert process.answer(f"after {i}") == before, "the same model came back"
+    again = process.memory()
+    process.end()
+    floor_s = file_bytes / statistics.median(bandwidths)
+    wake_s = statistics.median(wakes)
+    return {
+        "model": model.name,
+        "quantization": quantization,
+        "file_bytes": file_bytes,
+        "planned_weight_bytes": info.weight_bytes,
+        "awake_bytes": awake,
+        "asleep_bytes": asleep,
+        "awake_again_bytes": again,
+        "given_back_of_planned": round((awake["own"] - asleep["own"]) / info.weight_bytes, 3),
+        "copy_gb_per_s": round(statistics.median(bandwidths) / 1e9, 2),
+        "bytes_over_bandwidth_s": round(floor_s, 3),
+        "wake_s": [round(each, 3) for each in wakes],
+        "wake_median_s": round(wake_s, 3),
+        "bound_s": round(floor_s + ALLOWANCE_S, 3),
+        "within_bound": wake_s <= floor_s + ALLOWANCE_S,
+        "fall_asleep_s": [round(each, 3) for each in falls],
+        "new_process_s": [round(each, 3) for each in starts],
+        "new_process_over_wake": round(statistics.median(starts) / wake_s, 2),
+    }
+
+
+def main() -> None:
+    """Measure every form of every shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", choices=sorted(SHAPES), default=["494m"])
+    parser.add_argument("--rounds", type=int, default=5)
+    add_json_option(parser)
+    args = parser.parse_args()
+    found: list[dict[str, Any]] = []
+    for shape in args.shapes:
+        model = make_model(SHAPES[shape], WORK / shape)
+        for form in FORMS:
+            found.append(measure(model, form, args.rounds))
+            print(msgspec.json.format(msgspec.json.encode(found[-1])).decode())
+    write_result(args.json, {"cases": found})
+
+
+if __name__ == "__main__":
+    main()
