@@ -372,6 +372,7 @@ class PlannedModel:
     computing: Computing
     weights: WeightSource
     kept_bits: int
+    adapter_bytes: int
 
 
 def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> ModelInfo | None:
@@ -424,13 +425,15 @@ def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) ->
         capabilities=CPU_CAPABILITIES,
         device=device_name(torch.device("cpu")),
         adapter_slots=config.adapter_slots,
-        adapter_bytes=plan_adapter_bytes(config, free_bytes=free, taken_bytes=kv_bytes),
         weight_bytes=reserved,
         kv_bytes=budget.num_blocks * block_bytes,
         host_kv_bytes=num_host_blocks * block_bytes,
     )
     kept_bits = 0 if stored is None else stored.kept(computing.kept_bits)
-    return PlannedModel(info=info, spec=spec, computing=computing, weights=weights, kept_bits=kept_bits)
+    return PlannedModel(
+        info=info, spec=spec, computing=computing, weights=weights, kept_bits=kept_bits,
+        adapter_bytes=plan_adapter_bytes(config, free_bytes=free, taken_bytes=kv_bytes),
+    )  # fmt: skip
 
 
 def _left_bytes(config: EngineConfig, reserved: int) -> int:
@@ -469,6 +472,9 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     floor = cost_floor(
         spec, info, device, itemsize=dtype.itemsize, kept_bits=planned.kept_bits, rounded_kv=cache.rounded
     )
+    adapters = adapter_reader(
+        spec, dtype, limits.step_tokens, computing.native, bytes_max=planned.adapter_bytes
+    )
     return Runner(
         RunnerParts(
             info=info,
@@ -478,6 +484,6 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             step_tokens=config.step_tokens,
             host=host_store(cache, info.num_host_blocks),
             floor=floor,
-            adapters=adapter_reader(spec, dtype, limits.step_tokens, computing.native) if takes else None,
+            adapters=adapters if takes else None,
         )
     )

@@ -265,7 +265,7 @@ def take_adapters(core: EngineCore, mailbox: Mailbox, clock: Clock, fetcher: Ada
         info = core.info
         manager = AdapterManager(
             reader, fetcher, clock,
-            slots=info.adapter_slots, bytes_max=info.adapter_bytes, post=mailbox.post,
+            slots=info.adapter_slots, post=mailbox.post,
         )  # fmt: skip
         core.use_adapters(manager)
 

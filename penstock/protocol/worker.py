@@ -149,8 +149,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Of a GPU, as its driver writes it."""
     adapter_slots: int = 0
     """Adapters that requests in one batch may have; 0: it takes none."""
-    adapter_bytes: int = 0
-    """Memory that they may take."""
     weight_bytes: int = 0
     """Memory of the weights and what is kept beside them, as computed before loading; 0: it does not
     tell."""
@@ -161,7 +159,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def memory_bytes(self) -> int:
         """All that it takes while it is awake, beside its process."""
-        return self.weight_bytes + self.kv_bytes + self.host_kv_bytes + self.adapter_bytes
+        return self.weight_bytes + self.kv_bytes + self.host_kv_bytes
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):

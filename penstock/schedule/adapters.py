@@ -92,6 +92,7 @@ class AdapterPool(Generic[R]):
         """At most `slots` adapters are in use at once, and `bytes_max` in memory, beside one that is read for
         the first time. `read` begins to read an adapter; one at a time.
         """
+        assert slots > 0, "a worker without places has no pool"
         self._clock, self._slots, self._bytes_max, self._begin = clock, slots, bytes_max, read
         self._known: dict[str, Entry] = {}
         self._used: set[Entry] = set()
@@ -207,6 +208,7 @@ class AdapterPool(Generic[R]):
     def take(self, entry: Entry, packed: InMemory | None, digest: str = "", error: str = "") -> Released[R]:
         """An adapter was read, or could not be."""
         assert entry is self.reading, f"{entry.name} is not the one that is read"
+        assert not (packed is not None and error), f"{entry.name} was read, or could not be"
         self.reading, self._coming_bytes = None, 0
         took_ns = self._clock.now_ns() - self._began_ns
         self.read_ns += int((took_ns - self.read_ns) * (_LEARNED if self.read_ns else 1.0))
@@ -297,6 +299,7 @@ class AdapterPool(Generic[R]):
         entry = urgent or next(iter(self._unread), None) or self._next_kept()
         if entry is None:
             return
+        assert entry.packed is None, f"{entry.name} is in memory"
         self.reading, self._is_first = entry, urgent is None and entry in self._unread
         self._began_ns = self._clock.now_ns()
         self._coming_bytes = entry.num_bytes if urgent is not None else 0

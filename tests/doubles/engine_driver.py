@@ -58,7 +58,7 @@ class Driver:
             assert reader is not None
             manager = AdapterManager(
                 reader, AdapterFetcher(), SystemClock(),
-                slots=info.adapter_slots, bytes_max=info.adapter_bytes, post=self._mail.put,
+                slots=info.adapter_slots, post=self._mail.put,
             )  # fmt: skip
             self.core.use_adapters(manager)
             for name, directory in adapters.items():

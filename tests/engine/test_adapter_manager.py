@@ -28,7 +28,8 @@ class Packed:
 class Reader:
     """Reads at once; what it reads, and whether it can, is the directory's name: "a", "bad"."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
         self.read_names: list[str] = []
         self.may_go_on = Event()
         self.may_go_on.set()
@@ -52,11 +53,9 @@ class Driven:
     """A manager with its mail, and what came of it."""
 
     def __init__(self, slots: int = 2, bytes_max: int = POOL_BYTES) -> None:
-        self.reader, self.clock = Reader(), ManualClock()
+        self.reader, self.clock = Reader(bytes_max), ManualClock()
         self.mail: SimpleQueue[AdapterRead] = SimpleQueue()
-        self.manager = AdapterManager(
-            self.reader, self.reader, self.clock, slots=slots, post=self.mail.put, bytes_max=bytes_max
-        )
+        self.manager = AdapterManager(self.reader, self.reader, self.clock, slots=slots, post=self.mail.put)
         self.running: list[Waiting] = []
         self.failed: list[str] = []
         self._asked = 0

@@ -27,6 +27,11 @@ _log = logging.getLogger(__name__)
 class Reads(Protocol):
     """What reads an adapter's files: `files.AdapterReader`."""
 
+    @property
+    def bytes_max(self) -> int:
+        """Memory that all adapters may take together."""
+        ...
+
     def read(self, directory: Path, digest: str = "") -> tuple[str, InMemory]:
         """The digest, and the adapter, ready."""
         ...
@@ -73,13 +78,12 @@ class AdapterManager:
         clock: Clock,
         *,
         slots: int,
-        bytes_max: int,
         post: Callable[[AdapterRead], None],
     ) -> None:
-        """At most `slots` adapters are in use at once, and `bytes_max` in memory."""
+        """At most `slots` adapters are in use at once."""
         self._jobs: SimpleQueue[Entry | None] = SimpleQueue()  # One at most: the pool gives them one by one.
         self.pool: AdapterPool[Asked] = AdapterPool(
-            clock, slots=slots, bytes_max=bytes_max, read=self._jobs.put
+            clock, slots=slots, bytes_max=reader.bytes_max, read=self._jobs.put
         )
         self._thread = Thread(
             target=_read_all, args=(self._jobs, reader, fetcher, post), name="worker-adapters", daemon=True

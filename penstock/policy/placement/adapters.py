@@ -90,6 +90,7 @@ class AdapterPlacement:
 
     def asked(self, now_ns: int, adapter: str, tokens: int, rooms: CapacityTable) -> None:
         """A request for it came, of so many tokens. Gives the orders that follow."""
+        assert adapter, "a request for the model itself needs none"
         before = self._demand.pop(adapter, Demand()).now(now_ns)
         if len(self._demand) >= DEMAND_MAX:
             self._demand.popitem(last=False)
@@ -217,6 +218,7 @@ def give_homes(
             holders[worker].names.append(name)
             holders[worker].tokens += demand[name].tokens / len(found)
         left -= len(found)
+        assert left >= 0, "nobody is given more than it has places"
         if found:
             homes[name] = tuple(found)
     return homes, {worker: tuple(holder.names) for worker, holder in holders.items()}
