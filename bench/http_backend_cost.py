@@ -34,6 +34,8 @@ from penstock.types import RequestId, SamplingParams
 
 TOKENS = 400
 """Of one answer."""
+EVENTS_A_READ = (1, 16)
+"""A gateway that has much to do finds several when it comes to a connection."""
 ANSWERS = 25
 REPEATS = 5
 TEXT = "The pipe and gate bring the water to the turbine, at just the rate that it can use. " * 40
@@ -184,7 +186,7 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):5.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
-async def measure(engine: str, dialect: Dialect, tokenizer: Tokenizer) -> None:
+async def measure(engine: str, dialect: Dialect, tokenizer: Tokenizer, together: int) -> None:
     client = HttpClient(HttpAddress.parse("http://127.0.0.1:1"), HttpLimits(), SystemClock())
     ids = tokenizer.encode(TEXT)[:TOKENS]
     datas = [
@@ -192,7 +194,9 @@ async def measure(engine: str, dialect: Dialect, tokenizer: Tokenizer) -> None:
         for each in events(engine, ids, [tokenizer.token_text(each) for each in ids])
     ]
     lines = [b"data: %b\n\n" % data for data in datas]
-    chunks = [HEAD, *(b"%x\r\n%b\r\n" % (len(line), line) for line in lines), b"0\r\n\r\n"]
+    parts = [b"%x\r\n%b\r\n" % (len(line), line) for line in lines]
+    reads = [b"".join(parts[i : i + together]) for i in range(0, len(parts), together)]
+    chunks = [HEAD, *reads, b"0\r\n\r\n"]
     pieces = PieceTokens(tokenizer)
     whole: list[float] = []
     alone: list[float] = []
@@ -208,16 +212,17 @@ async def measure(engine: str, dialect: Dialect, tokenizer: Tokenizer) -> None:
         whole.append((middle - start) / 1000 / TOKENS / ANSWERS)
         alone.append((end - middle) / 1000 / TOKENS / ANSWERS)
     ratio = statistics.median(whole) / statistics.median(alone)
-    print(f"{engine:14s}  {spread(whole):22s}  {spread(alone):22s}  {ratio:.1f}x")
+    print(f"{engine:14s}  {together:6d}  {spread(whole):22s}  {spread(alone):22s}  {ratio:.1f}x")
 
 
 def main() -> None:
     default = Path(__file__).parents[1] / "models" / "penstock-demo"
     tokenizer = Tokenizer.load(Path(sys.argv[1]) if len(sys.argv) > 1 else default)
     print(f"CPU us per token: median (least-most) of {REPEATS} runs of {ANSWERS} answers of {TOKENS} tokens")
-    print(f"{'engine':14s}  {'the backend':22s}  {'its JSON alone':22s}  ratio")
+    print(f"{'engine':14s}  {'a read':6s}  {'the backend':22s}  {'its JSON alone':22s}  ratio")
     for engine, dialect in dialects(tokenizer).items():
-        asyncio.run(measure(engine, dialect, tokenizer))
+        for together in EVENTS_A_READ:
+            asyncio.run(measure(engine, dialect, tokenizer, together))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,19 @@ model_list:
   litellm_params: {{model: openai/m, api_base: "http://127.0.0.1:{upstream}/v1", api_key: x}}
 general_settings: {{master_key: {key}}}
 """
+OURS = """
+models:
+- name: m
+  path: penstock-demo-mini
+  replicas: 0
+  workers: [{{url: "http://127.0.0.1:{upstream}/v1", engine: openai}}]
+server: {{port: {port}}}
+auth: {{keys: ["{key}"]}}
+admission: {{ttft_target_ms: 0}}
+ledger: {{directory: "{place}/ledger-{port}"}}
+limits: {{concurrent_max: 20000}}
+"""
+"""`penstock serve` with all that it does unless told otherwise, in front of a provider."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +99,14 @@ class Place:
 def command_of(gateway: str, place: Place) -> list[str]:
     """How to start a gateway on `place.port`.
 
-    A name like "penstock-ledger+access" is ours with these features off.
+    A name like "penstock-ledger+access" is ours with these features off; "penstock.http" is ours in front of
+    the upstream, as the others are.
     """
     kind, _, off = gateway.partition("-")
     if kind == "penstock":
         return [sys.executable, str(HERE / "gateway.py"), place.worker, str(place.port), off or "all"]
+    if kind == "penstock.http":
+        return [sys.executable, "-m", "penstock", "serve", "-c", _written(place, "ours.yaml", OURS)]
     url, binaries = f"http://127.0.0.1:{place.upstream}", place.venv / "bin"
     listen = ["--host", "127.0.0.1", "--port", str(place.port)]
     routed = ["--worker-urls", url, *listen, "--policy", "round_robin"]

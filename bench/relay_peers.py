@@ -11,7 +11,8 @@ with a stop string, with which our gateway may not tell several steps in one eve
 only ours is measured); `paced`: 256 chunks, one per 20 ms, 256 connections. `alone` is one connection at a
 time: what its latency exceeds the upstream's own by is what the gateway adds (ours: a worker's that gives one
 token per step, asked without a gateway by bench/relay/direct.py). Ours talks to a stand-in worker in our own
-protocol, and does all that a proxy does not: tokenizing, detokenizing, encoding events.
+protocol, and does all that a proxy does not: tokenizing, detokenizing, encoding events; `penstock.http` is
+`penstock serve` in front of the upstream, as the others are.
 bench/relay/install_peers.sh makes VENV.
 
 Rounds go through the gateways in turns, each time from another one on. LiteLLM is measured once, on a tenth
@@ -127,7 +128,7 @@ def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -
     if gateway in SLOW:
         shape = replace(shape, connections=min(shape.connections, SLOW_CONNECTIONS))
     requests = max(shape.connections, int(shape.requests * scale))
-    log, is_ours = place / f"{gateway}.log", gateway.startswith("penstock")
+    log, is_ours = place / f"{gateway}.log", gateway.partition("-")[0] == "penstock"
     if is_ours:
         script = str(HERE / "stand_in_worker.py")
         behind = Process(sys.executable, script, worker, str(shape.period_us), log=log)

@@ -1,6 +1,7 @@
 """Words that every floor shares: ids, sampling parameters, usage and why a request ended."""
 
 import enum
+import re
 from typing import NewType
 
 import msgspec
@@ -143,6 +144,10 @@ class Capability(enum.StrEnum):
     """It tells the ids of the tokens that it answers with."""
     REASONING_BUDGET = "reasoning_budget"
     """A reasoning that takes too long is closed."""
+    EMBEDDINGS = "embeddings"
+    """Vectors of texts; text it has none."""
+    SCORES = "scores"
+    """How well two texts go together."""
     PASS_THROUGH = "pass_through"
     """It gets the body as the client sent it, and makes of each parameter what it likes."""
 
@@ -164,4 +169,16 @@ GRAMMAR_CAPABILITIES = frozenset({
 """What an engine has whose answers can follow a grammar."""
 ENGINE_CAPABILITIES = CPU_CAPABILITIES | GRAMMAR_CAPABILITIES
 """What our engine has on a CPU."""
+VECTOR_CAPABILITIES = frozenset({Capability.EMBEDDINGS, Capability.SCORES})
+"""What our engine has with a model that makes vectors."""
 ALL_CAPABILITIES = frozenset(Capability)
+
+
+VERSIONED = re.compile(r"(?P<name>.+)@(?P<version>[1-9][0-9]{0,9})")
+"""A model's name with its version."""
+
+
+def without_version(model: str) -> str:
+    """The name that all versions of a model have; of one without versions its own."""
+    found = VERSIONED.fullmatch(model)
+    return found["name"] if found is not None else model

@@ -22,7 +22,7 @@ interface SloWindow {
   burn: number | null;
 }
 
-interface SloRow {
+export interface SloRow {
   model: string;
   band: string;
   objective: string;
@@ -109,10 +109,12 @@ function Burn({ told }: { told: SloWindow }): JSX.Element {
   );
 }
 
+export const left = (share: number): string => (share < 0 ? `−${format.percent(-share)}` : format.percent(share));
+
 /** What is left of the error budget of the last three days. */
 function Left({ share }: { share: number | null }): JSX.Element {
   if (share === null) return <td class="right num soft">–</td>;
-  return <td class={`right num ${share < 0 ? "bad-text" : share < 0.25 ? "warn-text" : ""}`}>{share < 0 ? `−${format.percent(-share)}` : format.percent(share)}</td>;
+  return <td class={`right num ${share < 0 ? "bad-text" : share < 0.25 ? "warn-text" : ""}`}>{left(share)}</td>;
 }
 
 function Budgets({ rows }: { rows: SloRow[] }): JSX.Element {

@@ -228,12 +228,28 @@ interface Span {
   note?: string;
 }
 
+/** Where it was when, of a request that was placed several times: a worker was lost, left, or given nothing. */
+function stays(request: EndedRequest, decisions: Decision[]): Span[] {
+  const { admitted_ms: admitted = 0, ttft_ms: first = -1, total_ms: end } = request;
+  const placed = decisions.filter((each) => each.worker).map((each) => ({ at: Math.max(admitted, (each.at_ns - request.came_ns) / 1e6), worker: each.worker }));
+  const found: Span[] = [{ name: "Queue", color: "queue", from: admitted, to: placed[0]?.at ?? end }];
+  placed.forEach(({ at, worker }, i) => {
+    const to = placed[i + 1]?.at ?? end;
+    const isMoved = first >= 0 && first < at;
+    const begins = first >= at && first < to ? `, first token after ${format.ms(first - at)}` : "";
+    const how = i === 0 ? `on ${worker}` : isMoved ? `went on at ${worker}` : `tried again on ${worker}`;
+    found.push({ name: i === 0 ? "Worker" : isMoved ? "Moved" : "Again", color: isMoved || begins ? "decode" : "prefill", from: at, to, note: how + begins });
+  });
+  return found;
+}
+
 /** What the request did when, from its moments. */
-function spans(request: EndedRequest): Span[] {
+function spans(request: EndedRequest, decisions: Decision[]): Span[] {
   const found: Span[] = [];
   const { admitted_ms: admitted = -1, dispatched_ms: dispatched = -1, ttft_ms: first = -1, total_ms: end } = request;
   found.push({ name: "Admit", color: "gray", from: 0, to: admitted < 0 ? end : admitted, note: "checks, template, tokens, limits" });
   if (admitted < 0) return found;
+  if ((request.attempts ?? 0) > 1 && decisions.length > 1) return [...found, ...stays(request, decisions)];
   const started = dispatched < 0 ? end : dispatched;
   found.push({ name: "Queue", color: "queue", from: admitted, to: started });
   if (dispatched < 0) return found;
@@ -249,7 +265,7 @@ function Waterfall({ request, decisions }: { request: EndedRequest; decisions: D
   return (
     <section aria-label="Its life">
       <ol class="waterfall">
-        {spans(request).map((each) => (
+        {spans(request, decisions).map((each) => (
           <li key={each.name}>
             <span class="wf-name">{each.name}</span>
             <span class="wf-bar">
@@ -268,7 +284,7 @@ function Waterfall({ request, decisions }: { request: EndedRequest; decisions: D
       {((request.attempts ?? 0) > 1 || (request.migrations ?? 0) > 0) && (
         <p class="soft small">
           It took {format.plural(request.attempts ?? 0, "attempt")}
-          {request.migrations ? `, of which ${request.migrations} continued another worker's answer` : ""}; prefill and decode are the last one's.
+          {request.migrations ? `, of which ${request.migrations} continued another worker's answer` : ""}.
         </p>
       )}
     </section>

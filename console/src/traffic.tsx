@@ -3,6 +3,7 @@
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { Chart, type Line } from "./chart";
+import { type SloRow, left } from "./alerts";
 import * as format from "./format";
 import { usePolled } from "./poll";
 import { hello } from "./store";
@@ -62,7 +63,16 @@ function share(part: number[], of: number[]): string {
   return all ? format.percent(sum(part) / all) : "–";
 }
 
-function Figures({ columns, stepS, spanS }: { columns: Columns; stepS: number; spanS: number }): JSX.Element {
+const BRIEF: Record<string, string> = { availability: "availability", ttft: "TTFT", tpot: "TPOT" };
+const BUDGETS_EVERY_MS = 30_000;
+
+/** The objective of what is shown whose error budget of three days is nearest to its end. */
+function worst(rows: SloRow[], pair: string): SloRow | undefined {
+  const counted = rows.filter((each) => each.budget_left !== null && (!pair || `${each.model}\n${each.band}` === pair));
+  return counted.sort((one, other) => one.budget_left! - other.budget_left!)[0];
+}
+
+function Figures({ columns, stepS, spanS, budget }: { columns: Columns; stepS: number; spanS: number; budget?: SloRow }): JSX.Element {
   const asked = sum(columns.requests);
   const well = Object.entries(columns.outcomes).reduce((all, [kind, values]) => all + (WELL.has(kind) ? sum(values) : 0), 0);
   const faults = sum(columns.outcomes["error"]) + sum(columns.outcomes["shed"]);
@@ -73,6 +83,7 @@ function Figures({ columns, stepS, spanS }: { columns: Columns; stepS: number; s
     ["Output tokens", format.count(sum(columns.generated_tokens)), `${format.count(sum(columns.generated_tokens) / spanS)}/s`],
     ["Prompt tokens", format.count(sum(columns.prompt_tokens)), sum(columns.prompt_tokens) ? `${share(columns.cached_tokens, columns.prompt_tokens)} cached` : ""],
     ["TTFT in time", sum(columns.ttft_due) ? format.percent(1 - sum(columns.ttft_late) / sum(columns.ttft_due)) : "–", sum(columns.ttft_due) ? `of ${format.count(sum(columns.ttft_due))} promised` : "nothing promised"],
+    ["Error budget left", budget ? left(budget.budget_left!) : "–", budget ? `${BRIEF[budget.objective]}, 3 days` : "nothing counted"],
   ];
   return (
     <section class="kpis" aria-label={`All of the window, by ${stepS} s`}>
@@ -224,6 +235,7 @@ export function Traffic(): JSX.Element {
   const { seconds, every_ms } = RANGES[range.value]!;
   const { told, problem, again } = usePolled<Window>(`/admin/history?seconds=${seconds}`, every_ms);
 
+  const budgets = usePolled<{ slo: SloRow[] }>("/admin/alerts", BUDGETS_EVERY_MS).told.value?.slo ?? [];
   const shown = told.value;
   const index = shown ? shown.series.findIndex((each) => `${each.model}\n${each.band}` === pair.value) : -1;
   const columns = shown && (index < 0 ? shown.total : shown.series[index]!);
@@ -261,7 +273,7 @@ export function Traffic(): JSX.Element {
       {!shown && !problem.value && <Skeleton lines={8} />}
       {shown && columns && summary && (
         <>
-          <Figures columns={columns} stepS={shown.step_s} spanS={Math.max(1, shown.now - shown.times[0]!)} />
+          <Figures columns={columns} stepS={shown.step_s} spanS={Math.max(1, shown.now - shown.times[0]!)} budget={worst(budgets, index < 0 ? "" : pair.value)} />
           {sum(shown.total.requests) === 0 ? (
             <Empty title="No request has ended in this time">
               Send one from the playground, or put load on it: <code>penstock bench</code>

@@ -99,9 +99,11 @@ class Gaps:
         self._faded_ns = 0
         """Up to when the longest gap has faded."""
 
-    def saw(self, now_ns: int, gap_ns: int) -> None:
-        """So much time passed between two events of a stream, of which the second came now."""
-        self._num += 1
+    def saw(self, now_ns: int, gap_ns: int, num_events: int = 1) -> None:
+        """So much time passed between two events of a stream, of which the second came now, with others
+        behind it.
+        """
+        self._num += num_events
         self._fade(now_ns)
         self._longest_ns = max(gap_ns, self._longest_ns)
 

@@ -21,7 +21,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 COMMANDS = (
     "serve", "worker", "chat", "top", "drain", "sleep", "wake", "explain", "alerts", "bench", "doctor",
-    "keys", "usage", "simulate", "plan", "quantize", "completion",
+    "keys", "usage", "simulate", "plan", "quantize", "generate", "completion",
 )  # fmt: skip
 """The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser."""
 
@@ -42,6 +42,7 @@ examples:
   penstock doctor                       say what works on this machine, and why not
   penstock usage --since 7d             say what was used and what it cost
   penstock keys create --tenant acme    make an API key
+  penstock generate questions.jsonl     answer every line of a file, without a server
   penstock simulate spike-20x           run a scenario on virtual time; --list names them all
   penstock plan --model 70b --rps 20    how many of which accelerator, and what a token costs
 

@@ -142,7 +142,12 @@ _WANTED = ["*.json", "*.jinja", "*.safetensors"]
 
 
 def served_name(model: ModelConfig) -> str:
-    """The name that clients use: the one given, else the last part of the path."""
+    """The name that clients use, with its version if it has one."""
+    return f"{plain_name(model)}@{model.version}" if model.version else plain_name(model)
+
+
+def plain_name(model: ModelConfig) -> str:
+    """Its name without a version: the one given, else the last part of the path."""
     if model.name:
         return model.name
     path = model.path.split("@")[0] if _HUB_ID.fullmatch(model.path) else model.path

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from penstock.config.checkpoints import served_name
+from penstock.config.checkpoints import plain_name, served_name
 from penstock.config.fleet import WORKERS_MAX, discover_problems, worker_problems
 from penstock.config.flow import queue_problems, shared_problems
 from penstock.config.ledger import price_problems
@@ -11,6 +11,7 @@ from penstock.config.routing import routing_problems
 from penstock.config.tenancy import access_problems, host_problems, tenant_problems
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig
 from penstock.errors import ConfigError
+from penstock.types import VERSIONED
 
 
 def check(config: Config) -> None:
@@ -80,6 +81,7 @@ def _model_problems(config: Config) -> Iterator[str]:
     if not config.models:
         yield "models: at least one is needed"
     seen: dict[str, int] = {}
+    versions: dict[str, int] = {}
     listening: dict[str, str] = {}
     for i, model in enumerate(config.models):
         name = served_name(model)
@@ -89,7 +91,15 @@ def _model_problems(config: Config) -> Iterator[str]:
             yield f"models[{i}].name: expected 1 to 256 characters without white space, got {name!r}"
         elif name in seen:
             yield f"models[{i}].name: {name!r} is the name of models[{seen[name]}] already"
+        elif model.version and plain_name(model) in seen:
+            yield f"models[{i}].version: models[{seen[plain_name(model)]}] has the name without a version"
+        elif not model.version and (first := versions.get(name)) is not None:
+            yield f"models[{i}].name: {name!r} means a version of models[{first}] already"
+        elif VERSIONED.fullmatch(plain_name(model)):
+            yield f"models[{i}].name: {name!r} ends like a version; set models[{i}].version"
         seen.setdefault(name, i)
+        if model.version:
+            versions.setdefault(plain_name(model), i)
         yield from _adapter_problems(config, i, model)
         engine = model.engine
         yield from _kv_event_problems(engine, f"models[{i}].engine.kv_events", listening)
@@ -111,7 +121,7 @@ def _adapter_problems(config: Config, i: int, model: ModelConfig) -> Iterator[st
         key = f"models[{i}].adapters.{name[:64]}"
         if not re.fullmatch(r"[^\s\x00-\x1f\x7f]{1,256}", name):
             yield f"models[{i}].adapters: expected names without white space, got {name!r}"
-        elif any(name == served_name(other) for other in config.models):
+        elif any(name in (served_name(other), plain_name(other)) for other in config.models):
             yield f"{key}: a model has this name"
         elif any(name in other.adapters for other in config.models[:i]):
             yield f"{key}: another model has an adapter of this name"

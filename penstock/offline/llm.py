@@ -38,6 +38,7 @@ from penstock.offline.prompts import (
     MessageLike,
     Prompt,
     PromptLike,
+    PromptMaker,
     check_prompt,
     is_one_chat,
     is_one_prompt,
@@ -171,6 +172,26 @@ class LLM:
     def settings(self) -> OfflineSettings:
         """What runs, as the arguments were understood."""
         return self._engine.settings
+
+    @property
+    def prompts(self) -> PromptMaker:
+        """Makes prompts of text and of conversations."""
+        return self._engine.prompts
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self._engine.info.max_model_len
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """What the engine can do beyond plain text."""
+        return self._engine.info.capabilities
+
+    @property
+    def identity(self) -> str:
+        """Of what computes: equal ones give equal answers to the same seed."""
+        return self._engine.info.identity
 
     def close(self) -> None:
         """End the engine. Once is enough; the object is of no use afterwards."""

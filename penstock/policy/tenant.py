@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import ContextTooLong, Forbidden, InvalidRequest
-from penstock.types import TenantId
+from penstock.types import TenantId, without_version
 
 Degrade = Literal["never", "allow", "prefer"]
 """Whether a smaller model may answer: never; rather than fail; or whenever it is much sooner."""
@@ -76,8 +76,8 @@ SHOWN_CHARS = 64
 
 
 def may_use_model(tenant: Tenant, model: str) -> bool:
-    """Whether the tenant's allowlist has this model."""
-    return not tenant.models or model in tenant.models
+    """Whether the tenant's allowlist has this model; a name without a version is all of its versions."""
+    return not tenant.models or model in tenant.models or without_version(model) in tenant.models
 
 
 def check_model(tenant: Tenant, model: str) -> None:

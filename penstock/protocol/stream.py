@@ -179,6 +179,10 @@ class EventReader:
         if self._after_cr or b"\r" in data:
             data = self._with_plain_line_ends(data)
         rest = self._rest
+        if not rest and data.endswith(b"\n\n") and len(data) <= self._events_max_bytes:
+            # Whole events, as they come nearly always.
+            blocks = data[:-2].split(b"\n\n")
+            return [value for each in blocks if (value := _data_of(each)) is not None]
         rest += data
         found: list[bytes] = []
         start = 0

@@ -40,6 +40,7 @@ GOLDEN = Path(__file__).parent / "golden"
         "explain",
         "alerts",
         "quantize",
+        "generate",
         "completion",
     ],
 )

@@ -32,18 +32,27 @@ class Place:
     """A server with two models and two tenants."""
 
     def __init__(
-        self, place: Path, *, server: str = "", fleet: str = "", weir: str = "", kv_bytes: int = 32 << 20
+        self,
+        place: Path,
+        *,
+        server: str = "",
+        fleet: str = "",
+        weir: str = "",
+        kv_bytes: int = 32 << 20,
+        versions: bool = False,
     ) -> None:
         keys = place / "keys.json"
-        self.one, self.two = (add(keys, tenant=tenant).key for tenant in ("one", "two"))
+        self.one, self.two, self.old = (add(keys, tenant=tenant).key for tenant in ("one", "two", "old"))
         models = "".join(
-            f"- {{path: {path}, name: {name}, {weir if name == 'weir' else ''}"
+            f"- {{path: {path}, name: {'river' if versions else name}, {weir if name == 'weir' else ''}"
+            f" version: {len(MODELS) - i if versions else 0},"
             f" engine: {{{ENGINE}, kv_memory_bytes: {kv_bytes}}}}}\n"
-            for name, path in MODELS.items()
+            for i, (name, path) in enumerate(MODELS.items())
         )
         (place / "config.yaml").write_text(
             f"models:\n{models}auth: {{keys_file: {keys}}}\nledger: {{directory: {place / 'ledger'}}}\n"
             f"server: {{port: 0, {server}}}\nfleet: {{{fleet}}}\n"
+            "tenants: [{id: old, models: [river@1, tide]}]\n"
         )
         self.server = Server(place, "-c", str(place / "config.yaml"), PENSTOCK_ADMIN_KEY=ADMIN)
         self.server.wait_ready()
@@ -191,20 +200,41 @@ def test_strangers_and_wrong_names(place: Place, capsys: pytest.CaptureFixture[s
     assert main(["wake", "none", "--url", place.base, "--key", ADMIN]) == 1
 
 
-def test_a_bound_on_memory_is_kept(tmp_path: Path) -> None:
-    place = Place(tmp_path, fleet=f"memory_bytes: {BOUND}", kv_bytes=BOUND // 3)
+def test_versions_share_a_name_and_a_bound_on_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(tmp_path, fleet=f"memory_bytes: {BOUND}", kv_bytes=BOUND // 3, versions=True)
+    new, old = "river@2", "river@1"
     try:
-        assert place.states() == {"tide": "ready", "weir": "asleep"}, "the first that fits is awake"
-        assert place.ask(place.one, "weir")
-        assert place.states() == {"tide": "asleep", "weir": "ready"}
-        stream = LongStream(place, place.one, "weir")
+        assert place.states() == {new: "ready", old: "asleep"}, "the first that fits is awake"
+        with place.client(place.one) as client:
+            cards = {card.id: card.root for card in client.models.list()}
+            assert cards == {new: None, old: None, "river": new}
+            assert client.models.retrieve("river").root == new
+            answer = client.completions.create(model="river", prompt="x", max_tokens=1)
+            assert answer.model == new, "the version that stands first"
+        with place.client(place.old) as client:
+            assert [card.id for card in client.models.list()] == [old]
+            with pytest.raises(openai.PermissionDeniedError):
+                client.completions.create(model="river", prompt="x")
+        with pytest.raises(openai.NotFoundError):
+            place.ask(place.one, "river@3")
+        assert place.ask(place.old, old)
+        assert place.states() == {new: "asleep", old: "ready"}
+        stream = LongStream(place, place.one, old)
         with pytest.raises(openai.InternalServerError) as refused:
-            place.ask(place.two, "tide")
+            place.ask(place.two, "river")
         assert refused.value.status_code == 503
         assert refused.value.code == "no_memory"
-        assert "while 'weir' has work" in str(refused.value)
+        assert "while 'river@1' has work" in str(refused.value)
         assert stream.ended() == "length"
-        assert place.ask(place.two, "tide")
-        assert place.states() == {"tide": "ready", "weir": "asleep"}
+        assert place.ask(place.two, "river")
+        assert place.states() == {new: "ready", old: "asleep"}
     finally:
         place.server.close()
+    capsys.readouterr()
+    by = "--by=model,requested_model"
+    assert main(["usage", by, "--format=csv", f"--directory={tmp_path / 'ledger'}"]) == 0
+    told = capsys.readouterr().out
+    assert "river@2,river," in told
+    assert "river@1,river@1," in told

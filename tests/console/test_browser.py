@@ -81,6 +81,12 @@ def test_traffic_reads_a_moment_on_all_charts_and_narrows_to_one_model(page, unt
     until(opened, "document.querySelectorAll('.tick').length > 0")
 
 
+def test_traffic_tells_what_is_left_of_the_worst_error_budget(page, until, replay) -> None:
+    opened = page(replay().url + "/console#/traffic")
+    until(opened, "document.querySelector('.kpi:last-child .kpi-value')?.innerText === '10 %'")
+    assert opened.locator(".kpi").last.inner_text().endswith("TTFT, 3 days")
+
+
 def test_a_request_is_found_and_its_life_is_drawn(page, until, replay) -> None:
     server = replay()
     opened = page(server.url + "/console#/requests")
@@ -96,6 +102,12 @@ def test_a_request_is_found_and_its_life_is_drawn(page, until, replay) -> None:
     assert names == ["Admit", "Queue", "Prefill", "Decode"]
     assert panel.locator(".candidates li.picked").count() == 1
     assert "not possible: not ready" in panel.inner_text()
+    server.known[wanted] |= {"attempts": 2, "migrations": 1, "ttft_ms": 120.0, "total_ms": 2000.0}
+    panel.get_by_role("button", name="Close").click()
+    opened.locator("tbody a").click()
+    panel.locator(".wf-name", has_text="Moved").wait_for()
+    assert panel.locator(".wf-name").all_inner_texts() == ["Admit", "Queue", "Worker", "Moved"]
+    assert "went on at" in panel.locator(".wf-note").last.inner_text()
     opened.get_by_label("Ended").select_option(label="Not answered")
     opened.get_by_role("searchbox").fill("")
     until(opened, "[...document.querySelectorAll('tbody .state')].every(e => e.innerText !== 'stop')")

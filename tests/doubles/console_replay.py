@@ -309,7 +309,10 @@ def explained(request: dict, random: Random) -> dict:
         "draws": [],
         "candidates": rows,
     }
-    return {"request": request, "decisions": [decision]}
+    if request.get("attempts") == 1:
+        return {"request": request, "decisions": [decision]}
+    moved = decision | {"at_ns": decision["at_ns"] + 300_000_000, "worker": rows[1]["worker"]}
+    return {"request": request, "decisions": [decision, moved]}
 
 
 def told_of_alerts(now: int = NOW_MS // 1000) -> dict:

@@ -273,6 +273,61 @@ def test_what_passes_a_held_request_goes_by_the_same_rules_as_any_other() -> Non
     assert start(lane, now_ns) is None, "two requests a minute were started"
 
 
+def kept_free(health: Blocking | None = None) -> tuple[ModelQueue, Work, WorkerId, int]:
+    """A queue that keeps a worker free for a request that fits nowhere yet: which, and at what time."""
+    queue = ModelQueue(
+        QueueTerms(worker_credit=0, kept_share=0, skip_s=1), "m", 0, LeastLoaded(), health or AllHealthy()
+    )
+    for worker in (A, B):
+        queue.set_worker(0, worker, WorkerView(max_running=2, kv_blocks_total=10))
+    for name in ("runs-a", "runs-b"):
+        small = work(name)
+        small.blocks = 5
+        queue.queue.push(0, small)
+    assert start_all(queue) == ["runs-a", "runs-b"]
+    large = work("large")
+    large.blocks = 8
+    queue.queue.push(0, large)
+    assert start(queue) is None
+    now_ns = 2000 * NS_PER_MS
+    assert start(queue, now_ns) is None
+    assert queue.held is large
+    kept = queue.rooms.held
+    assert kept is not None
+    return queue, large, kept.id, now_ns
+
+
+def test_no_worker_is_kept_free_for_a_request_that_has_left() -> None:
+    queue, large, kept, now_ns = kept_free()
+    queue.queue.remove(large)
+    queue.queue.push(now_ns, small := work("small"))
+    small.blocks = 5
+    assert start(queue, now_ns) is not None
+    assert queue.held is None
+    assert queue.rooms.held is None, kept
+
+
+def test_another_worker_is_kept_free_when_the_first_is_blocked() -> None:
+    health = Blocking()
+    queue, large, kept, now_ns = kept_free(health)
+    health.workers = frozenset({kept})
+    assert start(queue, now_ns) is None
+    assert queue.held is large
+    assert queue.rooms.held is not None
+    assert queue.rooms.held.id == ({A, B} - {kept}).pop()
+
+
+def test_nothing_is_kept_free_while_every_worker_is_blocked() -> None:
+    health = Blocking()
+    queue, large, _, now_ns = kept_free(health)
+    health.workers = frozenset({A, B})
+    assert start(queue, now_ns) is None
+    assert queue.held is None
+    health.workers = frozenset()
+    assert start(queue, now_ns) is None
+    assert queue.held is large
+
+
 def test_a_start_on_a_worker_that_was_kept_free_is_a_decision_too() -> None:
     """So `penstock explain` tells it, of a stream too that waits long for its worker to come back."""
     log = DecisionLog(kept_max=8)

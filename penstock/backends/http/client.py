@@ -67,11 +67,11 @@ class HttpExchange:
         self._deadline_ns = now_ns
         self._ends_ns = now_ns + int(client.config.request_timeout_s * NS_PER_S)
 
-    def touch(self) -> None:
-        """There was progress: the wait for the next begins now."""
+    def touch(self, num_events: int = 1) -> None:
+        """There was progress, so many events at once: the wait for the next begins now."""
         now_ns, client = self._client.clock.now_ns(), self._client
-        if self._touched_ns:
-            client.gaps.saw(now_ns, now_ns - self._touched_ns)
+        was_first = not self._touched_ns
+        client.gaps.saw(now_ns, 0 if was_first else now_ns - self._touched_ns, num_events - was_first)
         self._touched_ns = now_ns
         self._deadline_ns = now_ns + client.gaps.bound_ns(now_ns, client.idle_ns)
         if self._fires_ns > self._deadline_ns:
@@ -373,6 +373,8 @@ class _Connection(asyncio.Protocol):
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
+        self._bodies: list[bytes] = []
+        """Of what is being read: a server sends each event as a chunk, and they cost less together."""
 
     @property
     def closed(self) -> bool:
@@ -419,6 +421,7 @@ class _Connection(asyncio.Protocol):
         self._received = True
         try:
             self._parser.feed_data(data)
+            self._pass_body()
         except cast(Any, httptools).HttpParserUpgrade:
             self._fail(FailureKind.MALFORMED, "the server wants another protocol")
         except cast(Any, httptools).HttpParserError as error:
@@ -468,12 +471,18 @@ class _Connection(asyncio.Protocol):
         self._exchange.on_head(status, self._headers)
 
     def on_body(self, data: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.on_data(data)
+        self._bodies.append(data)
+
+    def _pass_body(self) -> None:
+        if self._bodies:
+            bodies, self._bodies = self._bodies, []
+            if self._exchange is not None:
+                self._exchange.on_data(bodies[0] if len(bodies) == 1 else b"".join(bodies))
 
     def on_message_complete(self) -> None:
         if self._status < 200:
             return
+        self._pass_body()
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return
@@ -484,6 +493,7 @@ class _Connection(asyncio.Protocol):
         exchange.complete()
 
     def _fail(self, kind: FailureKind, message: str) -> None:
+        self._pass_body()
         exchange = self._exchange
         self.close()
         if exchange is not None:

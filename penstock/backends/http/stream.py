@@ -16,6 +16,7 @@ characters; stop strings, stop tokens and the answer's length are watched here f
 
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -39,6 +40,7 @@ from penstock.backends.http.dialects.base import (
     error_of,
     said_in,
 )
+from penstock.backends.http.envelope import Envelopes
 from penstock.backends.http.handler import Anomaly, FailureKind, HttpFailure
 from penstock.clock import Clock
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
@@ -86,10 +88,11 @@ class HttpStream:
     """The `Generation` of one request, and the handler of its exchange."""
 
     __slots__ = (
-        "_body", "_clock", "_count", "_detokenizer", "_done", "_error_bytes", "_events", "_exchange",
-        "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_may_move", "_model", "_num_logprobs",
-        "_owner", "_pieces", "_reader", "_reported", "_request", "_said_before", "_sink", "_started_ns",
-        "_status", "_stop", "_stop_ids", "_stopped_by", "_token_ids", "_tokenizer", "_trusts_prompt",
+        "_body", "_clock", "_count", "_detokenizer", "_done", "_envelopes", "_error_bytes", "_events",
+        "_exchange", "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_may_move", "_model",
+        "_num_logprobs", "_owner", "_pieces", "_reader", "_reported", "_request", "_said_before", "_sink",
+        "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by", "_token_ids", "_tokenizer",
+        "_trusts_prompt",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +115,7 @@ class HttpStream:
         """
         self._tokenizer, self._pieces, self._clock, self._owner, limits = context
         self._request, self._sink, self._reader, self._model = request, sink, reader, model
+        self._envelopes = Envelopes(reader)
         self._trusts_prompt, self._said_before = trusts_prompt, said_before
         self._may_move = may_move and not said_before  # Elsewhere its prompt would not end so.
         self._error_bytes, self._events = limits.error_bytes_max, EventReader(limits.event_bytes_max)
@@ -181,10 +185,7 @@ class HttpStream:
     def _prime(self, token_ids: tuple[int, ...]) -> None:
         """Bring everything to where it was after these tokens; the sink has heard all of it."""
         self._count, self._has_ids, self._has_output = len(token_ids), True, True
-        self._detokenizer = detokenizer(
-            self._tokenizer, skip_special_tokens=self._request.skip_special_tokens
-        )
-        text = self._detokenizer.push(token_ids)
+        text = self._text_of(token_ids)
         if self._stop is not None:
             _, matched = self._stop.push(text)
             assert matched is None, "a stopped stream takes no more tokens"
@@ -224,13 +225,19 @@ class HttpStream:
         except EventTooLong as error:
             self._corrupt(str(error))
             return
-        for event in events:
-            if self._done:
-                return
-            try:
-                self._on_event(event)
-            except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
-                self.fail(fault_of(error))
+        if events and self._exchange is not None and self._finish is None:
+            self._exchange.touch(len(events))
+        try:
+            # Before a stop string one by one: tokens behind it do not count.
+            for found in self._envelopes.sort(events, joins=self._stop is None):
+                if self._done:
+                    return
+                if isinstance(found, Piece):
+                    self._take(found)
+                else:
+                    self._on_event(found)
+        except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
+            self.fail(fault_of(error))
 
     def on_end(self) -> None:
         """See `HttpHandler`."""
@@ -271,9 +278,8 @@ class HttpStream:
         except _BAD_EVENT as error:
             self._corrupt(f"an event cannot be read: {error}")
             return
-        if self._exchange is not None and self._finish is None:
-            self._exchange.touch()
         self._take(piece)
+        self._envelopes.learn(event, piece)
 
     def _take(self, piece: Piece) -> None:
         """One event's meaning, in the order in which it matters."""
@@ -307,17 +313,19 @@ class HttpStream:
         ids, ended = self._up_to_the_end(piece.token_ids)
         self._has_ids = True
         logprobs = self._shown(piece.logprobs[: len(ids)]) or piece.text_logprobs[: len(ids)]
-        if self._detokenizer is None:
-            self._detokenizer = detokenizer(
-                self._tokenizer, skip_special_tokens=self._request.skip_special_tokens
-            )
         if ids:
             self._token_ids.extend(ids)
-            self._deliver(self._detokenizer.push(ids), ids, logprobs)
+            self._deliver(self._text_of(ids), ids, logprobs)
         if ended is not None and not self._done:
             self._finished(ended, None)
             if piece.finish is None and not self._done:
                 self._conclude(close=True)  # The server would send more.
+
+    def _text_of(self, ids: tuple[int, ...]) -> str:
+        if self._detokenizer is None:
+            skips = self._request.skip_special_tokens
+            self._detokenizer = detokenizer(self._tokenizer, skip_special_tokens=skips)
+        return self._detokenizer.push(ids)
 
     def _up_to_the_end(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """The tokens that belong to the answer, and its end if these tokens are it."""
@@ -325,24 +333,22 @@ class HttpStream:
         if self._stop_ids and not self._stop_ids.isdisjoint(ids):
             for i, token_id in enumerate(ids):
                 if token_id in self._stop_ids and self._count + i >= sampling.min_tokens:
-                    if token_id not in self._tokenizer.eos_ids:
-                        self._stopped_by = (
-                            token_id  # The model's own end-of-text token is not a stop token of the request.
-                        )
+                    if token_id not in self._tokenizer.eos_ids:  # The model's own is none of the request's.
+                        self._stopped_by = token_id
                     return ids[:i], FinishReason.STOP
         room = sampling.max_tokens - self._count
         if len(ids) > room:
-            self._owner.noted(
-                Anomaly.OVERRUN, f"more tokens than the {sampling.max_tokens} that were asked for"
-            )
+            why = f"more tokens than the {sampling.max_tokens} that were asked for"
+            self._owner.noted(Anomaly.OVERRUN, why)
             return ids[:room], FinishReason.LENGTH
         return ids, None
 
     def _take_text(self, piece: Piece) -> None:
         """Text without ids: our tokenizer says about how much it is."""
-        text = piece.text
-        counted = piece.thought + text + "".join(call.name + call.arguments for call in piece.tool_calls)
-        ids = self._pieces.of(counted) if counted else ()
+        text, counted = piece.text, piece.text
+        if piece.thought or piece.tool_calls:
+            counted = piece.thought + text + "".join(call.name + call.arguments for call in piece.tool_calls)
+        ids = tuple(chain.from_iterable(map(self._pieces.of, piece.parts or (counted,)))) if counted else ()
         self._num_logprobs += len(piece.text_logprobs)
         self._deliver(text, ids, piece.text_logprobs, piece)
         most = self._request.sampling.max_tokens * _OVERRUN_FACTOR + _OVERRUN_SLACK
@@ -366,9 +372,7 @@ class HttpStream:
             self._first_ns = self._clock.now_ns()
         self._has_output = True
         calls, thought = ((), "") if piece is None else (piece.tool_calls, piece.thought)
-        matched = None
-        if self._stop is not None:
-            text, matched = self._stop.push(text)
+        text, matched = (text, None) if self._stop is None else self._stop.push(text)
         self._sink.on_delta(Delta(text, ids, logprobs, (), calls, thought))
         if matched is not None and not self._done:
             self._finish, self._stopped_by = FinishReason.STOP, matched
@@ -426,8 +430,9 @@ class HttpStream:
         said = said_in(body)
         if self._status == 200 and not (said.message or said.kind):
             kind = self._headers.get(b"content-type", b"").decode("latin-1")[:64] or "nothing"
-            self._owner.noted(Anomaly.NO_STREAM, f"answered with {kind} instead of a stream of events")
-            self.fail(WorkerUnavailable(f"the worker answered with {kind} instead of a stream of events"))
+            why = f"answered with {kind} instead of a stream of events"
+            self._owner.noted(Anomaly.NO_STREAM, why)
+            self.fail(WorkerUnavailable(f"the worker {why}"))
             return
         status = said.status if self._status == 200 else self._status
         said = msgspec.structs.replace(said, status=status)
@@ -444,27 +449,22 @@ class HttpStream:
         self._sink.on_finish(finish)
 
     def _compare(self) -> None:
-        """Note where the worker's counts are not ours.
-
-        A token that only ended the answer may be in its count.
-        """
+        """Note where the worker's counts are not ours; one that only ended the answer may be in its."""
         reported = self._reported
         if reported is None or reported.completion_tokens is None:
             self._owner.noted(Anomaly.NO_USAGE, "an answer came without its usage")
             return
-        prompt, exact = len(self._request.prompt_token_ids), self._exact_count()
-        given = len(self._request.resumed)  # To this worker they are prompt.
-        prompt, exact = prompt + given, None if exact is None else exact - given
+        exact, given = self._exact_count(), len(self._request.resumed)  # To this worker those are prompt.
+        prompt, exact = len(self._request.prompt_token_ids) + given, None if exact is None else exact - given
         wrong = reported.prompt_tokens is not None and self._has_ids and reported.prompt_tokens != prompt
         if exact is not None:
             spare = 1 if self._finish is not FinishReason.LENGTH else 0
             wrong = wrong or not exact <= reported.completion_tokens <= exact + spare
         if wrong:
-            self._owner.noted(
-                Anomaly.USAGE_MISMATCH,
-                f"its usage is {reported.prompt_tokens} + {reported.completion_tokens} tokens, "
-                f"counted here were {prompt} + {self._count if exact is None else exact}",
-            )
+            theirs = f"{reported.prompt_tokens} + {reported.completion_tokens}"
+            ours = f"{prompt} + {self._count if exact is None else exact}"
+            why = f"its usage is {theirs} tokens, counted here were {ours}"
+            self._owner.noted(Anomaly.USAGE_MISMATCH, why)
 
     def _exact_count(self) -> int | None:
         """Answer tokens as they came one by one, if they did."""

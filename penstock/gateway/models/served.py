@@ -35,11 +35,13 @@ from penstock.text.prompt import NONCE_BYTES, ChatPrompts
 from penstock.text.reasoning import ReasoningMarks
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_formats import HERMES, ToolFormat
-from penstock.types import BLOCK_TOKENS, ModelName
+from penstock.types import BLOCK_TOKENS, ModelName, without_version
 
 if TYPE_CHECKING:
     from penstock.gateway.models.auto_model import AutoModels
 
+_TASKS = {"": "generate", "scores": "score"}
+"""What a model is for, by how it pools."""
 _CHUNK = 256
 """Tokens compared at a time."""
 
@@ -159,6 +161,7 @@ class ServedModel:
             id=self.name,
             created=self.created_s,
             max_model_len=info.max_model_len if info is not None else self.declared_len or None,
+            task=None if info is None else _TASKS.get(info.pooling, "embed"),
             state=self.workers.summary().phase.value if self.workers.sleeps else None,
         )
 
@@ -192,6 +195,11 @@ class ModelTable:
         routing: RoutingConfig = RoutingConfig(),  # noqa: B008 - it is frozen.
     ) -> None:
         self._models = dict(models)
+        self._first: dict[str, ServedModel] = {}
+        """Of models with versions, by the name without one: the version that stands first."""
+        for name, model in self._models.items():
+            if (plain := without_version(name)) != name:
+                self._first.setdefault(plain, model)
         created_s = max((model.created_s for model in models.values()), default=0)
         self._auto = _choose_auto(routing, created_s) if routing.auto else None
 
@@ -202,6 +210,7 @@ class ModelTable:
         """What `/v1/models` lists for a tenant: their adapters and "auto" after the models themselves."""
         mine = [model for model in self if may_use_model(tenant, model.name)]
         found = [model.card() for model in mine]
+        found += [_alias(name, model) for name, model in self._first.items() if model in mine]
         for model in mine:
             names = sorted(model.workers.adapters - self._models.keys())
             found += [model.adapter_card(name) for name in names if may_use_adapter(tenant, name)]
@@ -228,7 +237,7 @@ class ModelTable:
             return model.adapter_card(name)
         model = self.get(name, tenant)
         check_model(tenant, model.name)
-        return model.card()
+        return _alias(name, model) if name in self._first else model.card()
 
     def resolve(
         self, request: GenerationRequest, tenant: Tenant, needs: frozenset[str] = frozenset()
@@ -262,7 +271,7 @@ class ModelTable:
         """
         if name is None and len(self._models) == 1:
             return next(iter(self._models.values()))
-        model = self._models.get(ModelName(name or ""))
+        model = self._models.get(ModelName(name or "")) or self._first.get(name or "")
         if model is None:
             allowed = [known for known in self._models if may_use_model(tenant, known)]
             known = ", ".join(f"'{known}'" for known in allowed[:8]) or "none for you"
@@ -276,7 +285,7 @@ class ModelTable:
 
     def _of_adapter(self, name: str | None) -> ServedModel | None:
         """The model that has an adapter of this name; models' own names go before."""
-        if not name or name in self._models:
+        if not name or name in self._models or name in self._first:
             return None
         return next((model for model in self if name in model.workers.adapters), None)
 
@@ -286,6 +295,11 @@ class ModelTable:
             return None
         info = model.workers.info
         return info.max_model_len if info is not None else 0
+
+
+def _alias(name: str, model: ServedModel) -> ModelCard:
+    """The entry of a name without a version."""
+    return msgspec.structs.replace(model.card(), id=name, root=model.name)
 
 
 def _limits_of(tenant: Tenant) -> CallerLimits:

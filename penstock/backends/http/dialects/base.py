@@ -72,10 +72,12 @@ class SaidError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one event says. Tokens come as ids or as text, never as both."""
+    """What one event says, or several that say nothing but tokens; as ids or as text, never as both."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
+    parts: tuple[str, ...] = ()
+    """`text` by events, where it is that of several."""
     thought: str = ""
     """Reasoning, of a server that tells it apart."""
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -101,6 +103,9 @@ NOTHING = Piece()
 
 class AnswerReader(Protocol):
     """Reads one answer's events in their order."""
+
+    is_steady: bool
+    """Whether an event that says nothing but text, or ids, says the same wherever it stands."""
 
     def read(self, event: bytes) -> Piece:
         """What this event says.

@@ -42,7 +42,13 @@ from penstock.protocol.server_answers import (
     decode_models,
 )
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import ALL_CAPABILITIES, COMMON_CAPABILITIES, Capability, FinishReason
+from penstock.types import (
+    ALL_CAPABILITIES,
+    COMMON_CAPABILITIES,
+    VECTOR_CAPABILITIES,
+    Capability,
+    FinishReason,
+)
 
 _TOKEN_ID = "token_id:"
 _FINISHES = {
@@ -150,6 +156,7 @@ class CompletionReader:
     """Reads a stream of `/v1/completions` that has text, and perhaps token ids and log-probabilities."""
 
     __slots__ = ("_num_top", "_reports_logprobs")
+    is_steady = True
 
     def __init__(self, request: GenerateRequest) -> None:
         self._reports_logprobs = request.sampling.logprobs is not None
@@ -189,6 +196,7 @@ class ChatReader:
     """Reads a stream of `/v1/chat/completions`."""
 
     __slots__ = ("_num_top",)
+    is_steady = True
 
     def __init__(self, request: GenerateRequest) -> None:
         self._num_top = request.sampling.logprobs or 0
@@ -277,7 +285,14 @@ class OpenAIDialect:
     sends_chats = True
     has_adapters = False
     resumes = False
-    capabilities = ALL_CAPABILITIES - {Capability.ECHO_LOGPROBS, Capability.TOKEN_IDS}
+    capabilities = (
+        ALL_CAPABILITIES
+        - VECTOR_CAPABILITIES
+        - {
+            Capability.ECHO_LOGPROBS,
+            Capability.TOKEN_IDS,
+        }
+    )
     listed_model = ""
     """Not every provider lists every name that it answers to, or has a list at all."""
     expects_model = ""

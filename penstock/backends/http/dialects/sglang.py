@@ -62,6 +62,7 @@ class SglangReader:
     """Reads one answer's events, whichever of the two kinds they are."""
 
     __slots__ = ("_num_prompt_top", "_num_seen", "_num_top", "_text_seen")
+    is_steady = False
 
     def __init__(self, request: GenerateRequest) -> None:
         self._num_top, self._num_prompt_top = request.sampling.logprobs, request.sampling.prompt_logprobs

@@ -58,6 +58,7 @@ class TgiReader:
     """Reads one answer's events: one token each."""
 
     __slots__ = ("_num_top",)
+    is_steady = False
 
     def __init__(self, request: GenerateRequest) -> None:
         self._num_top = request.sampling.logprobs

@@ -52,6 +52,7 @@ class TritonReader:
     """Reads pieces of text until the stream ends."""
 
     __slots__ = ("_finish", "_num_tokens")
+    is_steady = False
 
     def __init__(self) -> None:
         self._num_tokens = 0

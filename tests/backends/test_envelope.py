@@ -1,0 +1,203 @@
+"""Events that are read by what stands around their text say what they say when they are read whole."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.backends.base import GenerateRequest
+from penstock.backends.http.dialects.base import AnswerReader, Piece
+from penstock.backends.http.dialects.openai import ChatReader, CompletionReader
+from penstock.backends.http.dialects.tgi import TgiReader
+from penstock.backends.http.dialects.vllm import VllmReader
+from penstock.backends.http.envelope import Envelopes
+from penstock.types import RequestId, SamplingParams
+
+REQUEST = GenerateRequest(
+    request_id=RequestId("r"), prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=100)
+)
+READERS = {"chat": ChatReader, "completion": CompletionReader, "vllm": VllmReader}
+HEAD = {"id": "c-1", "created": 1_763_770_000, "model": "served"}
+
+
+def event(kind: str, text: str, ids: Sequence[int] = (), **more: Any) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": None}
+    if kind == "chat":
+        return {**HEAD, "choices": [{**choice, "delta": {"content": text}, **more}]}
+    if kind == "vllm":
+        choice |= {"stop_reason": None, "text": text, "prompt_token_ids": None, "token_ids": list(ids)}
+        return {**HEAD, "choices": [{**choice, **more}]}
+    return {**HEAD, "choices": [{**choice, "text": text, **more}]}
+
+
+def one_by_one(reader: AnswerReader, events: Sequence[bytes]) -> Iterator[Piece | str]:
+    """What each says; the last is "unreadable" where that is so."""
+    for each in events:
+        try:
+            yield reader.read(each)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            yield "unreadable"
+            return
+
+
+def through_envelopes(
+    kind: str, events: Sequence[bytes], reads: int, *, joins: bool
+) -> tuple[list[Piece | str], int]:
+    """The same by an `Envelopes`, of which the stream's part is played here; and how many were not read."""
+    reader = READERS[kind](REQUEST)
+    envelopes = Envelopes(reader)
+    found: list[Piece | str] = []
+    num_spared = 0
+    for start in range(0, len(events), reads):
+        for each in envelopes.sort(events[start : start + reads], joins=joins):
+            if isinstance(each, Piece):
+                found.append(each)
+                num_spared += len(each.parts) or len(each.token_ids) or 1
+                continue
+            try:
+                piece = reader.read(each)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return [*found, "unreadable"], num_spared
+            found.append(piece)
+            envelopes.learn(each, piece)
+    return found, num_spared
+
+
+def flat(pieces: Sequence[Piece | str]) -> list[Any]:
+    """Text and ids as they follow each other, and everything else in its place."""
+    made: list[Any] = []
+    for each in pieces:
+        if not isinstance(each, Piece):
+            made.append(each)
+            continue
+        if each.text and made and isinstance(made[-1], list) and made[-1][0] == "text":
+            made[-1][1] += each.text
+        elif each.text:
+            made.append(["text", each.text])
+        if each.token_ids and made and isinstance(made[-1], list) and made[-1][0] == "ids":
+            made[-1][1] += each.token_ids
+        elif each.token_ids:
+            made.append(["ids", each.token_ids])
+        rest = msgspec.structs.replace(each, text="", parts=(), token_ids=(), model="")
+        if rest != Piece():
+            made.append(rest)
+    return made
+
+
+def check(kind: str, events: Sequence[bytes], reads: int = 1000, *, joins: bool = True) -> int:
+    plain = list(one_by_one(READERS[kind](REQUEST), events))
+    found, num_spared = through_envelopes(kind, events, reads, joins=joins)
+    assert flat(found) == flat(plain)
+    return num_spared
+
+
+WORDS = (" water", "", ' "quoted" \\ and\nbroken', " Rücklauf 水車 \U0001f30a", "\u2028", ' {"content": "x"}')
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_events_that_differ_in_their_text_are_read_without_the_rest(
+    kind: str, separators: tuple[str, str], ascii_only: bool
+) -> None:
+    events = [
+        json.dumps(event(kind, word, [i, 7 * i]), separators=separators, ensure_ascii=ascii_only).encode()
+        for i, word in enumerate(WORDS * 3)
+    ]
+    assert check(kind, events) >= len(events) - 2
+    assert check(kind, events, reads=1, joins=False) >= len(events) - 2
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_what_says_more_is_read_whole_and_ends_a_run(kind: str) -> None:
+    usage = {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    made = [
+        event(kind, " a", [1]),
+        event(kind, " b", [2]),
+        event(kind, " c", [3]),
+        {**event(kind, " d", [4]), "model": "other"},
+        {**event(kind, " e", [5]), "usage": usage},
+        event(kind, " f", [6]),
+        event(kind, " g", [7], finish_reason="stop"),
+        {**HEAD, "choices": [], "usage": usage},
+        {"error": {"message": "no room", "type": "overloaded"}},
+    ]
+    events = [json.dumps(each).encode() for each in made]
+    assert check(kind, events) == 2, "the other model is learned instead"
+    found, _ = through_envelopes(kind, events, 1000, joins=True)
+    assert isinstance(joined := found[1], Piece)
+    assert joined == (Piece(token_ids=(2, 3)) if kind == "vllm" else Piece(text=" b c", parts=(" b", " c")))
+    assert isinstance(other := found[2], Piece)
+    assert other.model == "other"
+
+
+def test_a_text_that_only_looks_like_the_answers_is_not_taken_for_it() -> None:
+    """The first string in these is no text of the answer: to replace it changes nothing, so it is no hole."""
+    decoys = {"note": {"content": " a"}, "also": {"text": " a"}}
+    events = [json.dumps({**decoys, **event("chat", word)}).encode() for word in (" a", " a", " b", " c")]
+    assert check("chat", events) == 3
+    doubled = b'{"choices":[{"delta":{"content":"x","content":"%b"},"index":0}]}'
+    assert check("chat", [doubled % word for word in (b"x", b"x", b"y", b"z")]) == 3
+
+
+def test_the_text_beside_ids_must_still_be_text() -> None:
+    good = json.dumps(event("vllm", " a", [1])).encode()
+    assert check("vllm", [good, good, good.replace(b'" a"', b"17"), good]) == 1
+    assert check("vllm", [good, good, good.replace(b"[1]", b"[1,]"), good]) == 1
+    assert check("vllm", [good, good.replace(b"[1]", b"[]"), good.replace(b"[1]", b"[ 4 , 5 ]")]) == 2
+
+
+def test_a_reader_that_remembers_reads_every_event() -> None:
+    reader = TgiReader(REQUEST)
+    envelopes = Envelopes(reader)
+    one = b'{"index":1,"token":{"id":5,"text":" a","logprob":-0.5,"special":false}}'
+    envelopes.learn(one, reader.read(one))
+    assert list(envelopes.sort([one, one], joins=True)) == [one, one]
+
+
+def test_answers_whose_events_are_never_alike_are_taken_apart_a_few_times_only() -> None:
+    events = [json.dumps({"n": i, **event("chat", f" {i}")}).encode() for i in range(50)]
+
+    class Counting(ChatReader):
+        num_read = 0
+
+        def read(self, event: bytes) -> Piece:
+            self.num_read += 1
+            return super().read(event)
+
+    reader = Counting(REQUEST)
+    envelopes = Envelopes(reader)
+    for each in events:
+        assert list(envelopes.sort([each], joins=True)) == [each]
+        envelopes.learn(each, reader.read(each))
+    assert reader.num_read <= len(events) + 4
+
+
+texts = st.text(max_size=12) | st.sampled_from(WORDS)
+
+
+@settings(max_examples=150)
+@given(
+    kind=st.sampled_from(sorted(READERS)),
+    said=st.lists(st.tuples(texts, st.lists(st.integers(0, 1 << 20), max_size=3)), min_size=1, max_size=12),
+    damage=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 400), st.binary(max_size=3)), max_size=2),
+    reads=st.integers(1, 12),
+    joins=st.booleans(),
+)
+def test_whatever_comes_is_read_as_if_each_event_was_read_whole(
+    kind: str,
+    said: list[tuple[str, list[int]]],
+    damage: list[tuple[int, int, bytes]],
+    reads: int,
+    joins: bool,
+) -> None:
+    events = [json.dumps(event(kind, text, ids)).encode() for text, ids in said]
+    for number, place, bytes_ in damage:
+        whole = events[number % len(events)]
+        at = place % (len(whole) + 1)
+        events[number % len(events)] = whole[:at] + bytes_ + whole[at + len(bytes_) :]
+    check(kind, events, reads, joins=joins)
