@@ -144,6 +144,10 @@ class Capability(enum.StrEnum):
     """It tells the ids of the tokens that it answers with."""
     REASONING_BUDGET = "reasoning_budget"
     """A reasoning that takes too long is closed."""
+    EMBEDDINGS = "embeddings"
+    """Vectors of texts; text it has none."""
+    SCORES = "scores"
+    """How well two texts go together."""
     PASS_THROUGH = "pass_through"
     """It gets the body as the client sent it, and makes of each parameter what it likes."""
 
@@ -165,6 +169,8 @@ GRAMMAR_CAPABILITIES = frozenset({
 """What an engine has whose answers can follow a grammar."""
 ENGINE_CAPABILITIES = CPU_CAPABILITIES | GRAMMAR_CAPABILITIES
 """What our engine has on a CPU."""
+VECTOR_CAPABILITIES = frozenset({Capability.EMBEDDINGS, Capability.SCORES})
+"""What our engine has with a model that makes vectors."""
 ALL_CAPABILITIES = frozenset(Capability)
 
 

@@ -23,9 +23,10 @@ from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
-from penstock.gateway.api.routes import Handler, Routes
+from penstock.gateway.api.routes import Answers, Handler, Routes
 from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import TenantsAdmin
+from penstock.gateway.api.vectors import VectorEndpoints
 from penstock.gateway.identity.tenancy import Access
 from penstock.protocol.parameters import CHAT, COMPLETION, Fate, Parameter
 from penstock.protocol.responses import CHAT_WORDS, RESPONSES, SHARED
@@ -155,22 +156,9 @@ def tables() -> dict[str, str]:
 def endpoints() -> Iterator[list[str]]:
     """Every endpoint, whom it is for and what its handler says that it does."""
     # The handlers are only looked at, so the classes do as well as what is made of them.
-    routes = Routes(
-        *(
-            cast(Any, each)
-            for each in (
-                Generate,
-                Responses,
-                Inspect,
-                Admin,
-                TenantsAdmin,
-                Console,
-                AdaptersAdmin,
-                SleepAdmin,
-                CostsAdmin,
-            )
-        )
-    )
+    answers: Any = Answers(*(cast(Any, each) for each in (Generate, Responses, VectorEndpoints)))
+    others = (Inspect, Admin, TenantsAdmin, Console, AdaptersAdmin, SleepAdmin, CostsAdmin)
+    routes = Routes(answers, *(cast(Any, each) for each in others))
     for path, route in routes.all().items():
         for verb, handler in route.handlers.items():
             said, does = _said(handler)

@@ -61,6 +61,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`body` is a conversation; else a plain completion."""
     constraint: Constraint = NO_CONSTRAINT
     """What the text must look like: for workers that say they can (`ModelInfo.capabilities`)."""
+    inputs: tuple[int, ...] = ()
+    """No text is wanted, but a vector of each of the texts of so many tokens that the prompt consists of:
+    for workers that say they can (`ModelInfo.pooling`)."""
+    firsts: tuple[int, ...] = ()
+    """Of each, leading tokens that are the first text of a pair; empty: none is a pair."""
     trace_headers: tuple[tuple[str, str], ...] = ()
     """W3C's `traceparent` and `tracestate` of this attempt, if the request is traced."""
 
@@ -125,6 +130,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     """From workers that parse calls themselves; their text holds none."""
     thought: str = ""
     """Reasoning before the text, from workers that tell it apart."""
+    vectors: tuple[tuple[int, bytes], ...] = ()
+    """Of some of `GenerateRequest.inputs`: their places, and float32, little-endian."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):

@@ -109,6 +109,9 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     the step of a lone request, so that a slow machine still runs batches. 0 promises nothing; null is
     `admission.tpot_target_ms`, and 50 for a worker that stands alone. Classes with a target of their own
     (`itl_target_ms`) are promised that."""
+    batch_delay_ms: Annotated[float, Meta(ge=0, le=1000)] = 0.0
+    """Of models that make vectors or scores: how long the first text waits for others, while fewer than
+    `step_tokens` tokens are there. 0: not at all; what comes while a step runs is the next one's batch."""
     adapter_slots: Annotated[int, Meta(ge=0, le=1024)] = 20
     """Low-rank adapters (LoRA) that the requests in one batch may have between them; a request for one more
     waits. 0: none are taken. On the CPU; see docs/adapters.md."""

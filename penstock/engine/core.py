@@ -9,29 +9,21 @@ anything that this code does not expect is raised, and the process ends.
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.adapters.manager import AdapterManager, AdapterRead, Entry, Reads, Released
+from penstock.engine.requests import request_of
 from penstock.engine.steps import Prepares, wire_steps
 from penstock.errors import ClientError, Draining, InvalidRequest, PenstockError, WorkerUnavailable
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
-from penstock.kv.hashing import PUBLIC, BlockHasher, token_array
+from penstock.kv.hashing import BlockHasher
 from penstock.planning.roofline import CostFloor
 from penstock.planning.step_time import StepShape
 from penstock.protocol.adapters import LoadAdapter, UnloadAdapter
-from penstock.protocol.worker import (
-    INT64_MAX,
-    ModelInfo,
-    Output,
-    RequestFinished,
-    Stats,
-    Submit,
-    sampling_problem,
-    weight_of,
-)
+from penstock.protocol.worker import ModelInfo, Output, RequestFinished, Stats, Submit
 from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
@@ -126,7 +118,9 @@ class FollowsGrammars(Protocol):
 
 
 @dataclass(slots=True)
-class _Live:
+class Live:
+    """A request that has not ended, and whose it is."""
+
     owner: int
     request: Request
     has_output: bool = False
@@ -138,17 +132,17 @@ class EngineCore:
     """One engine: call `step` for as long as `has_work`, and after `sleep_s` without."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: StepRunner, clock: Clock, overlap: Literal["auto", "on", "off"]
+        self, scheduler: Scheduler, runner: StepRunner, clock: Clock, config: EngineSettings
     ) -> None:
         self._scheduler, self._runner, self._clock = scheduler, runner, clock
-        self._steps, self._depth = wire_steps(runner, runner.run, overlap)
+        self._steps, self._depth = wire_steps(runner, runner.run, config.overlap)
         self._prepares = runner if isinstance(runner, Prepares) else None
         self._check = runner.weight_check(clock) if isinstance(runner, HoldsWeights) else None
         self._floor = runner.floor if isinstance(runner, KnowsFloor) else None
         self._in_flight = 0
         self.adapters: AdapterManager | None = None
         """Set by `use_adapters`."""
-        self._live: dict[RequestId, _Live] = {}
+        self._live: dict[RequestId, Live] = {}
         self._outbox: Outputs = {}
         self._draining = False
         self._step_ns = 0
@@ -186,6 +180,11 @@ class EngineCore:
         """
         due_ns = self._scheduler.due_ns
         return None if due_ns is None else max(0, due_ns - self._clock.now_ns()) / NS_PER_S
+
+    @property
+    def gathers_s(self) -> float:
+        """How long more requests are waited for before the next step; 0: not at all."""
+        return 0.0
 
     @property
     def rest_s(self) -> float | None:
@@ -276,7 +275,7 @@ class EngineCore:
     ) -> None:
         if grammar is None and message.grammar is not None and not message.grammar.is_optional:
             raise InvalidRequest("this worker has no grammars", param="grammar")
-        request = _request(message, self._runner.info.vocab_size, grammar)
+        request = request_of(message, self._runner.info.vocab_size, grammar)
         if adapter is not None:
             request.adapter = adapter.packed
             request.adapter_name, request.adapter_digest = adapter.name, adapter.digest
@@ -284,7 +283,7 @@ class EngineCore:
         self._scheduler.submit(request, arrived_ns=arrived_ns)
         if not self._live:
             self._busy_since_ns = self._clock.now_ns()
-        self._live[message.request_id] = _Live(owner, request, adapter=adapter)
+        self._live[message.request_id] = Live(owner, request, adapter=adapter)
 
     def abort(self, owner: int, request_ids: tuple[RequestId, ...]) -> None:
         """End these requests of this owner and free what they hold; unknown ones have just ended."""
@@ -387,14 +386,10 @@ class EngineCore:
             live.has_output = True
             usage = live.request.usage(self._clock.now_ns())
         logprobs = None if output.logprob is None else (output.logprob,)
+        scores, vectors = output.prompt_logprobs, ((0, output.vector),) if output.vector else ()
+        device_ns = live.request.device_ns
         reported = Output(
-            output.request_id,
-            output.token_ids,
-            logprobs,
-            finish,
-            usage,
-            output.prompt_logprobs,
-            live.request.device_ns,
+            output.request_id, output.token_ids, logprobs, finish, usage, scores, device_ns, vectors
         )
         self._outbox.setdefault(live.owner, []).append(reported)
 
@@ -404,17 +399,27 @@ class EngineCore:
         self._outbox.setdefault(owner, []).append(Output(request_id, (), None, finish))
 
     def _end_with(self, owner: int, request_id: RequestId, error: PenstockError) -> None:
-        finish = RequestFinished(
-            reason=FinishReason.ERROR,
-            usage=Usage(),
-            error=str(error),
-            error_kind=type(error).__name__,
-            param=error.param if isinstance(error, ClientError) else None,
-        )
-        self._outbox.setdefault(owner, []).append(Output(request_id, (), None, finish))
+        self._outbox.setdefault(owner, []).append(Output(request_id, (), None, failed_by(error)))
 
 
-def build_core(runner: StepRunner, config: EngineSettings, hash_key: bytes, clock: Clock) -> EngineCore:
+def failed_by(error: PenstockError) -> RequestFinished:
+    """The end of a request that had none of the engine."""
+    return RequestFinished(
+        reason=FinishReason.ERROR,
+        usage=Usage(),
+        error=str(error),
+        error_kind=type(error).__name__,
+        param=error.param if isinstance(error, ClientError) else None,
+    )
+
+
+def build_core(
+    runner: StepRunner,
+    config: EngineSettings,
+    hash_key: bytes,
+    clock: Clock,
+    kind: type["EngineCore"] = EngineCore,
+) -> EngineCore:
     """The engine around a loaded runner: its scheduler, its KV blocks and their secret names."""
     info = runner.info
     if config.prefix_cache:
@@ -425,7 +430,7 @@ def build_core(runner: StepRunner, config: EngineSettings, hash_key: bytes, cloc
     limits = BatchLimits.of(config, info.max_model_len)
     prefill = PrefillBudget(LatencyTargets.of(config))
     scheduler = Scheduler(limits, manager, clock, waiting_queue(config), prefill)
-    return EngineCore(scheduler, runner, clock, config.overlap)
+    return kind(scheduler, runner, clock, config)
 
 
 def _host_limits(info: ModelInfo, config: EngineSettings) -> HostLimits:
@@ -434,49 +439,6 @@ def _host_limits(info: ModelInfo, config: EngineSettings) -> HostLimits:
         idle_ns=round(config.host_kv_idle_s * NS_PER_S),
         loads_max=HOST_LOADS_MAX,
         stores_max=HOST_STORES_MAX,
-    )
-
-
-def _request(message: Submit, vocab_size: int, grammar: object) -> Request:
-    """The scheduler's view of a submission.
-
-    Raises:
-        InvalidRequest: the prompt has tokens that this model lacks, or a parameter is out of its range
-            (either would break the whole batch), or the namespace is none that a tenant may have.
-    """
-    try:
-        tokens, resumed = token_array(message.prompt), token_array(message.resumed)
-    except ValueError:
-        raise InvalidRequest("the prompt is not a whole number of tokens", param="prompt") from None
-    for name, known in (("prompt", tokens), ("resumed", resumed)):
-        if known and not 0 <= min(known) <= max(known) < vocab_size:
-            raise InvalidRequest(f"the {name} has token ids outside 0..{vocab_size - 1}", param=name)
-    if resumed and resumed[-1] in message.sampling.stop_token_ids:
-        raise InvalidRequest("what was resumed has come to its stop token", param="resumed")
-    if problem := sampling_problem(message.sampling, vocab_size):
-        param, reason = problem
-        raise InvalidRequest(reason, param=param)
-    if not -INT64_MAX <= message.priority <= INT64_MAX:
-        raise InvalidRequest("priority is out of range", param="priority")
-    if not 0 <= message.public_tokens <= len(tokens):
-        raise InvalidRequest(
-            f"public_tokens is {message.public_tokens}, but the prompt has {len(tokens)}",
-            param="public_tokens",
-        )
-    if message.cache_salt == PUBLIC:
-        raise InvalidRequest("this salt is reserved", param="cache_salt")
-    return Request(
-        request_id=message.request_id,
-        tokens=tokens + resumed,
-        num_resumed=len(resumed),
-        sampling=message.sampling,
-        salt=message.cache_salt,
-        public_tokens=message.public_tokens,
-        priority=message.priority,
-        fairness_key=message.fairness_key,
-        fairness_weight=weight_of(message.fairness_weight),
-        takes_row=message.takes_row,
-        grammar=grammar,
     )
 
 

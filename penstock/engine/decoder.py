@@ -111,8 +111,10 @@ class Decoder:
         made = _Made(spec, weights, kernels, limits, scratch, adapt)
         self._layers = [_layer(made, i) for i in range(spec.num_layers)]
         self._final_norm = _norm(spec, weights, kernels, "final_norm")
-        head = table if spec.tied_head else weights.take("head")
-        self._head = kernels.linear(head, None, rows_max=limits.max_samples)
+        self._head: Callable[[Tensor, Tensor], None] = _copy
+        if not spec.embeds:
+            head = table if spec.tied_head else weights.take("head")
+            self._head = kernels.linear(head, None, rows_max=limits.max_samples)
         self.rotary = RotaryWeights(
             _rotary_tables(spec, limits.max_model_len, table.device),
             _head_norms(spec, weights),
@@ -123,10 +125,11 @@ class Decoder:
         """What attention needs of the weights; runner.py passes it on."""
         self._buffers = _buffers(spec, table, limits.step_tokens)
         self._samples = table.new_empty(2, limits.max_samples, spec.hidden_size)
-        self._raw_logits = table.new_empty(limits.max_samples, spec.vocab_size)
-        self.logits = torch.empty(limits.max_samples, spec.vocab_size, device=head.device)
+        self._raw_logits = table.new_empty(limits.max_samples, spec.output_size)
+        self.logits = torch.empty(limits.max_samples, spec.output_size, device=table.device)
         """What `forward` writes to, from the first row on."""
-        self._finish = partial(soft_cap_, cap=spec.logit_softcap) if spec.logit_softcap else _as_they_are
+        capped = spec.logit_softcap and not spec.embeds
+        self._finish = partial(soft_cap_, cap=spec.logit_softcap) if capped else _as_they_are
         self._views: dict[int, _Rows] = {}
 
     def forward(self, token_ids: Tensor, samples: Tensor, attention: Attention) -> Tensor:
@@ -138,7 +141,7 @@ class Decoder:
             attention: where keys and values go.
 
         Returns:
-            `[num_samples, vocab_size]` float32 logits.
+            `[num_samples, vocab_size]` float32 logits; of a model that embeds, `[num_samples, hidden_size]`.
         """
         rows = self._rows(token_ids.shape[0])
         self._embed(token_ids, rows.residual)
@@ -188,6 +191,11 @@ class _Normed:
 def _only_add(residual: Tensor, x: Tensor, out: Tensor) -> None:
     """The join after the last layer: only the rows that are sampled need the final norm."""
     residual.add_(x)
+
+
+def _copy(x: Tensor, out: Tensor) -> None:
+    """In the place of a head: hidden states are what is wanted."""
+    out.copy_(x)
 
 
 def _as_they_are(logits: Tensor) -> Tensor:

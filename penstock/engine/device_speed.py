@@ -100,7 +100,7 @@ def _shape(spec: DecoderSpec) -> ModelShape:
         vocab_size=spec.vocab_size,
         num_experts=experts.num_experts if experts is not None else 0,
         top_k=experts.top_k if experts is not None else 0,
-        tied_head=spec.tied_head,
+        tied_head=spec.tied_head or spec.embeds,
     )
 
 

@@ -98,6 +98,8 @@ def load_weights(
     if is_gguf(directory):
         return load_gguf_weights(directory, spec, names, dtype, on_progress, device, kept_bits=kept_bits)
     files = _open_all(directory)
+    if spec.embeds and names.embedding not in files and names.bare().embedding in files:
+        names = names.bare()
     _check_size(directory, files, spec)
     wanted = decoder_weights(spec, names)
     stored = _quantized_layers(directory, wanted, files, quantization)
@@ -258,7 +260,7 @@ def _check(
     """Refuse the checkpoint before reading if any tensor is not as the config says."""
     spec, names = expected
     # Some checkpoints repeat the embedding as the head although the config ties the two.
-    known = {names.head} if spec.tied_head else set[str]()
+    known = {names.head} if spec.tied_head or spec.embeds else set[str]()
     for part in (part for weight in wanted for part in weight.parts):
         if part.name in stored:
             known |= _check_quantized(directory, stored[part.name], files)

@@ -214,7 +214,7 @@ class Runner:
     """One model on one device. Not thread-safe: one step at a time."""
 
     def __init__(self, parts: RunnerParts) -> None:
-        self.info, self.floor, self.adapters = parts.info, parts.floor, parts.adapters
+        self.parts, self.info, self.floor, self.adapters = parts, parts.info, parts.floor, parts.adapters
         self._model, self._cache = parts.model, parts.cache
         self._host = parts.host
         self._step_tokens = parts.step_tokens
@@ -338,12 +338,12 @@ def build_runner(
     return runner
 
 
-def decoder_limits(config: EngineConfig, max_model_len: int) -> DecoderLimits:
-    """Sizes of a decoder's buffers."""
-    max_running = resolve_max_running(config.max_running, config.step_tokens)
+def decoder_limits(config: EngineConfig, max_model_len: int, *, embeds: bool = False) -> DecoderLimits:
+    """Sizes of a decoder's buffers; `embeds`: the hidden states of all tokens are wanted."""
+    max_rows = resolve_max_running(config.max_running, config.step_tokens) + SCORED_TOKENS_MAX
     return DecoderLimits(
         step_tokens=config.step_tokens,
-        max_samples=max_running + SCORED_TOKENS_MAX,
+        max_samples=config.step_tokens if embeds else max_rows,
         max_model_len=max_model_len,
     )
 
@@ -402,7 +402,7 @@ def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) ->
             model_path, spec, names, dtype, on_bytes, quantization=stored, kept_bits=computing.kept_bits
         )
     # Memory for the weights is reserved: they are read when the decoder is built.
-    limits = decoder_limits(config, config.max_model_len or spec.max_position)
+    limits = decoder_limits(config, config.max_model_len or spec.max_position, embeds=spec.embeds)
     reserved = reserved_bytes(spec, weights.num_bytes_left, computing, limits)
     size, free = dtype.itemsize, _left_bytes(config, reserved)
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
@@ -424,6 +424,7 @@ def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) ->
         capabilities=CPU_CAPABILITIES,
         device=device_name(torch.device("cpu")),
         adapter_slots=config.adapter_slots,
+        vector_size=spec.hidden_size if spec.embeds else 0,
         weight_bytes=reserved,
         kv_bytes=budget.num_blocks * block_bytes,
         host_kv_bytes=num_host_blocks * block_bytes,
@@ -458,7 +459,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     """
     device, planned = torch.device("cpu"), _planned(model_path, config, on_progress)
     info, spec, computing = planned.info, planned.spec, planned.computing
-    dtype, limits = computing.dtype, decoder_limits(config, info.max_model_len)
+    dtype, limits = computing.dtype, decoder_limits(config, info.max_model_len, embeds=spec.embeds)
     with torch.inference_mode():
         cache = KVCache(spec, info.num_blocks, dtype, device, rounded=config.kv_dtype == "int8")
         takes = config.adapter_slots > 0

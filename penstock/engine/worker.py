@@ -41,6 +41,7 @@ from penstock.engine.fault_watch import FaultWatch, Remedy
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mail, Mailbox, Ordered, Submitted
 from penstock.engine.memory import settle_malloc
+from penstock.engine.pooling.core import build_vector_core
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.sleep import NO_STATS, Bed, WarmsUpAgain, refused
 from penstock.engine.step_watch import StepWatch
@@ -232,7 +233,8 @@ def load(
     else:
         runner.warm_up()
     info = _use_grammars(runner, Path(launch.model_path), server)
-    return build_core(runner, launch.engine, launch.hash_key, clock), info
+    build_engine = build_vector_core if runner.info.pooling else build_core
+    return build_engine(runner, launch.engine, launch.hash_key, clock), info
 
 
 def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> ModelInfo:
@@ -285,7 +287,8 @@ def run_steps(
             wait = not core.has_work and not core.use_idle_time()
             if wait:
                 watch.rests()
-            mail = mailbox.take(wait=wait, sleep_s=core.rest_s)
+            gathers_s = core.gathers_s
+            mail = mailbox.take(wait=wait or gathers_s > 0, sleep_s=gathers_s or core.rest_s)
         watch.begins()
         for each in mail:
             draining |= isinstance(each, DrainAsked)
@@ -308,6 +311,8 @@ def run_steps(
         if mail:
             # Before the step: should it never return, then the gateway knows that there was work.
             server.publish(step, {}, core.stats())
+        if core.gathers_s > 0:
+            continue  # More may come, until a time.
         if core.has_work or core.sleep_s == 0:
             outputs = core.step()
             stats = core.stats()

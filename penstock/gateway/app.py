@@ -31,10 +31,11 @@ from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
-from penstock.gateway.api.routes import Handler, Route, Routes, is_poll
+from penstock.gateway.api.routes import Answers, Handler, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import TenantsAdmin
+from penstock.gateway.api.vectors import VectorEndpoints
 from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.wake_calls import WakeCalls
@@ -150,9 +151,9 @@ class Gateway:
         self._responses = Responses(services, generate := Generate(services))
         tenants = TenantsAdmin(services, self.tenancy)
         adapters = AdaptersAdmin(services, self._adapters)
-        costs = CostsAdmin(services)
-        console, responses = self._console, self._responses
-        return Routes(generate, responses, self._inspect, admin, tenants, console, adapters, nights, costs)
+        answers = Answers(generate, self._responses, VectorEndpoints(services))
+        console, costs = self._console, CostsAdmin(services)
+        return Routes(answers, self._inspect, admin, tenants, console, adapters, nights, costs)
 
     @property
     def num_accepted(self) -> int:

@@ -16,7 +16,12 @@ from penstock.telemetry.metrics import RequestMeasurement
 from penstock.telemetry.otlp import OtlpExporter
 from penstock.telemetry.traces import EndedTrace, RequestTrace, TraceKeeper, read_context
 
-_OPERATIONS = {Endpoint.COMPLETIONS: "text_completion"}
+_OPERATIONS = {
+    Endpoint.COMPLETIONS: "text_completion",
+    Endpoint.EMBEDDINGS: "embeddings",
+    Endpoint.RERANK: "rerank",
+    Endpoint.SCORE: "score",
+}
 """Of OpenTelemetry's `gen_ai.operation.name`; every other endpoint is a chat."""
 
 

@@ -95,6 +95,9 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     decoder_sparse_step: int | None = None
     pretraining_tp: int | None = None
     quantization_config: dict[str, Any] | None = None
+    is_causal: bool | None = None
+    is_matryoshka: bool | None = None
+    matryoshka_dimensions: list[int] | None = None
 
 
 def read_config_file(path: Path) -> HfConfig:

@@ -65,6 +65,16 @@ class CheckpointNames:
     ignored_prefixes: tuple[str, ...] = ()
     """Parts of the checkpoint that are not the decoder."""
 
+    def bare(self) -> "CheckpointNames":
+        """The decoder as it was stored without the model around it, whose name its tensors bear no more."""
+        prefix = self.embedding.removesuffix("embed_tokens.weight")
+        return replace(
+            self,
+            embedding=self.embedding.removeprefix(prefix),
+            final_norm=self.final_norm.removeprefix(prefix),
+            layer=self.layer.removeprefix(prefix),
+        )
+
     def within(self, prefix: str, *, beside: tuple[str, ...]) -> "CheckpointNames":
         """The same decoder as one part of a larger checkpoint, whose parts `beside` it are not read."""
         return replace(
@@ -84,7 +94,7 @@ def decoder_weights(spec: DecoderSpec, names: CheckpointNames) -> list[Weight]:
     for i in range(spec.num_layers):
         weights += _layer_weights(spec, names, i)
     weights.append(Weight("final_norm", (TensorPart(names.final_norm, (spec.hidden_size,)),)))
-    if not spec.tied_head:
+    if not spec.tied_head and not spec.embeds:
         weights.append(Weight("head", (TensorPart(names.head, table),)))
     return weights
 

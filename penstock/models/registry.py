@@ -25,6 +25,7 @@ from penstock.models.files import is_gguf, read_config
 from penstock.models.gguf import read_gguf
 from penstock.models.gguf_config import gguf_has_biases, gguf_names, gguf_quantization
 from penstock.models.names import CheckpointNames
+from penstock.models.pooling import PoolingSpec, read_pooling
 from penstock.models.quantization import Quantization, read_quantization
 from penstock.models.spec import DecoderSpec
 
@@ -52,6 +53,31 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(qwen3_spec),
     "Qwen3MoeForCausalLM": Family(qwen3_moe_spec),
 }
+BARE: dict[str, str] = {
+    "LlamaModel": "LlamaForCausalLM",
+    "Gemma2Model": "Gemma2ForCausalLM",
+    "Gemma3TextModel": "Gemma3ForCausalLM",
+    "MistralModel": "MistralForCausalLM",
+    "MixtralModel": "MixtralForCausalLM",
+    "Phi3Model": "Phi3ForCausalLM",
+    "Qwen2Model": "Qwen2ForCausalLM",
+    "Qwen3Model": "Qwen3ForCausalLM",
+    "Qwen3MoeModel": "Qwen3MoeForCausalLM",
+}
+"""Decoders without an output projection, and the family that each is of: they give vectors."""
+
+
+def stored_pooling(directory: Path) -> PoolingSpec | None:
+    """How the decoder in a model directory makes vectors of texts; None: it generates text.
+
+    Raises:
+        CheckpointError: no config, or a way that is not supported.
+    """
+    if is_gguf(directory):
+        return None
+    config = read_config(directory)
+    is_bare = any(name in BARE for name in config.architectures or ())
+    return read_pooling(directory, config, bare="last" if is_bare else None)
 
 
 def stored_quantization(directory: Path) -> Quantization | None:
@@ -76,10 +102,10 @@ def read_spec(directory: Path) -> tuple[DecoderSpec, CheckpointNames]:
         return _read_gguf_spec(directory)
     config = read_config(directory)
     path = directory / CONFIG_FILE
-    architectures = config.architectures or []
+    architectures = [BARE.get(name, name) for name in config.architectures or []]
     family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
     if family is None:
-        given = ", ".join(architectures) or "none"
+        given = ", ".join(config.architectures or []) or "none"
         raise CheckpointError(
             f"{path}: architecture {given} is not supported; expected one of {', '.join(FAMILIES)}"
         )
@@ -89,7 +115,10 @@ def read_spec(directory: Path) -> tuple[DecoderSpec, CheckpointNames]:
         raise CheckpointError(
             f"{path}: hidden_act {activation!r} is not supported; expected {family.activation!r}"
         )
-    return family.spec(config), family.names
+    if text.is_causal is False:
+        raise CheckpointError(f"{path}: is_causal is false, which is not supported for {architectures[0]}")
+    spec = family.spec(config)
+    return replace(spec, embeds=stored_pooling(directory) is not None), family.names
 
 
 def _read_gguf_spec(path: Path) -> tuple[DecoderSpec, CheckpointNames]:

@@ -116,6 +116,8 @@ class DecoderSpec:
     """RMSNorm over every query and key head before the rotation (Qwen3)."""
     tied_head: bool = False
     """The output projection is the embedding table."""
+    embeds: bool = False
+    """It gives hidden states, behind the last norm, and no logits: there is no output projection."""
 
     def layer_rope(self, layer: int) -> RopeSpec:
         """How one layer turns."""
@@ -139,6 +141,11 @@ class DecoderSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def output_size(self) -> int:
+        """Numbers that it gives of a token: a logit for each word, or the hidden state."""
+        return self.hidden_size if self.embeds else self.vocab_size
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the whole model; a tied head counts once."""
         hidden, inner = self.hidden_size, self.intermediate_size
@@ -149,7 +156,7 @@ class DecoderSpec:
         if self.moe is not None:
             mlp = self.moe.num_experts * (mlp + hidden)
         norms = hidden * (4 if self.sublayer_norms else 2)
-        embeddings = self.vocab_size * hidden * (1 if self.tied_head else 2)
+        embeddings = self.vocab_size * hidden * (1 if self.tied_head or self.embeds else 2)
         return embeddings + hidden + self.num_layers * (attention + mlp + norms)
 
     def kv_bytes_per_token(self, bytes_per_value: int, *, rounded: bool = False) -> int:

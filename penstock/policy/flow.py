@@ -141,6 +141,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Why it is not that one: what admission or routing said."""
     prompt_tokens: int
     """Of all prompts together."""
+    held_tokens: int = 0
+    """Of them, those whose KV it holds at once at most; 0: all."""
     cached_tokens: int = 0
     """Of them, what is expected in a prefix cache."""
     max_tokens: int

@@ -75,7 +75,7 @@ def parse_address(text: str) -> Address:
     raise ValueError(f"{text!r} is not a worker address: unix:/path or tcp:host:port")
 
 
-REAL_RUNNER = "penstock.engine.runner:build_runner"
+REAL_RUNNER = "penstock.engine.pooling.load:build_any_runner"
 
 
 class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

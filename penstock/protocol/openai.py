@@ -400,6 +400,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: str = "penstock"
     max_model_len: int | None = None
     parent: str | None = None
+    task: str | None = None
+    """"generate", "embed" or "score"; null while nobody knows it."""
     limits: CallerLimits | None = None
     root: str | None = None
     """Of a name without a version: the version that answers for it."""

@@ -21,14 +21,8 @@ token costs neither side a system call of its own. This module knows no sockets:
        |  <-- Asleep | StaysAwake            |
        |  Wake -->                           |   load again: Loading* ... Ready, or Asleep and why
        |  Drain -->                          |   finish what runs, refuse what is new, then exit
-
-What a worker checks of a submission before its engine sees it.
-
-Gateways check what clients ask for, and say so in the API's words; but a worker listens on a port, and one
-number out of range (a NaN, an id that fits no tensor) would end its process and everyone's requests with it.
 """
 
-import math
 import struct
 from collections.abc import Iterator
 
@@ -83,6 +77,11 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defau
     """One that the worker was told to load, by its name."""
     adapter_digest: str = ""
     """Which one the gateway means by that name; empty: whichever the worker has."""
+    inputs: tuple[int, ...] = ()
+    """Nothing is generated: `prompt` is texts of so many tokens each, and a vector of each is wanted
+    (`ModelInfo.pooling`)."""
+    firsts: tuple[int, ...] = ()
+    """Of each text, how many of its tokens are the first part of a pair. Empty: none is a pair."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
@@ -149,6 +148,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Of a GPU, as its driver writes it."""
     adapter_slots: int = 0
     """Adapters that requests in one batch may have; 0: it takes none."""
+    pooling: str = ""
+    """How it makes vectors of texts: "last", "mean", "cls", or "scores", which are numbers by the label of a
+    classifier. Empty: it generates text."""
+    vector_size: int = 0
+    """Numbers of a vector."""
+    dimensions: tuple[int, ...] | None = None
+    """A shorter beginning of a vector is one too: how long it may be, or any length (empty). None: it is
+    not."""
     weight_bytes: int = 0
     """Memory of the weights and what is kept beside them, as computed before loading; 0: it does not
     tell."""
@@ -258,6 +265,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     token."""
     device_ns: int = 0
     """`Usage.device_ns` until now: a stream that the gateway ends pays for no less than it had."""
+    vectors: tuple[tuple[int, bytes], ...] = ()
+    """Of the inputs that were computed: their places, and float32, little-endian."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag="step"):
@@ -427,64 +436,3 @@ def decode_from_worker(body: bytes) -> FromWorker | Pong:
         return _from_worker.decode(body)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"not a message from a worker: {error}") from error
-
-
-INT32_MAX = 2**31 - 1
-INT64_MAX = 2**63 - 1
-SCALE_MAX = 1000.0
-"""Of temperatures, penalties and biases: far more than any model has a use for."""
-STOPS_MAX = 1024
-"""Stop tokens of one request, and entries of its bias."""
-
-_FLOATS = {
-    "temperature": (0.0, SCALE_MAX),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-SCALE_MAX, SCALE_MAX),
-    "frequency_penalty": (-SCALE_MAX, SCALE_MAX),
-    "repetition_penalty": (1 / SCALE_MAX, SCALE_MAX),
-}
-
-
-def sampling_problem(sampling: SamplingParams, vocab_size: int) -> tuple[str, str] | None:
-    """The first parameter that the engine cannot compute with, and what is wrong with it; None if there is
-    none.
-    """
-    return next(_problems(sampling, vocab_size), None)
-
-
-def _problems(sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
-    for name, (low, high) in _FLOATS.items():
-        value: float = getattr(sampling, name)
-        if not low <= value <= high:  # A NaN is in no range.
-            yield name, f"{name} is {value:g}, not between {low:g} and {high:g}"
-    integers = (
-        ("top_k", sampling.top_k, 0, INT32_MAX),
-        ("min_tokens", sampling.min_tokens, 0, INT32_MAX),
-        ("max_tokens", sampling.max_tokens, 1, INT32_MAX),
-        ("seed", sampling.seed, -INT64_MAX - 1, INT64_MAX),
-        ("logprobs", sampling.logprobs or 0, 0, vocab_size),
-        ("prompt_logprobs", sampling.prompt_logprobs or 0, 0, vocab_size),
-    )
-    for name, number, low, high in integers:
-        if not low <= number <= high:
-            yield name, f"{name} is {number}, not between {low} and {high}"
-    if len(sampling.stop_token_ids) > STOPS_MAX:
-        yield "stop_token_ids", f"stop_token_ids has {len(sampling.stop_token_ids)} entries, over {STOPS_MAX}"
-    if any(not 0 <= token_id <= INT32_MAX for token_id in sampling.stop_token_ids):
-        yield "stop_token_ids", f"stop_token_ids has ids outside 0..{INT32_MAX}"
-    if any(not 0 <= token_id < vocab_size for token_id, _ in sampling.logit_bias):
-        yield "logit_bias", f"logit_bias has token ids outside 0..{vocab_size - 1}"
-    if any(not abs(bias) <= SCALE_MAX for _, bias in sampling.logit_bias):
-        yield "logit_bias", f"logit_bias has a value beyond {SCALE_MAX:g}"
-    if any(not word or not 0 <= min(word) <= max(word) < vocab_size for word in sampling.bad_words):
-        yield "bad_words", f"bad_words has an empty word, or token ids outside 0..{vocab_size - 1}"
-    if (allowed := sampling.allowed_token_ids) and not 0 <= min(allowed) <= max(allowed) < vocab_size:
-        yield "allowed_token_ids", f"allowed_token_ids has ids outside 0..{vocab_size - 1}"
-    if len({token_id for token_id, _ in sampling.logit_bias}) < len(sampling.logit_bias):
-        yield "logit_bias", "logit_bias has a token id twice"
-
-
-def weight_of(weight: float) -> float:
-    """The share of a fairness key that counts: what was said, if it is one."""
-    return weight if math.isfinite(weight) and 0 < weight <= SCALE_MAX**2 else 1.0

@@ -58,6 +58,8 @@ class BatchLimits:
 
     def num_tokens_max(self, request: Request) -> int:
         """How many tokens prompt and answer of the request may have together."""
+        if request.pools:
+            return request.num_prompt + 1  # In the place of its one draw comes the vector.
         return min(request.num_prompt + request.sampling.max_tokens, self.max_model_len)
 
     def check_fits(self, request: Request, num_blocks: int) -> None:
@@ -71,7 +73,13 @@ class BatchLimits:
             raise InvalidRequest("the prompt is empty", param="prompt")
         if request.sampling.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
-        if request.num_prompt >= self.max_model_len:
+        if request.pools:
+            if request.num_prompt > self.max_model_len:
+                raise ContextTooLong(
+                    f"the text has {request.num_prompt} tokens; the model takes {self.max_model_len}",
+                    param="prompt",
+                )
+        elif request.num_prompt >= self.max_model_len:
             raise ContextTooLong(
                 f"the prompt has {request.num_prompt} tokens; with at least one token of answer the model "
                 f"takes {self.max_model_len}",

@@ -41,6 +41,8 @@ class NewRow:
     adapter: object = None
     """What is added to the model's weights for it, as `engine/adapters` packed it for the runner; None:
     nothing."""
+    num_first: int = 0
+    """See `Request.num_first`."""
 
 
 class RowWork(msgspec.Struct, frozen=True, gc=False):
@@ -112,6 +114,8 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
     """The row's logits were not numbers, or its grammar cannot go on: this request fails, the others go
     on."""
     forced: Forced | None = None
+    vector: bytes = b""
+    """Of a request that pools: what it asks for, float32, and no token."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -157,6 +161,8 @@ class RequestOutput(msgspec.Struct, gc=False):
     usage: Usage | None = None
     """Set exactly when `finish` is. Its `completion_tokens` counts every token that was drawn, the stop token
     too."""
+    vector: bytes = b""
+    """What a request that pools ends with."""
 
 
 @dataclass(slots=True)

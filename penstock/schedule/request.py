@@ -55,6 +55,10 @@ class Request:
     """What its answer must match: see `NewRow.grammar`."""
     adapter: object = None
     """What is added to the model's weights for it: see `NewRow.adapter`."""
+    pools: bool = False
+    """It generates nothing: what is wanted is one vector, made of the hidden states of its prompt."""
+    num_first: int = 0
+    """Of a pair of texts, leading tokens that are the first; 0: it is none."""
     adapter_name: str = ""
     adapter_digest: str = ""
     """Of the adapter: the KV blocks of each are apart. Empty: of the model itself."""

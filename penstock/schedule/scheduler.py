@@ -371,6 +371,11 @@ class Scheduler:
         """One more token for a request: it goes on, or it ends here."""
         if draw.error is not None:
             return self._finish(request, FinishReason.ERROR, now_ns, error=draw.error)
+        if request.pools:
+            request.first_token_ns = now_ns
+            output = self._finish(request, FinishReason.STOP, now_ns)
+            output.vector = draw.vector
+            return output
         token, tokens = draw.token_id, request.tokens
         tokens.append(token)
         self._counters.generated_tokens += 1

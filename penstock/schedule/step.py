@@ -180,6 +180,7 @@ class StepBuilder:
                 blocks,
                 request.grammar,
                 request.adapter,
+                request.num_first,
             )
         )
 

@@ -17,6 +17,9 @@ class Endpoint(enum.StrEnum):
     CHAT = "chat"
     COMPLETIONS = "completions"
     RESPONSES = "responses"
+    EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
+    SCORE = "score"
 
 
 class OutcomeLabel(enum.StrEnum):

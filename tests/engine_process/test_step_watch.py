@@ -25,6 +25,7 @@ class Core:
     """
 
     sleep_s = rest_s = adapters = None
+    gathers_s = 0.0
     num_held = 0
 
     def __init__(self, advances=1):

@@ -35,7 +35,7 @@ def ask(running, kit, data: bytes) -> tuple[int, dict]:
 # --- paths and bodies ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages", "/v1", "/api/chat"])
+@pytest.mark.parametrize("path", ["/v1/moderations", "/v1/messages", "/v1", "/api/chat"])
 def test_an_unknown_path_is_told_what_there_is(gateway, kit, path):
     status, answer = ask(gateway, kit, kit.post(path, {}))
     error = answer["error"]

@@ -191,6 +191,8 @@ class EngineBackend:
                 grammar=request.constraint.as_grammar(),
                 adapter=request.adapter,
                 adapter_digest=request.adapter_digest,
+                inputs=request.inputs,
+                firsts=request.firsts,
             )
         )
         stream = EngineStream(request, sink, self._tokenizer, self._clock, self._leave)

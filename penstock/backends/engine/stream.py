@@ -140,6 +140,9 @@ class EngineStream:
             self._push_last(output, output.finish)
             return
         token_ids = output.token_ids
+        if output.vectors:
+            self._sink.on_delta(Delta("", (), vectors=output.vectors))
+            return
         if not token_ids:
             found = tuple(to_text_logprob(each, self._tokenizer) for each in output.prompt_logprobs)
             self._sink.on_delta(Delta("", (), (), found))
@@ -213,6 +216,8 @@ class EngineStream:
     def _push_last(self, output: Output, finish: RequestFinished) -> None:
         """The engine ended the answer: release text that was held back."""
         self.release_buffered()
+        if output.vectors:
+            self._sink.on_delta(Delta("", (), vectors=output.vectors))
         if self._done:
             return
         self._token_ids.extend(output.token_ids)

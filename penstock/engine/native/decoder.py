@@ -197,14 +197,17 @@ class NativeDecoder:
                 for i in range(spec.num_layers)
             )
         )
-        head = packer.head(embedding if spec.tied_head else weights.take_parts("head")[0])
+        head, is_table = PsWeight(), False
+        if not spec.embeds:
+            packed = packer.head(embedding if spec.tied_head else weights.take_parts("head")[0])
+            head, is_table = packed.struct, spec.tied_head and packed.kind is not Type.I8
+            self._kept.append(packed)
         # A tied table is not kept twice: rows are read back out of the packed head, unless that was rounded.
-        self._kept += [layers, head, cache.tensor]
+        self._kept += [layers, cache.tensor]
         self._cache = cache.tensor
-        reads_head = spec.tied_head and head.kind is not Type.I8
         kernels.advise_huge(cache.tensor.data_ptr(), cache.tensor.nbytes)
         self._struct = PsDecoder(
-            layers=layers, embedding=None if reads_head else self._keep(embedding.clone()), head=head.struct,
+            layers=layers, embedding=None if is_table else self._keep(embedding.clone()), head=head,
             final_norm=self._norm(spec, weights, "final_norm"),
             cache=LayerCache(cache.tensor, 0, cache.dtype).struct,
             layer_stride=cache.tensor.stride(1), num_layers=spec.num_layers, hidden=spec.hidden_size,
@@ -213,10 +216,11 @@ class NativeDecoder:
             scale=spec.attention.scale or spec.head_dim**-0.5, softcap=spec.attention.softcap,
             # As in `ScaledEmbedding`: the factor has the table's precision.
             embedding_scale=float(torch.tensor(spec.embedding_scale, dtype=embedding.dtype)),
-            logit_softcap=spec.logit_softcap, top_k=0 if spec.moe is None else spec.moe.top_k,
-            normalise=spec.moe is not None and spec.moe.normalise,
+            logit_softcap=0.0 if spec.embeds else spec.logit_softcap,
+            top_k=0 if spec.moe is None else spec.moe.top_k,
+            normalise=spec.moe is not None and spec.moe.normalise, vocab=spec.vocab_size,
         )  # fmt: skip
-        self._logits = torch.zeros(limits.max_samples, spec.vocab_size)
+        self._logits = torch.zeros(limits.max_samples, spec.output_size)
         self.part_ns: Int64Array | None = None
         """Set to `[len(STEP_PARTS)]` zeros, every step adds what its parts took to it."""
 
@@ -224,7 +228,7 @@ class NativeDecoder:
         """Compute one step; `attention.begin` has been called for it.
 
         Token ids and samples are int64 as in `Decoder.forward`; positions follow from the rows. Returns
-        `[num_samples, vocab_size]` float32 logits.
+        `[num_samples, vocab_size]` float32 logits; of a model that embeds, `[num_samples, hidden_size]`.
         """
         rows = attention.rows
         assert rows is not None, "begin comes before forward"

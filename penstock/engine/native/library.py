@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 11
+ABI_VERSION = 13
 _OUT_OF_BOUNDS = -2
 _SPIN_US = 50
 
@@ -143,7 +143,7 @@ class PsDecoder(Structure):
         ("hidden", c_int64), ("intermediate", c_int64), ("num_blocks", c_int64), ("num_positions", c_int64),
         ("num_q_heads", c_int32), ("eps", c_float), ("scale", c_float), ("softcap", c_float),
         ("embedding_scale", c_float), ("logit_softcap", c_float), ("top_k", c_int32), ("normalise", c_int32),
-        ("reserved", c_int32),
+        ("vocab", c_int32),
     ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.backends.base import GenerateRequest, Sink, TextLogprob
 from penstock.clock import NS_PER_S
-from penstock.errors import ContextTooLong
+from penstock.errors import ContextTooLong, Unsupported
 from penstock.gateway.api.job import (
     CHAT_ID,
     COMPLETION_ID,
@@ -356,8 +356,15 @@ def _checked(model: ServedModel, request: GenerationRequest, needs: Sequence[Nee
     """The capabilities that a request needs of its worker.
 
     Raises:
-        Unsupported: no worker of the model has them all.
+        Unsupported: no worker of the model has them all, or it generates no text.
     """
+    if (info := model.workers.info) is not None and info.pooling:
+        raise Unsupported(
+            f"The model '{model.name}' generates no text: it makes vectors of texts, or scores, for "
+            f"/v1/embeddings, /v1/rerank and /v1/score.",
+            param="model",
+            code="unsupported_by_model",
+        )
     if model.workers.lacks_common:
         needs = [*needs, *common_needs(request)]
     wanted = _names(needs)

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.errors import MethodNotAllowed, NotFound
 from penstock.gateway.api.adapters import AdaptersAdmin
@@ -14,6 +15,7 @@ from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import PATH, Responses
 from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import KEYS, TenantsAdmin
+from penstock.gateway.api.vectors import VectorEndpoints
 from penstock.gateway.http.errors import HttpFault
 from penstock.gateway.http.exchange import JSON, Exchange, RequestHead
 from penstock.gateway.identity.tenancy import Access
@@ -81,13 +83,20 @@ class Route:
         return handler
 
 
+class Answers(NamedTuple):
+    """The endpoints whose answers a model gives."""
+
+    generate: Generate
+    responses: Responses
+    vectors: VectorEndpoints
+
+
 class Routes:
     """The table."""
 
     def __init__(
         self,
-        generate: Generate,
-        responses: Responses,
+        answers: Answers,
         inspect: Inspect,
         admin: Admin,
         tenants: TenantsAdmin,
@@ -96,6 +105,7 @@ class Routes:
         nights: SleepAdmin,
         costs: CostsAdmin,
     ) -> None:
+        generate, responses, vectors = answers
         self._table = {
             "/": Route(Access.OPEN, {"GET": console.landing}),
             "/console": Route(Access.OPEN, {"GET": console.page}),
@@ -107,12 +117,17 @@ class Routes:
             "/v1/chat/completions": Route(Access.KEY, {"POST": generate.chat}),
             "/v1/completions": Route(Access.KEY, {"POST": generate.completions}),
             "/v1/responses": Route(Access.KEY, {"POST": responses.create}),
+            "/v1/embeddings": Route(Access.KEY, {"POST": vectors.embeddings}),
+            "/v1/rerank": Route(Access.KEY, {"POST": vectors.rerank}),
+            "/v1/score": Route(Access.KEY, {"POST": vectors.score}),
             "/v1/models": Route(Access.KEY, {"GET": inspect.list_models}),
             "/v1/tokenize": Route(Access.KEY, {"POST": inspect.tokenize}),
             "/v1/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),
             "/v1/load_lora_adapter": Route(Access.ADMIN, {"POST": adapters.load}),
             "/v1/unload_lora_adapter": Route(Access.ADMIN, {"POST": adapters.unload}),
-            # vLLM has these two outside /v1, and its clients look for them there.
+            # vLLM has these outside /v1, and its clients look for them there.
+            "/rerank": Route(Access.KEY, {"POST": vectors.rerank}),
+            "/score": Route(Access.KEY, {"POST": vectors.score}),
             "/tokenize": Route(Access.KEY, {"POST": inspect.tokenize}),
             "/detokenize": Route(Access.KEY, {"POST": inspect.detokenize}),
             "/admin/workers": Route(Access.ADMIN, {"GET": admin.workers}),

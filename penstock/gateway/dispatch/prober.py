@@ -136,7 +136,7 @@ class Prober:
 
     def _send(self, now_ns: int, worker_id: WorkerId) -> None:
         worker = self._registry.get(worker_id)
-        prompt = () if worker is None else self._prompt(worker.route)
+        prompt = () if worker is None or _makes_vectors(worker) else self._prompt(worker.route)
         if worker is None or not prompt:
             self._judged(worker_id, None, why="there is nothing to ask it")
             return
@@ -221,3 +221,9 @@ class _Probe:
             )
         # What is decided now may change who is asked next: not inside of the backend's own work.
         asyncio.get_running_loop().call_soon(self._prober.ended, self._worker_id, answer, finish.error)
+
+
+def _makes_vectors(worker: Worker) -> bool:
+    """What it is asked for is an answer's tokens, which such a worker has none of."""
+    info = worker.backend.status.info
+    return info is not None and bool(info.pooling)

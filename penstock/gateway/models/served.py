@@ -40,6 +40,8 @@ from penstock.types import BLOCK_TOKENS, ModelName, without_version
 if TYPE_CHECKING:
     from penstock.gateway.models.auto_model import AutoModels
 
+_TASKS = {"": "generate", "scores": "score"}
+"""What a model is for, by how it pools."""
 _CHUNK = 256
 """Tokens compared at a time."""
 
@@ -159,6 +161,7 @@ class ServedModel:
             id=self.name,
             created=self.created_s,
             max_model_len=info.max_model_len if info is not None else self.declared_len or None,
+            task=None if info is None else _TASKS.get(info.pooling, "embed"),
             state=self.workers.summary().phase.value if self.workers.sleeps else None,
         )
 

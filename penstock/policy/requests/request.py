@@ -359,7 +359,7 @@ def _fill(work: Work, facts: RequestFacts, expected: int, verdict: Pass) -> None
     work.start_by_ns = verdict.start_by_ns
     work.num_bytes = facts.num_bytes
     work.streams = facts.choices
-    work.blocks = -(-computed // BLOCK_TOKENS) + facts.choices
+    work.blocks = -(-_held(facts, computed) // BLOCK_TOKENS) + facts.choices
     work.prompt_tokens, work.cached_tokens, work.output_tokens = computed, facts.cached_tokens, expected
     work.context_tokens = facts.context_tokens
     work.keys, work.session = facts.keys, facts.session
@@ -390,14 +390,19 @@ def count(request: Request, usage: Usage | None) -> None:
 
 def blocks_of(request: Request) -> int:
     """KV blocks that a stream needs to go on elsewhere: its prompt and what it gave."""
-    tokens = request.facts.prompt_tokens + request.completion_tokens
+    tokens = _held(request.facts, request.facts.prompt_tokens) + request.completion_tokens
     return -(-tokens // BLOCK_TOKENS) + request.facts.choices
 
 
 def blocks_held(request: Request) -> int:
     """KV blocks that a running request holds for itself alone, as far as was told."""
-    tokens = request.facts.prompt_tokens - request.counted_cached_tokens + request.completion_tokens
-    return -(-tokens // BLOCK_TOKENS)
+    prompt = _held(request.facts, request.facts.prompt_tokens - request.counted_cached_tokens)
+    return -(-(prompt + request.completion_tokens) // BLOCK_TOKENS)
+
+
+def _held(facts: RequestFacts, tokens: int) -> int:
+    """Of so many tokens of its prompts, those whose KV it holds at once."""
+    return min(tokens, facts.held_tokens or tokens)
 
 
 def victims(

@@ -42,7 +42,13 @@ from penstock.protocol.server_answers import (
     decode_models,
 )
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import ALL_CAPABILITIES, COMMON_CAPABILITIES, Capability, FinishReason
+from penstock.types import (
+    ALL_CAPABILITIES,
+    COMMON_CAPABILITIES,
+    VECTOR_CAPABILITIES,
+    Capability,
+    FinishReason,
+)
 
 _TOKEN_ID = "token_id:"
 _FINISHES = {
@@ -279,7 +285,14 @@ class OpenAIDialect:
     sends_chats = True
     has_adapters = False
     resumes = False
-    capabilities = ALL_CAPABILITIES - {Capability.ECHO_LOGPROBS, Capability.TOKEN_IDS}
+    capabilities = (
+        ALL_CAPABILITIES
+        - VECTOR_CAPABILITIES
+        - {
+            Capability.ECHO_LOGPROBS,
+            Capability.TOKEN_IDS,
+        }
+    )
     listed_model = ""
     """Not every provider lists every name that it answers to, or has a list at all."""
     expects_model = ""

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 11
+#define PS_ABI_VERSION 13
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -131,7 +131,7 @@ struct PsDecoder {
   const PsLayer *layers;
   const void *embedding;    // [vocab, hidden] of `cache.type`, or null: rows are read out of the packed head
   const float *final_norm;  // [hidden]
-  PsWeight head;            // [vocab, hidden]
+  PsWeight head;            // [vocab, hidden]; without outputs: hidden states are wanted, and no logits
   PsKvCache cache;          // of layer 0
   int64_t layer_stride;     // from one layer's cache to the next
   int64_t num_layers, hidden, intermediate, num_blocks, num_positions;
@@ -141,7 +141,7 @@ struct PsDecoder {
   float logit_softcap;        // logits become cap * tanh(logits / cap); 0: they stay
   int32_t top_k;              // experts of each token; 0: a layer has one feed-forward network
   int32_t normalise;          // the chosen experts' shares are scaled to sum to one
-  int32_t reserved;
+  int32_t vocab;              // rows of the embedding
 };
 
 #define PS_ADAPTER_RANK_MAX 128
@@ -172,7 +172,7 @@ struct PsStep {
   const int64_t *token_ids;  // [t]
   const int64_t *samples;    // [num_samples] tokens whose logits are wanted
   const int32_t *block_tables, *query_starts, *context_lens;
-  float *logits;     // [num_samples, vocab]
+  float *logits;     // [num_samples, vocab], or [num_samples, hidden] of a model without a head
   int64_t *part_ns;  // [PS_NUM_PARTS] nanoseconds are added to, or null
   int64_t t, rows, ld_tables, num_samples;
   const PsAdapterLayer *const *adapters;  // [rows] each row's [num_layers], or null; null: no row has one

@@ -66,7 +66,7 @@ bool locate(const PsDecoder *d, const PsStep *step, const Buffers &buffers) {
     }
   }
   for (int64_t i = 0; i < step->t; i++)
-    if (step->token_ids[i] < 0 || step->token_ids[i] >= d->head.n) return false;
+    if (step->token_ids[i] < 0 || step->token_ids[i] >= d->vocab) return false;
   for (int64_t i = 0; i < step->num_samples; i++)
     if (step->samples[i] < 0 || step->samples[i] >= step->t) return false;
   return true;
@@ -168,12 +168,26 @@ struct Run {
     return failed | feed_forward(l);
   }
 
+  int32_t widen_picked() {
+    int64_t values = step->num_samples * sizes.hidden;
+    if (sizes.element == 4) {
+      memcpy(step->logits, buffers.picked, (size_t)(values * 4));
+      return 0;
+    }
+    for (int64_t i = 0; i < values; i++) {
+      uint32_t bits = (uint32_t)((const uint16_t *)buffers.picked)[i] << 16;
+      memcpy(step->logits + i, &bits, 4);
+    }
+    return 0;
+  }
+
   int32_t logits() {
     int64_t bytes = sizes.hidden * sizes.element;
     if (!step->num_samples) return 0;
     for (int64_t i = 0; i < step->num_samples; i++) {
       if (norm(buffers.residual + step->samples[i] * bytes, d->final_norm, buffers.picked + i * bytes, 1)) return -1;
     }
+    if (!d->head.n) return watch.lap(PS_PART_NORM, widen_picked());
     PsLinear job = {&d->head, buffers.picked, step->logits, nullptr, step->num_samples, sizes.hidden, d->head.n,
                     0,        d->cache.type,  PS_F32,        nullptr};
     watch.lap(PS_PART_NORM, 0);
