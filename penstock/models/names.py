@@ -68,6 +68,7 @@ class CheckpointNames:
     def bare(self) -> "CheckpointNames":
         """The decoder as it was stored without the model around it, whose name its tensors bear no more."""
         prefix = self.embedding.removesuffix("embed_tokens.weight")
+        assert self.layer.startswith(prefix), "all of a decoder bears one name"
         return replace(
             self,
             embedding=self.embedding.removeprefix(prefix),

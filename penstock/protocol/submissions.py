@@ -78,6 +78,7 @@ def inputs_problem(num_tokens: int, lengths: Sequence[int], firsts: Sequence[int
     """The field that does not divide a prompt of so many tokens into texts (`Submit.inputs`), and what is
     wrong with it.
     """
+    assert lengths, "a prompt of no texts is asked about nothing"
     if len(lengths) > INPUTS_MAX:
         return "inputs", f"there are {len(lengths)} texts, over {INPUTS_MAX}"
     if min(lengths) < 1 or sum(lengths) != num_tokens:

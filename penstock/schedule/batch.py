@@ -59,6 +59,7 @@ class BatchLimits:
     def num_tokens_max(self, request: Request) -> int:
         """How many tokens prompt and answer of the request may have together."""
         if request.pools:
+            assert not request.num_resumed, "nothing of a vector can be resumed"
             return request.num_prompt + 1  # In the place of its one draw comes the vector.
         return min(request.num_prompt + request.sampling.max_tokens, self.max_model_len)
 
@@ -268,6 +269,8 @@ class Counters:
     cached_tokens: int = 0
     host_cached_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     yields: int = 0
 
@@ -289,6 +292,10 @@ class SchedulerStatistics:
     host_cached_tokens: int
     """Of `cached_tokens`, what came back from host memory."""
     generated_tokens: int
+    drafted_tokens: int
+    """Guesses that were computed,"""
+    accepted_tokens: int
+    """and of these, those that became tokens of answers."""
     preemptions: int
     yields: int
     """How often a request gave its row to another tenant's (`shares.py`)."""

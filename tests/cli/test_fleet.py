@@ -192,6 +192,12 @@ def history(server: Server) -> dict[str, list[int]]:
     return json.loads(seen(server, "/admin/history?seconds=3600"))["total_summary"]
 
 
+def by_tenant(server: Server, days: int) -> list[int]:
+    """Requests of all tenants, and how many tenants these are."""
+    told = json.loads(seen(server, f"/admin/costs?by=tenant&days={days}"))
+    return [told["total"]["requests"], len(told["usage"])]
+
+
 def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     config = "models: [{path: penstock-demo-mini, name: tiny, replicas: 2, engine: {threads: 1}}]"
@@ -230,6 +236,8 @@ def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
         assert begun == [40] * 4, "answers of all processes are counted, whichever is asked"
         for _ in range(4):
             server.until(lambda: history(server)["requests"] == [40], "the history has not all of them")
+        for days in range(1, 5):  # Whichever is asked; each question is read anew.
+            server.until(lambda days=days: by_tenant(server, days) == [40, 2], "costs lack some of them")
         os.kill(server.workers[0], signal.SIGKILL)
         assert [ask(server, f"{number}") for number in range(8)] == [200] * 8, "nobody notices, in neither"
         server.process.send_signal(signal.SIGINT)
