@@ -107,6 +107,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     device_ns: int = 0
     """Its share of the time in which the engine had work: these shares of all requests come to no more than
     that time. 0 of engines that do not tell."""
+    accepted_drafts: int = 0
+    """Of the answer's tokens, those that speculation had guessed."""
+    rejected_drafts: int = 0
+    """Guesses that were computed and dropped: no part of any other count of tokens."""
 
 
 class Capability(enum.StrEnum):

@@ -30,6 +30,9 @@ class EngineSettings(EngineConfig, frozen=True, kw_only=True):
     """Prompt tokens that a step takes whatever the target says, so that no prompt starves."""
     host_kv_idle_s: float = 30.0
     """KV blocks that no request has used for this long are copied to host memory."""
+    draft_worth: float = 1.2
+    """A draft must give so many times the tokens that its time is worth (schedule/speculation.py): the law
+    errs, and a draft that just pays gains nothing. 0: as many drafts as there is room for."""
     memory_bytes: int = 0
     """`fleet.memory_bytes`: what all workers of its machine may have; 0: no bound."""
     connection_buffer_bytes_max: int = 64 * 1024 * 1024

@@ -115,6 +115,10 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     adapter_slots: Annotated[int, Meta(ge=0, le=1024)] = 20
     """Low-rank adapters (LoRA) that the requests in one batch may have between them; a request for one more
     waits. 0: none are taken. On the CPU; see docs/adapters.md."""
+    speculation: Literal["off", "ngram"] = "off"
+    """Guess tokens ahead and compute them in the same step, as many as pay: answers stay the same, to the
+    token. "ngram": what followed the last tokens where the request has had them before. On the CPU; see
+    docs/engine.md."""
     prefix_cache: bool = True
     """Keep the KV blocks of finished requests and reuse them for equal prefixes of the same tenant."""
     kv_events: KVEventsConfig = KVEventsConfig()

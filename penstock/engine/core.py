@@ -145,9 +145,7 @@ class EngineCore:
         self._live: dict[RequestId, Live] = {}
         self._outbox: Outputs = {}
         self._draining = False
-        self._step_ns = 0
-        self._waited_ns = 0
-        self._busy_ns = 0
+        self._step_ns = self._waited_ns = self._busy_ns = 0
         self._busy_since_ns = 0
         """While there is a request: up to when that time was counted and shared out."""
         self._unshared_ns = 0
@@ -316,6 +314,7 @@ class EngineCore:
             now_ns = self._clock.now_ns()
             self._waited_ns += now_ns - waiting_ns
             self._in_flight -= 1
+            self._scheduler.count_drafts(result)
             if self._floor is not None:
                 self._floor.count(_shape(self._scheduler.oldest))
             self._share_time(now_ns)
@@ -345,6 +344,8 @@ class EngineCore:
             host_stores=now.host.stores,
             host_loads=now.host.loads,
             generated_tokens=now.generated_tokens,
+            drafted_tokens=now.drafted_tokens,
+            accepted_tokens=now.accepted_tokens,
             preemptions=now.preemptions,
             rows_max=now.rows_max,
             step_ns=self._step_ns,
@@ -389,7 +390,15 @@ class EngineCore:
         scores, vectors = output.prompt_logprobs, ((0, output.vector),) if output.vector else ()
         device_ns = live.request.device_ns
         reported = Output(
-            output.request_id, output.token_ids, logprobs, finish, usage, scores, device_ns, vectors
+            output.request_id,
+            output.token_ids,
+            logprobs,
+            finish,
+            usage,
+            scores,
+            device_ns,
+            vectors,
+            live.request.drafts,
         )
         self._outbox.setdefault(live.owner, []).append(reported)
 
@@ -427,9 +436,9 @@ def build_core(
         manager = KVManager.with_prefix_cache(info.num_blocks, hasher, _host_limits(info, config))
     else:
         manager = KVManager.without_prefix_cache(info.num_blocks)
-    limits = BatchLimits.of(config, info.max_model_len)
-    prefill = PrefillBudget(LatencyTargets.of(config))
-    scheduler = Scheduler(limits, manager, clock, waiting_queue(config), prefill)
+    limits, prefill = BatchLimits.of(config, info.max_model_len), PrefillBudget(LatencyTargets.of(config))
+    worth = config.draft_worth if info.speculation else None
+    scheduler = Scheduler(limits, manager, clock, waiting_queue(config), prefill, draft_worth=worth)
     return kind(scheduler, runner, clock, config)
 
 
@@ -443,7 +452,7 @@ def _host_limits(info: ModelInfo, config: EngineSettings) -> HostLimits:
 
 
 def _shape(flight: Flight) -> StepShape:
-    load, decoding = flight.load, flight.num_decoding
+    load, decoding = flight.load, flight.num_decoding + sum(flight.drafted)
     prompts = (load.num_sequences - decoding, load.num_tokens - decoding)
     return StepShape(decoding, *prompts, load.kv_read, load.chunk_pairs)
 

@@ -7,7 +7,7 @@ decode step is a handful of vector operations however many rows there are; no to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,21 @@ class StepInputs:
     """Blocks of this step that hold nothing of their row yet."""
     adapters: list[Any] | None = None
     """Each row's adapter; None: no row has one."""
+    drafted: Int64Array | None = None
+    """`[num_rows that sample]` how many drafts follow each one's token: so many more samples it has. None: no
+    row has any."""
+
+
+class Proposes(Protocol):
+    """Guesses what rows will say (`engine/speculation.py`)."""
+
+    def propose(
+        self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: "RowTables"
+    ) -> Int64Array:
+        """Write guesses of the tokens behind the `known` ones of each row into `tables.token_ids`, at most so
+        many; how many there are of each.
+        """
+        ...
 
 
 class RowTables:
@@ -65,7 +80,8 @@ class RowTables:
 
     def __init__(self, *, max_running: int, max_model_len: int) -> None:
         self._max_blocks = -(-max_model_len // BLOCK_TOKENS)
-        self._token_ids = np.zeros((max_running, max_model_len + 1), np.int32)
+        self.token_ids = np.zeros((max_running, max_model_len + 1), np.int32)
+        """`[max_running, max_model_len + 1]`"""
         self._blocks = np.zeros((max_running, self._max_blocks), np.int32)
         self._num_blocks = [0] * max_running
         self.temperature = np.zeros(max_running, np.float32)
@@ -79,8 +95,8 @@ class RowTables:
         self._adjustments = Adjustments(max_running)
         self._adapters: dict[int, Any] = {}
 
-    def apply(self, plan: StepPlan) -> StepInputs:
-        """Take in a plan's changes and lay out its step."""
+    def apply(self, plan: StepPlan, proposer: Proposes | None = None) -> StepInputs:
+        """Take in a plan's changes and lay out its step, with drafts of `proposer` where it wants any."""
         self.enter(plan)
         fresh = [block for work in plan.work if work.new_blocks for block in self._append(work)]
         rows = np.fromiter((work.row for work in plan.work), np.int64, len(plan.work))
@@ -88,7 +104,17 @@ class RowTables:
         num_tokens = np.fromiter((work.num_tokens for work in plan.work), np.int32, len(plan.work))
         samples = np.fromiter((work.samples for work in plan.work), np.bool_, len(plan.work))
         scores = [index for index, work in enumerate(plan.work) if work.scores]
-        return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
+        if proposer is None:
+            return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
+        most = np.fromiter((work.drafts for work in plan.work), np.int64, len(plan.work))
+        drafted, where = np.zeros_like(most), np.flatnonzero(most)
+        if len(where):
+            known = computed[where].astype(np.int64) + 1
+            drafted[where] = proposer.propose(rows[where], known, most[where], self)
+        if not drafted.any():
+            return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
+        num_tokens += drafted.astype(np.int32)
+        return self._lay_out(rows, computed, num_tokens, samples, scores, fresh, drafted[samples])
 
     def enter(self, plan: StepPlan) -> None:
         """Take in the rows of a plan without work: they wait for parts of their prefix."""
@@ -103,26 +129,26 @@ class RowTables:
 
         A failed row's (-1) is any token that exists.
         """
-        self._token_ids[rows, positions] = np.maximum(token_ids, 0)
+        self.token_ids[rows, positions] = np.maximum(token_ids, 0)
 
     def append_forced(self, row: int, position: int, token_ids: Sequence[int]) -> None:
         """Remember tokens that follow without a draw, as far as the row has room."""
-        room = self._token_ids.shape[1] - position
-        self._token_ids[row, position : position + len(token_ids)] = token_ids[:room]
+        room = self.token_ids.shape[1] - position
+        self.token_ids[row, position : position + len(token_ids)] = token_ids[:room]
 
     def known_tokens(self, row: int, first: int, end: int) -> list[int]:
         """A row's tokens at the positions from `first` to before `end`, which must be known."""
-        return self._token_ids[row, first:end].tolist()
+        return self.token_ids[row, first:end].tolist()
 
     def adjust(
         self, logits: Tensor, rows: Int64Array, positions: Int64Array, masks: Masks | None = None
     ) -> Edits:
         """Change logits as their rows' penalties, biases and minimum lengths say, until `undo`."""
-        return self._adjustments.apply(logits, rows, positions, self._token_ids, masks)
+        return self._adjustments.apply(logits, rows, positions, self.token_ids, masks)
 
     def _enter(self, new: NewRow) -> None:
         row, sampling = new.row, new.sampling
-        self._token_ids[row, : len(new.token_ids)] = new.token_ids
+        self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self._num_blocks[row] = len(new.blocks)
         self._blocks[row, : len(new.blocks)] = new.blocks
         self.temperature[row] = sampling.temperature
@@ -155,6 +181,7 @@ class RowTables:
         samples: npt.NDArray[np.bool_],
         scores: list[int],
         fresh: list[int],
+        drafted: Int64Array | None = None,
     ) -> StepInputs:
         ends = np.cumsum(num_tokens, dtype=np.int64)
         if ends[-1] == len(rows):  # Decode only.
@@ -165,19 +192,26 @@ class RowTables:
         width = -(-int((computed + num_tokens).max()) // BLOCK_TOKENS)
         sampled = np.flatnonzero(samples)
         logit_tokens, scored = ends[sampled] - 1, list[ScoredChunk]()
+        sample_rows, sample_positions = rows[sampled], (computed + num_tokens)[sampled].astype(np.int64)
+        if drafted is not None:  # Every draft is drawn at, and the token behind the last of them.
+            of_sample, offsets = token_rows((drafted + 1).astype(np.int32))
+            back = offsets - drafted[of_sample]
+            logit_tokens, sample_rows = logit_tokens[of_sample] + back, sample_rows[of_sample]
+            sample_positions = sample_positions[of_sample] + back
         for index in scores:
             first = int(ends[index] - num_tokens[index])
             scored.append(self._scored_chunk(int(rows[index]), int(computed[index]), int(num_tokens[index])))
             logit_tokens = np.append(logit_tokens, np.arange(first, first + len(scored[-1].targets)))
         return StepInputs(
-            token_ids=self._token_ids[token_of_row, positions].astype(np.int64),
+            token_ids=self.token_ids[token_of_row, positions].astype(np.int64),
             logit_tokens=logit_tokens,
-            sample_rows=rows[sampled],
-            sample_positions=(computed + num_tokens)[sampled].astype(np.int64),
+            sample_rows=sample_rows,
+            sample_positions=sample_positions,
             scored=scored,
             batch=AttentionBatch(computed, num_tokens, as_tensor(positions), self._blocks[rows, :width]),
             fresh_blocks=fresh,
             adapters=self._adapters_of(rows),
+            drafted=drafted,
         )
 
     def _adapters_of(self, rows: Int64Array) -> list[Any] | None:
@@ -190,5 +224,5 @@ class RowTables:
     def _scored_chunk(self, row: int, first: int, num_tokens: int) -> ScoredChunk:
         """The prompt tokens after each of `num_tokens` from position `first` on."""
         end = min(first + num_tokens + 1, self._num_prompt[row])
-        targets = self._token_ids[row, first + 1 : end].astype(np.int64)
+        targets = self.token_ids[row, first + 1 : end].astype(np.int64)
         return ScoredChunk(row, as_tensor(targets), self._prompt_logprobs[row])

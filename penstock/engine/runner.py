@@ -5,12 +5,11 @@ queues or processes: a `StepPlan` comes in, a `StepResult` goes out.
 """
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,16 +17,11 @@ from torch import Tensor
 from penstock.clock import Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import EngineConfig
-from penstock.engine.adapters.compute import (
-    AdaptedLinear,
-    StepRows,
-    adapter_reader,
-)
-from penstock.engine.adapters.files import AdapterReader, Packed
-from penstock.engine.arrays import Int32Array, Int64Array, as_tensor
-from penstock.engine.attention.base import AttentionBatch
+from penstock.engine.adapters.compute import adapter_reader
+from penstock.engine.adapters.files import AdapterReader
+from penstock.engine.arrays import Int64Array, as_tensor
 from penstock.engine.computing import Computing, choose_computing
-from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
+from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.device_speed import cost_floor, device_name
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of
 from penstock.engine.footprint import beside_bytes, rounded_bytes
@@ -35,9 +29,7 @@ from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.host_store import HostStore, host_store
 from penstock.engine.inputs import RowTables
-from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.linear import Linear
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import (
     block_bytes_of,
@@ -49,12 +41,12 @@ from penstock.engine.memory import (
     plan_kv,
     scoring_step,
 )
-from penstock.engine.native.decoder import NativeAttention, NativeDecoder
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, Type
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
-from penstock.engine.weight_check import ListedKernels, WeightCheck
+from penstock.engine.speculation import Follows, Proposer, proposer_of, verified
+from penstock.engine.step_model import StepModel, wire_model
+from penstock.engine.weight_check import WeightCheck
 from penstock.errors import ConfigError
-from penstock.models.adapters import FUSED
 from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
@@ -67,129 +59,6 @@ from penstock.types import BLOCK_TOKENS, CPU_CAPABILITIES
 if TYPE_CHECKING:
     from penstock.engine.grammar.compiler import GrammarTokens
     from penstock.engine.grammar.rows import GrammarRows
-
-
-class StepModel(Protocol):
-    """A decoder with its attention: what the runner computes steps with."""
-
-    kernels: str
-    """What computes, for people: "torch", or "native" and the instruction set."""
-
-    weights: Callable[[], list[Tensor]]
-    """What it computes with, as it lies in memory."""
-
-    def compute(
-        self,
-        token_ids: Tensor,
-        samples: Tensor,
-        batch: AttentionBatch,
-        adapters: Sequence[Packed | None] | None = None,
-    ) -> Tensor:
-        """One step: `[num_tokens]` ids and `[num_samples]` indices (int64) to `[num_samples, vocab_size]`
-        float32; `adapters` has each row's, and is None where none has one.
-
-        The logits are valid until the next call.
-        """
-        ...
-
-    def rehearsing(self) -> AbstractContextManager[None]:
-        """While this is open, steps ask for all the memory that they would, but what they compute may be
-        nonsense.
-        """
-        ...
-
-
-class _Begins(Protocol):
-    def begin(self, batch: AttentionBatch) -> None: ...
-
-
-_Adapt = Callable[[Sequence[Packed | None] | None, Int32Array], None]
-"""(each row's adapter, each row's tokens)."""
-A = TypeVar("A", bound=_Begins)
-A_contra = TypeVar("A_contra", contravariant=True)
-
-
-class _Decodes(Protocol[A_contra]):
-    def forward(self, token_ids: Tensor, samples: Tensor, attention: A_contra) -> Tensor: ...
-
-
-class _Pair(Generic[A]):
-    """A decoder and the attention that it understands."""
-
-    def __init__(
-        self,
-        kernels: str,
-        decoder: _Decodes[A],
-        attention: A,
-        rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
-        weights: Callable[[], list[Tensor]] = list,
-        adapt: _Adapt | None = None,
-    ) -> None:
-        """`adapt` tells the decoder which adapter each row of the coming step has."""
-        self.kernels, self.weights = kernels, weights
-        self._adapt, self._is_adapted = adapt, False
-        self._decoder, self._attention = decoder, attention
-        self._rehearsing = rehearsing
-
-    def compute(
-        self,
-        token_ids: Tensor,
-        samples: Tensor,
-        batch: AttentionBatch,
-        adapters: Sequence[Packed | None] | None = None,
-    ) -> Tensor:
-        """See `StepModel`."""
-        if adapters is not None or self._is_adapted:
-            assert self._adapt is not None, "only a model that takes adapters is given some"
-            self._adapt(adapters, batch.num_tokens)
-            self._is_adapted = adapters is not None
-        self._attention.begin(batch)
-        return self._decoder.forward(token_ids, samples, self._attention)
-
-    def rehearsing(self) -> AbstractContextManager[None]:
-        """See `StepModel`."""
-        return self._rehearsing()
-
-
-def wire_model(
-    spec: DecoderSpec,
-    weights: WeightSource,
-    limits: DecoderLimits,
-    cache: KVCache,
-    computing: Computing,
-    *,
-    takes_adapters: bool = False,
-) -> StepModel:
-    """Build the decoder for `cache` on the native kernels, or on torch without them. Takes the weights."""
-    native = computing.native
-    if native is not None:
-        decoder, rows = (
-            NativeDecoder(spec, weights, native, limits, cache, computing.precision),
-            NativeAttention(),
-        )
-        return _Pair(computing.kernels, decoder, rows, decoder.rehearsing, decoder.weights, rows.adapt)
-    kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
-    listed = ListedKernels(kernels)
-    adapted = StepRows() if takes_adapters else None
-    adapt = None if adapted is None else partial(_adaptable, adapted)
-    torch_decoder = Decoder(spec, weights, listed, limits, adapt)
-    attention = kernels.attention(cache, torch_decoder.rotary)
-    rehearsing = partial(
-        attention.rehearsing, max_rows=limits.max_samples, max_model_len=limits.max_model_len
-    )
-    return _Pair(
-        "torch",
-        torch_decoder,
-        attention,
-        rehearsing,
-        lambda: [torch_decoder.table, *listed.tensors],
-        None if adapted is None else adapted.begin,
-    )
-
-
-def _adaptable(rows: StepRows, base: Linear, layer: int, key: str) -> Linear:
-    return AdaptedLinear(base, rows, layer, key) if key in FUSED else base
-
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (stage in words, done, total); total 0 means unknown."""
@@ -208,6 +77,8 @@ class RunnerParts:
     floor: CostFloor
     adapters: AdapterReader | None = None
     """What reads adapters for it; None: it takes none."""
+    proposer: Proposer | None = None
+    """Who guesses what rows will say; None: nobody."""
 
 
 class Runner:
@@ -219,7 +90,8 @@ class Runner:
         self._host = parts.host
         self._step_tokens = parts.step_tokens
         self._tables = RowTables(max_running=parts.info.max_running, max_model_len=parts.info.max_model_len)
-        self._sampler = parts.sampler
+        self._sampler, self.proposer = parts.sampler, parts.proposer
+        """`proposer`: who guesses what rows will say; None: nobody."""
         self._grammars: GrammarRows | None = None
 
     @property
@@ -235,19 +107,23 @@ class Runner:
         if not plan.work:
             self._tables.enter(plan)
             return StepResult(plan.step, (), copied=self._host.collect(wait=True))
-        inputs = self._tables.apply(plan)
+        inputs = self._tables.apply(plan, self.proposer)
         self._cache.clear(inputs.fresh_blocks)
         logits = self._model.compute(
             as_tensor(inputs.token_ids), as_tensor(inputs.logit_tokens), inputs.batch, inputs.adapters
         )
         num_samples = len(inputs.sample_rows)
         scored = score_chunks(logits[num_samples:], inputs.scored) if inputs.scored else ()
-        sampled, logits = (), logits[:num_samples]
-        if num_samples:
-            sampled = self._sample(logits, inputs.sample_rows, inputs.sample_positions)
+        sampled, logits = tuple[Sampled, ...](), logits[:num_samples]
+        if inputs.drafted is not None:
+            sampled = verified(logits, inputs, inputs.drafted, self._tables, self._draw, self._has_grammar)
+        elif num_samples:
+            rows = inputs.sample_rows
+            token_ids, follows = self._draw(logits, rows, inputs.sample_positions)
+            sampled = results(logits, token_ids, rows, self._tables.logprobs, follows)
         return StepResult(plan.step, sampled, scored, self._host.collect(wait=False))
 
-    def _sample(self, logits: Tensor, rows: Int64Array, positions: Int64Array) -> tuple[Sampled, ...]:
+    def _draw(self, logits: Tensor, rows: Int64Array, positions: Int64Array) -> tuple[Tensor, Follows]:
         """Draw the tokens at `positions` of `rows`, and remember them and what their grammars force."""
         tables, grammars = self._tables, self._grammars
         masks = None if grammars is None else grammars.masks(rows, positions)
@@ -255,12 +131,15 @@ class Runner:
         token_ids = self._sampler.draw(logits, SampleRows.of(tables, rows, positions, masks))
         edits.undo()  # Log-probabilities are the model's own.
         drawn = token_ids.numpy()
-        follows = {} if grammars is None else grammars.take(rows, positions, drawn)
+        follows: Follows = {} if grammars is None else grammars.take(rows, positions, drawn)
         tables.append_tokens(rows, positions, drawn)
         for index, forced in follows.items():
             if isinstance(forced, Forced) and forced.token_ids:
                 tables.append_forced(int(rows[index]), int(positions[index]) + 1, forced.token_ids)
-        return results(logits, token_ids, rows, tables.logprobs, follows)
+        return token_ids, follows
+
+    def _has_grammar(self, row: int) -> bool:
+        return self._grammars is not None and row in self._grammars
 
     def weight_check(self, clock: Clock) -> WeightCheck:
         """What looks after its weights in idle time."""
@@ -424,6 +303,7 @@ def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) ->
         capabilities=CPU_CAPABILITIES,
         device=device_name(torch.device("cpu")),
         adapter_slots=config.adapter_slots,
+        speculation="" if config.speculation == "off" else config.speculation,
         vector_size=spec.hidden_size if spec.embeds else 0,
         weight_bytes=reserved,
         kv_bytes=budget.num_blocks * block_bytes,
@@ -479,5 +359,6 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             host=host_store(cache, info.num_host_blocks),
             floor=floor,
             adapters=adapter_reader(spec, dtype, limits.step_tokens, computing.native) if takes else None,
+            proposer=proposer_of(config, computing.native),
         )
     )

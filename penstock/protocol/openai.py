@@ -224,12 +224,19 @@ class CachedTokens(msgspec.Struct, frozen=True):
 class CompletionDetails(msgspec.Struct, frozen=True):
     """`completion_tokens_details`."""
 
-    reasoning_tokens: int | None = None
+    reasoning_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    accepted_prediction_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
+    """Of the completion's tokens, those that speculation guessed; wrong guesses are none of the completion's.
+    Not shown where nothing was guessed."""
+    rejected_prediction_tokens: int | msgspec.UnsetType | None = msgspec.UNSET
 
     @classmethod
-    def of(cls, tokens: int) -> "CompletionDetails | msgspec.UnsetType":
-        """Below 0: the model does not reason, and nothing is shown."""
-        return cls(tokens) if tokens >= 0 else msgspec.UNSET
+    def of(cls, reasoning: int, accepted: int, rejected: int) -> "CompletionDetails | msgspec.UnsetType":
+        """`reasoning` below 0: the model does not reason, and nothing is shown of that."""
+        thought = reasoning if reasoning >= 0 else msgspec.UNSET
+        if accepted or rejected:
+            return cls(thought, accepted, rejected)
+        return cls(thought) if reasoning >= 0 else msgspec.UNSET
 
 
 class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,7 +250,7 @@ class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int | None = None
     prompt_tokens_details: CachedTokens | None = None
     completion_tokens_details: CompletionDetails | msgspec.UnsetType | None = msgspec.UNSET
-    """Of models that reason."""
+    """Of models that reason, and of answers that were guessed at."""
 
     @property
     def cached_tokens(self) -> int | None:

@@ -156,6 +156,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: tuple[int, ...] | None = None
     """A shorter beginning of a vector is one too: how long it may be, or any length (empty). None: it is
     not."""
+    speculation: str = ""
+    """Who guesses tokens ahead of it, "ngram" or a model; empty: nobody."""
     weight_bytes: int = 0
     """Memory of the weights and what is kept beside them, as computed before loading; 0: it does not
     tell."""
@@ -267,6 +269,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """`Usage.device_ns` until now: a stream that the gateway ends pays for no less than it had."""
     vectors: tuple[tuple[int, bytes], ...] = ()
     """Of the inputs that were computed: their places, and float32, little-endian."""
+    drafts: tuple[int, int] = (0, 0)
+    """`Usage.accepted_drafts` and `rejected_drafts` until now."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag="step"):
@@ -297,6 +301,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     host_loads: int = 0
     """Blocks that were copied back."""
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    """Guesses of tokens that were computed (speculation)."""
+    accepted_tokens: int = 0
+    """Of those, what became tokens of answers."""
     preemptions: int = 0
     rows_max: int = 0
     """Requests that it would run at once just now: at most `ModelInfo.max_running`, fewer where its target

@@ -269,6 +269,8 @@ class Counters:
     cached_tokens: int = 0
     host_cached_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int = 0
     yields: int = 0
 
@@ -290,6 +292,10 @@ class SchedulerStatistics:
     host_cached_tokens: int
     """Of `cached_tokens`, what came back from host memory."""
     generated_tokens: int
+    drafted_tokens: int
+    """Guesses that were computed,"""
+    accepted_tokens: int
+    """and of these, those that became tokens of answers."""
     preemptions: int
     yields: int
     """How often a request gave its row to another tenant's (`shares.py`)."""

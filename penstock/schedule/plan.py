@@ -64,6 +64,9 @@ class RowWork(msgspec.Struct, frozen=True, gc=False):
     """Block ids appended to the row's block table before this step (prefix hits included)."""
     scores: bool = False
     """Whether the log-probability of every prompt token that follows a token of this chunk is wanted."""
+    drafts: int = 0
+    """Of a row that decodes: at most so many guesses of the tokens that follow may be computed behind its
+    one, to be kept as far as they are what is drawn. Its blocks have room for them."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,8 +94,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step: never above the step's token budget."""
-        return sum(work.num_tokens for work in self.work)
+        """Tokens computed in this step, drafts included: never above the step's token budget."""
+        return sum(work.num_tokens + work.drafts for work in self.work)
 
 
 class Forced(msgspec.Struct, frozen=True, gc=False):
@@ -114,6 +117,11 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
     """The row's logits were not numbers, or its grammar cannot go on: this request fails, the others go
     on."""
     forced: Forced | None = None
+    drafted: int = 0
+    """How many drafts were computed for it."""
+    follows: "tuple[Sampled, ...]" = ()
+    """What was drawn behind it, where drafts had said the tokens before: one for each draft that was
+    right."""
     vector: bytes = b""
     """Of a request that pools: what it asks for, float32, and no token."""
 
@@ -163,6 +171,13 @@ class RequestOutput(msgspec.Struct, gc=False):
     too."""
     vector: bytes = b""
     """What a request that pools ends with."""
+
+    def take(self, later: "RequestOutput") -> None:
+        """Tell what came of the request behind this in the same step; neither has log-probabilities."""
+        assert self.finish is None, f"{self.request_id} goes on behind its end"
+        self.token_ids += later.token_ids
+        self.finish, self.stop_token_id = later.finish, later.stop_token_id
+        self.error, self.usage = later.error, later.usage
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from penstock.schedule.prefill_budget import PrefillBudget, RowBound
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
 from penstock.schedule.shares import AdmissionReserve, KVQuota, RowShare, VictimChoice
+from penstock.schedule.speculation import Speculation
 from penstock.schedule.step import StepBuilder
 from penstock.types import BLOCK_TOKENS, RequestId
 
@@ -51,6 +52,8 @@ class Planner:
         """The head that would make steps too long, after so many releases, and the plan in which it asks
         again."""
         self._plans = 0
+        self.speculation: Speculation | None = None
+        """How many tokens of rows that decode are guessed; None: none."""
         self._unparked_at = 0
         """How many releases there were when parked requests were last let back into the queue."""
 
@@ -76,6 +79,8 @@ class Planner:
         self.reserve.step_over(preempted=preempted)
         if not preempted and not self.wants_rest:
             self._admit(step)
+        if self.speculation is not None:
+            self._add_drafts(step, self.speculation)
         assert len(self._batch.running) <= self._limits.max_running, "more requests run than may"
 
     def _shrink_batch(self, now_ns: int) -> None:
@@ -210,8 +215,8 @@ class Planner:
                 continue
             planned = request.num_planned
             known = len(request.tokens) + request.num_drawing  # Properties cost too much in here.
-            if known >= request.num_tokens_max:
-                continue  # Its last token is drawn, or on its way.
+            if known >= request.num_tokens_max or request.num_speculated:
+                continue  # Its last token is drawn or on its way; or it is not known how many drafts count.
             if known - planned > 1:
                 (forced if _is_forced(request, known) else prompts).append(request)
             elif planned % BLOCK_TOKENS:  # There is room behind the token before, in the same block.
@@ -233,6 +238,22 @@ class Planner:
                 return
             if request.status is _RUNNING and (num_tokens := step.room(request, request.num_planned)):
                 self._extend_or_preempt(request, num_tokens, step)
+
+    def _add_drafts(self, step: StepBuilder, speculation: Speculation) -> None:
+        """Let rows that decode have drafts. Nobody gives way for one: there are blocks for all rows' next."""
+        rows, pool = step.decoding, self._manager.pool
+        room = min(step.budget, step.scored_budget)
+        for index, wanted in speculation.choose(rows, step.load(), room):
+            request = rows[index]
+            end, held = request.num_planned + 1 + wanted, len(request.table.blocks)
+            blocks: tuple[int, ...] = ()
+            if held < blocks_for(end):
+                if pool.num_available > len(self._batch.running) + blocks_for(wanted):
+                    blocks = self._manager.extend(request.table, end) or ()
+                    request.count_blocks(step.planned_ns, len(request.table.blocks))
+                end = min(end, len(request.table.blocks) * BLOCK_TOKENS)
+            if (num_drafts := end - request.num_planned - 1) > 0:
+                step.add_drafts(index, num_drafts, blocks)
 
     def _open_prompts(self, step: StepBuilder, prompts: list[Request]) -> None:
         """Settle what prompts may take of the step, beside the rows that decode in it."""

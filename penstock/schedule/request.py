@@ -75,6 +75,9 @@ class Request:
     """Tokens that the plans in flight draw. They are not known yet."""
     num_void: int = 0
     """Further draws in flight that do not count: the grammar has forced tokens into their places."""
+    num_speculated: int = 0
+    """Drafts of the plan in flight. How many tokens it gives is not known before it is over, so that nothing
+    else of the request is planned until then."""
     last_used: Epoch = NEVER
     """The last step that reads or writes its blocks."""
     num_tokens_max: int = 0
@@ -105,6 +108,16 @@ class Request:
     """Of `num_computed`, tokens that were found cached when the request last entered the batch."""
     num_run_before: int = 0
     """Tokens that were computed before it last entered the batch."""
+    num_drafted: int = 0
+    """Tokens that were guessed for it and computed,"""
+    num_accepted: int = 0
+    """and of these, those that are in its answer."""
+    draft_tries: float = 0.0
+    """Of late, drafts whose place in the answer was drawn,"""
+    draft_hits: float = 0.0
+    """and those that were right (schedule/speculation.py)."""
+    draft_idle: int = 0
+    """Steps since it had a draft."""
     num_charged: int = 0
     """Generated tokens that were counted against its tenant's share."""
     kv_block_ns: int = 0
@@ -150,7 +163,7 @@ class Request:
         """
         assert 0 <= num_computed <= len(self.tokens), f"{num_computed} tokens of {len(self.tokens)}"
         self.num_computed = self.num_planned = num_computed
-        self.num_drawing = self.num_void = 0
+        self.num_drawing = self.num_void = self.num_speculated = 0
 
     @property
     def wants_scores(self) -> bool:
@@ -207,6 +220,11 @@ class Request:
         self.kv_block_ns += self.num_held * (now_ns - self.held_since_ns)
         self.num_held, self.held_since_ns = num_held, now_ns
 
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """How many were accepted, and how many not."""
+        return self.num_accepted, self.num_drafted - self.num_accepted
+
     def usage(self, now_ns: int) -> Usage:
         """What the request used up to now.
 
@@ -228,4 +246,6 @@ class Request:
             preemptions=self.num_preemptions + self.num_yields,
             kv_block_ns=self.kv_block_ns + self.num_held * (now_ns - self.held_since_ns),
             device_ns=self.device_ns,
+            accepted_drafts=self.drafts[0],
+            rejected_drafts=self.drafts[1],
         )

@@ -41,6 +41,7 @@ from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
 from penstock.schedule.shares import KVQuota
+from penstock.schedule.speculation import Speculation, learn
 from penstock.schedule.step import FLIGHTS_MAX, Flight, StepBuilder
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, TokenLogprob
 
@@ -57,7 +58,12 @@ class Scheduler:
         clock: Clock,
         queue: WaitingQueue,
         prefill: PrefillBudget | None = None,
+        *,
+        draft_worth: float | None = None,
     ) -> None:
+        """`draft_worth`: the runner takes drafts that are worth so much (`Speculation`); None: it takes
+        none.
+        """
         assert 0 < limits.max_running <= limits.step_tokens, limits
         self.limits = limits
         self._prefill = prefill or PrefillBudget(LatencyTargets())
@@ -70,6 +76,8 @@ class Scheduler:
         self._planner = Planner(
             limits, self._prefill, clock, queue, self._batch, self._counters, self._quota, self._cap
         )
+        if draft_worth is not None:
+            self._planner.speculation = Speculation(self._prefill.model, draft_worth)
         self._fast_forward = DecodeFastForward(self._batch, self._planner, self._prefill, self._counters)
         self._flights: deque[Flight] = deque()  # Oldest first, at most FLIGHTS_MAX.
         self._step = 0
@@ -154,6 +162,10 @@ class Scheduler:
         assert self._flights, "no plan is in flight"
         return self._flights[0]
 
+    def count_drafts(self, result: StepResult) -> None:
+        """Before `share_time` and `apply`: take in for which drafts of the oldest step there was a guess."""
+        self._flights[0].count_drafts(result.sampled)
+
     def share_time(self, time_ns: int) -> bool:
         """Before `apply`: share out the time that the oldest step in flight took.
 
@@ -172,6 +184,7 @@ class Scheduler:
         assert self._flights, "no plan is in flight"
         flight = self._flights.popleft()
         assert flight.plan.step == result.step, (flight.plan.step, result.step)
+        flight.count_drafts(result.sampled)
         reusable = self._manager.pool.end_epoch(flight.epoch)
         self._manager.finish_copies(result.copied)
         self._batch.releases += bool(reusable or result.copied)  # Blocks that they held may be free now.
@@ -265,6 +278,8 @@ class Scheduler:
             cached_tokens=self._counters.cached_tokens,
             host_cached_tokens=self._counters.host_cached_tokens,
             generated_tokens=self._counters.generated_tokens,
+            drafted_tokens=self._counters.drafted_tokens,
+            accepted_tokens=self._counters.accepted_tokens,
             preemptions=self._counters.preemptions,
             yields=self._counters.yields,
             rows_max=self._planner.row_bound.rows_max,
@@ -320,6 +335,9 @@ class Scheduler:
             assert draw.row == work.row, (draw, work.row)
             if request.status is not _RUNNING:
                 continue  # As in `apply`.
+            if work.drafts:
+                self._take_drafted(request, draw, outputs, now_ns)
+                continue
             request.num_computed += 1
             request.num_steps += 1
             if request.num_void:
@@ -344,6 +362,36 @@ class Scheduler:
             outputs.append(RequestOutput(request.request_id, (token,), draw.logprob))
         assert len(drawn) == len(rows), "less was sampled than was asked for"
         self._counters.generated_tokens += num_plain
+
+    def _take_drafted(
+        self, request: Request, draw: Sampled, outputs: list[RequestOutput], now_ns: int
+    ) -> None:
+        """A row's next token, and those behind it that were guessed right: as steps one after the other would
+        have given them.
+        """
+        counted = request.take_draw()
+        assert counted, f"{request.request_id}: drafts behind a token that does not count"
+        request.num_speculated = 0
+        request.num_steps += 1
+        if draw.drafted:
+            learn(request, draw.drafted, len(draw.follows))
+            request.num_drafted += draw.drafted
+            self._counters.drafted_tokens += draw.drafted
+        told: RequestOutput | None = None
+        for each in (draw, *draw.follows):
+            request.num_computed += 1  # The token that this one was drawn behind.
+            if each is not draw:
+                request.num_accepted += 1
+                self._counters.accepted_tokens += 1
+            output = self._append(request, each, now_ns)
+            if told is None or request.sampling.logprobs is not None:
+                told = output
+                outputs.append(output)
+            else:
+                told.take(output)
+            if request.status is not _RUNNING:
+                return
+        request.num_planned = request.num_computed
 
     def _out_of_memory(self, flight: Flight, why: str, outcome: StepOutcome, now_ns: int) -> None:
         """A step did not fit: forget it and what was planned behind it, and go on in smaller steps, from

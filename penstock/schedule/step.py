@@ -1,11 +1,13 @@
 """A plan in the making: what the step has taken of its budget so far."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from penstock.kv.cache.block_pool import Epoch
 from penstock.kv.cache.host_tier import NO_COPIES, Copies
-from penstock.schedule.plan import NewRow, RowWork, StepPlan
+from penstock.schedule.plan import NewRow, RowWork, Sampled, StepPlan
 from penstock.schedule.prefill_budget import PromptShare
 from penstock.schedule.request import Request
 from penstock.schedule.step_time import StepLoad, chunk_pairs
@@ -32,6 +34,10 @@ class Flight:
     """What the step costs."""
     is_void: bool = False
     """A step before it failed, so that it computed on nothing: its result is dropped."""
+    num_drafts: int = 0
+    """Drafts that it may compute."""
+    drafted: tuple[int, ...] = ()
+    """How many it did, for each row that decodes; empty before that is known, and where it may have none."""
 
     def count_in(self) -> None:
         """Let every request know what this step will do for it."""
@@ -41,11 +47,24 @@ class Flight:
             request.num_planned += 1
             request.num_drawing += 1
             request.last_used = epoch
+        if self.num_drafts:
+            for request, work in zip(self.requests[:num_decoding], self.plan.work, strict=False):
+                request.num_speculated = work.drafts
         others = zip(self.requests[num_decoding:], self.plan.work[num_decoding:], strict=True)
         for request, work in others:
             request.num_planned = work.num_computed + work.num_tokens
             request.num_drawing += work.samples
             request.last_used = epoch
+
+    def count_drafts(self, sampled: Sequence[Sampled]) -> None:
+        """It is over, and so it is known for which of its drafts there was a guess."""
+        if not self.num_drafts or self.drafted:
+            return
+        self.drafted = tuple([draw.drafted for draw in sampled[: self.num_decoding]])
+        for work, num_drafts in zip(self.plan.work, self.drafted, strict=False):
+            assert num_drafts <= work.drafts, "more was computed than there was room for"
+            if num_drafts:
+                self.load = self.load.with_drafts(work.num_computed, num_drafts)
 
     def share(self, time_ns: int) -> None:
         """Divide the time that this step took among its requests, by the work in it: tokens run through the
@@ -58,22 +77,29 @@ class Flight:
         others = [
             (rows[i], works[i].num_computed, works[i].num_tokens) for i in range(num_decoding, len(rows))
         ]
+        drafted = self.drafted or (0,) * num_decoding
+        others += [
+            (request, work.num_computed, 1 + num_drafts)
+            for request, work, num_drafts in zip(rows, works, drafted, strict=False)
+            if num_drafts
+        ]
         for _, num_computed, num_tokens in others:
             total += chunk_pairs(num_computed, num_tokens) - num_computed - num_tokens
         assert total > 0 <= time_ns, "a step has work, and takes time"
         for request, num_computed, num_tokens in others:
             weight = TOKEN_WEIGHT * num_tokens + chunk_pairs(num_computed, num_tokens)
             request.device_ns += time_ns * weight // total
-        for request, work in zip(rows[:num_decoding], works, strict=False):
-            request.device_ns += time_ns * (TOKEN_WEIGHT + 1 + work.num_computed) // total
+        for request, work, num_drafts in zip(rows[:num_decoding], works, drafted, strict=False):
+            if not num_drafts:
+                request.device_ns += time_ns * (TOKEN_WEIGHT + 1 + work.num_computed) // total
 
 
 class StepBuilder:
     """Collects one step's work. Never holds more tokens than its budget, nor a row twice."""
 
     __slots__ = (
-        "_kv_read", "_new_rows", "_num_decoding", "_num_tokens", "_pairs", "_requests", "_work", "budget",
-        "planned_ns", "prompts", "scored_budget",
+        "_kv_read", "_new_rows", "_num_decoding", "_num_drafts", "_num_tokens", "_pairs", "_requests",
+        "_work", "budget", "planned_ns", "prompts", "scored_budget",
     )  # fmt: skip
 
     def __init__(self, step_tokens: int, scored_tokens: int) -> None:
@@ -89,6 +115,7 @@ class StepBuilder:
         self._work: list[RowWork] = []
         self._requests: list[Request] = []  # Whose work it is.
         self._num_decoding = 0  # How many of the first are rows that decode.
+        self._num_drafts = 0  # Behind their tokens.
         self._num_tokens = self._kv_read = self._pairs = 0  # Of all work: see `StepLoad`.
 
     @property
@@ -158,6 +185,24 @@ class StepBuilder:
         self._num_decoding += num_rows
         self._num_tokens += num_rows
 
+    @property
+    def decoding(self) -> Sequence[Request]:
+        """The rows that decode."""
+        return self._requests[: self._num_decoding]
+
+    def add_drafts(self, index: int, num_drafts: int, blocks: tuple[int, ...]) -> None:
+        """Let the row at this place of `decoding` have drafts, after adding `blocks` to its table. Nobody is
+        dropped any more.
+        """
+        work = self._work[index]
+        assert index < self._num_decoding, "only rows that decode have drafts"
+        assert not work.drafts, "a row is given drafts once"
+        self.budget -= num_drafts
+        self.scored_budget -= num_drafts  # Each is a row of logits.
+        assert self.budget >= 0 <= self.scored_budget, "more drafts than the step has room for"
+        self._work[index] = replace(work, drafts=num_drafts, new_blocks=work.new_blocks + blocks)
+        self._num_drafts += num_drafts
+
     def add_new(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
         """The same for a request that (re)enters the batch: the runner is told all about it."""
         self._enter(request, ())
@@ -203,7 +248,9 @@ class StepBuilder:
         new_rows, work = tuple(self._new_rows), tuple(self._work)
         assert len(self._requests) == len(work), "every row's work is somebody's"
         plan = StepPlan(step, new_rows, work, freed_rows, self.planned_ns, copies.out, copies.into)
-        return Flight(plan, tuple(self._requests), self._num_decoding, epoch, self.load())
+        flight = Flight(plan, tuple(self._requests), self._num_decoding, epoch, self.load())
+        flight.num_drafts = self._num_drafts
+        return flight
 
     def _count(self, num_computed: int, num_tokens: int, sign: int) -> None:
         """Put a row's work to the load, or take it out."""

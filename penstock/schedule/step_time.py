@@ -48,12 +48,25 @@ class StepLoad:
 
     num_tokens: int = 0
     num_sequences: int = 0
+    """Rows, and their drafts."""
     kv_read: int = 0
     """Tokens whose KV is read, once per row: the row's context with this step's tokens."""
     chunk_pairs: int = 0
     """(token, token before it) pairs in the attention of chunks; 0 for rows that decode."""
     num_steps: int = 1
     """More where the numbers are sums over several steps: the law is linear, so it holds for sums too."""
+
+    def with_drafts(self, num_computed: int, num_drafts: int) -> "StepLoad":
+        """The load where one of the rows that decode, after so many stored tokens, has so many drafts behind
+        its token: each is drawn at, as a row is, and all of them make a chunk.
+        """
+        return StepLoad(
+            self.num_tokens + num_drafts,
+            self.num_sequences + num_drafts,
+            self.kv_read + num_drafts,
+            self.chunk_pairs + chunk_pairs(num_computed, 1 + num_drafts),
+            self.num_steps,
+        )
 
     @classmethod
     def of(cls, rows: Sequence[RowWork]) -> "StepLoad":

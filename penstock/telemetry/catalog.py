@@ -239,6 +239,14 @@ CATALOG = (
         "penstock_engine_host_seconds_total", "counter",
         "Time spent in engine steps outside of the forward pass and sampling.", MODEL, shared=True,
     ),
+    Metric(
+        "penstock_engine_drafted_tokens_total", "counter", "Tokens that speculation guessed and computed.",
+        MODEL, shared=True,
+    ),
+    Metric(
+        "penstock_engine_accepted_tokens_total", "counter",
+        "Of penstock_engine_drafted_tokens_total, those that became tokens of answers.", MODEL, shared=True,
+    ),
     Metric("penstock_engine_preemptions_total", "counter", "Preempted requests.", MODEL, shared=True),
     Metric("penstock_engine_restarts_total", "counter", "Restarts of the engine process.", MODEL,
         shared=True),

@@ -337,6 +337,8 @@ class ModelMetrics:
             "step": Followed(table.counter("penstock_engine_steps_total").labels(model)),
             "step_ns": Followed(table.counter("penstock_engine_step_seconds_total").labels(model), NS_PER_S),
             "host_ns": Followed(table.counter("penstock_engine_host_seconds_total").labels(model), NS_PER_S),
+            "drafted_tokens": Followed(table.counter("penstock_engine_drafted_tokens_total").labels(model)),
+            "accepted_tokens": Followed(table.counter("penstock_engine_accepted_tokens_total").labels(model)),
             "preemptions": Followed(table.counter("penstock_engine_preemptions_total").labels(model)),
         }
         """By the field of `Stats`."""

@@ -331,7 +331,7 @@ def test_a_stop_string_aborts_on_the_worker_and_ends_here() -> None:
             assert (finish.reason, finish.stop) == (FinishReason.STOP, "END")
             assert finish.usage == Usage(
                 prompt_tokens=3,
-                completion_tokens=16,
+                completion_tokens=len(b"wordEND"),
                 cached_tokens=2,
                 queue_ns=5,
                 prefill_ns=6,
@@ -352,6 +352,7 @@ def test_a_stop_string_in_the_last_output_wins_and_needs_no_abort() -> None:
             peer.step(submit, *b"wordEND!", finish=RequestFinished(reason=FinishReason.LENGTH, usage=Usage()))
             finish = await recorder.end()
             assert (recorder.text, finish.reason, finish.stop) == ("word", FinishReason.STOP, "END")
+            assert finish.usage.completion_tokens == len(b"wordEND"), "as if the tokens had come one by one"
             backend.generate(requests.make(), Recorder())
             await peer.hear_submit()  # And no abort before it.
 

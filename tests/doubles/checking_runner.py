@@ -8,6 +8,9 @@ wrong tokens, a block that was reused too early.
 
 from collections import deque
 from dataclasses import dataclass, field
+from random import Random
+
+from msgspec.structs import replace
 
 from penstock.kv.cache.host_tier import BlockCopy, Copied
 from penstock.kv.cache.manager import blocks_for
@@ -127,6 +130,8 @@ class CheckingRunner:
         """Host slots whose copies fail."""
         self._host = [[_EMPTY] * BLOCK_TOKENS for _ in range(num_host_slots)]
         self._copying: list[_Copying] = []
+        self.guesses: Random | None = None
+        """Says how many drafts of a row there are, and how many of these are right; None: there are none."""
         self.step_tokens_max = 1 << 60
         """Steps with more tokens than this run out of memory."""
         self._launched: deque[_Launched] = deque()
@@ -176,7 +181,7 @@ class CheckingRunner:
         touched: dict[int, list[_Row]] = {}
         for work in plan.work:
             row = self._rows[work.row]
-            blocks = row.blocks[: blocks_for(work.num_computed + work.num_tokens)]
+            blocks = row.blocks[: blocks_for(work.num_computed + work.num_tokens + work.drafts)]
             for block in blocks[work.num_computed // BLOCK_TOKENS :]:
                 for flight in self._launched:
                     users = flight.touched.get(block, [])
@@ -190,6 +195,8 @@ class CheckingRunner:
         for work in plan.work:
             self._write(work)
         sampled = [self._sample(work) for work in plan.work if self._read(work)]
+        by_row = {work.row: work for work in plan.work if work.drafts}
+        sampled = [self._speculate(by_row[one.row], one) if one.row in by_row else one for one in sampled]
         copied = self._end_copies(waits=not plan.work)
         return StepResult(plan.step, tuple(sampled), self._score(plan), copied=copied)
 
@@ -283,6 +290,28 @@ class CheckingRunner:
         row.fingerprints.append(_after(row.fingerprints, token, *self._namespace(row.request_id)))
         assert len(row.fingerprints) - row.num_prompt <= row.max_tokens, "more is drawn than was asked for"
         return Sampled(work.row, token)
+
+    def _speculate(self, work: RowWork, first: Sampled) -> Sampled:
+        """Drafts behind the token that was drawn: all have KV, and those that are right count."""
+        row, guesses = self._rows[work.row], self.guesses
+        assert work.num_tokens == 1, "only a row that decodes has drafts"
+        assert work.samples, "a draft behind what?"
+        end = work.num_computed + 1 + work.drafts
+        assert end <= len(row.blocks) * BLOCK_TOKENS, "the block table has no room for drafts"
+        if guesses is None or first.error is not None:
+            return first
+        drafted = guesses.randint(0, work.drafts)
+        right, follows = guesses.randint(0, drafted), list[Sampled]()
+        for i in range(drafted):
+            position = work.num_computed + 1 + i
+            slot = self._slot(row, position)
+            assert slot not in self._written, f"rows {work.row} and {self._written[slot]} write the same slot"
+            self._written[slot] = work.row
+            self._slots[slot] = row.fingerprints[position] if i < right else _EMPTY
+            if i < right:
+                row.num_computed = position + 1
+                follows.append(self._sample(work))
+        return replace(first, drafted=drafted, follows=tuple(follows))
 
     def _score(self, plan: StepPlan) -> tuple[Scored, ...]:
         """A prompt token's log-probability is minus the fingerprint of what it follows: it cannot be mixed

@@ -1,6 +1,7 @@
 """A scheduler driven over the checking runner, with everything that was ever said about each request."""
 
 from collections import defaultdict, deque
+from random import Random
 
 import pytest
 from checking_runner import CheckingRunner, expected_scores, expected_tokens
@@ -46,8 +47,11 @@ class ScheduledEngine:
         kv_quota_fraction: float = 1.0,
         overlap: bool = False,
         check_every: int = 0,
+        guesses: Random | None = None,
     ) -> None:
-        """`check_every`: invariants are looked at after every so many changes; 0 is by the pool's size.
+        """`guesses`: the runner has drafts, as it says.
+
+        `check_every`: invariants are looked at after every so many changes; 0 is by the pool's size.
 
         A look walks all blocks, and a broken invariant hardly ever mends itself: long runs and large pools
         look less often.
@@ -71,10 +75,12 @@ class ScheduledEngine:
         prefill = PrefillBudget(targets or LatencyTargets())
         if queue is None:  # An empty one is false.
             queue = FCFSQueue(max_waiting)
-        self.scheduler = Scheduler(limits, self.kv, self.clock, queue, prefill)
+        worth = None if guesses is None else 0.0
+        self.scheduler = Scheduler(limits, self.kv, self.clock, queue, prefill, draft_worth=worth)
         self.runner = CheckingRunner(
             num_blocks=num_blocks, max_running=max_running, num_host_slots=host_slots
         )
+        self.runner.guesses = guesses
         self.requests: dict[str, Request] = {}
         self.live: dict[str, None] = {}  # Taken and not heard to have ended, oldest submission first.
         self.got: dict[str, list[int]] = defaultdict(list)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine_driver import Answer, Driver
+from knowing_proposer import KnowingProposer
 from msgspec import structs
 from tiny_models import VOCAB_SIZE
 
@@ -236,6 +237,35 @@ def test_overlap_changes_nothing(case: Case, chunk: int) -> None:
     driver = case.driver(overlap="on", step_tokens=chunk)
     for _ in range(2):
         check_same(driver.ask(prompts(), sampling()), case.expected)
+
+
+def told(answers: list[Answer]) -> list[Answer]:
+    """What is the same whatever was cached when a request started."""
+    return [replace(answer, cached_tokens=0) for answer in answers]
+
+
+def test_speculation_changes_nothing(case: Case) -> None:
+    """Drafts that are often right and sometimes wrong, alone and in a batch, with the prefix cache cold and
+    warm; then with overlap and too few blocks.
+    """
+    (asked, params), (expected, block_bytes) = crowd(), case.roomy
+    texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(asked, expected, strict=True)]
+
+    def driver(**config: object) -> Driver:
+        made = case.driver(speculation="ngram", draft_worth=0.0, **config)
+        made.runner.proposer = KnowingProposer(texts)
+        return made
+
+    roomy = driver()
+    alone = [roomy.ask([prompt], [each])[0] for prompt, each in zip(asked, params, strict=True)]
+    assert told(alone) == expected
+    assert roomy.core.stats().step < 0.7 * 40 * len(asked)
+    assert told(roomy.ask(asked, params)) == expected
+    stats = roomy.core.stats()
+    assert 40 < stats.accepted_tokens < stats.drafted_tokens
+    tight = driver(overlap="on", kv_memory_bytes=14 * block_bytes)
+    assert told(tight.ask(asked, params)) == expected
+    assert tight.core.stats().preemptions > 0
 
 
 def test_overlap_and_stop_tokens_change_nothing(case: Case) -> None:

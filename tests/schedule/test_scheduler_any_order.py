@@ -99,12 +99,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         kv_quota_fraction=st.sampled_from([1.0, 1.0, 0.8, 0.4]),
         scheduling=st.sampled_from(["fcfs", "priority", "fair"]),
         overlap=st.booleans(),
+        guesses=st.sampled_from([None, 1, 2]),
     )
-    def start(self, scheduling: str, copy_steps: int, **limits) -> None:
+    def start(self, scheduling: str, copy_steps: int, guesses: int | None, **limits) -> None:
         config = EngineSettings(
             scheduling=scheduling, max_waiting=1000, priority_ageing_s=1e-6, starvation_s=4e-6
         )
-        self.engine = ScheduledEngine(**limits, queue=waiting_queue(config), check_every=4)
+        drafts = None if guesses is None else rng.stream(guesses, "drafts")
+        self.engine = ScheduledEngine(**limits, queue=waiting_queue(config), check_every=4, guesses=drafts)
         self.engine.runner.copy_steps = copy_steps
         self.submitted = 0
 
@@ -182,6 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             event(f"preempted: {self.engine.scheduler.statistics().preemptions > 0}")
             event(f"yielded: {self.engine.scheduler.statistics().yields > 0}")
             event(f"overlap: {self.engine.overlap}")
+            event(f"drafts: {self.engine.scheduler.statistics().accepted_tokens > 0}")
             event(f"hits: {self.engine.scheduler.statistics().cached_tokens > 0}")
             event(f"host hits: {self.engine.scheduler.statistics().host_cached_tokens > 0}")
 
@@ -209,6 +212,7 @@ def run_trace(seed: int, *, overlap: bool, host_tier: bool = False) -> Counter[s
         scored_tokens=scoring.choice([17, 64]),
         host_slots=hosting.choice([6, 30]) if host_tier else 0,
         check_every=5,
+        guesses=rng.stream(seed, "scheduler trace, drafts") if seed % 3 == 0 else None,
     )
     engine.runner.copy_steps = hosting.randint(1, 4)
     seen: Counter[str] = Counter()
@@ -245,6 +249,7 @@ def run_trace(seed: int, *, overlap: bool, host_tier: bool = False) -> Counter[s
     now, pool = engine.scheduler.statistics(), engine.kv.statistics()
     seen += Counter(preempted=now.preemptions, cached=now.cached_tokens)
     host = now.host
+    seen += Counter(drafted=now.drafted_tokens, accepted=now.accepted_tokens)
     seen += Counter(stores=host.stores, loads=host.loads, failures=host.failures, discarded=host.discarded)
     return seen + Counter(evicted=pool.evictions, duplicates=pool.duplicates)
 
@@ -254,7 +259,7 @@ def run_trace(seed: int, *, overlap: bool, host_tier: bool = False) -> Counter[s
 def test_long_traces_end_with_every_block_free(seeds, overlap: bool) -> None:
     seen = sum((run_trace(seed, overlap=overlap) for seed in seeds), Counter())
     wanted = {"preempted", "cached", "evicted", "duplicates", "stop", "length", "error", "abort"}
-    wanted |= {"aborted waiting", "aborted running"}
+    wanted |= {"aborted waiting", "aborted running", "drafted", "accepted"}
     if not overlap:  # There are fewer moments to meet one in, with overlap.
         wanted.add("aborted preempted")
     assert not wanted - set(seen), seen

@@ -65,10 +65,10 @@ class EngineStream:
     __slots__ = (
         "_clock",
         "_detokenizer",
-        "_device_ns",
         "_done",
         "_first_ns",
         "_held",
+        "_last",
         "_leave",
         "_piece",
         "_push_text",
@@ -104,7 +104,8 @@ class EngineStream:
         # Stop strings must be seen at once, and logprobs belong to their tokens.
         self._piece = 1 if request.stop else request.piece_tokens
         self._first_ns = 0
-        self._device_ns = 0
+        self._last = Output(request.request_id, ())
+        """What the worker said last: what was used up to now."""
         self._done = False
         if request.resumed:
             self._prime(request.resumed)
@@ -125,13 +126,13 @@ class EngineStream:
         if not plain or self._stop is not None or self._piece > 1:
             self.push(output)
             return False
-        self._device_ns = output.device_ns
+        self._last = output
         self._held.extend(output.token_ids)
         return len(self._held) == len(output.token_ids)
 
     def push(self, output: Output) -> None:
         """One step's output for this stream."""
-        self._device_ns = output.device_ns
+        self._last = output
         if self._held and self._piece == 1:
             self.release_buffered()
         if output.usage is not None:
@@ -142,6 +143,9 @@ class EngineStream:
         token_ids = output.token_ids
         if output.vectors:
             self._sink.on_delta(Delta("", (), vectors=output.vectors))
+            return
+        if self._stop is not None and len(token_ids) > 1 and output.logprobs is None:
+            self._push_singly(output)
             return
         if not token_ids:
             found = tuple(to_text_logprob(each, self._tokenizer) for each in output.prompt_logprobs)
@@ -162,6 +166,14 @@ class EngineStream:
                 self._stop_here(self._delta(text, output), matched)
                 return
         self._sink.on_delta(Delta(text, token_ids) if output.logprobs is None else self._delta(text, output))
+
+    def _push_singly(self, output: Output) -> None:
+        """Several tokens of one step, where a stop string may end the answer behind any of them: it is as
+        long then as if they had come one by one.
+        """
+        for token_id in output.token_ids:
+            if not self._done:
+                self.push(replace(output, token_ids=(token_id,), usage=None))
 
     def abort(self) -> None:
         """The client left: tell the worker, and the sink at once."""
@@ -220,12 +232,26 @@ class EngineStream:
             self._sink.on_delta(Delta("", (), vectors=output.vectors))
         if self._done:
             return
-        self._token_ids.extend(output.token_ids)
-        text = self._push_text(output.token_ids) + self._detokenizer.finish()
-        matched = None
-        if self._stop is not None:
-            text, matched = self._stop.push(text)
-            text += self._stop.finish()
+        matched, text, num_tokens = None, "", len(output.token_ids)
+        for num_read, token_id in enumerate(output.token_ids, 1):
+            self._token_ids.append(token_id)
+            piece = self._push_text((token_id,))
+            if self._stop is not None:
+                piece, matched = self._stop.push(piece)
+            text += piece
+            if matched is not None:
+                num_tokens = num_read
+                break
+        else:
+            piece = self._detokenizer.finish()
+            if self._stop is not None:
+                piece, matched = self._stop.push(piece)
+                piece += self._stop.finish()
+            text += piece
+        if num_tokens < len(output.token_ids) and output.logprobs is None:
+            output = replace(output, token_ids=output.token_ids[:num_tokens])
+            usage = replace(finish.usage, completion_tokens=len(self._token_ids))
+            finish = replace(finish, usage=usage)
         if text or output.token_ids:
             self._sink.on_delta(self._delta(text, output))
         if not self._done:  # The sink may have aborted meanwhile.
@@ -275,7 +301,9 @@ class EngineStream:
             self._usage,
             completion_tokens=len(self._token_ids),
             decode_ns=decode_ns,
-            device_ns=self._device_ns,
+            device_ns=self._last.device_ns,
+            accepted_drafts=self._last.drafts[0],
+            rejected_drafts=self._last.drafts[1],
         )
 
     def _delta(self, text: str, output: Output) -> Delta:

@@ -121,6 +121,7 @@ def _models(args: argparse.Namespace, models: tuple[ModelConfig, ...]) -> tuple[
         dtype=args.dtype,
         quantization=args.quantization,
         kv_dtype=args.kv_dtype,
+        speculation=args.speculation,
         load_format=args.load_format,
         max_model_len=args.max_model_len,
         kv_memory_bytes=args.kv_memory,
@@ -260,6 +261,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype",
         choices=("auto", "int8"),
         help="int8: round the KV cache, for nearly twice the tokens in its memory (default: auto)",
+    )
+    engine.add_argument(
+        "--speculation",
+        choices=("off", "ngram"),
+        help="ngram: guess tokens ahead from what the request has had before (default: off)",
     )
     engine.add_argument(
         "--load-format",

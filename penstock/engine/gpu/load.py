@@ -102,6 +102,10 @@ def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> De
         raise ConfigError(
             f"engine.kv_dtype is {config.kv_dtype}, but a GPU keeps its cache in the type of the model"
         )
+    if config.speculation != "off":
+        raise ConfigError(
+            f"engine.speculation is {config.speculation}, but drafts are computed on the CPU only"
+        )
     if config.quantization != "none":
         raise ConfigError(
             f"engine.quantization is {config.quantization}, but a GPU computes with whole weights only"

@@ -27,6 +27,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     "api.cpp": (),
     "cpu.cpp": (),
     "experts.cpp": (),
+    "lookup.cpp": (),
     "pack.cpp": (),
     "pool.cpp": (),
     "step.cpp": (),

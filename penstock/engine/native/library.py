@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 13
+ABI_VERSION = 14
 _OUT_OF_BOUNDS = -2
 _SPIN_US = 50
 
@@ -191,6 +191,16 @@ class PsSample(Structure):
     ]  # fmt: skip
 
 
+class PsLookup(Structure):
+    """`PsLookup`: guesses of how rows go on."""
+
+    _fields_ = [
+        ("token_ids", c_void_p), ("rows", c_void_p), ("known", c_void_p), ("most", c_void_p),
+        ("found", c_void_p), ("num_rows", c_int64), ("ld_tokens", c_int64), ("match_min", c_int64),
+        ("match_max", c_int64),
+    ]  # fmt: skip
+
+
 _CALLS: dict[str, type[Structure]] = {
     "ps_linear": PsLinear,
     "ps_rms_norm": PsNorm,
@@ -198,6 +208,7 @@ _CALLS: dict[str, type[Structure]] = {
     "ps_rope_write": RopeWrite,
     "ps_attention": PsAttention,
     "ps_sample": PsSample,
+    "ps_lookup": PsLookup,
 }
 _STRUCTS = (
     PsWeight,
@@ -215,6 +226,7 @@ _STRUCTS = (
     AdapterPart,
     AdapterLinear,
     AdapterLayer,
+    PsLookup,
 )
 """In the order of `ps_struct_bytes`."""
 
@@ -289,6 +301,10 @@ class NativeLibrary:
     def sample(self, job: PsSample) -> None:
         """Run `ps_sample`."""
         self._call(self._lib.ps_sample, job)
+
+    def lookup(self, job: PsLookup) -> None:
+        """Run `ps_lookup`."""
+        self._call(self._lib.ps_lookup, job)
 
     def step(self, decoder: PsDecoder, step: Step) -> None:
         """Run `ps_step`.

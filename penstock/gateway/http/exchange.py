@@ -261,7 +261,9 @@ class Exchange:
             completion_tokens=total.completion_tokens,
             total_tokens=total.prompt_tokens + total.completion_tokens,
             prompt_tokens_details=CachedTokens(total.cached_tokens),
-            completion_tokens_details=CompletionDetails.of(self.reasoning_tokens),
+            completion_tokens_details=CompletionDetails.of(
+                self.reasoning_tokens, total.accepted_drafts, total.rejected_drafts
+            ),
         )
 
     def measured(self, served: Served, now_ns: int) -> RequestMeasurement:

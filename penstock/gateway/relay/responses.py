@@ -244,7 +244,7 @@ def answered(
     is_whole = _is_whole(reason)
     cut = "max_output_tokens" if reason is FinishReason.LENGTH else reason.value
     details = usage.completion_tokens_details
-    reasoning = details.reasoning_tokens if isinstance(details, msgspec.Struct) else None
+    reasoning = details.reasoning_tokens if isinstance(details, msgspec.Struct) else msgspec.UNSET
     return msgspec.structs.replace(
         draft,
         status="completed" if is_whole else "incomplete",

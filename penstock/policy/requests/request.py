@@ -58,6 +58,8 @@ def continued(before: Usage, after: Usage) -> Usage:
         preemptions=before.preemptions + after.preemptions,
         kv_block_ns=before.kv_block_ns + after.kv_block_ns,
         device_ns=before.device_ns + after.device_ns,
+        accepted_drafts=before.accepted_drafts + after.accepted_drafts,
+        rejected_drafts=before.rejected_drafts + after.rejected_drafts,
     )
 
 
@@ -251,6 +253,8 @@ class Request(Work):
             preemptions=sum(usage.preemptions for usage in usages),
             kv_block_ns=sum(usage.kv_block_ns for usage in usages),
             device_ns=sum(usage.device_ns for usage in usages),
+            accepted_drafts=sum(usage.accepted_drafts for usage in usages),
+            rejected_drafts=sum(usage.rejected_drafts for usage in usages),
         )
 
     def record(self, wall_ns: int) -> UsageRecord:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from device_driver import device_runner
 from engine_driver import Answer, tiny_runner
+from knowing_proposer import KnowingProposer
 
 pytest.importorskip("llguidance")
 
@@ -337,7 +338,7 @@ def undisturbed() -> list[Answer]:
     return Engine().ask(*long_and_forced())
 
 
-@pytest.mark.parametrize(("where", "overlap"), [("results", "off"), ("results", "on"), ("_sample", "on")])
+@pytest.mark.parametrize(("where", "overlap"), [("results", "off"), ("results", "on"), ("_draw", "on")])
 def test_a_step_that_runs_out_of_memory_behind_its_draws_is_drawn_again(
     monkeypatch: pytest.MonkeyPatch, where: str, overlap: str
 ) -> None:
@@ -356,6 +357,26 @@ def test_a_step_that_runs_out_of_memory_behind_its_draws_is_drawn_again(
     assert calls[0] > 10
     assert [each.token_ids for each in answers] == [each.token_ids for each in whole]
     assert [each.finish for each in answers] == [each.finish for each in whole]
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_speculation_changes_no_answer(alone: list[Answer], overlap: str) -> None:
+    """Each draft is drawn behind the state of the grammar that those before it have left."""
+    engine = Engine(overlap=overlap, speculation="ngram", draft_worth=0.0)
+    texts = [
+        [*engine.tokenizer.encode(each["prompt"]), *answer.token_ids]
+        for each, answer in zip(requests(), alone, strict=True)
+    ]
+    engine.core._runner.proposer = KnowingProposer(texts, wrong_every=5)
+    for answers in (engine.ask(*requests()), [engine.ask(each)[0] for each in requests()[::3]]):
+        expected = alone if len(answers) == len(alone) else alone[::3]
+        assert [each.token_ids for each in answers] == [each.token_ids for each in expected]
+        assert [each.finish for each in answers] == [each.finish for each in expected]
+    stats = engine.core.stats()
+    assert 10 < stats.accepted_tokens < stats.drafted_tokens
+    (scored,) = engine.ask(requests(logprobs=1)[0])
+    assert scored.token_ids == alone[0].token_ids
+    assert len(scored.logprobs) >= len(scored.token_ids)
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])

@@ -222,7 +222,7 @@ PS_EXPORT int64_t ps_struct_bytes(int32_t index) {
   constexpr size_t sizes[] = {sizeof(PsWeight),  sizeof(PsLinear),    sizeof(PsNorm),      sizeof(PsSiluMul),
                               sizeof(PsKvCache), sizeof(PsRopeWrite), sizeof(PsAttention), sizeof(PsMlp),       sizeof(PsLayer),
                               sizeof(PsDecoder), sizeof(PsStep),   sizeof(PsSample), sizeof(PsAdapterPart), sizeof(PsAdapterLinear),
-                              sizeof(PsAdapterLayer)};
+                              sizeof(PsAdapterLayer), sizeof(PsLookup)};
   return index >= 0 && index < (int32_t)(sizeof sizes / sizeof *sizes) ? (int64_t)sizes[index] : -1;
 }
 
@@ -281,6 +281,10 @@ PS_EXPORT int32_t ps_attention(const PsAttention *job) {
 PS_EXPORT int32_t ps_sample(const PsSample *job) {
   PoolLock held;
   return sample(job);
+}
+PS_EXPORT int32_t ps_lookup(const PsLookup *job) {
+  lookup(job);
+  return 0;
 }
 PS_EXPORT int32_t ps_step(const PsDecoder *decoder, const PsStep *job) {
   PoolLock held;

@@ -12,6 +12,7 @@ int32_t attention(const PsAttention *job);
 int32_t sample(const PsSample *job);
 void scale_values(void *x, int32_t type, int64_t n, float factor);  // x *= factor
 void cap_values(float *x, int64_t n, float cap);                    // x = cap * tanh(x / cap)
+void lookup(const PsLookup *job);
 int32_t step(const PsDecoder *decoder, const PsStep *step);
 
 // Memory that lives as long as the process and only grows; calls use it one at a time, under the pool's lock.

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 13
+#define PS_ABI_VERSION 14
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -194,6 +194,16 @@ struct PsSample {
   int32_t reserved;
 };
 
+// Guesses how rows go on: as they did where their last tokens stood before; see engine/speculation.py.
+struct PsLookup {
+  int32_t *token_ids;    // [.., ld_tokens]; guesses are written behind the known tokens
+  const int64_t *rows;   // [num_rows] rows of `token_ids`, each once
+  const int64_t *known;  // [num_rows] tokens that are known, at least 1
+  const int64_t *most;   // [num_rows] guesses that are wanted, and fit behind them
+  int64_t *found;        // [num_rows] out: how many there are
+  int64_t num_rows, ld_tokens, match_min, match_max;
+};
+
 PS_EXPORT int32_t ps_abi_version(void);
 PS_EXPORT int64_t
 ps_struct_bytes(int32_t index);  // size of the index-th struct of this file, for the other side to check
@@ -220,4 +230,5 @@ PS_EXPORT int32_t ps_silu_mul(const PsSiluMul *job);
 PS_EXPORT int32_t ps_rope_write(const PsRopeWrite *job);
 PS_EXPORT int32_t ps_attention(const PsAttention *job);
 PS_EXPORT int32_t ps_sample(const PsSample *job);
+PS_EXPORT int32_t ps_lookup(const PsLookup *job);
 PS_EXPORT int32_t ps_step(const PsDecoder *decoder, const PsStep *step);

@@ -1,0 +1,174 @@
+"""Speculation: guesses of what rows will say are computed in the same step as the tokens that they owe, and
+kept as far as they turn out to be what is drawn.
+
+    plan      "at most k drafts for this row"                                  schedule/speculation.py
+    propose   k or fewer tokens behind the known ones, into the row's table    a `Proposer`
+    step      1 + k tokens of the row, as a chunk; logits after each of them   the decoder
+    verify    every token is drawn as it would be without drafts, with its     `verified`
+              own position's randomness; drafts count up to the first that
+              is another
+
+So what is generated is what would have been without drafts, to the bit, whoever guesses: with sampling, since
+the draws are the same draws; with penalties and word lists, since they look at the tokens before a position;
+with grammars, since a row that has one is drawn token by token, each behind the state that the one before
+left. Nothing is ever taken back but the KV of drafts that were wrong, which later tokens overwrite.
+docs/design/026-speculation.md says why it is done so, and not by rejection sampling.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+from msgspec.structs import replace
+from torch import Tensor
+
+from penstock.config.tree import EngineConfig
+from penstock.engine.arrays import Int32Array, Int64Array, as_tensor, token_rows
+from penstock.engine.inputs import RowTables, StepInputs
+from penstock.engine.native.library import NativeLibrary, PsLookup
+from penstock.engine.sampler import results
+from penstock.schedule.plan import Forced, Sampled
+
+MATCH_MIN, MATCH_MAX = 2, 16
+"""Tokens at the end of a row that must have been said before, at least; and where a longer run is no
+better."""
+
+Follows = Mapping[int, Forced | str]
+"""By index: what a row's grammar forces behind what was drawn, or why the row cannot go on."""
+Draw = Callable[[Tensor, Int64Array, Int64Array], tuple[Tensor, Follows]]
+"""Draws from logits the tokens at positions of rows, and remembers them."""
+
+
+class Proposer(Protocol):
+    """Guesses the tokens that follow. A model for this has its own KV under the rows' block tables; heads on
+    the target's own states are told those by who runs the step.
+    """
+
+    def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
+        """Write guesses of the tokens behind the `known` ones of each row into `tables.token_ids`, at most so
+        many; how many there are of each. They must be tokens of the model.
+        """
+        ...
+
+
+def proposer_of(config: EngineConfig, native: NativeLibrary | None) -> Proposer | None:
+    """As configured."""
+    return None if config.speculation == "off" else PromptLookup(native)
+
+
+class PromptLookup:
+    """Guesses that a row goes on as it did where its last tokens stood before: in its prompt, or in its
+    answer (Saxena 2023, prompt lookup decoding). The longest run of tokens counts, and of these the last.
+    """
+
+    def __init__(self, native: NativeLibrary | None) -> None:
+        """`native`: looks for all rows in one call; None: numpy looks, row by row."""
+        self._native = native
+
+    def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
+        """See `Proposer`."""
+        token_ids, found = tables.token_ids, np.zeros(len(rows), np.int64)
+        if self._native is None:
+            for i, (row, num_known, count) in enumerate(zip(rows, known, most, strict=True)):
+                found[i] = _guess(token_ids[row], int(num_known), int(count))
+            return found
+        self._native.lookup(
+            PsLookup(
+                token_ids=token_ids.ctypes.data, rows=rows.ctypes.data, known=known.ctypes.data,
+                most=most.ctypes.data, found=found.ctypes.data, num_rows=len(rows),
+                ld_tokens=token_ids.shape[1], match_min=MATCH_MIN, match_max=MATCH_MAX,
+            )
+        )  # fmt: skip
+        return found
+
+
+def _guess(token_ids: Int32Array, num_known: int, most: int) -> int:
+    """Write guesses behind the known tokens of one row; how many."""
+    known = token_ids[:num_known]
+    ends = np.flatnonzero(known[:-1] == known[-1])  # Of runs that may be repeated: of one token so far.
+    if not len(ends):
+        return 0
+    lengths, growing = np.ones(len(ends), np.int64), np.arange(len(ends))
+    for length in range(1, min(MATCH_MAX, num_known - 1)):
+        starts = ends[growing] - length
+        growing = growing[(starts >= 0) & (known[starts] == known[-1 - length])]
+        if not len(growing):
+            break
+        lengths[growing] = length + 1
+    longest = int(lengths.max())
+    if longest < MATCH_MIN:
+        return 0
+    first = int(ends[np.flatnonzero(lengths == longest)[-1]]) + 1
+    for i in range(most):  # One by one: where the run goes on into the guesses, it is a period.
+        token_ids[num_known + i] = token_ids[first + i]
+    return most
+
+
+def verified(
+    logits: Tensor,
+    inputs: StepInputs,
+    drafted: Int64Array,
+    tables: RowTables,
+    draw: Draw,
+    has_grammar: Callable[[int], bool],
+) -> tuple[Sampled, ...]:
+    """Draw at all samples of a step with drafts, and keep what was drawn up to the first wrong draft of each
+    row, and the token in its place.
+    """
+    rows, positions = inputs.sample_rows, inputs.sample_positions
+    counts = drafted + 1
+    starts = np.cumsum(counts) - counts
+    last = starts + drafted
+    drafts = tables.token_ids[rows, positions].astype(np.int64)
+    drawn, follows = np.full(len(rows), -1, np.int64), dict[int, Forced | str]()
+    with_drafts: list[int] = np.flatnonzero(drafted).tolist()
+    singly: dict[int, int] = {
+        int(starts[i]): int(last[i]) for i in with_drafts if has_grammar(int(rows[starts[i]]))
+    }
+    now = _without(np.arange(len(rows)), singly)
+    while len(now):
+        where = as_tensor(now)
+        found, news = draw(logits if len(now) == len(rows) else logits[where], rows[now], positions[now])
+        drawn[now] = found.numpy()
+        follows.update({int(now[index]): what for index, what in news.items()})
+        # What may be drawn next in a row with a grammar depends on this token.
+        right = [at for at in singly if drawn[at] == drafts[at] and at not in follows]
+        singly = {at + 1: singly[at] for at in right if at < singly[at]}
+        now = np.fromiter(singly, np.int64, len(singly))
+    wrong = drawn != drafts
+    wrong[last] = True  # Behind the last draft there is none.
+    wrong[np.fromiter(follows, np.int64, len(follows))] = True
+    ends = np.flatnonzero(wrong)
+    num_right = ends[np.searchsorted(ends, starts)] - starts
+    of_row, offsets = token_rows((num_right + 1).astype(np.int32))
+    kept = starts[of_row] + offsets
+    tells = any(tables.logprobs[row] is not None for row in rows[starts].tolist())
+    place = {int(at): i for i, at in enumerate(kept)}
+    told = results(
+        logits[as_tensor(kept)] if tells else logits,
+        as_tensor(drawn[kept]),
+        rows[kept],
+        tables.logprobs,
+        {place[at]: what for at, what in follows.items()},
+    )
+    return _by_row(told, num_right, drafted)
+
+
+def _without(index: Int64Array, singly: Mapping[int, int]) -> Int64Array:
+    """All samples but those behind the first of rows that are drawn token by token."""
+    is_later = np.zeros(len(index), np.bool_)
+    for first, last in singly.items():
+        is_later[first + 1 : last + 1] = True
+    return index[~is_later]
+
+
+def _by_row(told: tuple[Sampled, ...], num_right: Int64Array, drafted: Int64Array) -> tuple[Sampled, ...]:
+    """One for each row, with what follows it inside."""
+    found: list[Sampled] = []
+    first = 0
+    for right, count in zip(num_right.tolist(), drafted.tolist(), strict=True):
+        one, end = told[first], first + 1 + right
+        found.append(replace(one, follows=told[first + 1 : end], drafted=count) if count else one)
+        first = end
+    assert first == len(told), "every token is some row's"
+    return tuple(found)

@@ -1,0 +1,95 @@
+"""Speculation in a real server, as the official client sees it: the same answers, and what was guessed in
+their usage.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from served import Server
+
+from penstock.config.checkpoints import resolve
+
+pytestmark = pytest.mark.timeout(300)
+
+DEMO = resolve("penstock-demo-mini")
+STORY = "Tell me a story"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One model with drafts and one without."""
+    place = tmp_path_factory.mktemp("speculation")
+    engine = "dtype: float32, threads: 1, kv_memory_bytes: 16777216, max_running: 8, speculation"
+    models = ", ".join(
+        f"{{path: {DEMO}, name: {name}, engine: {{{engine}: {value}}}}}"
+        for name, value in (("guessing", "ngram"), ("plain", "'off'"))
+    )
+    (place / "config.yaml").write_text(
+        f"models: [{models}]\nledger: {{directory: {place / 'ledger'}}}\n"
+        "server: {port: 0, trust_local: true}\n"
+    )
+    made = Server(place, "-c", str(place / "config.yaml"))
+    made.wait_ready()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url, api_key=server.key or "none", max_retries=0) as made:
+        yield made
+
+
+def ask(client: openai.OpenAI, model: str, **how: Any) -> Any:
+    """The story is told, and asked for again."""
+    first = {"role": "user", "content": STORY}
+    asked = {"model": model, "max_tokens": 80, "temperature": 0, **how}
+    told = client.chat.completions.create(messages=[first], model=model, max_tokens=80, temperature=0)
+    before = {"role": "assistant", "content": told.choices[0].message.content}
+    return client.chat.completions.create(messages=[first, before, first], **asked)
+
+
+def test_what_was_guessed_is_in_the_usage(client: openai.OpenAI) -> None:
+    guessing, plain = (ask(client, model) for model in ("guessing", "plain"))
+    assert guessing.choices[0].message.content == plain.choices[0].message.content
+    assert guessing.usage.completion_tokens == plain.usage.completion_tokens
+    details = guessing.usage.completion_tokens_details
+    assert 0 < details.accepted_prediction_tokens < guessing.usage.completion_tokens
+    assert details.rejected_prediction_tokens >= 0
+    assert details.reasoning_tokens is None
+    assert plain.usage.completion_tokens_details is None
+
+
+def test_streams_and_stop_strings_end_where_they_would_without_drafts(client: openai.OpenAI) -> None:
+    whole = ask(client, "plain").choices[0].message.content
+    words = whole.split()
+    stop = words[len(words) // 2]
+    found: list[tuple[str, str | None, int]] = []
+    for model in ("guessing", "plain"):
+        chunks = list(ask(client, model, stop=[stop], stream=True, stream_options={"include_usage": True}))
+        text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+        ends = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        found.append((text, ends[0], chunks[-1].usage.completion_tokens))
+        details = chunks[-1].usage.completion_tokens_details
+        assert (details is not None and details.accepted_prediction_tokens > 0) == (model == "guessing")
+    assert found[0] == found[1]
+    assert found[0][:2] == (whole[: whole.index(stop)], "stop")
+
+
+def test_drafts_are_counted(server: Server, client: openai.OpenAI) -> None:
+    ask(client, "guessing")
+    server.until(lambda: counted(server, "guessing", "accepted") > 0, "no drafts in /metrics")
+    assert counted(server, "guessing", "drafted") >= counted(server, "guessing", "accepted")
+    assert counted(server, "plain", "drafted") == 0
+
+
+def counted(server: Server, model: str, what: str) -> float:
+    page = httpx2.get(server.url.removesuffix("/v1") + "/metrics").text
+    found = re.search(
+        rf'^penstock_engine_{what}_tokens_total\{{model="{model}"\}} (\S+)$', page, re.MULTILINE
+    )
+    return float(found[1]) if found else 0.0
