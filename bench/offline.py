@@ -96,7 +96,8 @@ class Loop:
     """One prompt after the other."""
 
     def __init__(self, model: str, llm: LLM, prompts: list[str], tokens: int) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.bfloat16).eval()
+        loaded = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.bfloat16)
+        self.model: Any = loaded.eval()  # Its `generate` has no types of its own.
         encode = llm.get_tokenizer().encode
         self.ids = [torch.tensor([encode(prompt, add_special_tokens=True)]) for prompt in prompts]
         self.tokens = tokens
@@ -104,7 +105,7 @@ class Loop:
     def run(self) -> list[str]:
         with torch.inference_mode():
             for ids in self.ids:
-                out: Any = self.model.generate(
+                out = self.model.generate(
                     ids, do_sample=False, min_new_tokens=self.tokens, max_new_tokens=self.tokens,
                     attention_mask=torch.ones_like(ids), pad_token_id=0,
                 )  # fmt: skip
