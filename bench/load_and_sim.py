@@ -48,7 +48,7 @@ from penstock.sim.traffic.workload import (
     merged,
 )
 from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker import SimWorkerSpec
+from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.types import TenantId
 
 HERE = Path(__file__).parent

@@ -39,7 +39,8 @@ from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.messages import Submission, WorkerMessage
 from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker import SimWorker, SimWorkerSpec
+from penstock.sim.world.worker import SimWorker
+from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.sim.world.world import World
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 

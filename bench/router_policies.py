@@ -30,7 +30,7 @@ from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.traffic.traces import Trace
 from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, Poisson, even, merged
 from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker import SimWorkerSpec
+from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.sim.world.world import World
 from penstock.types import WorkerId
 

@@ -34,7 +34,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.planning.step_time import LinearStepTime
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.run import PoolSpec, SimResult, WorldSpec
-from penstock.sim.world.worker import SimWorkerSpec
+from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.sim.world.world import World
 
 ROWS = 64

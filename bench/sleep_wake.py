@@ -1,6 +1,6 @@
 """What a sleeping model gives back, and how long it takes to come back.
 
-    python bench/sleep_wake.py [--shapes 494m] [--rounds 5] [--json FILE]
+    python bench/sleep_wake.py [--shapes 494m] [--forms none int8 int4] [--rounds 5] [--json FILE]
 
 Every case is a worker process as a launcher starts it, spoken to over its socket: a model in one form is
 loaded, answers once, sleeps and wakes `rounds` times. Memory is the process' own (anonymous) and its resident
@@ -166,13 +166,14 @@ def main() -> None:
     """Measure every form of every shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shapes", nargs="*", choices=sorted(SHAPES), default=["494m"])
+    parser.add_argument("--forms", nargs="*", choices=FORMS, default=FORMS)
     parser.add_argument("--rounds", type=int, default=5)
     add_json_option(parser)
     args = parser.parse_args()
     found: list[dict[str, Any]] = []
     for shape in args.shapes:
         model = make_model(SHAPES[shape], WORK / shape)
-        for form in FORMS:
+        for form in args.forms:
             found.append(measure(model, form, args.rounds))
             print(msgspec.json.format(msgspec.json.encode(found[-1])).decode())
     write_result(args.json, {"cases": found})

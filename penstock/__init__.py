@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
+    from penstock.offline.vectors import EmbeddingRequestOutput
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "GuidedDecodingParams",
     "LoRARequest",
     "Logprob",
@@ -42,6 +44,7 @@ _ROOMS = {
     "Logprob": "outputs",
     "RequestOutput": "outputs",
     "ScoringRequestOutput": "outputs",
+    "EmbeddingRequestOutput": "vectors",
 }
 """Where in `penstock.offline` each is; the others are in `params`."""
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
+from penstock.clock import NS_PER_MS
 from penstock.errors import EngineFault, PenstockError
 from penstock.protocol.adapters import Adapters as WorkerAdapters
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
@@ -220,6 +221,10 @@ class Adapters(NamedTuple):
     """Where it has them from, where it tells; also those that it could not load."""
     failed: Mapping[str, str] = MappingProxyType({})
     """Why it could not load one, by name."""
+    room: int = 0
+    """How many can be loaded at once; 0: not known."""
+    load_ns: int = 0
+    """What a load takes; 0: not known."""
 
 
 NO_ADAPTERS = Adapters()
@@ -234,6 +239,8 @@ def adapters_told(told: WorkerAdapters) -> Adapters:
         digests={each.name: each.digest for each in sound},
         paths={each.name: each.path for each in told.adapters},
         failed={each.name: each.error for each in told.adapters if each.error},
+        room=told.room,
+        load_ns=told.read_ms * NS_PER_MS,
     )
 
 
@@ -337,8 +344,14 @@ class LoadsAdapters(Protocol):
         """Whether the worker, which is ready, does."""
         ...
 
-    def load_adapter(self, name: str, path: str, digest: str) -> None:
-        """Let the worker take requests for an adapter; again for one that is there changes nothing."""
+    def load_adapter(self, name: str, path: str, digest: str, *, is_wanted: bool = False) -> None:
+        """Let the worker take requests for an adapter; again for one that is there changes nothing, but that
+        it is loaded at once if it `is_wanted`.
+        """
+        ...
+
+    def keep_adapters(self, names: tuple[str, ...]) -> None:
+        """Let it keep these loaded rather than others, the first ones longest."""
         ...
 
     def unload_adapter(self, name: str) -> None:

@@ -115,6 +115,9 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     adapter_slots: Annotated[int, Meta(ge=0, le=1024)] = 20
     """Low-rank adapters (LoRA) that the requests in one batch may have between them; a request for one more
     waits. 0: none are taken. On the CPU; see docs/adapters.md."""
+    adapter_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """Memory for adapters, beside weights and KV cache; null takes a tenth of the free memory, 4 GiB at
+    most."""
     speculation: Literal["off", "ngram"] = "off"
     """Guess tokens ahead and compute them in the same step, as many as pay: answers stay the same, to the
     token. "ngram": what followed the last tokens where the request has had them before. On the CPU; see

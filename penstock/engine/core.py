@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
-from penstock.engine.adapters.manager import AdapterManager, AdapterRead, Entry, Reads, Released
+from penstock.engine.adapters.manager import AdapterManager, AdapterRead, Reads, Released
 from penstock.engine.requests import request_of
 from penstock.engine.steps import Prepares, wire_steps
 from penstock.errors import ClientError, Draining, InvalidRequest, PenstockError, WorkerUnavailable
@@ -22,8 +22,9 @@ from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher
 from penstock.planning.roofline import CostFloor
 from penstock.planning.step_time import StepShape
-from penstock.protocol.adapters import LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import ModelInfo, Output, RequestFinished, Stats, Submit
+from penstock.schedule.adapters import Entry
 from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
@@ -237,15 +238,12 @@ class EngineCore:
         """Take requests that name adapters."""
         self.adapters = manager
 
-    def order_adapter(self, order: LoadAdapter | UnloadAdapter) -> None:
-        """A gateway wants an adapter to come or to go."""
-        manager = self.adapters
-        if manager is None:
-            _log.warning("adapter %s: this worker takes none", order.name)
-        elif isinstance(order, LoadAdapter):
-            manager.load(order)
+    def order_adapter(self, order: LoadAdapter | UnloadAdapter | KeepAdapters) -> None:
+        """A gateway wants an adapter to come, to go or to stay."""
+        if self.adapters is None:
+            _log.warning("an order about adapters: this worker takes none")
         else:
-            self._go_on(manager.unload(order))
+            self._go_on(self.adapters.take_order(order))
 
     def take_adapter(self, news: AdapterRead) -> None:
         """An adapter was read, or could not be."""
@@ -260,12 +258,13 @@ class EngineCore:
         """Requests whose adapter has come, and those that it never will."""
         for waiting, why in released.failed:
             error = WorkerUnavailable(f"the adapter '{waiting.entry.name}' cannot be had: {why}")
-            self._end_with(waiting.owner, waiting.message.request_id, error)
+            self._end_with(waiting.request.owner, waiting.request.message.request_id, error)
         for each in released.ready:
+            owner, message = each.request.owner, each.request.message
             try:
-                self._submit(each.owner, each.message, each.arrived_ns, each.grammar, each.entry)
+                self._submit(owner, message, each.arrived_ns, each.request.grammar, each.entry)
             except PenstockError as error:
-                self._end_with(each.owner, each.message.request_id, error)
+                self._end_with(owner, message.request_id, error)
                 self._go_on(self._adapter_manager().finished(each.entry))
 
     def _submit(

@@ -8,7 +8,7 @@ up, for benchmarks that have only a `config.json`.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -135,6 +135,28 @@ def load_weights(
         )
 
     return Weights(wanted, whole, parts, num_bytes, on_progress)
+
+
+def load_named(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], prefix: str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of these names and shapes, whose names in the files may begin with `prefix`; others are not
+    read.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or corrupt; a tensor is missing, or has another shape.
+    """
+    files = _open_all(directory)
+    found: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        stored = next((each for each in (name, prefix + name) if each in files), None)
+        if stored is None:
+            raise CheckpointError(
+                f"{directory}: tensor {name} is missing; expected one of shape {list(shape)}"
+            )
+        _check_tensor(files[stored], stored, (shape,), _DTYPES)
+        found[name] = _read_tensor(stored, files).to(dtype).clone()
+    return found
 
 
 def random_weights(

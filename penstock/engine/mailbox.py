@@ -51,7 +51,7 @@ class KVEventsAsked:
 
 @dataclass(slots=True, frozen=True)
 class Ordered:
-    """A gateway wants an adapter to come or to go, or the weights to."""
+    """A gateway wants an adapter to come, to go or to stay, or the weights to."""
 
     order: WorkerOrder
 

@@ -32,6 +32,10 @@ HOST_KV_BYTES_MAX = 4 * 1024**3
 """The host tier takes no more than this unless `host_kv_memory_bytes` says so."""
 HOST_KV_FRACTION = 0.1
 """Share of the free memory that the host tier takes, likewise."""
+ADAPTER_BYTES_MAX = 4 * 1024**3
+"""Adapters take no more than this unless `adapter_memory_bytes` says so."""
+ADAPTER_FRACTION = 0.1
+"""Share of the free memory that adapters may take, likewise."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -121,6 +125,21 @@ def plan_host_blocks(
         raise ConfigError(f"engine.host_kv_memory_bytes is {asked}, but only {free_bytes} bytes are free")
     given = min(int(free_bytes * HOST_KV_FRACTION), HOST_KV_BYTES_MAX) if asked is None else asked
     return given // block_bytes_of(config, spec, bytes_per_value)
+
+
+def plan_adapter_bytes(config: EngineConfig, *, free_bytes: int, taken_bytes: int) -> int:
+    """Memory that adapters may take, where the KV cache and its host tier take `taken_bytes` of what is free;
+    0 where none are taken.
+
+    Raises:
+        ConfigError: the setting asks for more memory than is left.
+    """
+    if not config.adapter_slots:
+        return 0
+    left, asked = max(0, free_bytes - taken_bytes), config.adapter_memory_bytes
+    if asked is not None and asked > left:
+        raise ConfigError(f"engine.adapter_memory_bytes is {asked}, but only {left} bytes are left for it")
+    return min(int(free_bytes * ADAPTER_FRACTION), ADAPTER_BYTES_MAX, left) if asked is None else asked
 
 
 def block_bytes_of(config: EngineConfig, spec: DecoderSpec, bytes_per_value: int) -> int:

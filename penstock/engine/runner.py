@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ from penstock.engine.memory import (
     free_memory_bytes,
     largest_step,
     own_memory_bytes,
+    plan_adapter_bytes,
     plan_host_blocks,
     plan_kv,
     scoring_step,
@@ -250,6 +252,7 @@ class PlannedModel:
     computing: Computing
     weights: WeightSource
     kept_bits: int
+    adapter_bytes: int
 
 
 def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> ModelInfo | None:
@@ -271,9 +274,7 @@ def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) ->
     computing = choose_computing(config, spec)
     dtype = computing.dtype
 
-    def on_bytes(done: int, total: int) -> None:
-        on_progress("loading weights", done, total)
-
+    on_bytes = partial(on_progress, "loading weights")
     if config.load_format == "random":
         weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes)
     else:
@@ -287,6 +288,7 @@ def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) ->
     budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
     num_host_blocks = plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free)
     block_bytes = block_bytes_of(config, spec, size)
+    kv_bytes = (budget.num_blocks + num_host_blocks) * block_bytes
     info = ModelInfo(
         model=model_path.name,
         identity=identify(model_path, config, dtype=name_of(dtype), kernels=computing.kernels),
@@ -310,7 +312,10 @@ def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) ->
         host_kv_bytes=num_host_blocks * block_bytes,
     )
     kept_bits = 0 if stored is None else stored.kept(computing.kept_bits)
-    return PlannedModel(info=info, spec=spec, computing=computing, weights=weights, kept_bits=kept_bits)
+    return PlannedModel(
+        info=info, spec=spec, computing=computing, weights=weights, kept_bits=kept_bits,
+        adapter_bytes=plan_adapter_bytes(config, free_bytes=free, taken_bytes=kv_bytes),
+    )  # fmt: skip
 
 
 def _left_bytes(config: EngineConfig, reserved: int) -> int:
@@ -349,6 +354,9 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     floor = cost_floor(
         spec, info, device, itemsize=dtype.itemsize, kept_bits=planned.kept_bits, rounded_kv=cache.rounded
     )
+    adapters = adapter_reader(
+        spec, dtype, limits.step_tokens, computing.native, bytes_max=planned.adapter_bytes
+    )
     return Runner(
         RunnerParts(
             info=info,
@@ -358,7 +366,7 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             step_tokens=config.step_tokens,
             host=host_store(cache, info.num_host_blocks),
             floor=floor,
-            adapters=adapter_reader(spec, dtype, limits.step_tokens, computing.native) if takes else None,
+            adapters=adapters if takes else None,
             proposer=proposer_of(config, computing.native),
         )
     )

@@ -7,6 +7,7 @@ cache, whatever else has taken memory meanwhile.
 
 import gc
 import importlib
+import sys
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
@@ -88,6 +89,9 @@ class Bed:
         gc.unfreeze()  # Loading froze what it made: cycles in it would never be found.
         gc.collect()
         trim_malloc()
+        torch = sys.modules.get("torch")  # A runner may do without it.
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # What torch keeps of a device's freed memory nobody else could have.
 
     def rest(self, mailbox: Mailbox, server: WorkerServer, feed: KVEventPublisher) -> list[Mail] | None:
         """Wait until somebody wants an answer; what it is to deal with first. None: it is to end."""

@@ -47,7 +47,7 @@ from penstock.engine.sleep import NO_STATS, Bed, WarmsUpAgain, refused
 from penstock.engine.step_watch import StepWatch
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.models.files import has_file
-from penstock.protocol.adapters import Adapters, LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import Adapters, KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.address import WorkerLaunch, parse_address
 from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
@@ -264,8 +264,12 @@ def _use_grammars(runner: StepRunner, model_dir: Path, server: WorkerServer) -> 
 def take_adapters(core: EngineCore, mailbox: Mailbox, clock: Clock, fetcher: AdapterFetcher) -> None:
     """Let requests name adapters, if the runner takes some."""
     if (reader := core.adapter_reader) is not None:
-        slots = core.info.adapter_slots
-        core.use_adapters(AdapterManager(reader, fetcher, clock, slots=slots, post=mailbox.post))
+        info = core.info
+        manager = AdapterManager(
+            reader, fetcher, clock,
+            slots=info.adapter_slots, post=mailbox.post,
+        )  # fmt: skip
+        core.use_adapters(manager)
 
 
 def run_steps(
@@ -307,7 +311,7 @@ def run_steps(
             now = core.stats()
             server.report(StaysAwake(now.running + now.waiting + core.num_held))
         if core.adapters is not None and core.adapters.changed:
-            server.publish_adapters(Adapters(core.adapters.states()))
+            server.publish_adapters(core.adapters.told())
         if mail:
             # Before the step: should it never return, then the gateway knows that there was work.
             server.publish(step, {}, core.stats())
@@ -352,7 +356,7 @@ def _deliver(mail: Submitted | Aborted | DrainAsked | Ordered | AdapterRead, cor
     if isinstance(mail, Submitted):
         core.submit(mail.connection, mail.submit, mail.arrived_ns, mail.grammar)
     elif isinstance(mail, Ordered):
-        if isinstance(mail.order, LoadAdapter | UnloadAdapter):
+        if isinstance(mail.order, LoadAdapter | UnloadAdapter | KeepAdapters):
             core.order_adapter(mail.order)
     elif isinstance(mail, AdapterRead):
         core.take_adapter(mail)

@@ -1,4 +1,4 @@
-"""Which adapters (LoRA) each model is to have, and telling its workers so.
+"""Which adapters (LoRA) each model is to have, and telling its workers so, and which to keep in memory.
 
 An adapter is wanted because the configuration names it or an operator has loaded it. A worker is told of all
 of them when it becomes ready, also after a restart; it reads them by itself and says which it has
@@ -13,6 +13,7 @@ from pathlib import Path
 from penstock.backends.base import LoadsAdapters
 from penstock.errors import InvalidRequest, NotFound, WorkerUnavailable
 from penstock.fleet.registry import Registry, Worker
+from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
@@ -43,17 +44,26 @@ class AdapterSource:
             path = str(Path(path).expanduser().absolute())
         return cls(path, digest)
 
+    @property
+    def text(self) -> str:
+        """What `of` makes it from."""
+        return f"{self.path}{_DIGEST_MARK}{self.digest}" if self.digest else self.path
+
 
 class AdapterKeeper:
     """One for each gateway process."""
 
-    def __init__(self, registry: Registry, log: Log) -> None:
+    def __init__(self, registry: Registry, log: Log, *, places: bool = True) -> None:
+        """`places`: this process says what workers keep; one of those that use the same workers."""
         self._registry, self._log = registry, log
         self._configured: dict[str, dict[str, AdapterSource]] = {}
         self._wanted: dict[str, dict[str, AdapterSource]] = {}
         self._told: set[WorkerId] = set()
         """Ready workers that know all that is wanted."""
         self._complained: set[tuple[WorkerId, str, str]] = set()
+        self._adopted: dict[str, dict[str, str]] = {}
+        self._places = places
+        self._kept: dict[WorkerId, tuple[str, ...]] = {}
         self._news = asyncio.Event()
         registry.listen(self._changed)
 
@@ -73,6 +83,39 @@ class AdapterKeeper:
                     self._tell_load(route, name, source)
             self._configured[route] = new
             self._declare(route)
+
+    def adopt(self, loaded: Mapping[str, Mapping[str, str]]) -> None:
+        """What operators have loaded and unloaded at any process of this server: by model the sources, empty
+        for what was unloaded.
+        """
+        for route, sources in loaded.items():
+            before, wanted = self._adopted.get(route, {}), self._wanted.setdefault(route, {})
+            for name, text in sources.items():
+                if before.get(name) == text:
+                    continue
+                source = AdapterSource.of(text) if text else None
+                if source is None and wanted.pop(name, None) is not None:
+                    self._tell_unload(route, name)
+                elif source is not None and wanted.get(name) != source:
+                    wanted[name] = source
+                    self._tell_load(route, name, source)
+            self._adopted[route] = dict(sources)
+            self._declare(route)
+
+    def carry_out(self, order: ResidencyOrder) -> None:
+        """Tell a worker what to have in memory (policy/placement/adapters.py)."""
+        worker = self._registry.get(order.worker)
+        if worker is None or not worker.is_ready or (backend := _takes(worker)) is None:
+            return
+        if order.keep:
+            if self._places:
+                self._kept[worker.id] = order.names
+                backend.keep_adapters(order.names)
+            return
+        wanted = self._wanted.get(worker.route, {})
+        for name in order.names:
+            if (source := wanted.get(name)) is not None:
+                backend.load_adapter(name, source.path, source.digest, is_wanted=True)
 
     def has(self, route: str, name: str) -> bool:
         """Whether a model is to have an adapter of this name."""
@@ -174,11 +217,15 @@ class AdapterKeeper:
             return
         if worker.state is WorkerState.GONE or not worker.is_ready:
             self._told.discard(worker.id)
+            if worker.state is WorkerState.GONE:
+                self._kept.pop(worker.id, None)
             return
         if worker.id not in self._told and (backend := _takes(worker)) is not None:
             self._told.add(worker.id)
             for name, source in wanted.items():
                 backend.load_adapter(name, source.path, source.digest)
+            if names := self._kept.get(worker.id):
+                backend.keep_adapters(names)
         for name, error in worker.backend.status.adapters.failed.items():
             if name in wanted and (worker.id, name, error) not in self._complained:
                 self._complained.add((worker.id, name, error))

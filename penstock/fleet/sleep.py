@@ -213,6 +213,8 @@ class SleepKeeper:
                         await self.wake(model.name)
                 except PenstockError as error:
                     self._log.debug("a model was left as it is", model=model.name, error=error)
+                except Exception as error:  # noqa: BLE001 - one model's bug must not keep the others awake.
+                    self._log.bug("a model could not be looked after", error, model=model.name)
 
     def _is_partly_asleep(self, route: str) -> bool:
         workers = self._launched(route)

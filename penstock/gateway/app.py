@@ -100,14 +100,15 @@ class Gateway:
         """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
-        self._adapters = AdapterKeeper(registry, log)
+        self._adapters = AdapterKeeper(registry, log, places=peers is None or peers.index == 0)
         self._adapters.configure(_adapters_of(config))
         self._limits, self._peers, name = limits, peers, ids.take("gw")
         self._traces = RequestTraces(config.traces, instance=name, clock=clock, log=log)
         leases = peers.leases if peers is not None else ""
         self._policies = make_policies(
-            config, models, registry, tools, gateway=name, locality=locality, leases=leases
-        )
+            config, models, registry, tools, gateway=name, locality=locality, leases=leases,
+            on_adapter_order=self._adapters.carry_out,
+        )  # fmt: skip
         self._dispatcher, self._entrance = self._policies.dispatcher, Entrance(self.tenancy, config.server)
         self._services = Services(
             config=config,
@@ -159,6 +160,10 @@ class Gateway:
     def num_accepted(self) -> int:
         """Requests that were accepted and have not ended."""
         return len(self._dispatcher)
+
+    def adopt_adapters(self, loaded: Mapping[str, Mapping[str, str]]) -> None:
+        """Hear what operators have loaded and unloaded at any process of this server."""
+        self._adapters.adopt(loaded)
 
     async def start(self, listeners: Sequence[socket.socket] = ()) -> tuple[str, int]:
         """Listen; returns host and port. Models may still be loading: `/ready` says when they are not.

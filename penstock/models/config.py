@@ -96,6 +96,15 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     pretraining_tp: int | None = None
     quantization_config: dict[str, Any] | None = None
     is_causal: bool | None = None
+    is_decoder: bool | None = None
+    layer_norm_eps: float | None = None
+    type_vocab_size: int | None = None
+    position_embedding_type: str | None = None
+    pad_token_id: int | None = None
+    id2label: dict[str, Any] | None = None
+    num_labels: int | None = None
+    sentence_transformers: dict[str, Any] | None = None
+    sbert_ce_default_activation_function: str | None = None
     is_matryoshka: bool | None = None
     matryoshka_dimensions: list[int] | None = None
 
@@ -341,6 +350,7 @@ SIZES_MAX = {
     "num_key_value_heads": 4096,
     "head_dim": 8192,
     "vocab_size": 8_388_608,
+    "type_vocab_size": 65_536,
     "num_experts": 8192,
     "num_local_experts": 8192,
     "num_experts_per_tok": 8192,

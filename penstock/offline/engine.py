@@ -17,7 +17,8 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from penstock.backends.base import BackendStatus, Finish, GenerateRequest, Phase
+from penstock import rng
+from penstock.backends.base import BackendStatus, Finish, GenerateRequest, Phase, Sink
 from penstock.backends.engine.backend import EngineBackend
 from penstock.backends.engine.stream import EngineStream
 from penstock.clock import Clock
@@ -32,7 +33,7 @@ from penstock.offline.prompts import Prompt, PromptMaker
 from penstock.offline.settings import OfflineSettings
 from penstock.protocol.address import WorkerLaunch
 from penstock.protocol.worker import ModelInfo
-from penstock.rng import SEED_BITS, fresh_key, stream
+from penstock.rng import SEED_BITS, fresh_key
 from penstock.types import Capability, FinishReason, RequestId, Usage, WorkerId
 
 IN_FLIGHT_MAX = 512
@@ -160,6 +161,10 @@ class OfflineEngine:
         Raises:
             InvalidRequest: this model makes it impossible; the message says why.
         """
+        if self.info.pooling:
+            raise Unsupported(
+                f"the model '{self.info.model}' generates no text: see `LLM.embed`.", param="model"
+            )
         number, self._num_requests = self._num_requests, self._num_requests + 1
         prompt = self._cut(prompt, params)
         max_tokens, info = self._room(prompt, params), self.info
@@ -171,7 +176,7 @@ class OfflineEngine:
         source = None if lora is None else self._source(lora)
         seed = params.seed
         if seed is None:
-            seed = stream(self.settings.seed, f"request/{number}").getrandbits(SEED_BITS)
+            seed = rng.stream(self.settings.seed, f"request/{number}").getrandbits(SEED_BITS)
         samplings = params.for_engine(
             self.prompts.tokenizer, vocab_size=info.vocab_size, max_tokens=max_tokens, seed=seed
         )
@@ -209,22 +214,22 @@ class OfflineEngine:
 
     async def _run_choice(self, request: GenerateRequest, choice: Choice) -> None:
         async with self._slots:
-            finish = await self._attempt(request, choice)
+            finish = await self.stream(request, choice, choice.attempt())
             for _ in range(ATTEMPTS_MAX - 1):
                 is_lost = isinstance(finish.error, (WorkerUnavailable, StreamBroken))
                 if not is_lost or finish.resume is None:
                     break
-                finish = await self._attempt(replace(request, resumed=finish.resume), choice)
+                again = replace(request, resumed=finish.resume)
+                finish = await self.stream(again, choice, choice.attempt())
         choice.end(finish)
 
-    async def _attempt(self, request: GenerateRequest, choice: Choice) -> Finish:
-        """One stream, from wherever the last one broke off."""
+    async def stream(self, request: GenerateRequest, sink: Sink, ended: "asyncio.Future[Finish]") -> Finish:
+        """One stream, when there is a worker for it; `ended` is done at its end. Cancelled, it is aborted."""
         generation: EngineStream | None = None
-        ended = choice.attempt()
         try:
             await self._until_ready(request.adapter)
             assert self._backend is not None, "it is ready"
-            generation = self._backend.generate(request, choice)
+            generation = self._backend.generate(request, sink)
             return await ended
         except WorkerUnavailable as error:
             return Finish(reason=FinishReason.ERROR, usage=Usage(), error=error)

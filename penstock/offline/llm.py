@@ -7,16 +7,15 @@ Whatever ends a call early (Ctrl-C, an error, a generator that is dropped) ends 
 """
 
 import asyncio
-import threading
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import repeat
-from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, cast
 
-import uvloop
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -27,11 +26,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from penstock.backends.base import GenerateRequest
 from penstock.clock import Clock, SystemClock
 from penstock.errors import ClientError, InvalidRequest, PenstockError, WorkerUnavailable
+from penstock.offline.calls import Call, LoopThread
 from penstock.offline.engine import IN_FLIGHT_MAX, OfflineEngine
-from penstock.offline.outputs import Answer, RequestOutput, ScoringRequestOutput, scored
+from penstock.offline.outputs import Answer, RequestOutput, ScoringOutput, ScoringRequestOutput, scored
 from penstock.offline.params import LoRARequest, SamplingParams, as_params, default_params
 from penstock.offline.prompts import (
     ChatOptions,
@@ -44,12 +43,22 @@ from penstock.offline.prompts import (
     is_one_prompt,
 )
 from penstock.offline.settings import OfflineSettings, read_settings
+from penstock.offline.vectors import (
+    REQUESTS_MAX,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    batches,
+    compute,
+    makes_vectors,
+    pairs_of,
+    scores_of,
+    texts_of,
+)
+from penstock.protocol.vectors import numbers
+from penstock.text.texts import TextTokens
 from penstock.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-ALIVE_S = 1.0
-"""While a call waits it looks so often whether the event loop's thread is still there."""
-CLOSE_TIMEOUT_S = 15.0
 
 
 class Ask(NamedTuple):
@@ -58,90 +67,6 @@ class Ask(NamedTuple):
     prompt: Prompt
     params: SamplingParams
     lora: LoRARequest | None = None
-
-
-class LoopThread:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="llm", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it runs."""
-        return self._thread.is_alive()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result, or what it raises. If waiting is interrupted it is cancelled first."""
-        running = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        try:
-            return running.result()
-        except BaseException:
-            running.cancel()
-            raise
-
-    def close(self) -> None:
-        """End it."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if not self._thread.is_alive():
-            self.loop.close()
-
-
-class _Call:
-    """The requests of one call that are on their way."""
-
-    def __init__(self, engine: OfflineEngine, thread: LoopThread) -> None:
-        self._engine, self._thread = engine, thread
-        self._done: SimpleQueue[tuple[int, Answer, BaseException | None]] = SimpleQueue()
-        self._tasks: set[asyncio.Task[None]] = set()
-        """The event loop's thread alone knows them."""
-        self.num_running = 0
-        """Requests whose end was not taken yet."""
-
-    def begin(self, index: int, answer: Answer, requests: list[GenerateRequest]) -> None:
-        """Hand one over."""
-        self.num_running += 1
-        self._thread.loop.call_soon_threadsafe(self._begin, index, answer, requests)
-
-    def take(self, *, wait: bool) -> tuple[int, Answer, PenstockError | None] | None:
-        """One that has ended; None: none has. A bug in there is raised here."""
-        while True:
-            try:
-                index, answer, error = self._done.get(block=wait, timeout=ALIVE_S if wait else None)
-            except Empty:
-                if not wait:
-                    return None
-                if not self._thread.is_alive:
-                    raise WorkerUnavailable("the engine was closed while it was asked") from None
-                continue
-            self.num_running -= 1
-            if error is not None and not isinstance(error, PenstockError):
-                raise error
-            return index, answer, error
-
-    def abort(self) -> None:
-        """End all that run, and wait for that."""
-        if self.num_running and self._thread.is_alive:
-            self._thread.run(self._abort())
-
-    def _begin(self, index: int, answer: Answer, requests: list[GenerateRequest]) -> None:
-        task = self._thread.loop.create_task(self._engine.run(answer, requests))
-        self._tasks.add(task)
-
-        def end(task: "asyncio.Task[None]") -> None:
-            self._tasks.discard(task)
-            self._done.put((index, answer, None if task.cancelled() else task.exception()))
-
-        task.add_done_callback(end)
-
-    async def _abort(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
 
 
 class LLM:
@@ -165,6 +90,7 @@ class LLM:
         except BaseException:
             self._thread.close()
             raise
+        self._num_batches = 0
         # At the end of the program too, before its threads are gone.
         self._close = weakref.finalize(self, _close, self._engine, self._thread)
 
@@ -268,15 +194,50 @@ class LLM:
             lambda chat: maker.chat(chat, options), many, sampling_params, lora_request, use_tqdm
         )
 
+    def embed(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each text, of a model that makes them, in the texts' order.
+
+        `truncate_prompt_tokens`: at most so many tokens of each; -1: as many as the model takes.
+
+        Raises:
+            InvalidRequest: one is no text, or too long.
+            Unsupported: the model makes no vectors.
+            WorkerError: the engine failed.
+        """
+        many = cast(Iterable[PromptLike], [prompts] if is_one_prompt(prompts) else prompts)
+        total = len(many) if isinstance(many, Sequence) else None
+        outputs: list[EmbeddingRequestOutput] = []
+        with _bar(use_tqdm) as bar:
+            task = bar.add_task("texts", total=total)
+            for tokens, vector in self._vectors(texts_of(self._engine, many, truncate_prompt_tokens)):
+                found = EmbeddingOutput(embedding=numbers(vector))
+                outputs.append(
+                    EmbeddingRequestOutput(
+                        request_id=str(len(outputs)), outputs=found, prompt_token_ids=tokens.ids
+                    )
+                )
+                bar.update(task, completed=len(outputs))
+        return outputs
+
     def score(
         self,
         text_1: str | Sequence[str],
         text_2: str | Sequence[str],
         *,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well each second text follows its first one; a single first text goes with all.
+        """How well two texts go together; a single first text goes with all.
+
+        Of a model that makes vectors their cosine, of a cross-encoder its score; of one that generates how
+        well the second text follows the first.
 
         Raises:
             InvalidRequest: the numbers of texts do not fit, or one is empty.
@@ -289,6 +250,8 @@ class LLM:
             raise InvalidRequest(
                 f"Invalid 'text_2': {len(seconds)} texts for {len(firsts)} first ones.", param="text_2"
             )
+        if makes_vectors(self._engine.info):
+            return self._scores(list(zip(firsts, seconds, strict=True)), truncate_prompt_tokens)
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         maker, starts = self._engine.prompts, list[int]()
 
@@ -301,6 +264,42 @@ class LLM:
         outputs = self._ordered(asks(), len(seconds), use_tqdm)
         return [scored(output, start) for output, start in zip(outputs, starts, strict=True)]
 
+    def _scores(
+        self, pairs: Sequence[tuple[str, str]], truncate_prompt_tokens: int | None
+    ) -> list[ScoringRequestOutput]:
+        tokens, places = pairs_of(self._engine, pairs, truncate_prompt_tokens)
+        scores = scores_of(self._engine, [vector for _, vector in self._vectors(tokens)], places)
+        ids = [tokens[one].ids + (tokens[other].ids if one != other else ()) for one, other in places]
+        return [
+            ScoringRequestOutput(
+                request_id=str(i), outputs=ScoringOutput(score=score), prompt_token_ids=ids[i]
+            )
+            for i, score in enumerate(scores)
+        ]
+
+    def _vectors(self, tokens: Iterable[TextTokens]) -> Iterator[tuple[TextTokens, bytes]]:
+        """Each text with its vector, in order."""
+        self._check_open()
+        running = deque[tuple[list[TextTokens], Future[list[bytes]]]]()
+        try:
+            for batch in batches(tokens):
+                self._num_batches += 1
+                computing = compute(self._engine, str(self._num_batches), batch)
+                running.append((batch, asyncio.run_coroutine_threadsafe(computing, self._thread.loop)))
+                if len(running) == REQUESTS_MAX:
+                    batch, future = running.popleft()
+                    yield from zip(batch, future.result(), strict=True)
+            while running:
+                batch, future = running.popleft()
+                yield from zip(batch, future.result(), strict=True)
+        finally:
+            for _, future in running:
+                future.cancel()
+
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise WorkerUnavailable("the engine does not run: it was closed")
+
     def outcomes(
         self, asks: Iterable[Ask | PenstockError]
     ) -> Generator[tuple[int, RequestOutput | PenstockError]]:
@@ -308,9 +307,8 @@ class LLM:
 
         `asks` is read as fast as there is room for more. Something that went wrong before goes by.
         """
-        if not self._close.alive:
-            raise WorkerUnavailable("the engine does not run: it was closed")
-        call = _Call(self._engine, self._thread)
+        self._check_open()
+        call = Call(self._engine, self._thread)
         try:
             for index, ask in enumerate(asks):
                 if isinstance(ask, PenstockError):

@@ -86,13 +86,14 @@ class RequestOutput:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ScoringOutput:
-    """How well one text follows another."""
+    """How well two texts go together."""
 
     score: float
-    """The geometric mean of its tokens' probabilities, between 0 and 1."""
-    logprob: float
-    """The sum of their log-probabilities."""
-    num_tokens: int
+    """A cosine, a cross-encoder's score, or the geometric mean of the second text's token probabilities."""
+    logprob: float | None = None
+    """Of a model that generates text: the sum of the second text's log-probabilities."""
+    num_tokens: int | None = None
+    """Those that were summed."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

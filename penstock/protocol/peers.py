@@ -4,7 +4,7 @@
       |  Snapshot -->              |   when it listens, then every second
       |  Snapshot, Ask -->         |
       |                 <-- Sum    |   of the last snapshot of each, and of those who have ended
-      |  Order -->                 |   a worker was taken out of service or brought back: the parent tells all
+      |  Order, AdapterOrder -->   |   about a worker's service, or a model's adapters: the parent tells all
       |                 <-- Done   |
       |  SleepOrder -->            |   put a model to sleep, or wake it
       |          <-- SleepAnswer   |   any time later: it is done, or refused
@@ -61,6 +61,15 @@ class Order(msgspec.Struct, frozen=True, tag="order"):
     worker: str
     timeout_s: float | None
     """How long its streams have; None: it comes back."""
+
+
+class AdapterOrder(msgspec.Struct, frozen=True, tag="adapter"):
+    """Somebody told this process to let a model have an adapter, or to let it go."""
+
+    model: str
+    name: str
+    source: str
+    """Its path and digest, as in the configuration; empty: it goes."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -190,6 +199,8 @@ class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """What those workers name their KV blocks with."""
     held: dict[str, float] = {}
     """Workers that are out of service by hand, and how many seconds their streams were given."""
+    adapters: dict[str, dict[str, str]] = {}
+    """By model the adapters that operators have loaded, by name their `AdapterOrder.source`."""
     is_patient: bool = False
     """It waits for its workers before it accepts: others do meanwhile."""
 
@@ -212,13 +223,16 @@ class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """All workers that the parent has launched and does not end; None: no news."""
     held: dict[str, float] | None = None
     """All workers that are out of service by hand; None: no news."""
+    adapters: dict[str, dict[str, str]] | None = None
+    """All adapters that operators have loaded or unloaded; None: no news."""
     stop: StopOrder | None = None
     """Stop; None: go on."""
 
 
 ToParent = (
-    Snapshot | Ask | Order | SleepOrder | ServedTokens | EndedRequests | LatestRequests | Happened | LookAt
-)
+    Snapshot | Ask | Order | AdapterOrder | SleepOrder | ServedTokens | EndedRequests | LatestRequests
+    | Happened | LookAt
+)  # fmt: skip
 ToChild = Sum | Done | SleepAnswer | ServedTokens | View
 
 _to_parent = msgspec.msgpack.Decoder(ToParent)

@@ -5,7 +5,10 @@ Types and ranges are in the shapes; what a type cannot say is checked here. Anyt
 is refused. This module knows no models.
 """
 
+import math
+from array import array
 from collections.abc import Sequence
+from operator import mul
 from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
@@ -215,3 +218,19 @@ def _check_texts(texts: Sequence[str], name: str, one: str = "") -> None:
 
 def _refuse(message: str, param: str, code: str = "invalid_value") -> NoReturn:
     raise InvalidRequest(message, param=param, code=code)
+
+
+# What is done with vectors: float32, little-endian.
+
+
+def numbers(vector: bytes) -> list[float]:
+    """The numbers of a vector."""
+    assert len(vector) % 4 == 0, "whole numbers of four bytes"
+    return array("f", vector).tolist()
+
+
+def cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """How much two vectors point the same way."""
+    assert len(one) == len(other), "vectors of one model"
+    lengths = math.sqrt(sum(map(mul, one, one)) * sum(map(mul, other, other)))
+    return sum(map(mul, one, other)) / lengths if lengths else 0.0

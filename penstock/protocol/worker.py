@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from penstock.protocol.adapters import Adapters, LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import Adapters, KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.grammar import Grammar
 from penstock.protocol.readings import DeviceReadings
 from penstock.protocol.sleep import Sleep, StaysAwake, Wake
@@ -367,7 +367,7 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
     """The snapshot goes on in the next message, which has the same number."""
 
 
-WorkerOrder = LoadAdapter | UnloadAdapter | Sleep | Wake
+WorkerOrder = LoadAdapter | UnloadAdapter | KeepAdapters | Sleep | Wake
 """What a gateway tells the worker to do, beside requests."""
 ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof | WorkerOrder
 Condition = Loading | Ready | WorkerFailed | Asleep

@@ -2,12 +2,14 @@
 with the model, and how they come and go while it runs.
 """
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import openai
+import psutil
 import pytest
 from lora_checkpoints import write_adapter_for
 from served import Server
@@ -26,25 +28,25 @@ LONG = "Tell me of rivers, and of the sluices that hold them back. " * 4
 class Place:
     """A server with two adapters in its file, and the file."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, *, processes: int = 1) -> None:
         self.place = place
         self.adapters = {
             name: write_adapter_for(place / name, DEMO, seed=i) for i, name in enumerate(("fr", "de", "it"))
         }
         keys = place / "keys.json"
         self.open, self.closed = (add(keys, tenant=tenant).key for tenant in ("all", "some"))
-        self.write("fr", "de")
+        self.write("fr", "de", processes=processes)
         self.server = Server(place, "-c", str(place / "config.yaml"), PENSTOCK_ADMIN_KEY=ADMIN)
         self.server.wait_ready()
 
-    def write(self, *names: str) -> None:
+    def write(self, *names: str, processes: int = 1) -> None:
         adapters = ", ".join(f"{name}: {self.adapters[name]}" for name in names)
         engine = "dtype: float32, threads: 1, kv_memory_bytes: 16777216, max_running: 8, adapter_slots: 2"
         (self.place / "config.yaml").write_text(
             f"models: [{{path: {DEMO}, name: mini, adapters: {{{adapters}}}, engine: {{{engine}}}}}]\n"
             f"auth: {{keys_file: {self.place / 'keys.json'}}}\n"
             f"tenants: [{{id: some, adapters: [de]}}]\n"
-            f"ledger: {{directory: {self.place / 'ledger'}}}\nserver: {{port: 0}}\n"
+            f"ledger: {{directory: {self.place / 'ledger'}}}\nserver: {{port: 0, processes: {processes}}}\n"
         )
 
     def client(self, key: str = "") -> openai.OpenAI:
@@ -152,3 +154,45 @@ def test_the_ledger_has_them(served: Place, capsys: pytest.CaptureFixture[str]) 
     assert main(["usage", "--directory", str(served.place / "ledger"), "--by", "adapter"]) == 0
     rows = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.split()}
     assert {"fr", "de", "it"} <= rows
+
+
+def test_every_gateway_process_knows_what_was_loaded_at_one(tmp_path: Path) -> None:
+    """Even those that start later: after both were killed, and the worker, it is there again."""
+    place = Place(tmp_path, processes=2)
+    try:
+        path = str(place.adapters["it"])
+        assert place.order("load", lora_name="it", lora_path=path).status_code == 200
+        assert place.order("load", lora_name="gone", lora_path=path).status_code == 200
+        assert place.order("unload", lora_name="gone").status_code == 200
+        with place.client() as client:
+            before = ask(client, "it")[0]
+        old = gateways(place.server)
+        for pid in place.server.workers:  # And of the gateways, which are its children too.
+            psutil.Process(pid).kill()
+        place.server.until(lambda: len(gateways(place.server) - old) == 2, "they do not come back")
+        place.server.wait_ready()
+        place.server.until(lambda: has(place, "it"), "it was forgotten")
+        with place.client() as client:
+            assert ask(client, "it")[0] == before
+        assert "gone" not in place.names()
+    finally:
+        place.server.close()
+
+
+def gateways(server: Server) -> set[int]:
+    """The server's gateway processes."""
+    found = set[int]()
+    for pid in server.workers:
+        with contextlib.suppress(psutil.Error):  # It has just ended.
+            if any("gateway_process" in word for word in psutil.Process(pid).cmdline()):
+                found.add(pid)
+    return found
+
+
+def has(place: Place, name: str) -> bool:
+    """Whether it is listed, and answers."""
+    try:
+        with place.client() as client:
+            return name in place.names() and bool(ask(client, name)[0])
+    except openai.OpenAIError:
+        return False

@@ -230,6 +230,8 @@ def test_versions_share_a_name_and_a_bound_on_memory(
         assert stream.ended() == "length"
         assert place.ask(place.two, "river")
         assert place.states() == {new: "ready", old: "asleep"}
+        place.server.process.send_signal(signal.SIGINT)
+        assert place.server.wait_ended() == 0, "who sleeps is ended like others"
     finally:
         place.server.close()
     capsys.readouterr()

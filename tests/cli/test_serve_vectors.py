@@ -15,7 +15,7 @@ import pytest
 import torch
 from served import Server
 from tenant_keys import add
-from vector_models import decoder, expected, write_words
+from vector_models import decoder, encoder, expected, write_words
 
 from penstock.config.checkpoints import resolve
 
@@ -36,6 +36,8 @@ class Place:
         config = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [16, 32, 48]}))
         self.words = write_words(directory, WORDS)
+        self.ranker = encoder("bert", place / "cross", labels=1)
+        self.pairs = write_words(place / "cross", WORDS, style="bert")
         keys = place / "keys.json"
         self.key, self.small = (add(keys, tenant=tenant).key for tenant in ("acme", "small"))
         engine = "dtype: float32, threads: 1, kv_memory_bytes: 16777216"
@@ -43,6 +45,7 @@ class Place:
         (place / "config.yaml").write_text(
             f"models:\n- {{path: {directory}, name: vectors, engine: {{{engine}, batch_delay_ms: 2}}}}\n"
             f"- {{path: {DEMO}, name: chat, engine: {{{engine}}}}}\n"
+            f"- {{path: {place / 'cross'}, name: ranker, engine: {{threads: 1}}}}\n"
             f"auth: {{keys_file: {keys}}}\n"
             f"tenants: [{{id: small, tokens_per_minute: 40}}]\n"
             f"ledger: {{directory: {self.ledger}}}\nserver: {{port: 0}}\n"
@@ -129,6 +132,29 @@ def test_scores_are_cosines(served: Place) -> None:
     assert plain["usage"]["total_tokens"] == 5
 
 
+def test_a_cross_encoder_reads_pairs(served: Place) -> None:
+    query, documents = "w1 w2", ["w4 w5 w6", "w1 w2", "w7"]
+    right: list[float] = []
+    for document in documents:
+        pair = served.pairs.encode(query, document)
+        with torch.inference_mode():
+            types = torch.tensor([pair.type_ids])
+            right.append(
+                float(served.ranker(torch.tensor([pair.ids]), token_type_ids=types).logits.sigmoid())
+            )
+    score = served.post("/score", model="ranker", text_1=query, text_2=documents).json()
+    assert [each["score"] for each in score["data"]] == pytest.approx(right, abs=1e-5)
+    found = served.post("/rerank", model="ranker", query=query, documents=documents).json()
+    assert [each["index"] for each in found["results"]] == sorted(range(3), key=lambda i: -right[i])
+    refused = served.post("/embeddings", model="ranker", input="w1")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+    long = " ".join(WORDS)
+    refused = served.post("/rerank", model="ranker", query="w1", documents=[long])
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    cut = served.post("/rerank", model="ranker", query="w1", documents=[long], truncate_prompt_tokens=-1)
+    assert cut.json()["usage"]["total_tokens"] == 200
+
+
 WRONG = {
     "nothing": ({"input": []}, "input"),
     "empty": ({"input": ""}, "input"),
@@ -184,7 +210,7 @@ def test_no_chat_with_a_model_that_embeds(served: Place) -> None:
             assert refused.value.param == "model"
             assert "'vectors' generates no text" in str(refused.value)
         tasks = {model.id: model.model_extra["task"] for model in client.models.list().data}
-        assert tasks == {"vectors": "embed", "chat": "generate"}
+        assert tasks == {"vectors": "embed", "chat": "generate", "ranker": "score"}
 
 
 def test_limits_and_the_ledger(served: Place) -> None:

@@ -54,11 +54,12 @@ class Driver:
         self._asked = 0
         self._mail: SimpleQueue[AdapterRead] = SimpleQueue()
         if adapters is not None:
-            reader, slots = self.core.adapter_reader, self.runner.info.adapter_slots
+            reader, info = self.core.adapter_reader, self.runner.info
             assert reader is not None
             manager = AdapterManager(
-                reader, AdapterFetcher(), SystemClock(), slots=slots, post=self._mail.put
-            )
+                reader, AdapterFetcher(), SystemClock(),
+                slots=info.adapter_slots, post=self._mail.put,
+            )  # fmt: skip
             self.core.use_adapters(manager)
             for name, directory in adapters.items():
                 self.core.order_adapter(LoadAdapter(name=name, path=str(directory)))

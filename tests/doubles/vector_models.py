@@ -8,8 +8,16 @@ from pathlib import Path
 
 import tokenizers
 import torch
-from tiny_models import save, tiny_model
-from transformers import PreTrainedModel
+from tiny_models import VOCAB_SIZE, save, tiny_model
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedModel,
+    XLMRobertaConfig,
+    XLMRobertaForSequenceClassification,
+    XLMRobertaModel,
+)
 
 
 def write_modules(
@@ -78,3 +86,25 @@ def write_words(directory: Path, words: Sequence[str], *, style: str = "eos") ->
     library.add_special_tokens(marks)
     library.save(str(directory / "tokenizer.json"))
     return library
+
+
+def encoder(family: str, directory: Path, *, labels: int = 0, **changes: object) -> PreTrainedModel:
+    """A small BERT ("bert") or XLM-RoBERTa ("roberta"); with `labels`, one with a head."""
+    config_class, plain, headed = {
+        "bert": (BertConfig, BertModel, BertForSequenceClassification),
+        "roberta": (XLMRobertaConfig, XLMRobertaModel, XLMRobertaForSequenceClassification),
+    }[family]
+    settings: dict[str, object] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "max_position_embeddings": 200, "initializer_range": 0.1,
+    }  # fmt: skip
+    settings |= {"type_vocab_size": 2} if family == "bert" else {"type_vocab_size": 1, "pad_token_id": 1}
+    if labels:
+        settings["num_labels"] = labels
+    torch.manual_seed(1234)
+    model = (headed if labels else plain)(config_class(**settings | changes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return save(model, directory) and model

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S, ManualClock
-from penstock.engine.adapters.manager import PATIENCE_NS, AdapterManager, AdapterRead, Released, Waiting
+from penstock.engine.adapters.manager import AdapterManager, AdapterRead, Released, Waiting
 from penstock.errors import CheckpointError, WorkerUnavailable
-from penstock.protocol.adapters import LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import Submit
+from penstock.schedule.adapters import PATIENCE_NS
 from penstock.types import RequestId, SamplingParams
 
 POOL_BYTES = 100
@@ -27,7 +28,8 @@ class Packed:
 class Reader:
     """Reads at once; what it reads, and whether it can, is the directory's name: "a", "bad"."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
         self.read_names: list[str] = []
         self.may_go_on = Event()
         self.may_go_on.set()
@@ -50,20 +52,21 @@ class Reader:
 class Driven:
     """A manager with its mail, and what came of it."""
 
-    def __init__(self, slots: int = 2) -> None:
-        self.reader, self.clock = Reader(), ManualClock()
+    def __init__(self, slots: int = 2, bytes_max: int = POOL_BYTES) -> None:
+        self.reader, self.clock = Reader(bytes_max), ManualClock()
         self.mail: SimpleQueue[AdapterRead] = SimpleQueue()
-        self.manager = AdapterManager(
-            self.reader, self.reader, self.clock, slots=slots, post=self.mail.put, pool_bytes_max=POOL_BYTES
-        )
+        self.manager = AdapterManager(self.reader, self.reader, self.clock, slots=slots, post=self.mail.put)
         self.running: list[Waiting] = []
         self.failed: list[str] = []
         self._asked = 0
 
     def load(self, *names: str) -> None:
         for name in names:
-            self.manager.load(LoadAdapter(name=name, path=f"/x/{name}"))
+            self.order(name)
             self.read()
+
+    def order(self, name: str) -> None:
+        self.note(self.manager.take_order(LoadAdapter(name=name, path=f"/x/{name}")))
 
     def read(self) -> None:
         self.note(self.manager.take(self.mail.get(timeout=10)))
@@ -83,37 +86,41 @@ class Driven:
     def note(self, released: Released) -> None:
         self.running += released.ready
         self.failed += [why for _, why in released.failed]
-        self.manager.check_invariants()
+        self.manager.pool.check_invariants()
 
     def end(self, request_id: str) -> None:
-        found = next(each for each in self.running if each.message.request_id == request_id)
+        found = next(each for each in self.running if each.request.message.request_id == request_id)
         self.running.remove(found)
         self.note(self.manager.finished(found.entry))
 
     @property
+    def loaded(self) -> set[str]:
+        return {state.name for state in self.manager.told().adapters if state.is_loaded}
+
+    @property
     def names(self) -> list[str]:
-        return [each.message.request_id for each in self.running]
+        return [each.request.message.request_id for each in self.running]
 
 
 def test_a_request_waits_for_its_adapter_and_others_do_not() -> None:
     driven = Driven()
     driven.load("a")
     driven.reader.may_go_on.clear()
-    driven.manager.load(LoadAdapter(name="b", path="/x/b"))
+    driven.order("b")
     waits, goes = driven.ask("b"), driven.ask("a")
     assert driven.names == [goes]
-    assert [state.name for state in driven.manager.states()] == ["a"]
+    assert [state.name for state in driven.manager.told().adapters] == ["a"]
     driven.reader.may_go_on.set()
     driven.read()
     assert driven.names == [goes, waits]
-    assert [state.name for state in driven.manager.states() if state.is_loaded] == ["a", "b"]
+    assert [state.name for state in driven.manager.told().adapters if state.is_loaded] == ["a", "b"]
 
 
 def test_one_that_cannot_be_read_fails_its_own_requests_only() -> None:
     driven = Driven()
     driven.load("a")
     driven.reader.may_go_on.clear()
-    driven.manager.load(LoadAdapter(name="bad", path="/x/bad"))
+    driven.order("bad")
     driven.ask("bad")
     driven.reader.may_go_on.set()
     driven.read()
@@ -137,17 +144,17 @@ def test_the_least_recently_used_goes_and_comes_back_as_it_was() -> None:
     driven = Driven()
     driven.load("a", "b")
     driven.end(driven.ask("a"))
-    driven.load("c")
-    assert {state.name: state.is_loaded for state in driven.manager.states()} == {
-        "a": True,
-        "b": False,
-        "c": True,
-    }
+    driven.load("c")  # Nobody has asked for it: it is known to be sound, and makes no room for itself.
+    assert driven.loaded == {"a", "b"}
+    request = driven.ask("c")
+    driven.read()
+    driven.end(request)
+    assert driven.loaded == {"a", "c"}
     request = driven.ask("b")
     assert not driven.names
     driven.read()
     assert driven.names == [request]
-    assert driven.reader.read_names == ["a", "b", "c", "b"]
+    assert driven.reader.read_names == ["a", "b", "c", "c", "b"]
     driven.end(request)
     driven.end(driven.ask("c"))
     driven.ask("a")  # It went when b came back; meanwhile its files have changed.
@@ -161,7 +168,7 @@ def test_what_is_in_use_stays() -> None:
     driven.load("a", "b")
     first, second = driven.ask("a"), driven.ask("b")
     driven.load("c")
-    assert {state.name for state in driven.manager.states() if state.is_loaded} == {"a", "b"}
+    assert {state.name for state in driven.manager.told().adapters if state.is_loaded} == {"a", "b"}
     assert driven.names == [first, second]
 
 
@@ -185,11 +192,11 @@ def test_unloading_lets_requests_that_run_go_on() -> None:
     driven.load("a", "b")
     runs = driven.ask("a")
     driven.ask("b")
-    driven.note(driven.manager.unload(UnloadAdapter("b")))
-    driven.note(driven.manager.unload(UnloadAdapter("a")))
+    driven.note(driven.manager.take_order(UnloadAdapter("b")))
+    driven.note(driven.manager.take_order(UnloadAdapter("a")))
     assert driven.failed == ["it was unloaded"]
     assert driven.names == [runs]
-    assert not driven.manager.states()
+    assert not driven.manager.told().adapters
     driven.load("a")
     again = driven.ask("a")
     assert driven.names == [runs]  # The old one has the only slot.
@@ -224,7 +231,7 @@ def test_everybody_is_served_in_the_end(slots: int, moves: list[tuple[str, int]]
         elif move == "end" and driven.running:
             driven.end(driven.names[number % len(driven.running)])
         elif move == "unload":
-            driven.note(driven.manager.unload(UnloadAdapter(names[number])))
+            driven.note(driven.manager.take_order(UnloadAdapter(names[number])))
             driven.load(names[number])
         else:
             driven.clock.advance(NS_PER_S)
@@ -236,3 +243,64 @@ def test_everybody_is_served_in_the_end(slots: int, moves: list[tuple[str, int]]
         else:
             driven.read()
     assert done + len(driven.failed) == asked
+
+
+def test_what_is_to_be_kept_is_read_when_nothing_is_more_urgent_and_goes_last() -> None:
+    driven = Driven()
+    driven.load("a", "b", "c")
+    assert driven.loaded == {"a", "b"}
+    driven.note(driven.manager.take_order(KeepAdapters(("c",))))
+    driven.read()
+    assert driven.loaded == {"a", "c"} or driven.loaded == {"b", "c"}
+    for name in ("a", "b", "a"):
+        request = driven.ask(name)
+        if request not in driven.names:
+            driven.read()
+        driven.end(request)
+        assert "c" in driven.loaded, "others come and go beside it"
+    driven.note(driven.manager.take_order(KeepAdapters(())))
+    request = driven.ask("b")
+    driven.read()
+    driven.end(request)
+    assert driven.loaded == {"a", "b"}
+
+
+def test_one_that_will_be_asked_for_is_read_before_those_that_nobody_has_asked_for() -> None:
+    driven = Driven()
+    driven.load("a", "b", "c")
+    driven.reader.may_go_on.clear()
+    for name in ("d", "e", "f"):
+        driven.order(name)
+    driven.note(driven.manager.take_order(LoadAdapter(name="c", path="/x/c", is_wanted=True)))
+    waits = driven.ask("f")
+    driven.reader.may_go_on.set()
+    for _ in range(4):
+        driven.read()
+    assert driven.reader.read_names == ["a", "b", "c", "d", "f", "c", "e"]
+    assert driven.names == [waits]
+    assert "c" in driven.loaded
+    assert driven.manager.told().room == POOL_BYTES // 40
+
+
+def test_memory_is_never_exceeded_by_what_is_in_use_and_nobody_starves() -> None:
+    driven = Driven(slots=3)
+    driven.load("a", "b", "c")
+    first, second = driven.ask("a"), driven.ask("b")
+    waits = driven.ask("c")
+    assert driven.loaded == {"a", "b"}, "both are pinned, and there is room for two"
+    driven.clock.advance(PATIENCE_NS + 1)
+    held = driven.ask("a")  # Or "a" would be in use for ever.
+    driven.end(first)
+    driven.read()
+    assert driven.names == [second, waits]
+    assert driven.loaded == {"b", "c"}
+    driven.end(second)
+    driven.read()
+    assert driven.names == [waits, held]
+
+
+def test_one_that_is_larger_than_all_the_memory_is_refused_and_says_why() -> None:
+    driven = Driven(bytes_max=30)
+    driven.load("a")
+    with pytest.raises(WorkerUnavailable, match="it takes 40 bytes, and all adapters have 30"):
+        driven.ask("a")

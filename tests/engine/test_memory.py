@@ -1,7 +1,15 @@
 import pytest
 
 from penstock.config.tree import EngineConfig
-from penstock.engine.memory import CPU_KV_BYTES_MAX, GPU_SHARE, KVBudget, free_memory_bytes, plan_kv
+from penstock.engine.memory import (
+    ADAPTER_BYTES_MAX,
+    CPU_KV_BYTES_MAX,
+    GPU_SHARE,
+    KVBudget,
+    free_memory_bytes,
+    plan_adapter_bytes,
+    plan_kv,
+)
 from penstock.errors import ConfigError
 from penstock.models.spec import DecoderSpec, RopeSpec
 
@@ -59,3 +67,17 @@ def test_a_device_of_its_own_gives_more_and_without_the_bound() -> None:
         EngineConfig(max_running=100_000), SPEC, bytes_per_value=2, free_bytes=64 * GIB, share=GPU_SHARE
     )
     assert budget.num_blocks == int(64 * GIB * GPU_SHARE.fraction) // BLOCK_BYTES
+
+
+def test_adapters_have_a_part_of_what_is_free_and_never_what_the_cache_has() -> None:
+    def given(free_bytes: int, taken_bytes: int, **config: object) -> int:
+        return plan_adapter_bytes(EngineConfig(**config), free_bytes=free_bytes, taken_bytes=taken_bytes)
+
+    assert given(10 * GIB, 4 * GIB) == GIB
+    assert given(100 * GIB, 8 * GIB) == ADAPTER_BYTES_MAX
+    assert given(10 * GIB, 10 * GIB - 5) == 5
+    assert given(10 * GIB, 11 * GIB) == 0
+    assert given(10 * GIB, 4 * GIB, adapter_slots=0) == 0
+    assert given(10 * GIB, 4 * GIB, adapter_memory_bytes=6 * GIB) == 6 * GIB
+    with pytest.raises(ConfigError, match=r"adapter_memory_bytes is 7516192768, but only 6442450944"):
+        given(10 * GIB, 4 * GIB, adapter_memory_bytes=7 * GIB)

@@ -56,7 +56,8 @@ def test_a_real_model_gives_its_memory_back_and_comes_back_the_same() -> None:
         before = answer(client, "before")
         awake = worker.resident_bytes()
         told = fall_asleep(worker, client)
-        assert awake - worker.resident_bytes() > 0.9 * info.weight_bytes
+        asleep_bytes = worker.resident_bytes()
+        assert awake - asleep_bytes > 0.9 * info.weight_bytes
         assert 0 < told.memory_bytes < worker.resident_bytes()
         assert (told.info, told.why) == (info, "")
         assert told.wake_ns > 0
@@ -67,7 +68,8 @@ def test_a_real_model_gives_its_memory_back_and_comes_back_the_same() -> None:
         assert ready(client) == info, "with the same KV cache and identity"
         assert answer(client, "after") == before
         again = worker.resident_bytes()
-        assert abs(again - awake) < 0.3 * info.weight_bytes
+        # Scratch of the largest steps is committed when such a step comes.
+        assert asleep_bytes + 0.5 * info.weight_bytes < again < awake + 0.1 * info.weight_bytes
         assert fall_asleep(worker, client).memory_bytes < told.memory_bytes + (16 << 20), "nothing piles up"
 
 

@@ -69,7 +69,7 @@ def test_placements_know_what_is_served_and_what_is_loaded_and_the_fleet_shows_i
         for name, is_loaded in (("tone", True), ("brief", False)):
             answer = talk.completions.create(model=name, prompt="x", max_tokens=1)
             (decision,) = decided(running, answer.id)
-            assert [each.has_adapter for each in decision.candidates] == [is_loaded]
+            assert [not each.adapter_s for each in decision.candidates] == [is_loaded]
     shown = kit.Raw(running)
     shown.send(kit.get("/admin/workers", f"Authorization: Bearer {kit.KEY}"))
     assert b'"adapters":["brief","tone"],"adapters_loaded":["tone"]' in shown.read_until(b'"models"')

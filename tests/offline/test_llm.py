@@ -19,6 +19,7 @@ from small_llm import SMALL
 from penstock import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from penstock.config.engine_settings import EngineSettings
 from penstock.errors import ContextTooLong, InvalidRequest, Unsupported, WorkerUnavailable
+from penstock.offline import calls
 from penstock.offline import engine as engine_module
 from penstock.offline import llm as llm_module
 
@@ -55,14 +56,14 @@ def test_more_prompts_than_are_on_their_way_at_once_stay_in_order(
             drawn += 1
             yield f"Number {i} and"
 
-    begin = llm_module._Call.begin
+    begin = calls.Call.begin
 
-    def counted(call: llm_module._Call, *args) -> None:
+    def counted(call: calls.Call, *args) -> None:
         nonlocal most
         begin(call, *args)
         most = max(most, call.num_running)
 
-    monkeypatch.setattr(llm_module._Call, "begin", counted)
+    monkeypatch.setattr(calls.Call, "begin", counted)
     lengths = [SamplingParams(max_tokens=1 + i % 7, ignore_eos=True) for i in range(40)]
     outputs = llm.generate(prompts(), lengths)
     assert [output.prompt for output in outputs] == [f"Number {i} and" for i in range(40)]

@@ -62,7 +62,7 @@ def test_names_of_vllm_are_our_engines_settings() -> None:
         ({"engine_config": 3}, "engine_config: expected a mapping"),
         ({"in_process": "yes"}, "in_process: expected bool"),
         ({"seed": 1.5}, "seed: expected int"),
-        ({"runner": "pooling"}, "runner: 'pooling' is not supported"),
+        ({"runner": "draft"}, "runner: 'draft' is not supported"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(given: dict[str, Any], words: str) -> None:

@@ -1,8 +1,10 @@
 """Scripts of the shape of vLLM's own examples run with nothing changed but the import."""
 
+import contextlib
+import gc
+import io
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -20,32 +22,32 @@ def moved(name: str) -> str:
     return changed
 
 
-def run(name: str, model: Path) -> list[str]:
-    """The lines that it prints, as a program of its own that must not warn."""
-    code = f"MODEL = {str(model)!r}\n{moved(name)}"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout.splitlines()
+def run(name: str, model: Path, place: Path) -> list[str]:
+    """The lines that it prints. Whatever it leaves behind is a warning, and so an error of the test."""
+    script, out, err = place / name, io.StringIO(), io.StringIO()
+    script.write_text(moved(name))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        runpy.run_path(str(script), {"MODEL": str(model)}, run_name="__main__")
+    gc.collect()
+    assert err.getvalue() == ""
+    return out.getvalue().splitlines()
 
 
-def test_prompts_in_a_batch(mini: Path) -> None:
-    lines = run("basic.py", mini)
+def test_prompts_in_a_batch(mini: Path, tmp_path: Path) -> None:
+    lines = run("basic.py", mini, tmp_path)
     assert [line.partition(" -> ")[0] for line in lines] == [
         "'The capital of France is'", "'Water boils at'", "'A penstock is'",
     ]  # fmt: skip
     assert all(re.search(r"(stop|length)$", line) for line in lines)
 
 
-def test_conversations(mini: Path) -> None:
-    *lines, last = run("chat.py", mini)
+def test_conversations(mini: Path, tmp_path: Path) -> None:
+    *lines, last = run("chat.py", mini, tmp_path)
     assert [line[:2] for line in lines] == ["0:", "0:", "1:", "0:", "1:"]
     assert "Paris" in last
 
 
-def test_streams(mini: Path) -> None:
-    lines = run("streaming.py", mini)
+def test_streams(mini: Path, tmp_path: Path) -> None:
+    lines = run("streaming.py", mini, tmp_path)
     assert len(lines) == 2
     assert all(len(line) > 10 for line in lines)

@@ -16,7 +16,7 @@ TOTAL, TO = 1000, 900
 
 def stream_of(name, *, level=1, left=100, blocks=10, protected=False, state=State.STREAMING):
     """A request that holds so many blocks and has so much of its answer before it."""
-    facts = SimpleNamespace(prompt_tokens=blocks * BLOCK_TOKENS)
+    facts = SimpleNamespace(prompt_tokens=blocks * BLOCK_TOKENS, held_tokens=0)
     return SimpleNamespace(
         id=name, level=level, expected=left, completion_tokens=0, counted_cached_tokens=0, facts=facts,
         state=state, protected=protected,

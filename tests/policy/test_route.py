@@ -245,7 +245,7 @@ def test_an_adapter_that_is_served_but_not_loaded_costs_its_load() -> None:
     assert world.start(work("r", adapter="x")) == B
     assert world.start(work("s", adapter="y")) == A
     decision = world.log.of(RequestId("r"))[-1]
-    found = {each.worker: (each.filtered, each.has_adapter) for each in decision.candidates}
+    found = {each.worker: (each.filtered, each.adapter_s == 0) for each in decision.candidates}
     assert found == {A: ("", False), B: ("", True), C: ("adapter", False)}
 
 

@@ -39,7 +39,7 @@ workers = st.builds(
     held=st.integers(0, 10),
     kv_blocks=st.integers(0, 10_000),
     kv_blocks_used=st.integers(0, 10_000),
-    has_adapter=st.booleans(),
+    adapter_s=st.sampled_from([0.0, 0.5, 2.0]),
     speed=st.just(SPEED),
 )
 
@@ -57,7 +57,9 @@ def test_more_of_anything_bad_never_makes_a_worker_better(policy, request_facts,
     for name in ("backlog_tokens", "held", "kv_blocks_used", *(["running"] if worker.has_room else [])):
         worse = replace(worker, **{name: getattr(worker, name) + more})
         assert policy.score(request_facts, worse).total >= before - 1e-9, name
-    assert policy.score(request_facts, replace(worker, has_adapter=False)).total >= before - 1e-9
+    assert (
+        policy.score(request_facts, replace(worker, adapter_s=worker.adapter_s + 1.0)).total >= before - 1e-9
+    )
     held = min(worker.device_tokens + more, request_facts.prompt_tokens)
     if held + worker.host_tokens <= request_facts.prompt_tokens and held >= worker.device_tokens:
         assert policy.score(request_facts, replace(worker, device_tokens=held)).total <= before + 1e-9
@@ -80,7 +82,7 @@ def test_the_terms_of_ttft_by_hand() -> None:
     speed = Speed(token_s=0.001, step_s=0.04, step_stream_s=0.005, service_s=2.0)
     worker = WorkerFacts(
         worker=WorkerId("w"), number=0, device_tokens=600, host_tokens=200, backlog_tokens=500, running=3,
-        rows=8, slots=8, kv_blocks=100, kv_blocks_used=24, has_adapter=False, speed=speed,
+        rows=8, slots=8, kv_blocks=100, kv_blocks_used=24, adapter_s=2.0, speed=speed,
     )  # fmt: skip
     request = RequestFacts(prompt_tokens=1000, output_tokens=216, needs_adapter=True)
     policy = score_policy(PlacementTerms())

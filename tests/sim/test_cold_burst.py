@@ -11,7 +11,7 @@ from penstock.planning.step_time import LinearStepTime
 from penstock.policy.answers import Outcome
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker import SimWorkerSpec
+from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.sim.world.world import World
 
 PROMPT, ANSWER, EACH, STEP_TOKENS = 512, 128, 3, 2048

@@ -17,7 +17,7 @@ from penstock.sim.scenarios.setup import Knobs, with_settings
 from penstock.sim.traffic.request import Segment, SimRequest
 from penstock.sim.world.faults import Chaos, Fault, FaultKind
 from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker import SimWorkerSpec
+from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.sim.world.world import World
 
 NEW, OLD = SimWorkerSpec(checkpoint="7b v2"), SimWorkerSpec(checkpoint="7b v1")

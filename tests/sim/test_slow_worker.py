@@ -14,7 +14,7 @@ from penstock.sim.traffic.prompts import Segment
 from penstock.sim.traffic.request import SimRequest
 from penstock.sim.world.events import Rank
 from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker import SimWorkerSpec
+from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.sim.world.world import WORLD, World
 
 BEGINS_S, SECONDS, SIGMA = 100, 330, 0.2

@@ -28,7 +28,7 @@ from penstock.clock import Clock, sleep
 from penstock.errors import WeightsDamaged, WorkerUnavailable
 from penstock.kv.hashing import token_bytes
 from penstock.protocol.adapters import Adapters as WorkerAdapters
-from penstock.protocol.adapters import LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.address import Address
 from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import (
@@ -211,10 +211,15 @@ class EngineBackend:
         """See `LoadsAdapters`."""
         return self._status.info is not None and self._status.info.adapter_slots > 0
 
-    def load_adapter(self, name: str, path: str, digest: str) -> None:
+    def load_adapter(self, name: str, path: str, digest: str, *, is_wanted: bool = False) -> None:
         """See `LoadsAdapters`."""
         if self._link is not None:
-            self._link.send(LoadAdapter(name=name, path=path, digest=digest))
+            self._link.send(LoadAdapter(name=name, path=path, digest=digest, is_wanted=is_wanted))
+
+    def keep_adapters(self, names: tuple[str, ...]) -> None:
+        """See `LoadsAdapters`."""
+        if self._link is not None:
+            self._link.send(KeepAdapters(names))
 
     def unload_adapter(self, name: str) -> None:
         """See `LoadsAdapters`."""

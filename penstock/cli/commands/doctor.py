@@ -27,6 +27,7 @@ from penstock.cli.flags import Commands, Help, default_port, number
 from penstock.config.checkpoints import DEMO_MODELS, REPOSITORY, resolve
 from penstock.errors import CheckpointError, ConfigError, OperatorError
 from penstock.gateway.http.terms import WIRE_LIMITS
+from penstock.models.encoders import stored_encoder
 from penstock.models.loadable import check_loads
 from penstock.models.registry import read_spec
 from penstock.text.tokenizer import Tokenizer
@@ -297,7 +298,8 @@ def check_model(model: str) -> Check:
     try:
         directory = resolve(model)
         check_loads(directory)
-        spec, _ = read_spec(directory)
+        encoder = stored_encoder(directory)
+        spec = read_spec(directory)[0] if encoder is None else encoder[0]
         Tokenizer.load(directory)
     except (ConfigError, CheckpointError) as error:
         return Check(name, CheckState.FAIL, str(error), "penstock serve would say the same")

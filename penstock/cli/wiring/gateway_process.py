@@ -71,9 +71,10 @@ async def _serve(launch: ChildLaunch, behind: bytes) -> int:
         registry,
         GatewayTools(metrics=metrics, clock=clock, ids=rng.IdSource(), log=log),
         members,
-        peers=GatewayPeers(launch.parent, launch.leases),
+        peers=GatewayPeers(launch.parent, launch.leases, launch.index),
         hash_key=launch.hash_key,
     )
+    gateway.adopt_adapters(launch.adapters)
     stop = _Stop(gateway)
     discovery = Discovery(members, clock, log)
     fleet = _Fleet(config, parts, launch, registry, members, discovery, tools)
@@ -240,6 +241,8 @@ class _Parent:
                 self._fleet.launched = news.workers
             if news.held is not None:
                 self._fleet.held = news.held
+            if news.adapters is not None:
+                self._gateway.adopt_adapters(news.adapters)
             try:
                 await self._fleet.apply()
             except ConfigError as error:

@@ -32,6 +32,7 @@ from penstock.gateway.identity.tenancy import Tenancy
 from penstock.gateway.shared.keeper import LeaseServer
 from penstock.protocol.peers import (
     EXIT_CANNOT_SERVE,
+    AdapterOrder,
     Ask,
     ChildLaunch,
     ChildReport,
@@ -68,6 +69,8 @@ SPARE_S = 5.0
 """What a process may take beyond its drain timeout before it is killed."""
 READ_BYTES = 1 << 16
 UNREAD_BYTES_MAX = 1 << 20
+ADAPTERS_MAX = 2048
+"""Of each model, adapters that operators have loaded or unloaded; of more what was unloaded is forgotten."""
 HELD_MAX = 4096
 """Workers that are remembered to be out of service by hand; of more the oldest come back."""
 
@@ -154,6 +157,7 @@ class GatewayProcesses:
         self._listeners: list[socket.socket] = []
         self._workers: tuple[WorkerAt, ...] = ()
         self._held: dict[str, float] = {}
+        self._adapters: dict[str, dict[str, str]] = {}
         self.on_order: Callable[[Order], Awaitable[None]] = _ignore_order
         """Called when somebody has told one of the processes to take a worker out of service, or to bring it
         back, before the others hear of it."""
@@ -235,6 +239,16 @@ class GatewayProcesses:
         await self.on_order(order)
         self._tell(ChildReport(held=self._held))
 
+    def _order_adapter(self, order: AdapterOrder) -> None:
+        """Let all processes know which adapters operators have loaded, those that are yet to come too."""
+        known = self._adapters.setdefault(order.model, {})
+        known.pop(order.name, None)
+        known[order.name] = order.source
+        if len(known) > ADAPTERS_MAX:
+            gone = next((name for name, source in known.items() if not source), next(iter(known)))
+            del known[gone]
+        self._tell(ChildReport(adapters=self._adapters))
+
     def _tell(self, news: ChildReport) -> None:
         for process in self._running.values():
             if process.stdin is not None and not process.stdin.is_closing():  # It may just have died.
@@ -311,6 +325,7 @@ class GatewayProcesses:
             leases=str(self._leases.path) if self._leases is not None else "",
             hash_key=self._hash_key,
             held=self._held,
+            adapters=self._adapters,
             is_patient=self._is_patient,
         )
         assert process.stdin is not None
@@ -331,6 +346,9 @@ class GatewayProcesses:
                         writer.write(frame(self._stats.sum()))
                     elif isinstance(message, Order):
                         await self._order(message)
+                        writer.write(frame(Done()))
+                    elif isinstance(message, AdapterOrder):
+                        self._order_adapter(message)
                         writer.write(frame(Done()))
                     elif isinstance(message, SleepOrder):
                         self._begin_sleep_order(message, writer)

@@ -189,7 +189,7 @@ class TorchPacker:
 
 
 def adapter_reader(
-    spec: DecoderSpec, dtype: torch.dtype, rows_max: int, native: NativeLibrary | None
+    spec: DecoderSpec, dtype: torch.dtype, rows_max: int, native: NativeLibrary | None, *, bytes_max: int
 ) -> AdapterReader:
     """What reads adapters and lays them out for the decoder that computes, with torch if there is no
     `native`.
@@ -197,4 +197,4 @@ def adapter_reader(
     Their tensors have transformers' names, whatever the checkpoint's are called.
     """
     packer: Packer = TorchPacker(rows_max) if native is None else NativePacker(spec)
-    return AdapterReader(spec, FAMILIES[spec.architecture].names, dtype, packer)
+    return AdapterReader(spec, FAMILIES[spec.architecture].names, dtype, packer, bytes_max=bytes_max)

@@ -92,8 +92,12 @@ class Packer(Protocol):
 class AdapterReader:
     """Reads adapters for one decoder. May be used on any thread while steps run."""
 
-    def __init__(self, spec: DecoderSpec, names: CheckpointNames, dtype: torch.dtype, packer: Packer) -> None:
+    def __init__(
+        self, spec: DecoderSpec, names: CheckpointNames, dtype: torch.dtype, packer: Packer, *, bytes_max: int
+    ) -> None:
         self._spec, self._names, self._dtype, self._packer = spec, names, dtype, packer
+        self.bytes_max = bytes_max
+        """Memory that all adapters may take together."""
 
     def read(self, directory: Path, digest: str = "") -> tuple[str, Packed]:
         """The digest of the adapter in a PEFT directory, and the adapter, ready.

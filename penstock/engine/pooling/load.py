@@ -1,20 +1,28 @@
 """Puts together what computes a model directory, whichever kind of model it holds."""
 
+import os
 from pathlib import Path
 
+import torch
 from msgspec.structs import replace
 
 from penstock.clock import Clock
 from penstock.config.tree import EngineConfig
 from penstock.engine import runner as decoders
 from penstock.engine.core import StepRunner
+from penstock.engine.device_speed import device_name
+from penstock.engine.fingerprint import identify, name_of, torch_kernels
+from penstock.engine.loader import load_named
+from penstock.engine.pooling.encoder import Encoder, EncoderRunner
 from penstock.engine.pooling.runner import PoolingRunner
 from penstock.engine.runner import OnProgress, Runner, build_runner
 from penstock.errors import ConfigError
+from penstock.models.encoders import EncoderSpec, stored_encoder
 from penstock.models.pooling import PoolingSpec
 from penstock.models.registry import read_spec, stored_pooling
 from penstock.protocol.worker import ModelInfo
-from penstock.types import VECTOR_CAPABILITIES
+from penstock.schedule.batch import resolve_max_running
+from penstock.types import BLOCK_TOKENS, VECTOR_CAPABILITIES, Capability
 
 
 def build_any_runner(
@@ -27,6 +35,8 @@ def build_any_runner(
         ConfigError: a setting that is impossible on this machine or with this model.
     """
     path = Path(model_path)
+    if (encoder := stored_encoder(path)) is not None:
+        return _load_encoder(path, config, encoder, on_progress)
     if (pooling := stored_pooling(path)) is None:
         return build_runner(path, config, clock, on_progress)
     runner = build_runner(path, _config_for(path, config, pooling), clock, on_progress)
@@ -41,6 +51,8 @@ def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> Mo
         CheckpointError, ConfigError: as `build_any_runner`.
     """
     path = Path(model_path)
+    if (encoder := stored_encoder(path)) is not None:
+        return _encoder_info(path, config, encoder)
     if (pooling := stored_pooling(path)) is None:
         return decoders.plan_model(path, config, clock)
     info = decoders.plan_model(path, _config_for(path, config, pooling), clock)
@@ -71,3 +83,60 @@ def _told(info: ModelInfo, pooling: PoolingSpec) -> ModelInfo:
     return replace(
         info, pooling=pooling.kind, dimensions=pooling.dimensions, capabilities=VECTOR_CAPABILITIES
     )
+
+
+def _load_encoder(
+    path: Path, config: EngineConfig, encoder: tuple[EncoderSpec, PoolingSpec], on_progress: OnProgress
+) -> EncoderRunner:
+    info, (spec, pooling) = _encoder_info(path, config, encoder), encoder
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    on_progress("loading weights", 0, 0)
+    weights = load_named(path, spec.shapes(), spec.prefix, _dtype(config))
+    return EncoderRunner(Encoder(spec, weights), info, pooling, step_tokens=config.step_tokens)
+
+
+def _encoder_info(path: Path, config: EngineConfig, encoder: tuple[EncoderSpec, PoolingSpec]) -> ModelInfo:
+    """What is told of an encoder. Its KV blocks are none: as many as its rows could ask for are counted.
+
+    Raises:
+        ConfigError: a setting that is impossible with an encoder.
+    """
+    spec, pooling = encoder
+    on_processor(config)
+    for name, is_wrong in (
+        (f"engine.quantization is {config.quantization}", config.quantization != "none"),
+        (f"engine.load_format is {config.load_format}", config.load_format != "safetensors"),
+        ("engine.kernels is native", config.kernels == "native"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"{name}, but encoders are computed by torch, with the weights of their files")
+    longest = min(spec.max_position, pooling.tokens_max or spec.max_position)
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"engine.max_model_len is {config.max_model_len}, but the model takes {longest} tokens"
+        )
+    max_len = config.max_model_len or longest
+    max_running, dtype = resolve_max_running(config.max_running, config.step_tokens), _dtype(config)
+    return ModelInfo(
+        model=path.name,
+        identity=identify(path, config, dtype=name_of(dtype), kernels=torch_kernels()),
+        architecture=spec.architecture,
+        dtype=name_of(dtype),
+        num_parameters=spec.num_parameters,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_len,
+        num_blocks=max_running * -(-max_len // BLOCK_TOKENS),
+        block_tokens=BLOCK_TOKENS,
+        max_running=max_running,
+        capabilities=frozenset({Capability.SCORES}) if spec.scores else VECTOR_CAPABILITIES,
+        device=device_name(torch.device("cpu")),
+        pooling="scores" if spec.scores else pooling.kind,
+        vector_size=1 if spec.scores else spec.hidden_size,
+        dimensions=pooling.dimensions,
+        weight_bytes=spec.num_parameters * dtype.itemsize,
+    )
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    """float32 unless something else is asked for: encoders are small, and their vectors are compared."""
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32

@@ -10,6 +10,7 @@ from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
 from penstock.protocol.fleet import LoadAdapterOrder, UnloadAdapterOrder
+from penstock.protocol.peers import AdapterOrder
 from penstock.types import ModelName
 
 Order = TypeVar("Order")
@@ -37,7 +38,9 @@ class AdaptersAdmin:
         for other in models:
             if name == other.name or (other.name != model.name and name in other.workers.adapters):
                 raise InvalidRequest(f"The name '{name[:64]}' is taken.", param="lora_name")
-        await self._keeper.load(model.name, name, AdapterSource.of(order.lora_path))
+        source = AdapterSource.of(order.lora_path)
+        await self._keeper.load(model.name, name, source)
+        await self._tell_others(model.name, name, source.text)
         self._services.notes.note("admin", "adapter loaded", name, by=caller.key_prefix)
         _say(exchange, f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -54,8 +57,14 @@ class AdaptersAdmin:
         if owner is None:
             owner = next((each.name for each in models if name in each.workers.adapters), models[0].name)
         await self._keeper.unload(ModelName(owner), name)
+        await self._tell_others(owner, name, "")
         self._services.notes.note("admin", "adapter unloaded", name, by=caller.key_prefix)
         _say(exchange, f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _tell_others(self, model: str, name: str, source: str) -> None:
+        """The other processes of this server, which tell workers that start again."""
+        if self._services.peers is not None:
+            await self._services.peers.order(AdapterOrder(model, name, source))
 
 
 def _decoded(body: bytes, kind: type[Order]) -> Order:

@@ -26,7 +26,7 @@ from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.placement.pick import explain, explain_choice, without_waits
 from penstock.policy.resilience.anomalies import Anomalies
 from penstock.protocol.fleet import DrainOrder, FleetReport, ModelReport, WorkerReport
-from penstock.protocol.peers import LookAt, ModelNumbers, Sum
+from penstock.protocol.peers import LookAt, ModelNumbers, Order, Sum
 from penstock.telemetry.audit import LISTED_MAX, Kind
 from penstock.telemetry.history import DAY_S, RECENT_S
 from penstock.telemetry.watch import Watch
@@ -231,7 +231,7 @@ class Admin:
         if not (members.is_held(worker_id) if timeout_s is None else members.hold(worker_id, timeout_s)):
             raise NotFound(f"There is no such worker: {worker_id[:128]}.", code="unknown_worker")
         if self._peers is not None:
-            await self._peers.order(worker_id, timeout_s)
+            await self._peers.order(Order(worker_id, timeout_s))
         elif timeout_s is None:
             await members.release(worker_id)
         what = "brought back" if timeout_s is None else "drained"

@@ -26,9 +26,7 @@ from penstock.gateway.relay.vectors import (
     VectorReply,
     Vectors,
     Wording,
-    cosine,
     embeddings,
-    numbers,
     reranked,
     scored,
 )
@@ -41,6 +39,8 @@ from penstock.protocol.vectors import (
     RerankRequest,
     ScoreRequest,
     VectorUsage,
+    cosine,
+    numbers,
     parse_embeddings,
     parse_rerank,
     parse_score,

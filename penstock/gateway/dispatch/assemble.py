@@ -31,6 +31,7 @@ from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
+from penstock.policy.placement.adapters import ResidencyOrder, ignore_order
 from penstock.policy.placement.pick import Decision, DecisionLog
 from penstock.policy.placement.route import Locality, Router
 from penstock.policy.placement.score import score_policy
@@ -58,13 +59,14 @@ class Placements:
         log: Log,
         seed: int,
         locality: Callable[[str], Locality | None] = lambda _: None,
+        on_order: Callable[[ResidencyOrder], None] = ignore_order,
     ) -> None:
         """`seed` fixes every chance there is; `locality` tells where a model's prompts are cached, if anybody
-        knows.
+        knows; `on_order` tells workers which adapters are to be in memory.
         """
         config = self._config = extended(config, PlacementTerms)
         self._metrics, self._log, self._seed = metrics, log, seed
-        self._locality = locality
+        self._locality, self._on_order = locality, on_order
         self.decisions = DecisionLog(
             kept_max=config.decisions_kept,
             log_every=config.log_every,
@@ -79,7 +81,9 @@ class Placements:
         if config.policy == "least_loaded":
             return LeastLoaded()
         draw = rng.stream(self._seed, f"placement/{route}").randrange
-        return Router(route, config, draw, locality=self._locality(route), log=self.decisions)
+        router = Router(route, config, draw, locality=self._locality(route), log=self.decisions)
+        router.adapters.on_order = self._on_order
+        return router
 
     def _count(self, decision: Decision) -> None:
         self._metrics.placed(decision.route, decision.config.policy, decision.choice.reason)
@@ -180,10 +184,12 @@ def make_policies(
     gateway: str,
     locality: KVLocality,
     leases: str = "",
+    on_adapter_order: Callable[[ResidencyOrder], None] = ignore_order,
 ) -> GatewayPolicies:
     """Admission, limits, budgets, prices and queues of `config`, in front of the models' workers.
 
-    `gateway` names this process for all time; `leases` is the socket of the parent's store of limits.
+    `gateway` names this process for all time; `leases` is the socket of the parent's store of limits;
+    `on_adapter_order` tells workers which adapters are to be in memory.
 
     Raises:
         ConfigError: the store of shared limits cannot be used as configured.
@@ -194,8 +200,9 @@ def make_policies(
     limits = SharedLimits(config.limits, shared, gateway=gateway, clock=clock, log=log, parent=leases)
     ledger = Ledger(config.ledger, clock, log)
     placements = Placements(
-        config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality
-    )
+        config.routing.placement, metrics=metrics, log=log, seed=fresh_seed(), locality=lambda _: locality,
+        on_order=on_adapter_order,
+    )  # fmt: skip
     kept = None
     if config.ledger.enabled:
         kept = DecisionKeeper(DecisionFiles(ledger.directory / "decisions", clock), log)

@@ -158,6 +158,8 @@ class WorkerFeed:
             identity=info.identity if info is not None else "",
             adapters=adapters.loaded,
             adapters_served=adapters.served,
+            adapters_max=adapters.room,
+            adapter_load_ns=adapters.load_ns,
             capabilities=worker.backend.status.capabilities or frozenset(),
             wake_ns=0 if worker.backend.status.asleep is None else worker.backend.status.asleep.wake_ns,
         )

@@ -24,6 +24,7 @@ from penstock.protocol.vectors import (
     Score,
     ScoreAnswer,
     VectorUsage,
+    numbers,
 )
 from penstock.types import FinishReason
 
@@ -112,11 +113,6 @@ def scored(context: Context, scores: Sequence[float], usage: VectorUsage) -> Sco
     return ScoreAnswer(id=head.id, created=head.created, model=head.model, data=data, usage=usage)
 
 
-def numbers(vector: bytes) -> list[float]:
-    """The numbers of a vector."""
-    return array("f", vector).tolist()
-
-
 def encoded(vector: bytes) -> str:
     """A vector in base64."""
     return binascii.b2a_base64(vector, newline=False).decode()
@@ -129,9 +125,3 @@ def cut(vector: bytes, size: int) -> bytes:
     found = array("f", vector[: 4 * size])
     length = math.sqrt(sum(map(mul, found, found))) or 1.0
     return array("f", [each / length for each in found]).tobytes()
-
-
-def cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    """How much two vectors point the same way."""
-    lengths = math.sqrt(sum(map(mul, one, one)) * sum(map(mul, other, other)))
-    return sum(map(mul, one, other)) / lengths if lengths else 0.0

@@ -10,6 +10,7 @@ from penstock.clock import sleep
 from penstock.errors import ModelBusy, NoMemory, NotFound, Overloaded, WorkerUnavailable
 from penstock.policy.queueing.fair_counters import FairCounters, ServedUnits
 from penstock.protocol.peers import (
+    AdapterOrder,
     Ask,
     EndedRequests,
     Happened,
@@ -45,8 +46,11 @@ class GatewayPeers:
     `start` it once; the parent's end is this process's end, so it is never made again.
     """
 
-    def __init__(self, path: str, leases: str = "") -> None:
-        """`path` is the parent's Unix socket; `leases` is that of its store of limits, if it has one."""
+    def __init__(self, path: str, leases: str = "", index: int = 0) -> None:
+        """`path` is the parent's Unix socket; `leases` is that of its store of limits, if it has one; `index`
+        is this process's.
+        """
+        self.index = index
         self.site, self.leases = path, leases
         """Names the server among all: the path is of a directory with a random name."""
         self._asked: deque[asyncio.Future[ToChild]] = deque()
@@ -113,14 +117,14 @@ class GatewayPeers:
         assert isinstance(answer, View), answer
         return answer.body
 
-    async def order(self, worker: str, timeout_s: float | None) -> None:
-        """Let every process take this worker out of service; with None let it come back.
+    async def order(self, order: Order | AdapterOrder) -> None:
+        """Let every process take a worker out of service, or bring it back; or have an adapter, or no more.
 
         Raises:
             Overloaded: the parent does not answer.
         """
         try:
-            await self._answer(frame(Order(worker, timeout_s)))
+            await self._answer(frame(order))
         except TimeoutError:
             message = "The other gateway processes could not be told in time; try again."
             raise Overloaded(message, retry_after_s=ANSWER_TIMEOUT_S) from None

@@ -121,11 +121,12 @@ class FlowControl:
         if isinstance(holds, Refused):
             return holds
         request = request_of(facts, now_ns, lane, holds, verdict)
-        dropped = lane.queue.push(now_ns, request)
-        if isinstance(dropped, Full):
+        if isinstance(dropped := lane.queue.push(now_ns, request), Full):
             self._accounts.undo(now_ns, facts, holds)
             return Refused(facts.id, "queue", lane.overloaded(dropped))
         self._requests[facts.id] = request
+        if facts.adapter:
+            lane.placement.asked(now_ns, request, lane.rooms)
         for extra in self._extras:
             extra.queued(now_ns, request)
         self._touch(lane)

@@ -1,8 +1,8 @@
 """Placement by where the KV lives: gathers the workers worth looking at, scores them, picks one, remembers
 why.
 
-    candidates   holders of the prompt's prefix, the session's last worker, residents of the adapter, the
-                 least loaded
+    candidates   holders of the prompt's prefix, the session's last worker, residents and homes of the
+                 adapter (adapters.py), the least loaded
     filter       ready, not blocked, context fits, it can do what is needed, adapter can be served
     score, pick  score.py, pick.py: one of two policies; ties, chance, holds
     learn        estimates.py: what requests took at their workers
@@ -29,6 +29,7 @@ from penstock.config.branch import extended
 from penstock.config.routing import PlacementConfig
 from penstock.kv.index.prefix_index import NOTHING_HELD, Held
 from penstock.policy.estimates import Ran, Speeds
+from penstock.policy.placement.adapters import AdapterPlacement
 from penstock.policy.placement.pick import Choice, Decision, DecisionLog, Draw, choose, choose_only, score_all
 from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
 from penstock.policy.queueing.band import Work
@@ -160,7 +161,7 @@ class Router:
 
     __slots__ = (
         "_adapters", "_config", "_draw", "_drawn", "_held", "_locality", "_log", "_route", "_sent",
-        "_sessions", "policy", "speeds",
+        "_sessions", "adapters", "policy", "speeds",
     )  # fmt: skip
 
     def __init__(
@@ -181,11 +182,17 @@ class Router:
         self.speeds = Speeds(config)
         self._sessions = LastWorkers(ttl_s=config.session_ttl_s, limit=config.sessions_max)
         self._adapters = LastWorkers(ttl_s=config.session_ttl_s, limit=_ADAPTERS_MAX)
+        self.adapters = AdapterPlacement(load_s=config.adapter_load_ms / 1000)
+        """Where the model's adapters are kept; whoever can tell its workers sets `on_order`."""
         self._held: dict[RequestId, Hold] = {}
         self._sent: dict[RequestId, _Sent] = {}
         self._drawn: list[int] = []
 
     # --- parts.Placement ---------------------------------------------------------------------------
+
+    def asked(self, now_ns: int, work: Work, rooms: CapacityTable) -> None:
+        """See `contracts.Placement`."""
+        self.adapters.asked(now_ns, work.adapter, work.prompt_tokens + work.output_tokens, rooms)
 
     def place(
         self,
@@ -222,6 +229,7 @@ class Router:
             self._sessions.put(now_ns, work.session, room.id)
         if work.adapter:
             self._adapters.put(now_ns, work.adapter, room.id)
+            self.adapters.started(now_ns, work.adapter, room)
         if room.alone:
             return
         running = room.booked + room.others
@@ -281,6 +289,7 @@ class Router:
         names = [] if look.session is None else [look.session]
         if work.adapter:
             names += rooms.residents(work.adapter, config.least_loaded)
+            names += self.adapters.homes(work.adapter)
             last = self._adapters.of(look.now_ns, work.adapter)
             if last is not None:
                 names.append(last)
@@ -315,7 +324,7 @@ class Router:
             look.waiting.get(worker, 0),
             view.kv_blocks_total,
             view.kv_blocks_used + room.pending_blocks,
-            not work.adapter or (view.adapters is not None and work.adapter in view.adapters),
+            self.adapters.wait_ns(look.now_ns, room, work.adapter) / NS_PER_S if work.adapter else 0.0,
             self.speeds.of(view.kind),
         )
 

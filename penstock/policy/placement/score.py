@@ -75,7 +75,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, gc=False):
     """0: it does not tell."""
     kv_blocks_used: int = 0
     """By what runs, and what was sent there just now."""
-    has_adapter: bool = True
+    adapter_s: float = 0.0
+    """What it would wait there for its adapter; 0: it is there, or needs none."""
     speed: Speed = Speed()
 
 
@@ -161,8 +162,7 @@ def _times_s(
     uncached = request.prompt_tokens - worker.device_tokens - host_tokens
     prefill_s = speed.prefill_s(uncached if uncached > 0 else 1, request.prompt_tokens, running)
     reload_s = host_tokens * speed.token_s * config.host_cost if host_tokens else 0.0
-    adapter_s = config.adapter_load_ms / 1000 if request.needs_adapter and not worker.has_adapter else 0.0
-    return wait_s, reload_s, prefill_s, adapter_s, room_wait_s
+    return wait_s, reload_s, prefill_s, worker.adapter_s, room_wait_s
 
 
 class TtftScore:

@@ -44,14 +44,14 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters that are loaded now; None: it does not tell."""
     adapters_max: int = 0
     """Adapters that it can hold, and so load; 0: only those that it has."""
-    resumes: bool = True
-    """It can continue what another worker began."""
+    adapter_load_ns: int = 0
+    """What it takes for one; 0: it does not tell."""
+    resumes: bool = True  # It can continue what another worker began.
     identity: str = ""
     """What it computes (kv/hashing.py); empty: it does not tell."""
     terms: DeploymentTerms | None = None
     """None: all workers of the model are alike, or this one is as they are."""
-    is_external: bool = False
-    """It does not run our engine."""
+    is_external: bool = False  # It does not run our engine.
     adapters_served: frozenset[str] | None = None
     """Adapters that it takes requests for, loaded or not; None: those that it has or can load."""
     capabilities: frozenset[str] = frozenset()
@@ -82,12 +82,9 @@ class WorkerCapacity:
         """Prompt tokens to compute of what was started and has shown no output."""
         self.begun: dict[RequestId, bool] = {}
         """Requests here -> whether output was seen."""
-        self.gone = False
-        """Nobody reports for it any more."""
-        self.held = False
-        """Kept free for a large request."""
-        self.busy = False
-        """It has prompts enough for now."""
+        self.gone = False  # Nobody reports for it any more.
+        self.held = False  # Kept free for a large request.
+        self.busy = False  # It has prompts enough for now.
         self.alone = False  # Its model has no other worker: there is nothing to choose.
         self.rank: _Rank | None = None
         """Where it stands among those that could start a stream, within or beyond its slots; None: it could
@@ -439,6 +436,9 @@ class Placement(Protocol):
     It is told what became of its choices, and may learn from that.
     """
 
+    def asked(self, now_ns: int, work: Work, rooms: CapacityTable) -> None:
+        """A request that names an adapter has come, and waits."""
+
     def place(
         self,
         now_ns: int,
@@ -468,6 +468,9 @@ class LeastLoaded:
 
     __slots__ = ()
 
+    def asked(self, now_ns: int, work: Work, rooms: CapacityTable) -> None:
+        """Nothing is prepared."""
+
     def place(
         self,
         now_ns: int,
@@ -477,7 +480,6 @@ class LeastLoaded:
         blocked: Collection[WorkerId],
     ) -> WorkerCapacity | None:
         """The least loaded that it fits on."""
-        del now_ns
         return rooms.place(work, avoid, blocked)
 
     def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
@@ -493,7 +495,6 @@ class LeastLoaded:
 _LEAST_LOADED = LeastLoaded()
 
 
-def least_loaded(route: str) -> Placement:
+def least_loaded(_: str) -> Placement:
     """The same for every model: it remembers nothing."""
-    del route
     return _LEAST_LOADED

@@ -30,7 +30,7 @@ from penstock.sim.traffic.request import RequestRecord
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, TrafficSource, even
 from penstock.sim.world.faults import Fault
 from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker import SimWorkerSpec
+from penstock.sim.world.worker_spec import SimWorkerSpec
 
 
 def described(config: Config, pools: Sequence[PoolSpec]) -> tuple[Config, tuple[PoolSpec, ...]]:

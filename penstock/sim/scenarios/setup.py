@@ -26,7 +26,7 @@ from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.traffic.workload import TrafficSource, merged
 from penstock.sim.world.faults import Chaos, Fault
 from penstock.sim.world.run import PoolSpec, SimResult, WorldSpec
-from penstock.sim.world.worker import SimWorkerSpec
+from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.sim.world.world import World
 
 _CONTEXT = 512

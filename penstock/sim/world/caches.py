@@ -2,7 +2,7 @@
 events.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock import rng
 from penstock.config.branch import extended
@@ -12,6 +12,7 @@ from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys, own_key
 from penstock.kv.index.block_names import events_of_engine
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS, WorkerCacheView
+from penstock.policy.placement.adapters import ResidencyOrder, ignore_order
 from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.queueing.capacity import LeastLoaded, Placement
@@ -87,12 +88,16 @@ class Caches:
         self._asked: dict[WorkerId, Asked] = {}
         self.decisions = DecisionLog(kept_max=self._config.decisions_kept)
 
-    def placement(self, route: str) -> Placement:
-        """Of one model."""
+    def placement(
+        self, route: str, *, on_order: Callable[[ResidencyOrder], None] = ignore_order
+    ) -> Placement:
+        """Of one model; `on_order` tells workers which adapters are to be in memory."""
         if not self.is_on:
             return LeastLoaded()
         draw = rng.stream(self._seed, f"placement/{self._gateway}/{route}").randrange
-        return Router(route, self._config, draw, locality=self.locality, log=self.decisions)
+        router = Router(route, self._config, draw, locality=self.locality, log=self.decisions)
+        router.adapters.on_order = on_order
+        return router
 
     def keys(self, route: str, request: SimRequest, salt: bytes) -> PromptKeys | None:
         """Of a tenant's request; None where nobody asks for them."""

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from penstock.config.tree import Config
 from penstock.policy.answers import UsageRecord
+from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.policy.queueing.capacity import Placement
 from penstock.policy.requests.request import Request
 from penstock.policy.resilience.anomalies import Anomalies, Change
@@ -19,7 +20,8 @@ from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked
 from penstock.sim.world.messages import KVEventChannel, Submission, WorkerLoadReport, WorkerMessage
 from penstock.sim.world.run import PoolSpec
-from penstock.sim.world.worker import SimWorker, SimWorkerSpec
+from penstock.sim.world.worker import SimWorker
+from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 
@@ -36,6 +38,10 @@ class Network(Protocol):
 
     def abort(self, now_ns: int, gateway: int, worker_id: WorkerId, request_id: RequestId) -> None:
         """Tell a worker to end one."""
+        ...
+
+    def order(self, gateway: int, order: ResidencyOrder) -> None:
+        """Tell a worker which adapters are to be in memory."""
         ...
 
 

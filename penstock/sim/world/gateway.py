@@ -9,6 +9,7 @@ bytes.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -80,12 +81,12 @@ class SimGateway:
             limiter = keeper.limiter
             self._links.append(keeper)
         self.caches = Caches(config, hash_key=facts.hash_key, seed=facts.seed, gateway=number)
-        self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)
-        """By what came of them."""
+        self.num_hedges: dict[HedgeOutcome, int] = dict.fromkeys(HedgeOutcome, 0)  # By what came of them.
         self.policies = build_policies(
             config,
             facts=self._model_facts,
-            placement=facts.placement or self.caches.placement,
+            placement=facts.placement
+            or partial(self.caches.placement, on_order=partial(network.order, number)),
             limiter=limiter,
             wall_offset_ns=self.clock.wall_ns() - self.clock.now_ns(),
             random=rng.stream(facts.seed, f"breakers/{number}/{life}").random,
@@ -95,8 +96,7 @@ class SimGateway:
         if store is not None:
             counters = FairCounters(tuple(facts.models), self.control.lane)
             self._links.append(SimFairExchange(counters, store, timeline, actor=actor, link_ns=facts.link_ns))
-        self.meters = Meters(self.policies.prices)
-        """What the workers cost: nothing where the configuration has no `prices.accelerators`."""
+        self.meters = Meters(self.policies.prices)  # Nothing without `prices.accelerators`.
         self._driver = Driver(self.control, self, self, self, self.meters)
         self._known: dict[WorkerId, str] = {}
         self.speeds = SpeedWatch(self.policies.anomalies)
@@ -169,14 +169,9 @@ class SimGateway:
         self._dispatch(now_ns)
 
     def reported(
-        self,
-        now_ns: int,
-        route: str,
-        worker: SimWorker,
-        report: WorkerLoadReport | None,
-        *,
+        self, now_ns: int, route: str, worker: SimWorker, report: WorkerLoadReport | None, *,
         ready: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A worker is there and announces what it serves, has something to say of itself, or drains (not
         `ready`).
         """
@@ -199,6 +194,9 @@ class SimGateway:
             identity="" if spec.is_external else worker.identity,
             is_external=spec.is_external,
             resumes=spec.resumes,
+            adapters=report.adapters if report is not None else None,
+            adapters_max=spec.adapters.room if spec.adapters else 0,
+            adapter_load_ns=spec.adapters.read_ns if spec.adapters else 0,
         )
         if worker_id not in self._known:
             self._known[worker_id] = route

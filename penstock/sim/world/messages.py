@@ -98,6 +98,8 @@ class WorkerLoadReport(msgspec.Struct, frozen=True, gc=False):
     rows_max: int
     timed: tuple[int, int, int, int, int, int] = (0, 0, 0, 0, 0, 0)
     """As `protocol.worker.Stats.timed`."""
+    adapters: frozenset[str] | None = None
+    """Those in memory; None: it does not tell."""
 
 
 KVUpdate = tuple[KVEvent, ...] | Numbered

@@ -13,7 +13,7 @@ from penstock.policy.answers import Outcome, UsageRecord
 from penstock.policy.queueing.capacity import Placement
 from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.request import RequestRecord
-from penstock.sim.world.worker import SimWorkerSpec
+from penstock.sim.world.worker_spec import SimWorkerSpec
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

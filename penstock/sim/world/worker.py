@@ -12,15 +12,14 @@ coasts: it knows when the next steps end, and does them in one leap when somethi
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.config.engine_settings import EngineSettings
 from penstock.errors import PenstockError, WorkerUnavailable
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.events import KVEvent, KVEventLog
-from penstock.kv.hashing import BlockHash, BlockHasher, Computation
-from penstock.planning.step_time import LinearStepTime, StepShape, StepTime
+from penstock.kv.hashing import BlockHash, BlockHasher
+from penstock.planning.step_time import StepShape
+from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, Sampled, StepPlan, StepResult
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
@@ -29,6 +28,7 @@ from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.sim.traffic.prompts import EOS, BlockNames, content_tokens, prompt_tokens
 from penstock.sim.traffic.request import Segment
+from penstock.sim.world.adapters import SimAdapters
 from penstock.sim.world.events import LocalClock, Rank, Timeline
 from penstock.sim.world.messages import (
     Began,
@@ -39,47 +39,12 @@ from penstock.sim.world.messages import (
     WorkerLoadReport,
     WorkerMessage,
 )
+from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.types import RequestId, SamplingParams, WorkerId
 
 _FAST_FORWARD_STEPS = 24
 """Steps whose times are worked out at once: whatever comes in before them makes the rest useless."""
 _STOPS = (EOS,)
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class SimWorkerSpec:
-    """One kind of worker."""
-
-    step_time: StepTime = field(default_factory=LinearStepTime)
-    engine: EngineSettings = field(default_factory=lambda: EngineSettings(step_tokens=2048, max_running=64))
-    checkpoint: str = ""
-    """What is in its model's directory, whatever the model is called."""
-    dtype: str = "bf16"
-    """Of its weights and its KV cache."""
-    num_blocks: int = 8192
-    """KV blocks of 16 tokens."""
-    max_model_len: int = 32_768
-    kind: str = ""
-    """Name of the accelerator, for reports and prices."""
-    cold_start_ns: int = 0
-    """From being asked for to being ready."""
-    is_external: bool = False
-    """Gateways take it for a provider's: nothing is known of how it computes."""
-    resumes: bool = True  # It returns token ids, so another worker can continue its streams.
-    fast_forwards: bool = True
-    """False does every step by itself: slower, and the same."""
-
-    @property
-    def identity(self) -> str:
-        """Of what it computes, as a worker of ours makes it from its files and settings."""
-        return Computation(
-            checkpoint=self.checkpoint,
-            tokenizer=self.checkpoint,
-            dtype=self.dtype,
-            kv_dtype=self.dtype,
-            quantization=self.engine.quantization,
-            kernels=self.kind,
-        ).identity
 
 
 class Listener(Protocol):
@@ -171,6 +136,9 @@ class SimWorker:
         self._fast_forward_max = self._fast_forward_rows = self._fast_forward_kv = 0
         self._outbox: dict[int, list[WorkerMessage]] = {}
         self._inbox: list[tuple[int, Submission | RequestId]] = []
+        self.adapters: SimAdapters | None = None
+        if spec.adapters is not None:
+            self.adapters = SimAdapters(spec.adapters, timeline, actor, on_read=self._adapter_came)
         self._is_reporting = False
         self._last_gauges = self._gauges()
         self.is_gone = False
@@ -186,10 +154,28 @@ class SimWorker:
 
     # --- what gateways do ---------------------------------------------------------------------------
 
-    def take(self, now_ns: int, message: Submission | RequestId) -> None:
-        """A request, or the id of one to end. As in our engine it is looked at between two steps."""
+    def take(self, now_ns: int, message: Submission | RequestId | ResidencyOrder) -> None:
+        """A request, the id of one to end, or what adapters are to be in memory. As in our engine requests
+        are looked at between two steps.
+        """
         if self.is_gone:
             return
+        if self.adapters is None:
+            assert not isinstance(message, ResidencyOrder), "it tells of no adapters"
+            self._take(now_ns, message)
+        else:
+            self._take_all(now_ns, self.adapters.pass_on(now_ns, message))
+
+    def _take_all(self, now_ns: int, messages: Sequence[Submission | RequestId]) -> None:
+        for each in messages:
+            self._take(now_ns, each)
+
+    def _adapter_came(self, now_ns: int, ready: Sequence[Submission]) -> None:
+        if not self.is_gone:
+            self._take_all(now_ns, ready)
+            self._listener.reported(now_ns, self, self.report(now_ns))
+
+    def _take(self, now_ns: int, message: Submission | RequestId) -> None:
         self._inbox.append((now_ns, message))
         if self._times:
             self._stop_coasting(bisect_right(self._times, now_ns))
@@ -226,7 +212,7 @@ class SimWorker:
     @property
     def num_streams(self) -> int:
         """Requests that have come and not ended."""
-        return len(self._streams) + len(self._inbox) + len(self._stuck)
+        return len(self._streams) + len(self._inbox) + len(self._stuck) + len(self._held())
 
     def requests(self) -> Iterator[Request]:
         """What the scheduler has, oldest submission first."""
@@ -247,11 +233,15 @@ class SimWorker:
         """Requests of one gateway that are here."""
         ids = [each.submission.id for each in self._streams.values() if each.submission.gateway == gateway]
         ids += [request_id for request_id, (owner, _) in self._stuck.items() if owner == gateway]
+        ids += [each.id for each in self._held() if each.gateway == gateway]
         return ids + [
             message.id
             for _, message in self._inbox
             if isinstance(message, Submission) and message.gateway == gateway
         ]
+
+    def _held(self) -> Sequence[Submission]:
+        return () if self.adapters is None else tuple(self.adapters.waiting())
 
     def report(self, now_ns: int) -> WorkerLoadReport:
         """Gauges, as they were when the last step ended."""
@@ -262,7 +252,8 @@ class SimWorker:
     def _gauges(self) -> WorkerLoadReport:
         now = self.scheduler.statistics()
         blocks = now.blocks_total, now.blocks_used
-        return WorkerLoadReport(now.running, now.waiting, *blocks, now.rows_max, now.sums.counts)
+        loaded = None if self.adapters is None else self.adapters.loaded
+        return WorkerLoadReport(now.running, now.waiting, *blocks, now.rows_max, now.sums.counts, loaded)
 
     def _report_later(self, now_ns: int) -> None:
         when_ns = now_ns + self._listener.report_ns
@@ -281,7 +272,7 @@ class SimWorker:
     def _rest(self, now_ns: int) -> None:
         """A step is over: tell what came of it, take in what came meanwhile, and go on."""
         self.clock.time_ns = now_ns
-        if self._inbox:
+        while self._inbox:
             inbox, self._inbox = self._inbox, []
             for arrived_ns, message in inbox:
                 if isinstance(message, Submission):
@@ -477,6 +468,9 @@ class SimWorker:
     def _end(self, stream: _Stream, output: RequestOutput) -> None:
         submission = stream.submission
         del self._streams[submission.id]
+        if self.adapters is not None:
+            now_ns = self.clock.now_ns()
+            self._inbox += [(now_ns, each) for each in self.adapters.finished(now_ns, submission.id)]
         assert output.finish is not None
         assert output.usage is not None
         reason, error = output.finish.value, output.error or ""

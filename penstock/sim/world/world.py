@@ -18,6 +18,7 @@ from penstock.kv.events import KVEvent, Numbered
 from penstock.policy.answers import UsageRecord
 from penstock.policy.flow import SLICE_TOKENS
 from penstock.policy.limits.rate_limit import RateTerms
+from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.sim.traffic.prompts import Streams
 from penstock.sim.traffic.request import RequestRecord, SimRequest, unreachable
 from penstock.sim.traffic.workload import Comebacks
@@ -31,6 +32,7 @@ from penstock.sim.world.store import SharedStore
 from penstock.sim.world.worker import SimWorker
 from penstock.types import RequestId, WorkerId
 
+_ToWorker = Submission | RequestId | ResidencyOrder
 WORLD = 0
 """The world's own number as an actor; gateways and workers follow."""
 _DETECT_NS = 100 * NS_PER_MS
@@ -232,6 +234,10 @@ class World:
         """See `Network`."""
         self._send(now_ns, gateway, worker_id, request_id)
 
+    def order(self, gateway: int, order: ResidencyOrder) -> None:
+        """See `Network`."""
+        self._send(self.timeline.now_ns(), gateway, order.worker, order)
+
     def on_messages(
         self, now_ns: int, worker: SimWorker, gateway: int, messages: Sequence[WorkerMessage]
     ) -> None:
@@ -305,13 +311,10 @@ class World:
         fronts = [self.gateways[each] for each in own if not self.gateways[each].is_gone]
         fronts = fronts or [gateway for gateway in self.gateways if not gateway.is_gone]
         if not fronts:
-            self._unreachable(now_ns, request)
+            self.ended(unreachable(request, now_ns))
             return
         gateway, when_ns = fronts[number % len(fronts)], now_ns + self.spec.link_ns
         self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_arrival, (gateway, request, number))
-
-    def _unreachable(self, now_ns: int, request: SimRequest) -> None:
-        self.ended(unreachable(request, now_ns))
 
     def _ask_again(self, now_ns: int, requests: list[SimRequest]) -> None:
         """Clients that were cut off: each comes as a new request."""
@@ -332,7 +335,7 @@ class World:
     def _on_arrival(self, now_ns: int, what: tuple[SimGateway, SimRequest, int]) -> None:
         gateway, request, number = what
         if gateway.is_gone:
-            self._unreachable(now_ns, request)
+            self.ended(unreachable(request, now_ns))
             return
         if not gateway.arrive(now_ns, request, number):
             return
@@ -357,7 +360,7 @@ class World:
         last_ns[gateway] = when_ns
         return when_ns
 
-    def _send(self, now_ns: int, gateway: int, worker_id: WorkerId, message: Submission | RequestId) -> None:
+    def _send(self, now_ns: int, gateway: int, worker_id: WorkerId, message: _ToWorker) -> None:
         if (member := self.members.get(worker_id)) is not None:
             when_ns = self._arrives_ns(now_ns, member.sent_ns, member, gateway)
             self.timeline.at(when_ns, member.worker.actor, Rank.MESSAGE, self._on_message, (member, message))
@@ -377,7 +380,7 @@ class World:
             if (update := member.kv.anew()) is not None and member.worker.tells_kv:
                 self._tell_cache(now_ns, gateway, member, update)
 
-    def _on_message(self, now_ns: int, what: tuple[Member, Submission | RequestId]) -> None:
+    def _on_message(self, now_ns: int, what: tuple[Member, _ToWorker]) -> None:
         member, message = what
         member.worker.take(now_ns, message)
 
