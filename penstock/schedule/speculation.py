@@ -25,7 +25,7 @@ ROW_DRAFTS_MAX = 16
 STEP_DRAFTS_MAX = 32
 """Of all rows. Each is a row of logits, of which a step has `SCORED_TOKENS_MAX` beside those of its rows: so
 prompts whose log-probabilities are wanted get as many at least."""
-EXPECTED, EXPECTED_WEIGHT = 0.7, 2.0
+EXPECTED, EXPECTED_WEIGHT = 0.5, 2.0
 """The share of guesses that are right, and as so many drafts it counts, before a request has had any."""
 _MEMORY = 0.9
 """What remains of a request's record per step with drafts: text changes."""
