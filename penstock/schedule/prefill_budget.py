@@ -129,7 +129,8 @@ class PrefillBudget:
         began_ns, self._last_ns = max(plan.planned_ns, self._last_ns), now_ns
         has_chunk, step_ns = plan.work[-1].num_tokens > 1, now_ns - began_ns
         self.sums.add(load, step_ns)
-        if load.chunk_pairs or self.learns_decoding(plan.step):  # A chunk, or drafts.
+        has_drafts = load.num_sequences > len(plan.work)
+        if has_chunk or has_drafts or self.learns_decoding(plan.step):
             if has_chunk and plan.work[0].num_tokens == 1 and self.model.num_observed >= _KNOWN_STEPS:
                 self.overrun.observe(step_ns / self.model.predict_ns(load))
             self.model.observe(load, step_ns)
