@@ -33,7 +33,8 @@ KNOWN_STEPS = 8
 """Before the law has seen so many steps, rows have up to `CAUTIOUS` drafts if they are no more than that."""
 CAUTIOUS = 3
 PROBE_STEPS = 64
-"""A row without drafts for so many steps has one, to see how its text goes on."""
+"""A row without drafts for so many steps, times the rows of the batch, has one, to see how its text goes on:
+so trials are as rare in a full batch as alone."""
 
 
 class Speculation:
@@ -67,7 +68,7 @@ class Speculation:
                 gain *= rate
             if not count and most:
                 request.draft_idle += 1
-                count = int(request.draft_idle >= PROBE_STEPS)
+                count = int(request.draft_idle >= PROBE_STEPS * len(rows))
             if count:
                 chosen.append((index, count))
                 room -= count

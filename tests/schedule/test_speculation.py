@@ -84,10 +84,11 @@ def test_who_has_not_begun_to_answer_has_none() -> None:
 
 def test_a_row_without_drafts_has_one_now_and_then() -> None:
     model = law(fixed_ns=1_000_000, token_ns=1_000_000)
-    rows = [row(0, 20) for _ in range(8)]
-    found = [chosen(model, rows) for _ in range(PROBE_STEPS)]
-    assert found[:-1] == [{}] * (PROBE_STEPS - 1)
-    assert found[-1] == dict.fromkeys(range(8), 1)
+    for num_rows in (2, 8):
+        rows = [row(0, 20) for _ in range(num_rows)]
+        found = [chosen(model, rows) for _ in range(num_rows * PROBE_STEPS)]
+        assert found[:-1] == [{}] * (num_rows * PROBE_STEPS - 1)
+        assert found[-1] == dict.fromkeys(range(num_rows), 1)
 
 
 def test_before_the_law_is_known_few_rows_have_few() -> None:
