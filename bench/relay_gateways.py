@@ -71,7 +71,7 @@ models:
 - name: m
   path: penstock-demo-mini
   replicas: 0
-  workers: [{{url: "http://127.0.0.1:{upstream}/v1", engine: openai}}]
+  workers: [{{url: "http://127.0.0.1:{upstream}/v1", engine: openai, max_running: 1024}}]
 server: {{port: {port}}}
 auth: {{keys: ["{key}"]}}
 admission: {{ttft_target_ms: 0}}
