@@ -16,7 +16,7 @@ from penstock.config.checkpoints import resolve
 pytestmark = pytest.mark.timeout(300)
 
 DEMO = resolve("penstock-demo")
-"""The larger one: drafts must pay by the law of real steps, which those of the mini do not on a fast machine."""
+"""The larger one: by the law of real steps drafts must pay, as the mini's do not on a fast machine."""
 STORY = "Tell me a story"
 
 
