@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.clock import NS_PER_MS
 from penstock.errors import EngineFault, PenstockError
-from penstock.protocol.adapters import Adapters as WorkerAdapters
+from penstock.protocol.adapters import WorkerAdapters
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.worker import Asleep, FaultCount, ModelInfo, Stats
 from penstock.text.tokenizer import Tokenizer

@@ -24,7 +24,7 @@ from penstock.planning.roofline import CostFloor
 from penstock.planning.step_time import StepShape
 from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import ModelInfo, Output, RequestFinished, Stats, Submit
-from penstock.schedule.adapters import Entry
+from penstock.schedule.adapters import PooledAdapter
 from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
 from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
@@ -126,7 +126,7 @@ class Live:
     request: Request
     has_output: bool = False
     """Whether its owner had any output yet."""
-    adapter: Entry | None = None
+    adapter: PooledAdapter | None = None
 
 
 class EngineCore:
@@ -268,7 +268,12 @@ class EngineCore:
                 self._go_on(self._adapter_manager().finished(each.entry))
 
     def _submit(
-        self, owner: int, message: Submit, arrived_ns: int, grammar: object, adapter: Entry | None = None
+        self,
+        owner: int,
+        message: Submit,
+        arrived_ns: int,
+        grammar: object,
+        adapter: PooledAdapter | None = None,
     ) -> None:
         if grammar is None and message.grammar is not None and not message.grammar.is_optional:
             raise InvalidRequest("this worker has no grammars", param="grammar")

@@ -39,7 +39,7 @@ from penstock.engine.server_limits import (
     ServerLimits,
 )
 from penstock.errors import InvalidRequest, WorkerUnavailable
-from penstock.protocol.adapters import Adapters
+from penstock.protocol.adapters import WorkerAdapters
 from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
 from penstock.protocol.readings import DeviceReadings
 from penstock.protocol.sleep import StaysAwake
@@ -101,7 +101,7 @@ class WorkerServer:
         self._state: Condition = Loading("starting")
         self._stats: Stats | None = None
         self._readings: DeviceReadings | None = None
-        self._adapters = Adapters()
+        self._adapters = WorkerAdapters()
         self._stats_timer: asyncio.TimerHandle | None = None
         self._connections: dict[ConnectionId, _Connection] = {}
         self._next_id: ConnectionId = 0
@@ -123,7 +123,7 @@ class WorkerServer:
         """Tell every gateway, now and whenever one connects, how far the worker is."""
         self._loop.call_soon_threadsafe(self._announce, state)
 
-    def publish_adapters(self, adapters: Adapters) -> None:
+    def publish_adapters(self, adapters: WorkerAdapters) -> None:
         """Tell every gateway, now and whenever one connects, which adapters there are."""
         self._loop.call_soon_threadsafe(self._publish_adapters, adapters)
 
@@ -208,7 +208,7 @@ class WorkerServer:
         if self._stats_timer is None:
             self._stats_timer = self._loop.call_later(STATS_INTERVAL_S, self._send_stats)
 
-    def _publish_adapters(self, adapters: Adapters) -> None:
+    def _publish_adapters(self, adapters: WorkerAdapters) -> None:
         self._adapters = adapters
         self._send_to_all(adapters)
 

@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from penstock.engine.adapters.compute import AdaptedLinear, StepRows
+from penstock.engine.adapters.compute import AdaptedLinear, AdapterRows
 from penstock.engine.adapters.files import Packed
 from penstock.engine.arrays import Int32Array
 from penstock.engine.attention.base import AttentionBatch
@@ -123,7 +123,7 @@ def wire_model(
         return _Pair(computing.kernels, decoder, rows, decoder.rehearsing, decoder.weights, rows.adapt)
     kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
     listed = ListedKernels(kernels)
-    adapted = StepRows() if takes_adapters else None
+    adapted = AdapterRows() if takes_adapters else None
     adapt = None if adapted is None else partial(_adaptable, adapted)
     torch_decoder = Decoder(spec, weights, listed, limits, adapt)
     attention = kernels.attention(cache, torch_decoder.rotary)
@@ -140,5 +140,5 @@ def wire_model(
     )
 
 
-def _adaptable(rows: StepRows, base: Linear, layer: int, key: str) -> Linear:
+def _adaptable(rows: AdapterRows, base: Linear, layer: int, key: str) -> Linear:
     return AdaptedLinear(base, rows, layer, key) if key in FUSED else base

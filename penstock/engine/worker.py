@@ -47,7 +47,7 @@ from penstock.engine.sleep import NO_STATS, Bed, WarmsUpAgain, refused
 from penstock.engine.step_watch import StepWatch
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.models.files import has_file
-from penstock.protocol.adapters import Adapters, KeepAdapters, LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter, WorkerAdapters
 from penstock.protocol.address import WorkerLaunch, parse_address
 from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
@@ -186,7 +186,7 @@ class EngineLife:
         self._server.announce(Loading("falling asleep"))
         if core.adapters is not None:
             core.adapters.close()
-            self._server.publish_adapters(Adapters(()))
+            self._server.publish_adapters(WorkerAdapters(()))
         assert self._feed is not None, "it is made first"
         if (events := self._feed.forget()) is not None:
             self._server.publish_kv_events(events)

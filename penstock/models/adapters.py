@@ -134,7 +134,7 @@ def read_adapter_config(given: bytes, where: str) -> AdapterConfig:
 
 
 @dataclass(slots=True, frozen=True)
-class Target:
+class AdapterTarget:
     """A module of the checkpoint, as rows of one of the decoder's fused linears."""
 
     fused: Fused
@@ -144,27 +144,27 @@ class Target:
     num_inputs: int
 
 
-def adapter_targets(spec: DecoderSpec, names: CheckpointNames) -> dict[str, Target]:
+def adapter_targets(spec: DecoderSpec, names: CheckpointNames) -> dict[str, AdapterTarget]:
     """The modules of a layer that adapters may change, by their path within it.
 
     Experts and what chooses them are not among them.
     """
     hidden, inner, q_size, kv_size = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    found = {names.o: Target("o", 0, hidden, q_size)}
+    found = {names.o: AdapterTarget("o", 0, hidden, q_size)}
     if names.qkv is not None:
-        found[names.qkv] = Target("qkv", 0, q_size + 2 * kv_size, hidden)
+        found[names.qkv] = AdapterTarget("qkv", 0, q_size + 2 * kv_size, hidden)
     else:
-        found[names.q] = Target("qkv", 0, q_size, hidden)
-        found[names.k] = Target("qkv", q_size, kv_size, hidden)
-        found[names.v] = Target("qkv", q_size + kv_size, kv_size, hidden)
+        found[names.q] = AdapterTarget("qkv", 0, q_size, hidden)
+        found[names.k] = AdapterTarget("qkv", q_size, kv_size, hidden)
+        found[names.v] = AdapterTarget("qkv", q_size + kv_size, kv_size, hidden)
     if spec.moe is not None:
         return found
-    found[names.down] = Target("down", 0, hidden, inner)
+    found[names.down] = AdapterTarget("down", 0, hidden, inner)
     if names.gate_up is not None:
-        found[names.gate_up] = Target("gate_up", 0, 2 * inner, hidden)
+        found[names.gate_up] = AdapterTarget("gate_up", 0, 2 * inner, hidden)
     else:
-        found[names.gate] = Target("gate_up", 0, inner, hidden)
-        found[names.up] = Target("gate_up", inner, inner, hidden)
+        found[names.gate] = AdapterTarget("gate_up", 0, inner, hidden)
+        found[names.up] = AdapterTarget("gate_up", inner, inner, hidden)
     return found
 
 

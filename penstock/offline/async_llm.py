@@ -16,7 +16,7 @@ from penstock.offline.params import (
     as_params,
     default_params,
 )
-from penstock.offline.prompts import ChatOptions, MessageLike, Prompt, PromptLike
+from penstock.offline.prompts import ChatOptions, MessageLike, PromptInput, PromptLike
 from penstock.offline.settings import read_settings
 from penstock.text.tokenizer import Tokenizer
 
@@ -146,7 +146,7 @@ class AsyncLLM:
                 running.cancel()
 
     async def _stream(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str, lora: LoRARequest | None
+        self, prompt: PromptInput, params: SamplingParams | None, request_id: str, lora: LoRARequest | None
     ) -> AsyncGenerator[RequestOutput]:
         params = self.get_default_sampling_params() if params is None else as_params(params)
         answer, requests = self._engine.new_answer(prompt, params, lora, request_id)

@@ -11,7 +11,7 @@ import uvloop
 from penstock.backends.base import GenerateRequest
 from penstock.errors import PenstockError, WorkerUnavailable
 from penstock.offline.engine import OfflineEngine
-from penstock.offline.outputs import Answer
+from penstock.offline.outputs import GeneratedAnswer
 
 T = TypeVar("T")
 ALIVE_S = 1.0
@@ -54,18 +54,18 @@ class Call:
 
     def __init__(self, engine: OfflineEngine, thread: LoopThread) -> None:
         self._engine, self._thread = engine, thread
-        self._done: SimpleQueue[tuple[int, Answer, BaseException | None]] = SimpleQueue()
+        self._done: SimpleQueue[tuple[int, GeneratedAnswer, BaseException | None]] = SimpleQueue()
         self._tasks: set[asyncio.Task[None]] = set()
         """The event loop's thread alone knows them."""
         self.num_running = 0
         """Requests whose end was not taken yet."""
 
-    def begin(self, index: int, answer: Answer, requests: list[GenerateRequest]) -> None:
+    def begin(self, index: int, answer: GeneratedAnswer, requests: list[GenerateRequest]) -> None:
         """Hand one over."""
         self.num_running += 1
         self._thread.loop.call_soon_threadsafe(self._begin, index, answer, requests)
 
-    def take(self, *, wait: bool) -> tuple[int, Answer, PenstockError | None] | None:
+    def take(self, *, wait: bool) -> tuple[int, GeneratedAnswer, PenstockError | None] | None:
         """One that has ended; None: none has. A bug in there is raised here."""
         while True:
             try:
@@ -86,7 +86,7 @@ class Call:
         if self.num_running and self._thread.is_alive:
             self._thread.run(self._abort())
 
-    def _begin(self, index: int, answer: Answer, requests: list[GenerateRequest]) -> None:
+    def _begin(self, index: int, answer: GeneratedAnswer, requests: list[GenerateRequest]) -> None:
         task = self._thread.loop.create_task(self._engine.run(answer, requests))
         self._tasks.add(task)
 

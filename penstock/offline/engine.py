@@ -27,9 +27,9 @@ from penstock.fleet.adapters import AdapterSource
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.process import WorkerLogs
 from penstock.fleet.launchers.supervised import LocalLauncher, SupervisedWorker
-from penstock.offline.outputs import Answer, Choice
+from penstock.offline.outputs import GeneratedAnswer, OutputChoice
 from penstock.offline.params import LoRARequest, SamplingParams
-from penstock.offline.prompts import Prompt, PromptMaker
+from penstock.offline.prompts import PromptInput, PromptMaker
 from penstock.offline.settings import OfflineSettings
 from penstock.protocol.address import WorkerLaunch
 from penstock.protocol.worker import ModelInfo
@@ -47,7 +47,7 @@ STOP_TIMEOUT_S = 1.0
 _log = logging.getLogger("penstock.worker")
 
 
-class Progress(Protocol):
+class EngineProgress(Protocol):
     """Told how far the model is while it loads."""
 
     def __call__(self, status: BackendStatus, /) -> None:
@@ -90,7 +90,7 @@ class OfflineEngine:
             raise WorkerUnavailable("the engine does not run: it was closed, or not started")
         return info
 
-    async def start(self, on_progress: Progress | None = None) -> None:
+    async def start(self, on_progress: EngineProgress | None = None) -> None:
         """Start the worker and return when the model is loaded.
 
         Raises:
@@ -151,11 +151,11 @@ class OfflineEngine:
 
     def new_answer(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams,
         lora: LoRARequest | None,
         request_id: str = "",
-    ) -> tuple[Answer, list[GenerateRequest]]:
+    ) -> tuple[GeneratedAnswer, list[GenerateRequest]]:
         """A request that `run` carries out. Requests are numbered in the order of these calls.
 
         Raises:
@@ -180,7 +180,7 @@ class OfflineEngine:
         samplings = params.for_engine(
             self.prompts.tokenizer, vocab_size=info.vocab_size, max_tokens=max_tokens, seed=seed
         )
-        answer = Answer(request_id or str(number), prompt, params, lora, self._clock)
+        answer = GeneratedAnswer(request_id or str(number), prompt, params, lora, self._clock)
         self._num_streams += len(samplings)
         first = self._num_streams - len(samplings)
         return answer, [
@@ -198,7 +198,7 @@ class OfflineEngine:
             for choice, sampling in enumerate(samplings)
         ]
 
-    async def run(self, answer: Answer, requests: list[GenerateRequest]) -> None:
+    async def run(self, answer: GeneratedAnswer, requests: list[GenerateRequest]) -> None:
         """Return when every choice has ended; `answer` hears what comes. Cancelled, it ends them.
 
         Raises:
@@ -212,7 +212,7 @@ class OfflineEngine:
         if (error := answer.error) is not None:
             raise error
 
-    async def _run_choice(self, request: GenerateRequest, choice: Choice) -> None:
+    async def _run_choice(self, request: GenerateRequest, choice: OutputChoice) -> None:
         async with self._slots:
             finish = await self.stream(request, choice, choice.attempt())
             for _ in range(ATTEMPTS_MAX - 1):
@@ -306,7 +306,7 @@ class OfflineEngine:
                 f"the adapter '{name}' was not loaded in {ADAPTER_TIMEOUT_S:g} s"
             ) from None
 
-    def _cut(self, prompt: Prompt, params: SamplingParams) -> Prompt:
+    def _cut(self, prompt: PromptInput, params: SamplingParams) -> PromptInput:
         """The prompt's end, where only so much of it is to be used."""
         count = params.truncate_prompt_tokens
         if count is None:
@@ -315,9 +315,9 @@ class OfflineEngine:
             count = max(1, self.info.max_model_len - (params.max_tokens or 1))
         if count == 0 or count > self.info.max_model_len:
             raise _wrong("truncate_prompt_tokens", f"expected -1, or 1 to {self.info.max_model_len}")
-        return Prompt(prompt.text, prompt.token_ids[-count:])
+        return PromptInput(prompt.text, prompt.token_ids[-count:])
 
-    def _room(self, prompt: Prompt, params: SamplingParams) -> int:
+    def _room(self, prompt: PromptInput, params: SamplingParams) -> int:
         """Tokens that an answer may have."""
         info, num_prompt = self.info, len(prompt.token_ids)
         wrong = next((i for i in prompt.token_ids if not 0 <= i < info.vocab_size), None)

@@ -30,12 +30,18 @@ from penstock.clock import Clock, SystemClock
 from penstock.errors import ClientError, InvalidRequest, PenstockError, WorkerUnavailable
 from penstock.offline.calls import Call, LoopThread
 from penstock.offline.engine import IN_FLIGHT_MAX, OfflineEngine
-from penstock.offline.outputs import Answer, RequestOutput, ScoringOutput, ScoringRequestOutput, scored
+from penstock.offline.outputs import (
+    GeneratedAnswer,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    scored,
+)
 from penstock.offline.params import LoRARequest, SamplingParams, as_params, default_params
 from penstock.offline.prompts import (
     ChatOptions,
     MessageLike,
-    Prompt,
+    PromptInput,
     PromptLike,
     PromptMaker,
     check_prompt,
@@ -61,10 +67,10 @@ from penstock.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 
-class Ask(NamedTuple):
+class PendingCall(NamedTuple):
     """One prompt with all that goes with it."""
 
-    prompt: Prompt
+    prompt: PromptInput
     params: SamplingParams
     lora: LoRARequest | None = None
 
@@ -255,11 +261,11 @@ class LLM:
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         maker, starts = self._engine.prompts, list[int]()
 
-        def asks() -> Iterator[Ask]:
+        def asks() -> Iterator[PendingCall]:
             for first, second in zip(firsts, seconds, strict=True):
                 prompt, start = maker.pair(first, second)
                 starts.append(start)
-                yield Ask(prompt, params, lora_request)
+                yield PendingCall(prompt, params, lora_request)
 
         outputs = self._ordered(asks(), len(seconds), use_tqdm)
         return [scored(output, start) for output, start in zip(outputs, starts, strict=True)]
@@ -301,7 +307,7 @@ class LLM:
             raise WorkerUnavailable("the engine does not run: it was closed")
 
     def outcomes(
-        self, asks: Iterable[Ask | PenstockError]
+        self, asks: Iterable[PendingCall | PenstockError]
     ) -> Generator[tuple[int, RequestOutput | PenstockError]]:
         """Each request's number and what became of it, as they end; trouble with one is its outcome.
 
@@ -331,7 +337,7 @@ class LLM:
 
     def _all(
         self,
-        make: Callable[[Any], Prompt],
+        make: Callable[[Any], PromptInput],
         given: Iterable[Any],
         params: SamplingParams | Sequence[SamplingParams] | None,
         lora: LoRARequest | Sequence[LoRARequest | None] | None,
@@ -342,17 +348,17 @@ class LLM:
         params = self.get_default_sampling_params() if params is None else params
         each_params, each_lora = _each(params, total, "sampling_params"), _each(lora, total, "lora_request")
 
-        def asks() -> Iterator[Ask | PenstockError]:
+        def asks() -> Iterator[PendingCall | PenstockError]:
             for one in given:
                 try:
-                    yield Ask(make(one), as_params(next(each_params)), next(each_lora))
+                    yield PendingCall(make(one), as_params(next(each_params)), next(each_lora))
                 except PenstockError as error:
                     yield error
 
         return self._ordered(asks(), total, shows_progress)
 
     def _ordered(
-        self, asks: Iterator[Ask | PenstockError], total: int | None, shows_progress: bool
+        self, asks: Iterator[PendingCall | PenstockError], total: int | None, shows_progress: bool
     ) -> list[RequestOutput]:
         """All outputs in order.
 
@@ -382,7 +388,7 @@ def _close(engine: OfflineEngine, thread: LoopThread) -> None:
 
 
 def _outcome(
-    ended: tuple[int, Answer, PenstockError | None] | None,
+    ended: tuple[int, GeneratedAnswer, PenstockError | None] | None,
 ) -> tuple[int, RequestOutput | PenstockError]:
     assert ended is not None, "it was waited for"
     index, answer, error = ended

@@ -12,7 +12,7 @@ from penstock.backends.base import Delta, Finish, TextLogprob
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import PenstockError
 from penstock.offline.params import LoRARequest, RequestOutputKind, SamplingParams
-from penstock.offline.prompts import Prompt
+from penstock.offline.prompts import PromptInput
 from penstock.types import FinishReason, Usage
 
 
@@ -106,12 +106,12 @@ class ScoringRequestOutput:
     finished: bool = True
 
 
-class Choice:
+class OutputChoice:
     """Hears one stream (`backends.base.Sink`)."""
 
     __slots__ = ("_answer", "_at_end", "_texts", "finish", "logprobs", "prompt_logprobs", "token_ids")
 
-    def __init__(self, answer: "Answer") -> None:
+    def __init__(self, answer: "GeneratedAnswer") -> None:
         self._answer = answer
         self._texts: list[str] = []
         self.token_ids: list[int] = []
@@ -164,14 +164,19 @@ def _nothing() -> None:
     """Nobody streams."""
 
 
-class Answer:
+class GeneratedAnswer:
     """One request while it runs."""
 
     def __init__(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, lora: LoRARequest | None, clock: Clock
+        self,
+        request_id: str,
+        prompt: PromptInput,
+        params: SamplingParams,
+        lora: LoRARequest | None,
+        clock: Clock,
     ) -> None:
         self.request_id, self.prompt, self.params, self.lora = request_id, prompt, params, lora
-        self.choices = [Choice(self) for _ in range(params.n)]
+        self.choices = [OutputChoice(self) for _ in range(params.n)]
         self.on_news: Callable[[], None] = _nothing
         """Called when there is more to show."""
         self._clock = clock

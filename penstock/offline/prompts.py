@@ -29,7 +29,7 @@ _TEMPLATE_OWN = frozenset({
 
 
 @dataclass(slots=True, frozen=True)
-class Prompt:
+class PromptInput:
     """One that the engine can be given."""
 
     text: str | None
@@ -63,7 +63,7 @@ class PromptMaker:
         """End the process of templates that do not run in ours, if there is one."""
         self.template.close()
 
-    def plain(self, given: object) -> Prompt:
+    def plain(self, given: object) -> PromptInput:
         """One prompt.
 
         Raises:
@@ -75,9 +75,9 @@ class PromptMaker:
             token_ids = self.tokenizer.encode(text, add_special_tokens=True)
         if not token_ids:
             raise _wrong("a prompt is empty", _TEXT if text is not None else _IDS)
-        return Prompt(text, token_ids)
+        return PromptInput(text, token_ids)
 
-    def pair(self, first: str, second: str) -> tuple[Prompt, int]:
+    def pair(self, first: str, second: str) -> tuple[PromptInput, int]:
         """Two texts as one prompt, each tokenized by itself, and how many tokens the first has.
 
         Raises:
@@ -88,9 +88,9 @@ class PromptMaker:
         for text, token_ids, param in ((first, before, "text_1"), (second, behind, "text_2")):
             if not token_ids:
                 raise _wrong(f"{text!r} has no tokens", param)
-        return Prompt(first + second, before + behind), len(before)
+        return PromptInput(first + second, before + behind), len(before)
 
-    def chat(self, messages: Sequence[MessageLike], options: ChatOptions) -> Prompt:
+    def chat(self, messages: Sequence[MessageLike], options: ChatOptions) -> PromptInput:
         """A conversation, put through the checkpoint's template. May block: a template may have a process of
         its own.
 
@@ -119,7 +119,7 @@ class PromptMaker:
             extra=extra or None,
             continues=options.continue_final_message,
         )
-        return Prompt(self.tokenizer.decode(token_ids, skip_special_tokens=False), token_ids)
+        return PromptInput(self.tokenizer.decode(token_ids, skip_special_tokens=False), token_ids)
 
 
 def check_prompt(given: object) -> None:

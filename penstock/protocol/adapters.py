@@ -44,7 +44,7 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True):
     """Why it cannot be had, and requests for it are refused."""
 
 
-class Adapters(msgspec.Struct, frozen=True, tag="adapters"):
+class WorkerAdapters(msgspec.Struct, frozen=True, tag="adapters"):
     """All adapters that were read, or that could not be. Told on every change."""
 
     adapters: tuple[AdapterState, ...] = ()

@@ -78,7 +78,7 @@ class VectorUsage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
-class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+class EmbeddingItem(msgspec.Struct, frozen=True, kw_only=True):
     """One vector of an answer."""
 
     index: int
@@ -90,7 +90,7 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
 class EmbeddingAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `/v1/embeddings`."""
 
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     model: str
     usage: VectorUsage
     object: str = "list"
@@ -113,7 +113,7 @@ class RerankAnswer(msgspec.Struct, frozen=True, kw_only=True):
     results: list[RerankResult]
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True):
+class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     """One pair's score."""
 
     index: int
@@ -127,7 +127,7 @@ class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     created: int
     model: str
-    data: list[Score]
+    data: list[ScoreItem]
     usage: VectorUsage
     object: str = "list"
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from penstock.protocol.adapters import Adapters, KeepAdapters, LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter, WorkerAdapters
 from penstock.protocol.grammar import Grammar
 from penstock.protocol.readings import DeviceReadings
 from penstock.protocol.sleep import Sleep, StaysAwake, Wake
@@ -372,7 +372,9 @@ WorkerOrder = LoadAdapter | UnloadAdapter | KeepAdapters | Sleep | Wake
 ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof | WorkerOrder
 Condition = Loading | Ready | WorkerFailed | Asleep
 """How far the worker is."""
-FromWorker = Condition | Fault | StepOutput | Stats | KVEvents | Challenge | Welcome | Adapters | StaysAwake
+FromWorker = (
+    Condition | Fault | StepOutput | Stats | KVEvents | Challenge | Welcome | WorkerAdapters | StaysAwake
+)
 """What it has to say; a `Pong` only shows that it lives."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -39,7 +39,7 @@ class InMemory(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class PooledAdapter:
     """An adapter that this worker was told of."""
 
     name: str
@@ -73,7 +73,7 @@ class Waiting(Generic[R]):
     key: Hashable
     request: R
     arrived_ns: int
-    entry: Entry
+    entry: PooledAdapter
 
 
 @dataclass(slots=True, frozen=True)
@@ -88,22 +88,24 @@ class Released(Generic[R]):
 class AdapterPool(Generic[R]):
     """See the module. `R` is a request as its owner knows it."""
 
-    def __init__(self, clock: Clock, *, slots: int, bytes_max: int, read: Callable[[Entry], None]) -> None:
+    def __init__(
+        self, clock: Clock, *, slots: int, bytes_max: int, read: Callable[[PooledAdapter], None]
+    ) -> None:
         """At most `slots` adapters are in use at once, and `bytes_max` in memory, beside one that is read for
         the first time. `read` begins to read an adapter; one at a time.
         """
         assert slots > 0, "a worker without places has no pool"
         self._clock, self._slots, self._bytes_max, self._begin = clock, slots, bytes_max, read
-        self._known: dict[str, Entry] = {}
-        self._used: set[Entry] = set()
-        self._in_memory: OrderedDict[Entry, None] = OrderedDict()  # The least recently used first.
+        self._known: dict[str, PooledAdapter] = {}
+        self._used: set[PooledAdapter] = set()
+        self._in_memory: OrderedDict[PooledAdapter, None] = OrderedDict()  # The least recently used first.
         self._num_bytes = 0
         self._waiting: deque[Waiting[R]] = deque()  # Bounded by the worker's `requests_max`.
-        self._wanted: dict[Entry, None] = {}
+        self._wanted: dict[PooledAdapter, None] = {}
         """To be read for requests that are here, or will be."""
-        self._unread: dict[Entry, None] = {}
+        self._unread: dict[PooledAdapter, None] = {}
         """To be read for the first time, so that it is known whether they can be."""
-        self.reading: Entry | None = None
+        self.reading: PooledAdapter | None = None
         """The one that is being read."""
         self._is_first = False
         self._coming_bytes = 0
@@ -127,11 +129,11 @@ class AdapterPool(Generic[R]):
         sizes = [entry.num_bytes for entry in self._known.values() if entry.was_read]
         return min(KNOWN_MAX, max(1, self._bytes_max * len(sizes) // sum(sizes))) if sizes else 0
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[PooledAdapter]:
         """Every adapter that was read, or that could not be."""
         return (each for each in self._known.values() if each.error or each.was_read)
 
-    def load(self, name: str, path: str, digest: str = "", *, is_wanted: bool = False) -> Entry:
+    def load(self, name: str, path: str, digest: str = "", *, is_wanted: bool = False) -> PooledAdapter:
         """Know an adapter, and read it, unless it is known already. `is_wanted`: a request for it will come,
         so it is read again if it is not in memory.
         """
@@ -143,7 +145,7 @@ class AdapterPool(Generic[R]):
             return known
         if known is not None:
             self._forget(known)
-        entry = Entry(name, path, digest)
+        entry = PooledAdapter(name, path, digest)
         if len(self._known) >= KNOWN_MAX:
             entry.error = f"this worker knows {KNOWN_MAX} adapters already"
             self.changed = True
@@ -193,7 +195,7 @@ class AdapterPool(Generic[R]):
                 return True
         return False
 
-    def finished(self, entry: Entry) -> Released[R]:
+    def finished(self, entry: PooledAdapter) -> Released[R]:
         """A request that had the adapter has ended."""
         entry.in_use -= 1
         assert entry.in_use >= 0, entry.name
@@ -205,7 +207,9 @@ class AdapterPool(Generic[R]):
             self._read_next()  # What is to be kept may have room now.
         return self.release()
 
-    def take(self, entry: Entry, packed: InMemory | None, digest: str = "", error: str = "") -> Released[R]:
+    def take(
+        self, entry: PooledAdapter, packed: InMemory | None, digest: str = "", error: str = ""
+    ) -> Released[R]:
         """An adapter was read, or could not be."""
         assert entry is self.reading, f"{entry.name} is not the one that is read"
         assert not (packed is not None and error), f"{entry.name} was read, or could not be"
@@ -221,7 +225,7 @@ class AdapterPool(Generic[R]):
         self._read_next()
         return self.release()
 
-    def _bring(self, entry: Entry, digest: str, packed: InMemory) -> None:
+    def _bring(self, entry: PooledAdapter, digest: str, packed: InMemory) -> None:
         """It is in memory, if there can be room for it."""
         if packed.num_bytes > self._bytes_max:
             entry.error = f"it takes {packed.num_bytes} bytes, and all adapters have {self._bytes_max}"
@@ -269,23 +273,23 @@ class AdapterPool(Generic[R]):
     def _is_patient(self, waiting: Waiting[R]) -> bool:
         return self._clock.now_ns() - waiting.arrived_ns > PATIENCE_NS
 
-    def _lacks_room(self, entry: Entry) -> bool:
+    def _lacks_room(self, entry: PooledAdapter) -> bool:
         """Whether those in use must end before it can be in memory."""
         firm = self._used.union(self._awaited_before(entry))
         return entry.was_read and sum(each.num_bytes for each in firm) + entry.num_bytes > self._bytes_max
 
-    def _awaited_before(self, entry: Entry | None) -> list[Entry]:
+    def _awaited_before(self, entry: PooledAdapter | None) -> list[PooledAdapter]:
         """What is in memory for requests that came before those for this one."""
         awaited = takewhile(lambda each: each is not entry, (each.entry for each in self._waiting))
         return [each for each in awaited if each.packed is not None]
 
-    def _may_use(self, entry: Entry) -> bool:
+    def _may_use(self, entry: PooledAdapter) -> bool:
         """Whether one that is in memory and idle may be pinned, with what is read for others on its way."""
         has_slot = len(self._used) < self._slots
         pinned = sum(each.num_bytes for each in self._used)
         return has_slot and pinned + entry.num_bytes + self._coming_bytes <= self._bytes_max
 
-    def _want(self, entry: Entry) -> None:
+    def _want(self, entry: PooledAdapter) -> None:
         if entry is not self.reading:
             self._wanted[entry] = None
             self._read_next()
@@ -307,7 +311,7 @@ class AdapterPool(Generic[R]):
         self._unread.pop(entry, None)
         self._begin(entry)
 
-    def _next_kept(self) -> Entry | None:
+    def _next_kept(self) -> PooledAdapter | None:
         """What is to be kept, is not in memory, and has room beside what is in use or kept already."""
         if not self._kept:
             return None
@@ -318,7 +322,7 @@ class AdapterPool(Generic[R]):
                 return entry if firm + entry.num_bytes <= self._bytes_max else None
         return None
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: PooledAdapter) -> None:
         del self._known[entry.name]
         entry.is_gone = self.changed = True
         if not any(each.entry is entry for each in self._waiting):
@@ -327,14 +331,14 @@ class AdapterPool(Generic[R]):
         if not entry.in_use:
             self._drop(entry)
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: PooledAdapter) -> None:
         if entry.packed is not None:
             entry.packed = None
             del self._in_memory[entry]
             self._num_bytes -= entry.num_bytes
         self.changed = True
 
-    def _evict(self, came: Entry | None = None) -> None:
+    def _evict(self, came: PooledAdapter | None = None) -> None:
         """While there is too much, drop what is not to be kept, the least recently used first; then what is
         least wanted of the rest; then what is awaited by those behind the ones for which another `came`.
         """

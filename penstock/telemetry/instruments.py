@@ -90,7 +90,7 @@ class Histogram:
 Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 
 
-class Family(Generic[Kind]):
+class MetricFamily(Generic[Kind]):
     """A metric of the catalog: what is counted, by the values of its labels."""
 
     __slots__ = ("_children", "_head", "_kind", "_metric")
@@ -158,29 +158,29 @@ class Instruments:
             self._families[name].write(lines)
         return "".join(lines).encode()
 
-    def counter(self, name: str) -> Family[Counter]:
+    def counter(self, name: str) -> MetricFamily[Counter]:
         """A counter of the catalog."""
         return self._get(name, Counter)
 
-    def gauge(self, name: str) -> Family[Gauge]:
+    def gauge(self, name: str) -> MetricFamily[Gauge]:
         """A gauge of the catalog."""
         return self._get(name, Gauge)
 
-    def histogram(self, name: str) -> Family[Histogram]:
+    def histogram(self, name: str) -> MetricFamily[Histogram]:
         """A histogram of the catalog."""
         return self._get(name, Histogram)
 
-    def _get(self, name: str, kind: type[Kind]) -> Family[Kind]:
+    def _get(self, name: str, kind: type[Kind]) -> MetricFamily[Kind]:
         family = self._families[name]
         assert family.is_of(kind), name
         return family  # pyright: ignore[reportReturnType]
 
 
-def _family(metric: Metric) -> Family[Counter] | Family[Gauge] | Family[Histogram]:
+def _family(metric: Metric) -> MetricFamily[Counter] | MetricFamily[Gauge] | MetricFamily[Histogram]:
     match metric.kind:
         case "counter":
-            return Family(metric, Counter)
+            return MetricFamily(metric, Counter)
         case "gauge":
-            return Family(metric, Gauge)
+            return MetricFamily(metric, Gauge)
         case "histogram":
-            return Family(metric, Histogram)
+            return MetricFamily(metric, Histogram)

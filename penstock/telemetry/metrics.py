@@ -20,7 +20,7 @@ from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.anomaly_meters import AnomalyMeters
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, OutcomeLabel
-from penstock.telemetry.instruments import Counter, Family, Instruments
+from penstock.telemetry.instruments import Counter, Instruments, MetricFamily
 from penstock.telemetry.ledger import LedgerStatistics
 from penstock.telemetry.tenant_labels import TenantLabels
 from penstock.telemetry.worker_meters import Followed, WorkerFacts, WorkerMeters
@@ -32,7 +32,7 @@ class BackendMeters:
     Label values come from closed sets: outcomes, anomalies, our tables of names.
     """
 
-    def __init__(self, engine: str, counters: Mapping[str, Family[Counter]]) -> None:
+    def __init__(self, engine: str, counters: Mapping[str, MetricFamily[Counter]]) -> None:
         """`counters` by name, as the catalog has them."""
         self._engine = engine
         self._requests = counters["penstock_backend_requests_total"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from penstock.clock import NS_PER_S
 from penstock.protocol.readings import DeviceReadings
 from penstock.protocol.worker import Stats
-from penstock.telemetry.instruments import Counter, Family, Gauge, Instruments
+from penstock.telemetry.instruments import Counter, Gauge, Instruments, MetricFamily
 
 
 class Followed:
@@ -78,7 +78,7 @@ class DeviceMeters:
         self._gpu = [(field, table.gauge(name)) for field, name in _GPU]
         self._cpu = table.counter("penstock_worker_cpu_seconds_total")
         self._followed: dict[str, Followed] = {}
-        self._shown: dict[tuple[str, ...], Family[Gauge]] = {}
+        self._shown: dict[tuple[str, ...], MetricFamily[Gauge]] = {}
         """Gauges of GPUs by worker, index and field."""
 
     def follow(self, worker: str, readings: DeviceReadings) -> None:

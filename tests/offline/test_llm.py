@@ -229,20 +229,26 @@ def test_answers_go_on_when_the_worker_is_killed_and_closing_ends_it(mini: Path,
         pid = worker.pid
         assert pid is not None
         begun = other.outcomes(
-            llm_module.Ask(other._engine.prompts.plain(f"Number {i}"), params) for i in range(6)
+            llm_module.PendingCall(other._engine.prompts.plain(f"Number {i}"), params) for i in range(6)
         )
         backend = other._engine._backend
         assert backend is not None
 
+        over = threading.Event()
+
         def kill() -> None:
-            while backend.num_streams < 6 or backend.progress < 10:
-                time.sleep(0.001)
-            os.kill(pid, signal.SIGKILL)
+            while not over.wait(0.001):
+                if backend.num_streams == 6 and backend.progress >= 10:
+                    os.kill(pid, signal.SIGKILL)
+                    return
 
         killer = threading.Thread(target=kill)
         killer.start()
-        found = dict(begun)
-        killer.join()
+        try:
+            found = dict(begun)
+        finally:
+            over.set()
+            killer.join()
         assert texts([found[i] for i in range(6)]) == expected
         again = worker.pid
         assert again != pid

@@ -27,8 +27,7 @@ from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import Clock, sleep
 from penstock.errors import WeightsDamaged, WorkerUnavailable
 from penstock.kv.hashing import token_bytes
-from penstock.protocol.adapters import Adapters as WorkerAdapters
-from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter, WorkerAdapters
 from penstock.protocol.address import Address
 from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import (

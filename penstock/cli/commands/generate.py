@@ -20,10 +20,10 @@ from rich.progress import (
 
 from penstock.cli import console
 from penstock.cli.flags import Commands, Help, number, size
-from penstock.cli.wiring.batch_lines import BatchReader, BatchWriter, Line, id_of
+from penstock.cli.wiring.batch_lines import BatchLine, BatchReader, BatchWriter, id_of
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.errors import ConfigError, InvalidRequest, PenstockError, TooLarge
-from penstock.offline.llm import LLM, Ask
+from penstock.offline.llm import LLM, PendingCall
 
 LINE_BYTES_MAX = 8 * 1024 * 1024
 """As of a request's body."""
@@ -127,7 +127,7 @@ class _Batch:
     def __init__(self, llm: LLM, adapters: dict[str, str], done: set[str], created_s: int) -> None:
         self._llm, self._done = llm, done
         self._reader, self._writer = BatchReader(llm, adapters), BatchWriter(llm, created_s)
-        self._waiting: dict[int, Line] = {}
+        self._waiting: dict[int, BatchLine] = {}
         """By number of the request; as many as the LLM has at once."""
         self._seen: set[str] = set()
         self.num_answered = self.num_failed = self.num_skipped = 0
@@ -152,7 +152,7 @@ class _Batch:
         finally:
             outcomes.close()
 
-    def _asks(self, lines: IO[bytes]) -> Iterator[Ask | PenstockError]:
+    def _asks(self, lines: IO[bytes]) -> Iterator[PendingCall | PenstockError]:
         index = 0
         for line_number, data in enumerate(_lines(lines), start=1):
             if not data.strip():
@@ -166,12 +166,14 @@ class _Batch:
             index += 1
             yield ask
 
-    def _ask(self, data: bytes, custom_id: str, line_number: int) -> tuple[Line, Ask | PenstockError]:
-        failed = Line(custom_id, url="?" if b'"url"' in data else "")
+    def _ask(
+        self, data: bytes, custom_id: str, line_number: int
+    ) -> tuple[BatchLine, PendingCall | PenstockError]:
+        failed = BatchLine(custom_id, url="?" if b'"url"' in data else "")
         if len(data) > LINE_BYTES_MAX:
             return failed, TooLarge(f"The line has over {LINE_BYTES_MAX} bytes.")
         if custom_id in self._seen:
-            other = Line(f"line-{line_number}", url=failed.url)
+            other = BatchLine(f"line-{line_number}", url=failed.url)
             return other, InvalidRequest(f"An earlier line is called '{custom_id}' too.", param="custom_id")
         self._seen.add(custom_id)
         try:

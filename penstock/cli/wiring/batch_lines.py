@@ -18,7 +18,7 @@ from penstock.config.flow import LimitsConfig
 from penstock.errors import InvalidRequest, NotFound, PenstockError, Unsupported
 from penstock.gateway.http.errors import error_answer, status_of
 from penstock.gateway.relay.relay import chat_logprobs, completion_logprobs
-from penstock.offline.llm import LLM, Ask
+from penstock.offline.llm import LLM, PendingCall
 from penstock.offline.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from penstock.offline.params import LoRARequest, SamplingParams, StructuredOutputsParams
 from penstock.offline.prompts import ChatOptions
@@ -66,7 +66,7 @@ class _Id(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, frozen=True)
-class Line:
+class BatchLine:
     """One line of the input."""
 
     custom_id: str
@@ -97,7 +97,7 @@ class BatchReader:
         self._adapters = {name: LoRARequest(name, 0, path) for name, path in adapters.items()}
         self._limits = LimitsConfig()
 
-    def read(self, data: bytes, custom_id: str) -> tuple[Line, Ask]:
+    def read(self, data: bytes, custom_id: str) -> tuple[BatchLine, PendingCall]:
         """One line.
 
         Raises:
@@ -113,7 +113,7 @@ class BatchReader:
             raise InvalidRequest(f"The line is not a request: {error}.", code="invalid_json") from None
         return self._simple({str(name): value for name, value in found.items()}, custom_id)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
-    def _simple(self, found: dict[str, Any], custom_id: str) -> tuple[Line, Ask]:
+    def _simple(self, found: dict[str, Any], custom_id: str) -> tuple[BatchLine, PendingCall]:
         found.pop("custom_id", None)
         lora = self._lora(found.pop("model", self._name))
         messages = found.pop("messages", None)
@@ -126,9 +126,9 @@ class BatchReader:
             found["structured_outputs"] = _structured(structured)
         params = self._params(found, custom_id)
         prompt = self._maker.plain(given) if messages is None else self._maker.chat(messages, ChatOptions())
-        return Line(custom_id), Ask(prompt, params, lora)
+        return BatchLine(custom_id), PendingCall(prompt, params, lora)
 
-    def _openai(self, line: _OpenAILine, custom_id: str) -> tuple[Line, Ask]:
+    def _openai(self, line: _OpenAILine, custom_id: str) -> tuple[BatchLine, PendingCall]:
         if line.method != "POST" or line.url not in (CHAT_URL, COMPLETION_URL):
             raise InvalidRequest(
                 f"'{line.method[:16]} {line.url[:64]}' is not supported: POST {CHAT_URL} and "
@@ -160,8 +160,8 @@ class BatchReader:
             if request.max_tokens is None:
                 room = self._llm.max_model_len - len(prompt.token_ids)
                 given["max_tokens"] = max(1, min(COMPLETION_MAX_TOKENS, room))
-        asked = Line(custom_id, request.model, line.url, given["logprobs"] or 0)
-        return asked, Ask(prompt, self._params(given, custom_id), lora)
+        asked = BatchLine(custom_id, request.model, line.url, given["logprobs"] or 0)
+        return asked, PendingCall(prompt, self._params(given, custom_id), lora)
 
     def _refuse(self, request: GenerationRequest) -> None:
         for name in _REFUSED:
@@ -230,7 +230,7 @@ class BatchWriter:
     def __init__(self, llm: LLM, created_s: int) -> None:
         self._llm, self._created_s, self._ids = llm, created_s, IdSource()
 
-    def failed(self, line: Line, error: PenstockError) -> bytes:
+    def failed(self, line: BatchLine, error: PenstockError) -> bytes:
         """A line that has no answer."""
         status, answer = status_of(error), ErrorAnswer(error_answer(error))
         if not line.url:
@@ -238,7 +238,7 @@ class BatchWriter:
             return msgspec.json.encode(found) + b"\n"
         return self._response(line, status, answer)
 
-    def answered(self, line: Line, output: RequestOutput) -> bytes:
+    def answered(self, line: BatchLine, output: RequestOutput) -> bytes:
         """A line's answer."""
         usage = UsageBody(
             prompt_tokens=len(output.prompt_token_ids),
@@ -263,7 +263,7 @@ class BatchWriter:
         )
         return self._response(line, 200, body)
 
-    def _response(self, line: Line, status: int, body: msgspec.Struct) -> bytes:
+    def _response(self, line: BatchLine, status: int, body: msgspec.Struct) -> bytes:
         request_id = self._ids.take("req")
         response = {"status_code": status, "request_id": request_id, "body": body}
         found = {

@@ -114,7 +114,7 @@ class TorchPacked:
 
 
 @dataclass(slots=True)
-class StepRows:
+class AdapterRows:
     """Which tokens of the step that runs have which adapter; the decoder's `AdaptedLinear`s look here."""
 
     segments: Sequence[tuple[TorchPacked, Tensor]] = ()
@@ -140,7 +140,7 @@ class AdaptedLinear:
 
     __slots__ = ("_base", "_fused", "_layer", "_rows")
 
-    def __init__(self, base: Linear, rows: StepRows, layer: int, fused: str) -> None:
+    def __init__(self, base: Linear, rows: AdapterRows, layer: int, fused: str) -> None:
         self._base, self._rows, self._layer, self._fused = base, rows, layer, fused
 
     @property

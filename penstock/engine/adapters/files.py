@@ -24,7 +24,7 @@ from penstock.models.adapters import (
     RANK_MAX,
     WEIGHTS_FILE,
     AdapterConfig,
-    Target,
+    AdapterTarget,
     TensorName,
     adapter_targets,
     parse_tensor_name,
@@ -162,7 +162,7 @@ def read_adapter(
     return AdapterWeights(found_digest, ordered, config)
 
 
-def _split(part: LoraPart, target: Target, spec: DecoderSpec) -> Iterator[LoraPart]:
+def _split(part: LoraPart, target: AdapterTarget, spec: DecoderSpec) -> Iterator[LoraPart]:
     """A part that changes gates and ups as two: kernels lay those out apart."""
     inner = spec.intermediate_size
     if target.fused != "gate_up" or target.num_outputs == inner:
@@ -232,7 +232,7 @@ def _digest(config: bytes, path: Path) -> str:
 
 
 def _pairs(
-    path: Path, header: Mapping[str, _Entry], targets: Mapping[str, Target], num_layers: int
+    path: Path, header: Mapping[str, _Entry], targets: Mapping[str, AdapterTarget], num_layers: int
 ) -> dict[TensorName, tuple[str, str]]:
     """The names of A and B of each module, in order."""
     found: dict[TensorName, dict[str, str]] = {}
@@ -267,7 +267,11 @@ def _pairs(
 
 
 def _check_shapes(
-    path: Path, header: Mapping[str, _Entry], pair: tuple[str, str], target: Target, config: AdapterConfig
+    path: Path,
+    header: Mapping[str, _Entry],
+    pair: tuple[str, str],
+    target: AdapterTarget,
+    config: AdapterConfig,
 ) -> int:
     """The rank of a module whose tensors are as they must be."""
     a_name, b_name = pair

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from penstock.clock import NS_PER_MS, Clock
 from penstock.errors import PenstockError
-from penstock.protocol.adapters import Adapters, AdapterState, KeepAdapters, LoadAdapter, UnloadAdapter
+from penstock.protocol.adapters import AdapterState, KeepAdapters, LoadAdapter, UnloadAdapter, WorkerAdapters
 from penstock.protocol.worker import Submit
-from penstock.schedule.adapters import AdapterPool, Entry, InMemory
+from penstock.schedule.adapters import AdapterPool, InMemory, PooledAdapter
 from penstock.schedule.adapters import Released as PoolReleased
 from penstock.schedule.adapters import Waiting as PoolWaiting
 from penstock.types import RequestId
@@ -46,7 +46,7 @@ class Fetches(Protocol):
 
 
 @dataclass(slots=True, frozen=True)
-class Asked:
+class WaitingRequest:
     """A request that names an adapter."""
 
     owner: int
@@ -54,15 +54,15 @@ class Asked:
     grammar: object
 
 
-Waiting = PoolWaiting[Asked]
-Released = PoolReleased[Asked]
+Waiting = PoolWaiting[WaitingRequest]
+Released = PoolReleased[WaitingRequest]
 
 
 @dataclass(slots=True, frozen=True)
 class AdapterRead:
     """Mail from the thread that reads."""
 
-    entry: Entry
+    entry: PooledAdapter
     digest: str = ""
     packed: InMemory | None = None
     error: str = ""
@@ -81,8 +81,10 @@ class AdapterManager:
         post: Callable[[AdapterRead], None],
     ) -> None:
         """At most `slots` adapters are in use at once."""
-        self._jobs: SimpleQueue[Entry | None] = SimpleQueue()  # One at most: the pool gives them one by one.
-        self.pool: AdapterPool[Asked] = AdapterPool(
+        self._jobs: SimpleQueue[PooledAdapter | None] = (
+            SimpleQueue()
+        )  # One at most: the pool gives them one by one.
+        self.pool: AdapterPool[WaitingRequest] = AdapterPool(
             clock, slots=slots, bytes_max=reader.bytes_max, read=self._jobs.put
         )
         self._thread = Thread(
@@ -104,14 +106,14 @@ class AdapterManager:
         """Requests that wait for an adapter."""
         return self.pool.num_waiting
 
-    def told(self) -> Adapters:
+    def told(self) -> WorkerAdapters:
         """Every adapter that this worker was told of, for the gateways."""
         self.pool.changed = False
         states = tuple(
             AdapterState(each.name, each.path, each.digest, each.packed is not None, each.error)
             for each in self.pool.entries()
         )
-        return Adapters(states, room=self.pool.room, read_ms=self.pool.read_ns // NS_PER_MS)
+        return WorkerAdapters(states, room=self.pool.room, read_ms=self.pool.read_ns // NS_PER_MS)
 
     def take_order(self, order: LoadAdapter | UnloadAdapter | KeepAdapters) -> Released:
         """A gateway wants an adapter to come, to go or to stay."""
@@ -131,14 +133,14 @@ class AdapterManager:
         Raises:
             WorkerUnavailable: there is no such adapter here, or it is another one than the gateway means.
         """
-        key, asked = (owner, message.request_id), Asked(owner, message, grammar)
+        key, asked = (owner, message.request_id), WaitingRequest(owner, message, grammar)
         return self.pool.submit(key, asked, message.adapter, message.adapter_digest, arrived_ns)
 
     def abort(self, owner: int, request_id: RequestId) -> bool:
         """A request is gone; False: it does not wait here."""
         return self.pool.abort((owner, request_id))
 
-    def finished(self, entry: Entry) -> Released:
+    def finished(self, entry: PooledAdapter) -> Released:
         """A request that had the adapter has ended."""
         return self.pool.finished(entry)
 
@@ -157,7 +159,10 @@ class AdapterManager:
 
 
 def _read_all(
-    jobs: "SimpleQueue[Entry | None]", reader: Reads, fetcher: Fetches, post: Callable[[AdapterRead], None]
+    jobs: "SimpleQueue[PooledAdapter | None]",
+    reader: Reads,
+    fetcher: Fetches,
+    post: Callable[[AdapterRead], None],
 ) -> None:
     """The thread's life: one adapter after the other."""
     while (entry := jobs.get()) is not None:

@@ -30,7 +30,7 @@ _APPROXIMATE = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
 @dataclass(slots=True, frozen=True)
-class Text:
+class EncoderText:
     """One text of a step."""
 
     row: int
@@ -56,7 +56,7 @@ class Encoder:
         """What it computes with, as it lies in memory."""
         return list(self._weights.values())
 
-    def compute(self, texts: Sequence[Text]) -> Tensor:
+    def compute(self, texts: Sequence[EncoderText]) -> Tensor:
         """`[num_tokens, hidden_size]` hidden states, text behind text."""
         ids = as_tensor(np.concatenate([text.ids for text in texts]))
         positions = as_tensor(np.concatenate([self._positions(text.ids) for text in texts]))
@@ -91,7 +91,7 @@ class Encoder:
         counts = ids != padding
         return np.cumsum(counts) * counts + padding
 
-    def _types(self, text: Text) -> npt.NDArray[np.int64]:
+    def _types(self, text: EncoderText) -> npt.NDArray[np.int64]:
         types = np.zeros(len(text.ids), np.int64)
         if text.num_first and self._spec.num_types > 1:
             types[text.num_first :] = 1
@@ -130,7 +130,7 @@ class EncoderRunner:
     def __init__(self, encoder: Encoder, info: ModelInfo, pooling: PoolingSpec, *, step_tokens: int) -> None:
         self.info = info
         self._encoder, self._pooling, self._step_tokens = encoder, pooling, step_tokens
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[int, EncoderText] = {}
         """By row."""
 
     @torch.inference_mode()
@@ -139,7 +139,7 @@ class EncoderRunner:
         for row in plan.freed_rows:
             self._texts.pop(row, None)
         for new in plan.new_rows:
-            self._texts[new.row] = Text(new.row, np.array(new.token_ids, np.int64), new.num_first)
+            self._texts[new.row] = EncoderText(new.row, np.array(new.token_ids, np.int64), new.num_first)
         ending = [self._texts[work.row] for work in plan.work if work.samples]
         found: dict[int, Sampled] = {}
         if ending:

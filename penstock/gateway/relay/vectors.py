@@ -16,13 +16,13 @@ from penstock.gateway.http.errors import error_response
 from penstock.gateway.http.exchange import Response
 from penstock.gateway.relay.reply import Context, Reply
 from penstock.protocol.vectors import (
-    Embedding,
     EmbeddingAnswer,
+    EmbeddingItem,
     RerankAnswer,
     RerankDocument,
     RerankResult,
-    Score,
     ScoreAnswer,
+    ScoreItem,
     VectorUsage,
     numbers,
 )
@@ -81,7 +81,7 @@ def embeddings(
     """`/v1/embeddings`: vectors of `size` numbers; of longer ones the beginning, scaled to length 1 again."""
     shown = [cut(vector, size) for vector in vectors]
     kind = encoded if base64 else numbers
-    data = [Embedding(index=i, embedding=kind(vector)) for i, vector in enumerate(shown)]
+    data = [EmbeddingItem(index=i, embedding=kind(vector)) for i, vector in enumerate(shown)]
     return EmbeddingAnswer(data=data, model=context.head.model, usage=usage)
 
 
@@ -108,7 +108,7 @@ def reranked(
 
 def scored(context: Context, scores: Sequence[float], usage: VectorUsage) -> ScoreAnswer:
     """`/v1/score`."""
-    data = [Score(index=i, score=score) for i, score in enumerate(scores)]
+    data = [ScoreItem(index=i, score=score) for i, score in enumerate(scores)]
     head = context.head
     return ScoreAnswer(id=head.id, created=head.created, model=head.model, data=data, usage=usage)
 

@@ -50,17 +50,17 @@ class ResidencyOrder:
 
 
 @dataclass(slots=True, frozen=True)
-class Demand:
+class AdapterDemand:
     """How much an adapter was asked for of late."""
 
     requests: float = 0.0
     tokens: float = 0.0
     at_ns: int = 0
 
-    def now(self, now_ns: int) -> "Demand":
+    def now(self, now_ns: int) -> "AdapterDemand":
         """What is left of it."""
         left = 0.5 ** ((now_ns - self.at_ns) / (HALF_LIFE_S * NS_PER_S))
-        return Demand(self.requests * left, self.tokens * left, now_ns)
+        return AdapterDemand(self.requests * left, self.tokens * left, now_ns)
 
 
 def ignore_order(order: ResidencyOrder) -> None:
@@ -74,7 +74,7 @@ class AdapterPlacement:
     def __init__(self, *, load_s: float) -> None:
         """`load_s`: what a load takes at workers that do not tell."""
         self._load_ns = int(load_s * NS_PER_S)
-        self._demand: OrderedDict[str, Demand] = OrderedDict()
+        self._demand: OrderedDict[str, AdapterDemand] = OrderedDict()
         self._homes: dict[str, tuple[WorkerId, ...]] = {}
         self._kept: dict[WorkerId, tuple[str, ...]] = {}
         """What each worker was told to keep."""
@@ -91,10 +91,10 @@ class AdapterPlacement:
     def asked(self, now_ns: int, adapter: str, tokens: int, rooms: CapacityTable) -> None:
         """A request for it came, of so many tokens. Gives the orders that follow."""
         assert adapter, "a request for the model itself needs none"
-        before = self._demand.pop(adapter, Demand()).now(now_ns)
+        before = self._demand.pop(adapter, AdapterDemand()).now(now_ns)
         if len(self._demand) >= DEMAND_MAX:
             self._demand.popitem(last=False)
-        self._demand[adapter] = Demand(before.requests + 1, before.tokens + tokens, now_ns)
+        self._demand[adapter] = AdapterDemand(before.requests + 1, before.tokens + tokens, now_ns)
         if self._planned_ns is None or now_ns - self._planned_ns >= PLAN_S * NS_PER_S:
             self._planned_ns = now_ns
             self._plan(now_ns, rooms)
@@ -192,7 +192,9 @@ class _Holder:
 
 
 def give_homes(
-    demand: dict[str, Demand], holders: dict[WorkerId, _Holder], before: dict[str, tuple[WorkerId, ...]]
+    demand: dict[str, AdapterDemand],
+    holders: dict[WorkerId, _Holder],
+    before: dict[str, tuple[WorkerId, ...]],
 ) -> tuple[dict[str, tuple[WorkerId, ...]], dict[WorkerId, tuple[str, ...]]]:
     """The workers of each adapter that has a home, and the adapters of each worker, the most wanted first.
 

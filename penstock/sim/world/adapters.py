@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.policy.placement.adapters import ResidencyOrder
-from penstock.schedule.adapters import AdapterPool, Entry, Released
+from penstock.schedule.adapters import AdapterPool, PooledAdapter, Released
 from penstock.sim.world.events import Rank, Timeline
 from penstock.sim.world.messages import Submission
 from penstock.types import RequestId
@@ -43,7 +43,7 @@ class SimAdapters:
         """`on_read` is called when another adapter is in memory, with the requests that go on for it."""
         self._spec, self._timeline, self._actor = spec, timeline, actor
         self._on_read = on_read
-        self._entries: dict[RequestId, Entry] = {}
+        self._entries: dict[RequestId, PooledAdapter] = {}
         self._held: dict[RequestId, Submission] = {}
         self.num_reads = 0
         self.waits_ns: list[tuple[int, int]] = []
@@ -104,10 +104,10 @@ class SimAdapters:
             self.waits_ns.append((now_ns, now_ns - each.arrived_ns))
         return [each.request for each in released.ready]
 
-    def _read(self, entry: Entry) -> None:
+    def _read(self, entry: PooledAdapter) -> None:
         self.num_reads += 1
         when_ns = self._timeline.now_ns() + self._spec.read_ns
         self._timeline.at(when_ns, self._actor, Rank.TIMER, self._was_read, entry)
 
-    def _was_read(self, now_ns: int, entry: Entry) -> None:
+    def _was_read(self, now_ns: int, entry: PooledAdapter) -> None:
         self._on_read(now_ns, self._go_on(now_ns, self._pool.take(entry, _Weights(), entry.name)))
