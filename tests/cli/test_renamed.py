@@ -13,6 +13,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,13 @@ class Fleet:
         with self.open("/v1/completions", body) as response:
             return json.load(response)
 
+    def complete_together(self, model: str, prompts: list[str], **more: Any) -> list[dict[str, Any]]:
+        """All at once: a fleet that has nothing else to do may send each to the worker that it knows as the
+        fastest, prompts that wait for one another are spread over all.
+        """
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(lambda prompt: self.complete(model, prompt, **more), prompts))
+
     def states(self) -> list[str]:
         with self.open("/admin/workers") as response:
             return [worker["state"] for worker in json.load(response)["workers"]]
@@ -166,13 +174,13 @@ def test_a_prompt_that_comes_again_is_cached_where_it_is_sent(fleet: Fleet, mode
 def test_the_prompts_of_one_name_are_spread_over_workers_of_several_identities(fleet: Fleet) -> None:
     """Each worker is looked up by its own identity's names: all of them are found to hold prompts."""
     holders: set[str] = set()
-    for _ in range(2):
-        for prompt in prompts("moor"):
-            answer = fleet.complete("acme/tiny", prompt, max_tokens=2)
-            (decision,) = fleet.explained(answer["id"])["decisions"]
-            holders |= {
-                each["worker"] for each in decision["candidates"] if each["facts"]["device_tokens"] >= 160
-            }
+    fleet.complete_together("acme/tiny", prompts("moor"), max_tokens=2)
+    for prompt in prompts("moor"):
+        answer = fleet.complete("acme/tiny", prompt, max_tokens=2)
+        (decision,) = fleet.explained(answer["id"])["decisions"]
+        holders |= {
+            each["worker"] for each in decision["candidates"] if each["facts"]["device_tokens"] >= 160
+        }
     assert holders == {worker.id for worker in fleet.workers}
     with fleet.open("/admin/workers") as response:
         identity = {each["id"]: each["identity"] for each in json.load(response)["workers"]}
@@ -185,6 +193,7 @@ def test_a_stream_whose_worker_dies_goes_on_at_one_that_computes_the_same(fleet:
     """The only worker of its identity dies: it waits until that is back, and goes on with the very tokens."""
     (other,) = (worker for worker, dtype in zip(fleet.workers, DTYPES, strict=True) if dtype == "bfloat16")
     # Whichever worker gets a prompt first, gets it again: it is cached there.
+    fleet.complete_together("acme/tiny", prompts("forest"), max_tokens=2)
     for prompt in prompts("forest"):
         whole = fleet.complete("acme/tiny", prompt, max_tokens=LONG, ignore_eos=True)
         if fleet.explained(whole["id"])["decisions"][0]["worker"] == other.id:
