@@ -198,7 +198,7 @@ class Generate:
         services, tenant = self._services, caller.tenant
         services.check_draining()
         hints = read_hints(exchange.head.headers, _session_word(request))
-        model, adapter, choice = services.models.resolve(request, tenant, needs)
+        model, adapter, choice, assigned = services.models.resolve(request, tenant, needs, hints.session)
         name = adapter or model.name
         served = Served(
             model=name,
@@ -206,6 +206,7 @@ class Generate:
             counted_model=model.name,
             endpoint=endpoint,
             tenant=tenant,
+            assigned=assigned,
         )
         if choice is not None:
             served = msgspec.structs.replace(served, downgrade="complexity", route=choice.explain())
