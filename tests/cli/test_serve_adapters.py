@@ -43,7 +43,8 @@ class Place:
         adapters = ", ".join(f"{name}: {self.adapters[name]}" for name in names)
         engine = "dtype: float32, threads: 1, kv_memory_bytes: 16777216, max_running: 8, adapter_slots: 2"
         (self.place / "config.yaml").write_text(
-            f"models: [{{path: {DEMO}, name: mini, version: {version}, adapters: {{{adapters}}}, engine: {{{engine}}}}}]\n"
+            f"models: [{{path: {DEMO}, name: mini, version: {version}, "
+            f"adapters: {{{adapters}}}, engine: {{{engine}}}}}]\n"
             f"auth: {{keys_file: {self.place / 'keys.json'}}}\n"
             f"tenants: [{{id: some, adapters: [de]}}]\n"
             f"ledger: {{directory: {self.place / 'ledger'}}}\nserver: {{port: 0, processes: {processes}}}\n"
