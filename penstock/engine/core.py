@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.adapters.manager import AdapterManager, AdapterRead, Reads, Released
-from penstock.engine.requests import request_of
+from penstock.engine.mailbox import request_of
 from penstock.engine.steps import Prepares, wire_steps
 from penstock.errors import ClientError, Draining, InvalidRequest, PenstockError, WorkerUnavailable
 from penstock.kv.cache.host_tier import HostLimits

@@ -21,22 +21,20 @@ import uvloop
 
 from penstock.clock import Clock
 from penstock.engine.mailbox import (
-    Aborted,
-    ConnectionId,
-    DrainAsked,
-    KVEventsAsked,
-    Mailbox,
-    Ordered,
-    Submitted,
-)
-from penstock.engine.server_limits import (
     FLUSH_TIMEOUT_S,
     PROOF_BYTES_MAX,
     PROOF_TIMEOUT_S,
     STATS_INTERVAL_S,
     UNPROVEN_MAX,
     UNPROVEN_PER_ADDRESS_MAX,
+    Aborted,
+    ConnectionId,
+    DrainAsked,
+    KVEventsAsked,
+    Mailbox,
+    Ordered,
     ServerLimits,
+    Submitted,
 )
 from penstock.errors import InvalidRequest, WorkerUnavailable
 from penstock.protocol.adapters import WorkerAdapters

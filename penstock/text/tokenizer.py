@@ -1,22 +1,21 @@
 """A checkpoint's tokenizer: text to token ids and back, and what its files say about ending and sampling.
 
 Owns the `tokenizers` library's object and the tables made from it. Knows nothing of chats (see
-`chat.py`) and keeps no state between calls, so one `Tokenizer` serves every request and thread.
+`chat.py`) and keeps no state between calls, so one `Tokenizer` serves every request and thread. Besides whole
+texts it makes tokens of a request's words: those that are not drawn, those that end an answer; and of texts
+and pairs of them for models that make vectors, cut to what the model takes.
 
-Reading a checkpoint's small JSON files. Knows no model: it only turns trouble into `CheckpointError`.
-
-What bytes a token stands for, for the two decoders that nearly every checkpoint uses.
-
-A decoder (the `decoder` of tokenizer.json) turns tokens back into text. For byte-level BPE (GPT-2,
-Llama 3, Qwen) and for SentencePiece with byte fallback (Llama 2, Mistral, Gemma) it is a mere
-concatenation of bytes, so a table from id to bytes and a UTF-8 decoder replace it: about a
-microsecond per token and no look back. Other decoders (Metaspace, WordPiece) depend on
-neighbouring tokens; for those this module has no table and says so with None.
+What bytes a token stands for is a table, for the two decoders that nearly every checkpoint uses. A decoder
+(the `decoder` of tokenizer.json) turns tokens back into text. For byte-level BPE (GPT-2, Llama 3, Qwen) and
+for SentencePiece with byte fallback (Llama 2, Mistral, Gemma) it is a mere concatenation of bytes, so a table
+from id to bytes and a UTF-8 decoder replace it: about a microsecond per token and no look back. Other
+decoders (Metaspace, WordPiece) depend on neighbouring tokens; for those this module has no table and says so
+with None.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import tokenizers
@@ -337,3 +336,84 @@ def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:
     if generation.get("do_sample") is False:  # Greedy: of these, only the penalty means something then.
         return GenerationDefaults(temperature=0.0, repetition_penalty=found.repetition_penalty)
     return found
+
+
+def bad_word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word, at the beginning of a text and behind a space, as vLLM has them."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        alone = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        found.append(alone)
+        behind = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        if behind[0] != alone[0] and len(behind) == len(alone):
+            found.append(behind)
+    return tuple(found)
+
+
+def stop_token_ids(tokenizer: Tokenizer, more: Iterable[int], *, ignores_eos: bool) -> tuple[int, ...]:
+    """The model's own tokens that end an answer, unless they are ignored, and `more`; each once."""
+    ends = () if ignores_eos else tokenizer.eos_ids
+    return tuple(dict.fromkeys((*ends, *more)))
+
+
+class TextTokens(NamedTuple):
+    """One text, or one pair."""
+
+    ids: tuple[int, ...]
+    num_first: int = 0
+    """Of a pair whose model tells the two apart: leading tokens that belong to the first; else 0."""
+
+
+def text_tokens(
+    tokenizer: Tokenizer, texts: Sequence[str], *, most: int = 0, add_special_tokens: bool = True
+) -> list[TextTokens]:
+    """Token ids of each text; beyond `most` tokens its end is left out, but nothing of what is put around it.
+    0: nothing is left out.
+
+    Raises:
+        InvalidRequest: a text is not Unicode.
+    """
+    for text in texts:
+        check_unicode(text)
+    found = tokenizer.library.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+    return [TextTokens(_kept(each.ids, each.sequence_ids, most)) for each in found]
+
+
+def pair_tokens(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, most: int = 0) -> list[TextTokens]:
+    """The same of pairs. Of those that are too long the ends are left out of the longer text first.
+
+    Raises:
+        InvalidRequest: a text is not Unicode.
+    """
+    for text in {text for pair in pairs for text in pair}:
+        check_unicode(text)
+    tokens: list[TextTokens] = []
+    for each in tokenizer.library.encode_batch_fast(list(pairs)):
+        ids = _kept(each.ids, each.sequence_ids, most)
+        types = _kept(each.type_ids, each.sequence_ids, most)
+        tokens.append(TextTokens(ids, types.count(0) if any(types) else 0))
+    return tokens
+
+
+def _kept(values: Sequence[int], sequences: Sequence[int | None], most: int) -> tuple[int, ...]:
+    """What is left of tokens' `values` if at most so many may stay. `sequences`: which text each is of; None:
+    it was put around them.
+    """
+    surplus = len(values) - most
+    if not most or surplus <= 0:
+        return tuple(values)
+    lengths = [sequences.count(0), sequences.count(1)]
+    room = max(0, sum(lengths) - surplus)
+    shorter, longer = sorted((0, 1), key=lambda i: lengths[i])
+    kept = [0, 0]
+    kept[shorter] = min(lengths[shorter], room // 2)
+    kept[longer] = min(lengths[longer], room - kept[shorter])
+    seen, found = [0, 0], list[int]()
+    for value, sequence in zip(values, sequences, strict=True):
+        if sequence is None:
+            found.append(value)
+            continue
+        seen[sequence] += 1
+        if seen[sequence] <= kept[sequence]:
+            found.append(value)
+    return tuple(found)

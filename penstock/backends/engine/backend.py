@@ -20,8 +20,14 @@ from penstock.backends.base import (
     end_streams,
     nothing,
 )
-from penstock.backends.engine.kv_subscription import KVEventListener, KVSubscription
-from penstock.backends.engine.link import Handshake, LinkRefused, WorkerKey, WorkerLink
+from penstock.backends.engine.link import (
+    Handshake,
+    KVEventListener,
+    KVSubscription,
+    LinkRefused,
+    WorkerKey,
+    WorkerLink,
+)
 from penstock.backends.engine.stream import EngineStream
 from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import Clock, sleep

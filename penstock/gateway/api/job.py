@@ -40,7 +40,7 @@ from penstock.protocol.openai import ChatRequest, GenerationRequest
 from penstock.rng import choice_seed, fresh_seed
 from penstock.telemetry.ledger import USER_CHARS_MAX
 from penstock.text.reasoning import AnswerParser, ThoughtCount
-from penstock.text.tool_tails import ForcedCalls
+from penstock.text.tool_formats import ForcedCalls
 from penstock.text.tools import FirstCallOnly, ToolParser
 from penstock.types import Capability, RequestId
 

@@ -49,7 +49,7 @@ from penstock.protocol.worker import ModelInfo
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
 from penstock.telemetry.ledger import USER_CHARS_MAX
-from penstock.text.texts import TextTokens, pair_tokens, text_tokens
+from penstock.text.tokenizer import TextTokens, pair_tokens, text_tokens
 from penstock.types import Capability, RequestId, SamplingParams
 
 Request = EmbeddingRequest | RerankRequest | ScoreRequest
