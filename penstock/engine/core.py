@@ -22,8 +22,8 @@ from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher
 from penstock.planning.roofline import CostFloor
 from penstock.planning.step_time import StepShape
-from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import ModelInfo, Output, RequestFinished, Stats, Submit
+from penstock.protocol.worker_parts import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.schedule.adapters import PooledAdapter
 from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult

@@ -20,8 +20,8 @@ from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.worker import load, run_steps, take_adapters
 from penstock.errors import OperatorError
 from penstock.protocol.address import WorkerLaunch, parse_address
-from penstock.protocol.sleep import StaysAwake
 from penstock.protocol.worker import Ready, WorkerFailed
+from penstock.protocol.worker_parts import StaysAwake
 
 _log = logging.getLogger(__name__)
 

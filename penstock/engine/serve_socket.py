@@ -37,10 +37,7 @@ from penstock.engine.mailbox import (
     Submitted,
 )
 from penstock.errors import InvalidRequest, WorkerUnavailable
-from penstock.protocol.adapters import WorkerAdapters
 from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
-from penstock.protocol.readings import DeviceReadings
-from penstock.protocol.sleep import StaysAwake
 from penstock.protocol.worker import (
     AbortRequest,
     Challenge,
@@ -67,6 +64,7 @@ from penstock.protocol.worker import (
     decode_to_worker,
     encode,
 )
+from penstock.protocol.worker_parts import DeviceReadings, StaysAwake, WorkerAdapters
 from penstock.rng import fresh_key
 from penstock.types import FinishReason, RequestId, Usage
 

@@ -19,8 +19,8 @@ from penstock.engine.mailbox import DrainAsked, KVEventsAsked, Mail, Mailbox, Or
 from penstock.engine.memory import own_memory_bytes, trim_malloc
 from penstock.engine.serve_socket import WorkerServer
 from penstock.protocol.address import WorkerLaunch
-from penstock.protocol.sleep import Wake
 from penstock.protocol.worker import Asleep, ModelInfo, Output, RequestFinished, Stats
+from penstock.protocol.worker_parts import Wake
 from penstock.types import FinishReason, Usage
 
 LOAD_BYTES_PER_S = 500_000_000

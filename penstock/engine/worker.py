@@ -55,10 +55,17 @@ from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.sleep import NO_STATS, Bed, WarmsUpAgain, refused
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.models.files import has_file
-from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter, WorkerAdapters
 from penstock.protocol.address import WorkerLaunch, parse_address
-from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
+from penstock.protocol.worker_parts import (
+    KeepAdapters,
+    LoadAdapter,
+    Sleep,
+    StaysAwake,
+    UnloadAdapter,
+    Wake,
+    WorkerAdapters,
+)
 from penstock.types import GRAMMAR_CAPABILITIES
 
 EXIT_FAILED = 1

@@ -13,7 +13,6 @@ from penstock.engine.mailbox import Aborted, Mailbox, Submitted
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.errors import InvalidRequest, WorkerUnavailable
 from penstock.protocol.address import UnixAddress
-from penstock.protocol.grammar import Grammar
 from penstock.protocol.worker import (
     AbortRequest,
     ModelInfo,
@@ -24,6 +23,7 @@ from penstock.protocol.worker import (
     StepOutput,
     Submit,
 )
+from penstock.protocol.worker_parts import Grammar
 from penstock.types import FinishReason, RequestId, SamplingParams
 
 INFO = ModelInfo(

@@ -5,8 +5,6 @@ from pathlib import Path
 from raw_worker import REAL, Client, RawWorker, raw_worker, submit, wait_gone
 
 from penstock.kv.events import AllBlocksCleared, decode_batch
-from penstock.protocol.adapters import UnloadAdapter
-from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import (
     AbortRequest,
     Asleep,
@@ -17,6 +15,7 @@ from penstock.protocol.worker import (
     Ready,
     SubscribeKVEvents,
 )
+from penstock.protocol.worker_parts import Sleep, StaysAwake, UnloadAdapter, Wake
 from penstock.types import FinishReason
 
 MODEL = str(Path(__file__).parents[2] / "models" / "penstock-demo")

@@ -19,7 +19,7 @@ from penstock.engine.grammar.bounds import check_schema, keywords, shared
 from penstock.engine.grammar.calls import calls_grammar, with_known_formats, with_known_keywords
 from penstock.engine.grammar.values import Marks
 from penstock.errors import InvalidRequest
-from penstock.protocol.grammar import GRAMMAR_BYTES_MAX
+from penstock.protocol.worker_parts import GRAMMAR_BYTES_MAX
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "calls")
 CHOICES_MAX = 4096

@@ -18,7 +18,7 @@ from demo_grammars import tokens
 from penstock.engine.grammar.answer import GrammarAnswer
 from penstock.engine.grammar.compiler import CompiledGrammar, compile_grammar
 from penstock.errors import InvalidRequest
-from penstock.protocol.grammar import Grammar
+from penstock.protocol.worker_parts import Grammar
 from penstock.text.tool_formats import TOOL_FORMAT_NAMES, tool_format
 from penstock.text.tools import ParsedToolCall, Text, WholeEvent, joined, kind_of
 
