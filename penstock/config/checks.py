@@ -7,7 +7,7 @@ from penstock.config.checkpoints import plain_name, served_name
 from penstock.config.fleet import WORKERS_MAX, discover_problems, worker_problems
 from penstock.config.flow import queue_problems, shared_problems
 from penstock.config.ledger import price_problems
-from penstock.config.routing import routing_problems
+from penstock.config.routing import AUTO, routing_problems
 from penstock.config.tenancy import access_problems, host_problems, tenant_problems
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig
 from penstock.config.web_address import is_address
@@ -123,6 +123,8 @@ def _adapter_problems(config: Config, i: int, model: ModelConfig) -> Iterator[st
             yield f"models[{i}].adapters: expected names without white space, got {name!r}"
         elif any(name in (served_name(other), plain_name(other)) for other in config.models):
             yield f"{key}: a model has this name"
+        elif name == AUTO and config.routing.auto:
+            yield f"{key}: the choice between models has this name"
         elif any(name in other.adapters for other in config.models[:i]):
             yield f"{key}: another model has an adapter of this name"
         elif "://" in path and not path.lower().startswith(("http://", "https://", "s3://", "file://")):

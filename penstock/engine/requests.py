@@ -1,10 +1,11 @@
-"""From a gateway's submission to a request of the scheduler, or to what is wrong with it."""
+"""From a gateway's submission to a request of the scheduler, or to its end with what is wrong with it."""
 
-from penstock.errors import InvalidRequest
+from penstock.errors import ClientError, InvalidRequest, PenstockError
 from penstock.kv.hashing import PUBLIC, token_array
 from penstock.protocol.submissions import INT64_MAX, sampling_problem, weight_of
-from penstock.protocol.worker import Submit
+from penstock.protocol.worker import RequestFinished, Submit
 from penstock.schedule.request import Request
+from penstock.types import FinishReason, Usage
 
 
 def request_of(message: Submit, vocab_size: int, grammar: object) -> Request:
@@ -49,4 +50,15 @@ def request_of(message: Submit, vocab_size: int, grammar: object) -> Request:
         fairness_weight=weight_of(message.fairness_weight),
         takes_row=message.takes_row,
         grammar=grammar,
+    )
+
+
+def failed_by(error: PenstockError) -> RequestFinished:
+    """The end of a request that had none of the engine."""
+    return RequestFinished(
+        reason=FinishReason.ERROR,
+        usage=Usage(),
+        error=str(error),
+        error_kind=type(error).__name__,
+        param=error.param if isinstance(error, ClientError) else None,
     )
