@@ -21,12 +21,12 @@ from queue import Empty, SimpleQueue
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.engine.adapters.manager import AdapterRead
-from penstock.errors import InvalidRequest
+from penstock.errors import ClientError, InvalidRequest, PenstockError
 from penstock.kv.hashing import PUBLIC, token_array
 from penstock.protocol.submissions import INT64_MAX, sampling_problem, weight_of
-from penstock.protocol.worker import Submit, WorkerOrder
+from penstock.protocol.worker import RequestFinished, Submit, WorkerOrder
 from penstock.schedule.request import Request
-from penstock.types import RequestId
+from penstock.types import FinishReason, RequestId, Usage
 
 STATS_INTERVAL_S = 0.5
 """`Stats` go out this often while they change, and not at all while nothing does."""
@@ -133,6 +133,17 @@ _LOOKS = 8
 """How often the watchdog looks within one timeout."""
 _LOCKED_OUT = 2.0
 """Timeouts without a look after which the interpreter lock counts as lost."""
+
+
+def failed_by(error: PenstockError) -> RequestFinished:
+    """The end of a request that had none of the engine."""
+    return RequestFinished(
+        reason=FinishReason.ERROR,
+        usage=Usage(),
+        error=str(error),
+        error_kind=type(error).__name__,
+        param=error.param if isinstance(error, ClientError) else None,
+    )
 
 
 class StepWatch:

@@ -313,6 +313,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     accepted_tokens: int = 0
     """Of those, what became tokens of answers."""
     preemptions: int = 0
+    ended: int = 0
+    """Requests (of a model that makes vectors: texts) that have ended, without probes: by these is known when
+    a model was last used."""
     rows_max: int = 0
     """Requests that it would run at once just now: at most `ModelInfo.max_running`, fewer where its target
     per output token bounds the batch. 0: it does not tell."""

@@ -35,15 +35,16 @@ class Place:
         }
         keys = place / "keys.json"
         self.open, self.closed = (add(keys, tenant=tenant).key for tenant in ("all", "some"))
-        self.write("fr", "de", processes=processes)
+        self.write("fr", "de", processes=processes, version=processes - 1)
         self.server = Server(place, "-c", str(place / "config.yaml"), PENSTOCK_ADMIN_KEY=ADMIN)
         self.server.wait_ready()
 
-    def write(self, *names: str, processes: int = 1) -> None:
+    def write(self, *names: str, processes: int = 1, version: int = 0) -> None:
         adapters = ", ".join(f"{name}: {self.adapters[name]}" for name in names)
         engine = "dtype: float32, threads: 1, kv_memory_bytes: 16777216, max_running: 8, adapter_slots: 2"
         (self.place / "config.yaml").write_text(
-            f"models: [{{path: {DEMO}, name: mini, adapters: {{{adapters}}}, engine: {{{engine}}}}}]\n"
+            f"models: [{{path: {DEMO}, name: mini, version: {version}, "
+            f"adapters: {{{adapters}}}, engine: {{{engine}}}}}]\n"
             f"auth: {{keys_file: {self.place / 'keys.json'}}}\n"
             f"tenants: [{{id: some, adapters: [de]}}]\n"
             f"ledger: {{directory: {self.place / 'ledger'}}}\nserver: {{port: 0, processes: {processes}}}\n"
@@ -106,6 +107,8 @@ def test_one_comes_and_goes_while_it_runs(served: Place) -> None:
     missing = served.order("load", lora_name="it", lora_path=f"{path}/no")
     assert missing.status_code == 400
     assert f"{path}/no/adapter_config.json: cannot be read" in missing.text
+    nowhere = served.order("load", lora_name="it", lora_path="~no-such-user-here/it")
+    assert (nowhere.status_code, "~no-such-user-here/it/adapter_config.json" in nowhere.text) == (400, True)
     assert served.order("load", lora_name="mini", lora_path=path).status_code == 400
     assert "it" not in served.names()
     loaded = served.order("load", lora_name="it", lora_path=path)
@@ -162,6 +165,9 @@ def test_every_gateway_process_knows_what_was_loaded_at_one(tmp_path: Path) -> N
     try:
         path = str(place.adapters["it"])
         assert place.order("load", lora_name="it", lora_path=path).status_code == 200
+        for taken in ("mini@1", "mini"):  # Clients mean the model by both.
+            refused = place.order("load", lora_name=taken, lora_path=path)
+            assert (refused.status_code, f"The name '{taken}' is taken." in refused.text) == (400, True)
         assert place.order("load", lora_name="gone", lora_path=path).status_code == 200
         assert place.order("unload", lora_name="gone").status_code == 200
         with place.client() as client:

@@ -118,7 +118,9 @@ def _wrong(header: str, expected: str, value: bytes) -> InvalidRequest:
     )
 
 
-CHAT_ID, COMPLETION_ID, RESPONSE_ID = ANSWER_IDS = "chatcmpl-", "cmpl-", "resp_"
+CHAT_ID, COMPLETION_ID, RESPONSE_ID = "chatcmpl-", "cmpl-", "resp_"
+EMBEDDINGS_ID, RERANK_ID, SCORE_ID = "embd-", "rerank-", "score-"
+ANSWER_IDS = CHAT_ID, COMPLETION_ID, RESPONSE_ID, EMBEDDINGS_ID, RERANK_ID, SCORE_ID
 """How ids of answers begin. What follows is the same as in the id of the request (`x-request-id`)."""
 TOKEN_BYTES = 8
 """What one prompt token of a waiting request takes: a place in a tuple."""

@@ -1,4 +1,4 @@
-"""Room at the workers of one model: who could start something now.
+"""Capacity of the workers of one model: who could start something now.
 
 What this gateway started and has not seen the end of is counted here at once; what a worker reports puts
 right what cannot be known otherwise: streams of other gateways, and KV blocks that are really free. Blocks of
