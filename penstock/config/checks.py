@@ -10,6 +10,7 @@ from penstock.config.ledger import price_problems
 from penstock.config.routing import AUTO, routing_problems
 from penstock.config.tenancy import access_problems, host_problems, tenant_problems
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig
+from penstock.config.web_address import is_address
 from penstock.errors import ConfigError
 from penstock.types import VERSIONED
 
@@ -43,8 +44,7 @@ def check(config: Config) -> None:
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 
 
-_RECEIVER = re.compile(r"https?://[^\s/?#@]+(/[^\s#]*)?")
-_COLLECTOR = re.compile(r"https?://[^\s/?#@]+/[^\s#]*")
+_HAS_PATH = re.compile(r"https?://[^/]+/.*")
 
 
 def _origin_problems(origins: Sequence[str]) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _origin_problems(origins: Sequence[str]) -> Iterator[str]:
 
 
 def _trace_problems(endpoint: str) -> Iterator[str]:
-    if endpoint and not _COLLECTOR.fullmatch(endpoint):
+    if endpoint and not (is_address(endpoint) and _HAS_PATH.fullmatch(endpoint)):
         yield (
             "traces.endpoint: expected http(s)://HOST[:PORT]/v1/traces, where the collector takes OTLP over "
             f"HTTP, got {endpoint[:80]!r}"
@@ -67,7 +67,7 @@ def _trace_problems(endpoint: str) -> Iterator[str]:
 
 
 def _webhook_problems(url: str) -> Iterator[str]:
-    if url and not _RECEIVER.fullmatch(url):  # It may hold a secret, so it is not repeated.
+    if url and not is_address(url):  # It may hold a secret, so it is not repeated.
         yield "slo.webhook: expected http(s)://HOST[:PORT]/PATH, where alerts are posted"
 
 
