@@ -29,7 +29,7 @@ from penstock.errors import ClientError, OperatorError, PenstockError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
 from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, RolloutOrder, rollouts_file
 from penstock.fleet.sleep import Sleeper
-from penstock.gateway.api.recent import RecentRequests
+from penstock.gateway.api.services import RecentRequests
 from penstock.gateway.identity.tenancy import Tenancy
 from penstock.gateway.shared.keeper import LeaseServer
 from penstock.policy.rollout.evidence import Observation

@@ -212,13 +212,18 @@ class ModelTable:
     def __iter__(self):  # noqa: ANN204
         return iter(self._models.values())
 
+    def takes(self, name: str) -> bool:
+        """Whether a model, one without its version, or "auto" has this name, so that no adapter can."""
+        is_auto = self._auto is not None and name == self._auto.name
+        return is_auto or name in self._models or name in self._first
+
     def cards(self, tenant: Tenant) -> list[ModelCard]:
         """What `/v1/models` lists for a tenant: their adapters and "auto" after the models themselves."""
         mine = [model for model in self if may_use_model(tenant, model.name)]
         found = [model.card() for model in mine]
         found += [_alias(name, model) for name in self._first if (model := self._serving(name)) in mine]
         for model in mine:
-            names = sorted(model.workers.adapters - self._models.keys())
+            names = (name for name in sorted(model.workers.adapters) if not self.takes(name))
             found += [model.adapter_card(name) for name in names if may_use_adapter(tenant, name)]
         if self._auto is not None and self._auto.may_use(tenant):
             found.append(self._auto.card())
@@ -313,7 +318,7 @@ class ModelTable:
 
     def _of_adapter(self, name: str | None) -> ServedModel | None:
         """The model that has an adapter of this name; models' own names go before."""
-        if not name or name in self._models or name in self._first:
+        if not name or self.takes(name):
             return None
         return next((model for model in self if name in model.workers.adapters), None)
 
