@@ -159,12 +159,14 @@ class Exchange:
         "ending",
         "error",
         "first_ns",
+        "first_usage",
         "head",
         "headers",
         "holds",
         "id",
         "idle_ticks",
         "is_open",
+        "limits_ns",
         "method",
         "migrated",
         "migration",
@@ -209,6 +211,10 @@ class Exchange:
         self.started_ns = 0
         self.first_ns: int | None = None
         """When the first output of any choice came."""
+        self.first_usage: Usage | None = None
+        """What its worker told with it, of a request that is one stream."""
+        self.limits_ns: int | None = None
+        """When its prompt was made, and limits were asked."""
         self.ended_ns: int | None = None
         """When its last stream ended."""
         self.queue_ns: int | None = None
