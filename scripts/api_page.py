@@ -13,8 +13,7 @@ from typing import Any, cast
 from penstock.backends.http.dialects.openai import OpenAIDialect
 from penstock.backends.http.dialects.sglang import SglangDialect
 from penstock.backends.http.dialects.tgi import TgiDialect
-from penstock.backends.http.dialects.triton import TritonDialect
-from penstock.backends.http.dialects.trtllm import TrtllmDialect
+from penstock.backends.http.dialects.triton import TritonDialect, TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import Admin

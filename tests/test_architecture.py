@@ -52,9 +52,9 @@ ROOMS = {
         "queueing": "estimates .",
         "placement": "queueing estimates .",
         "admission": "queueing limits estimates .",
-        "requests": "queueing limits estimates .",
-        "extras": "requests placement queueing estimates .",
-        "lifecycle": "extras requests admission placement queueing resilience limits estimates .",
+        "request": "queueing limits estimates .",
+        "extras": "request placement queueing estimates .",
+        "lifecycle": "extras request admission placement queueing resilience limits estimates .",
     },
     "backends": {
         ".": "",

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.gateway.api import feed as feeds
 from penstock.gateway.api.console import STATIC
-from penstock.gateway.api.recent import KEPT_MAX
+from penstock.gateway.api.services import KEPT_MAX
 from penstock.gateway.identity import api_keys
 
 ROOT = Path(__file__).parents[2]

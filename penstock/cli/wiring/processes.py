@@ -27,7 +27,7 @@ from penstock.config.tree import Config
 from penstock.errors import OperatorError, PenstockError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
 from penstock.fleet.sleep import Sleeper
-from penstock.gateway.api.recent import RecentRequests
+from penstock.gateway.api.services import RecentRequests
 from penstock.gateway.identity.tenancy import Tenancy
 from penstock.gateway.shared.keeper import LeaseServer
 from penstock.protocol.peers import (

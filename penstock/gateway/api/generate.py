@@ -44,18 +44,12 @@ from penstock.gateway.models.prepare import (
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.relay.chat import ChatSink, PassedSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
-from penstock.gateway.relay.relay import (
-    CompletionLogprobsSink,
-    Echo,
-    StreamReply,
-    TextSink,
-    annotated,
-)
+from penstock.gateway.relay.relay import CompletionLogprobsSink, Echo, StreamReply, TextSink, annotated
 from penstock.gateway.relay.reply import Context, Reply
 from penstock.kv.hashing import PromptKeys
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.flow import SLICE_TOKENS
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 from penstock.policy.tenant import Tenant
 from penstock.protocol.needs import (
     NO_CONSTRAINT,
@@ -239,7 +233,8 @@ class Generate:
             reply, sinks = begin(job)
             streams = self._streams(job, hints, sinks)
             fall_back = partial(self._retarget, served, hints, prepare) if services.falls_back else None
-            services.wakes.wanted(model.name)
+            if model.workers.sleeps:
+                services.wakes.wanted(model.name)
             diverted = services.dispatcher.submit(facts, reply, streams, fall_back)
             if diverted is None:
                 return

@@ -24,23 +24,18 @@ from penstock.clock import NS_PER_MS
 from penstock.errors import InvalidRequest, Unsupported
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
-from penstock.gateway.models.prepare import (
-    begins_reasoning,
-    ends_reasoning,
-    sampling,
-    schemas_of,
-)
+from penstock.gateway.models.prepare import begins_reasoning, ends_reasoning, sampling, schemas_of
 from penstock.gateway.models.served import ServedModel
 from penstock.kv.hashing import PromptKeys
 from penstock.policy.flow import RequestFacts
 from penstock.policy.tenant import Degrade, Tenant
-from penstock.protocol.grammar import Grammar
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.openai import ChatRequest, GenerationRequest
+from penstock.protocol.worker_parts import Grammar
 from penstock.rng import choice_seed, fresh_seed
 from penstock.telemetry.ledger import USER_CHARS_MAX
 from penstock.text.reasoning import AnswerParser, ThoughtCount
-from penstock.text.tool_tails import ForcedCalls
+from penstock.text.tool_formats import ForcedCalls
 from penstock.text.tools import FirstCallOnly, ToolParser
 from penstock.types import Capability, RequestId
 

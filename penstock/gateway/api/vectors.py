@@ -23,14 +23,7 @@ from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import check_token_ids
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.relay.reply import Context
-from penstock.gateway.relay.vectors import (
-    VectorReply,
-    Vectors,
-    Wording,
-    embeddings,
-    reranked,
-    scored,
-)
+from penstock.gateway.relay.vectors import VectorReply, Vectors, Wording, embeddings, reranked, scored
 from penstock.policy.flow import RequestFacts
 from penstock.policy.tenant import check_model, check_tokens
 from penstock.protocol.stream import StreamHead
@@ -50,7 +43,7 @@ from penstock.protocol.worker import ModelInfo
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
 from penstock.telemetry.ledger import USER_CHARS_MAX
-from penstock.text.texts import TextTokens, pair_tokens, text_tokens
+from penstock.text.tokenizer import TextTokens, pair_tokens, text_tokens
 from penstock.types import Capability, RequestId, SamplingParams
 
 Request = EmbeddingRequest | RerankRequest | ScoreRequest

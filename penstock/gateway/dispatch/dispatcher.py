@@ -20,12 +20,11 @@ from penstock.gateway.dispatch.records import GatewayRecords
 from penstock.gateway.dispatch.worker_feed import WorkerFeed
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.relay.reply import FallBackTo, Reply, StreamSlots
-from penstock.policy.answers import Diverted, FallBack, Outcome, Refused, Start
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import Diverted, FallBack, Outcome, Refused, RequestFacts, Start
 from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import PolicyStack
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 from penstock.telemetry.catalog import OutcomeLabel as Answer
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log

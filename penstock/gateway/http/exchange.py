@@ -29,7 +29,7 @@ from penstock.clock import NS_PER_MS
 from penstock.errors import ClientError, LimitReached, Overloaded, WorkerUnavailable
 from penstock.gateway.http.terms import RelayTerms
 from penstock.policy.admit_facts import DowngradeReason
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody
 from penstock.protocol.stream import HEARTBEAT
@@ -200,7 +200,7 @@ class Exchange:
         self.ending: Ending | None = None
         self.on_disconnect: Callable[[], None] | None = None
         self.cors = cors
-        """CORS headers, which go with every answer (gateway/http/cors.py)."""
+        """CORS headers, which go with every answer (gateway/http/terms.py)."""
         self.headers: Headers = ()
         """Sent with the response, whatever it is."""
         self.on_caught_up: Callable[[], None] | None = None

@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API: what everything compatible with it shares (vllm.py, trtllm.py), and providers with a
+"""OpenAI's HTTP API: what everything compatible with it shares (vllm.py, triton.py), and providers with a
 key.
 
     provider  POST {base}/chat/completions   the client's own messages and tools; text and tool calls come
