@@ -226,6 +226,7 @@ class Generate:
                 model, served = longer, _instead(served, longer, adapter, "context")
                 continue
             facts = facts_of(job, served, hints, self._keys(job))
+            exchange.limits_ns = services.clock.now_ns()
             await services.ask_store(facts)
             services.check_draining()  # It may have begun while the prompt was tokenized.
             if choice is not None:
