@@ -222,7 +222,7 @@ def main() -> None:
     for shape in args.shapes:
         model = make_model(SHAPES[shape], WORK / shape)
         for form in args.forms:
-            found.append(measure(model, form, args.rounds, args.before))
+            found.append(measure(model, form, args.rounds, args.before and args.before.resolve()))
             print(msgspec.json.format(msgspec.json.encode(found[-1])).decode())
     write_result(args.json, {"cases": found})
 
