@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.adapters.manager import AdapterManager, AdapterRead, Reads, Released
-from penstock.engine.requests import failed_by, request_of
+from penstock.engine.mailbox import failed_by, request_of
 from penstock.engine.steps import Prepares, wire_steps
 from penstock.errors import Draining, InvalidRequest, PenstockError, WorkerUnavailable
 from penstock.kv.cache.host_tier import HostLimits
@@ -22,8 +22,8 @@ from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher
 from penstock.planning.roofline import CostFloor
 from penstock.planning.step_time import StepShape
-from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import ModelInfo, Output, RequestFinished, Stats, Submit
+from penstock.protocol.worker_parts import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.schedule.adapters import PooledAdapter
 from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult

@@ -21,29 +21,24 @@ import uvloop
 
 from penstock.clock import Clock
 from penstock.engine.mailbox import (
-    Aborted,
-    ConnectionId,
-    DrainAsked,
-    KVEventsAsked,
-    Mailbox,
-    Ordered,
-    Submitted,
-)
-from penstock.engine.requests import failed_by
-from penstock.engine.server_limits import (
     FLUSH_TIMEOUT_S,
     PROOF_BYTES_MAX,
     PROOF_TIMEOUT_S,
     STATS_INTERVAL_S,
     UNPROVEN_MAX,
     UNPROVEN_PER_ADDRESS_MAX,
+    Aborted,
+    ConnectionId,
+    DrainAsked,
+    KVEventsAsked,
+    Mailbox,
+    Ordered,
     ServerLimits,
+    Submitted,
+    failed_by,
 )
 from penstock.errors import EngineFault, InvalidRequest, Overloaded, PenstockError, WorkerUnavailable
-from penstock.protocol.adapters import WorkerAdapters
 from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
-from penstock.protocol.readings import DeviceReadings
-from penstock.protocol.sleep import StaysAwake
 from penstock.protocol.worker import (
     AbortRequest,
     Challenge,
@@ -70,6 +65,7 @@ from penstock.protocol.worker import (
     decode_to_worker,
     encode,
 )
+from penstock.protocol.worker_parts import DeviceReadings, StaysAwake, WorkerAdapters
 from penstock.rng import fresh_key
 from penstock.types import FinishReason, RequestId, Usage
 

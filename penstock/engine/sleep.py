@@ -18,8 +18,8 @@ from penstock.engine.mailbox import DrainAsked, KVEventsAsked, Mailbox, Ordered
 from penstock.engine.memory import own_memory_bytes, trim_malloc
 from penstock.engine.serve_socket import WorkerServer
 from penstock.protocol.address import WorkerLaunch
-from penstock.protocol.sleep import Wake
 from penstock.protocol.worker import Asleep, ModelInfo
+from penstock.protocol.worker_parts import Wake
 
 LOAD_BYTES_PER_S = 500_000_000
 LOAD_BASE_S = 1

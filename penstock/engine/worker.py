@@ -39,18 +39,24 @@ from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_
 from penstock.engine.device_readings import watch_device
 from penstock.engine.fault_watch import FaultWatch, Remedy
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
-from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Ordered, Submitted
+from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Ordered, StepWatch, Submitted
 from penstock.engine.memory import settle_malloc
 from penstock.engine.pooling.core import build_vector_core
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.sleep import Bed, WarmsUpAgain
-from penstock.engine.step_watch import StepWatch
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.models.files import has_file
-from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter, WorkerAdapters
 from penstock.protocol.address import WorkerLaunch, parse_address
-from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
+from penstock.protocol.worker_parts import (
+    KeepAdapters,
+    LoadAdapter,
+    Sleep,
+    StaysAwake,
+    UnloadAdapter,
+    Wake,
+    WorkerAdapters,
+)
 from penstock.types import GRAMMAR_CAPABILITIES
 
 EXIT_FAILED = 1

@@ -2,7 +2,7 @@
 
 One for each server: in the process that launches its workers, which hears from each of them what all gateway
 processes have it do. Only workers that were launched here are put to sleep. A worker decides itself whether
-it has work, at the moment in which it would sleep (`protocol/sleep.py`), so no answer is ever cut.
+it has work, at the moment in which it would sleep (`protocol/worker_parts.py`), so no answer is ever cut.
 """
 
 import asyncio

@@ -61,8 +61,7 @@ from penstock.offline.vectors import (
     texts_of,
 )
 from penstock.protocol.vectors import numbers
-from penstock.text.texts import TextTokens
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.tokenizer import TextTokens, Tokenizer
 
 T = TypeVar("T")
 

@@ -28,10 +28,17 @@ from collections.abc import Iterator
 
 import msgspec
 
-from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter, WorkerAdapters
-from penstock.protocol.grammar import Grammar
-from penstock.protocol.readings import DeviceReadings
-from penstock.protocol.sleep import Sleep, StaysAwake, Wake
+from penstock.protocol.worker_parts import (
+    DeviceReadings,
+    Grammar,
+    KeepAdapters,
+    LoadAdapter,
+    Sleep,
+    StaysAwake,
+    UnloadAdapter,
+    Wake,
+    WorkerAdapters,
+)
 from penstock.types import OWN_CAPABILITIES, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 PROTOCOL_VERSION = 7

@@ -9,12 +9,10 @@ import pytest
 from raw_worker import Client
 
 from penstock.clock import SystemClock
-from penstock.engine.mailbox import Aborted, Mailbox, Submitted
-from penstock.engine.requests import failed_by
+from penstock.engine.mailbox import Aborted, Mailbox, Submitted, failed_by
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.errors import InvalidRequest, WorkerUnavailable
 from penstock.protocol.address import UnixAddress
-from penstock.protocol.grammar import Grammar
 from penstock.protocol.worker import (
     AbortRequest,
     Loading,
@@ -28,6 +26,7 @@ from penstock.protocol.worker import (
     StepOutput,
     Submit,
 )
+from penstock.protocol.worker_parts import Grammar
 from penstock.types import FinishReason, RequestId, SamplingParams
 
 INFO = ModelInfo(

@@ -6,8 +6,6 @@ import msgspec
 from raw_worker import REAL, Client, RawWorker, raw_worker, submit, wait_gone
 
 from penstock.kv.events import AllBlocksCleared, decode_batch
-from penstock.protocol.adapters import UnloadAdapter
-from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import (
     AbortRequest,
     Asleep,
@@ -19,6 +17,7 @@ from penstock.protocol.worker import (
     Stats,
     SubscribeKVEvents,
 )
+from penstock.protocol.worker_parts import Sleep, StaysAwake, UnloadAdapter, Wake
 from penstock.types import PLATFORM, FinishReason
 
 MODEL = str(Path(__file__).parents[2] / "models" / "penstock-demo")

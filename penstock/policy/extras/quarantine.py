@@ -34,9 +34,9 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.fleet import HealthConfig
 from penstock.errors import CrashingRequest, PenstockError, WorkerError
+from penstock.policy.extras.hooks import Extra
 from penstock.policy.flow import RequestFacts, State
-from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 from penstock.types import RequestId, Usage, WorkerId
 
 Fingerprint = int

@@ -14,8 +14,7 @@ import msgspec
 
 from penstock.config.flow import QueueConfig
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.slots import DeploymentTerms, slots_of
-from penstock.policy.terms import queue_terms
+from penstock.policy.terms import DeploymentTerms, queue_terms, slots_of
 from penstock.types import RequestId, Usage, WorkerId
 
 _LOOKS_MAX = 8
