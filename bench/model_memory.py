@@ -29,11 +29,12 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.computing import choose_computing
+from penstock.engine.footprint import reserved_bytes
 from penstock.engine.loader import load_weights
 from penstock.engine.memory import settle_malloc
 from penstock.engine.quantize.methods import Rounded
 from penstock.engine.quantize.publish import config_of, store_rounded
-from penstock.engine.runner import decoder_limits, load_runner, reserved_bytes
+from penstock.engine.runner import decoder_limits, load_runner
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
 from penstock.planning.roofline import BYTES_PER_WEIGHT

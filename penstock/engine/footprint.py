@@ -1,6 +1,8 @@
 """The memory that a decoder takes, before a weight of it is read: shapes and widths, nothing of a device."""
 
+from penstock.engine.computing import Computing
 from penstock.engine.decoder import DecoderLimits
+from penstock.engine.native.library import Type
 from penstock.engine.quantized import KEPT_GROUPS
 from penstock.models.spec import DecoderSpec
 
@@ -44,3 +46,13 @@ def rounded_bytes(spec: DecoderSpec, num_bytes: int, *, itemsize: int, bits: int
         table = spec.vocab_size * spec.hidden_size
         num_bytes += table + 8 * spec.vocab_size - (0 if spec.tied_head else table * itemsize)
     return num_bytes
+
+
+def reserved_bytes(spec: DecoderSpec, num_bytes: int, computing: Computing, limits: DecoderLimits) -> int:
+    """Memory of a decoder whose weights are read as so many bytes."""
+    native, size = computing.native, computing.dtype.itemsize
+    num_bytes += beside_bytes(spec, limits, itemsize=size, native=native is not None)
+    if native is None or computing.precision == "native":
+        return num_bytes
+    bits, int8_head = 8 if computing.precision == "int8" else 4, native.supports(Type.I8)
+    return rounded_bytes(spec, num_bytes, itemsize=size, bits=bits, int8_head=int8_head)

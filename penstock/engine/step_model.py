@@ -17,6 +17,7 @@ from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder
+from penstock.engine.native.library import PsDraft
 from penstock.engine.weight_check import ListedKernels
 from penstock.models.adapters import FUSED
 from penstock.models.spec import DecoderSpec
@@ -30,6 +31,9 @@ class StepModel(Protocol):
 
     weights: Callable[[], list[Tensor]]
     """What it computes with, as it lies in memory."""
+
+    draft: Callable[[PsDraft], None] | None
+    """Runs several steps in one native call, each with what the one before has drawn; None: it cannot."""
 
     def compute(
         self,
@@ -77,9 +81,10 @@ class _Pair(Generic[A]):
         rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
         weights: Callable[[], list[Tensor]] = list,
         adapt: _Adapt | None = None,
+        draft: Callable[[PsDraft], None] | None = None,
     ) -> None:
         """`adapt` tells the decoder which adapter each row of the coming step has."""
-        self.kernels, self.weights = kernels, weights
+        self.kernels, self.weights, self.draft = kernels, weights, draft
         self._adapt, self._is_adapted = adapt, False
         self._decoder, self._attention = decoder, attention
         self._rehearsing = rehearsing
@@ -120,7 +125,9 @@ def wire_model(
             NativeDecoder(spec, weights, native, limits, cache, computing.precision),
             NativeAttention(),
         )
-        return _Pair(computing.kernels, decoder, rows, decoder.rehearsing, decoder.weights, rows.adapt)
+        return _Pair(
+            computing.kernels, decoder, rows, decoder.rehearsing, decoder.weights, rows.adapt, decoder.draft
+        )
     kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
     listed = ListedKernels(kernels)
     adapted = AdapterRows() if takes_adapters else None
