@@ -24,7 +24,7 @@ from penstock.clock import SystemClock
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import LogConfig
 from penstock.gateway.api.feed import Feed, ServerLine
-from penstock.gateway.api.recent import AllRequests, RecentRequests
+from penstock.gateway.api.services import AllRequests, RecentRequests
 from penstock.gateway.identity.tenants import OPERATOR
 from penstock.protocol.fleet import FleetReport, ModelReport, WorkerReport
 from penstock.telemetry.log import Log

@@ -43,9 +43,8 @@ from penstock.errors import WorkerUnavailable
 from penstock.fleet.launchers.base import LaunchedWorker
 from penstock.fleet.launchers.process import Spares
 from penstock.fleet.launchers.supervised import SupervisedWorker
-from penstock.policy.answers import Outcome, Start
 from penstock.policy.contracts import Health
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import Outcome, RequestFacts, Start
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import AllHealthy, Policies
 from penstock.policy.queueing.capacity import WorkerView

@@ -18,7 +18,7 @@ from provenance import add_json_option, write_result
 
 from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens
 from penstock.errors import InvalidRequest
-from penstock.protocol.grammar import Grammar
+from penstock.protocol.worker_parts import Grammar
 
 HERE = Path(__file__).parent
 MODEL = HERE.parent / "models" / "penstock-demo-mini"

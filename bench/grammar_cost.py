@@ -26,8 +26,8 @@ from penstock.engine.core import EngineCore, FollowsGrammars, build_core
 from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens
 from penstock.engine.runner import build_runner
 from penstock.kv.hashing import token_array
-from penstock.protocol.grammar import Grammar
 from penstock.protocol.worker import Submit
+from penstock.protocol.worker_parts import Grammar
 from penstock.types import RequestId, SamplingParams
 
 CLOCK = SystemClock()

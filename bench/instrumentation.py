@@ -39,7 +39,7 @@ from relay_cost import Load, run_client
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import Config, EngineConfig, TracesConfig
-from penstock.gateway.api.recent import RecentRequests
+from penstock.gateway.api.services import RecentRequests
 from penstock.kv.hashing import token_bytes
 from penstock.planning.roofline import CostFloor
 from penstock.policy.placement.pick import DecisionLog

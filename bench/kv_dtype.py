@@ -28,13 +28,12 @@ from torch import Tensor
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.attention.base import AttentionBatch
-from penstock.engine.computing import choose_computing
 from penstock.engine.core import build_core
 from penstock.engine.decoder import DecoderLimits
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights
 from penstock.engine.runner import build_runner
-from penstock.engine.step_model import StepModel, wire_model
+from penstock.engine.step_model import StepModel, choose_computing, wire_model
 from penstock.kv.hashing import token_array
 from penstock.models.registry import read_spec
 from penstock.protocol.worker import Submit

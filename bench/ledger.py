@@ -22,7 +22,7 @@ from provenance import write_result
 from penstock.clock import SystemClock, sleep
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import LogConfig
-from penstock.policy.answers import Outcome, UsageRecord
+from penstock.policy.flow import Outcome, UsageRecord
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.ledger_segment import Kind, LedgerLimits, Progress, encode, to_frame
 from penstock.telemetry.log import Log

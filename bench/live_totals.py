@@ -23,7 +23,7 @@ from penstock.clock import SystemClock
 from penstock.gateway import app
 from penstock.gateway.dispatch import assemble
 from penstock.policy.lifecycle.driver import Driver
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 
 COPY_BYTES = 512
 T = TypeVar("T")

@@ -32,7 +32,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.planning.step_time import LinearStepTime
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.policy.tenant import Tenant
 from penstock.protocol.address import WorkerLaunch
 from penstock.sim.scenarios.setup import Setup, play

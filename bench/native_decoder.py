@@ -20,13 +20,13 @@ import torch
 
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.attention.base import AttentionBatch
-from penstock.engine.computing import choose_computing
 from penstock.engine.decoder import Decoder, DecoderLimits
 from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import random_weights
 from penstock.engine.native import NativeLibrary
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder
+from penstock.engine.step_model import choose_computing
 from penstock.models.spec import AttentionSpec, DecoderSpec, MoeSpec, RopeSpec
 from penstock.types import BLOCK_TOKENS
 

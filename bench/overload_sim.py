@@ -27,8 +27,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.planning.step_time import LinearStepTime
-from penstock.policy.answers import Outcome, Start, UsageRecord
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import Outcome, RequestFacts, Start, UsageRecord
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.tenant import Tenant

@@ -29,8 +29,8 @@ from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens
 from penstock.engine.runner import build_runner
 from penstock.errors import InvalidRequest
 from penstock.kv.hashing import token_array
-from penstock.protocol.grammar import Grammar
 from penstock.protocol.worker import RequestFinished, Submit
+from penstock.protocol.worker_parts import Grammar
 from penstock.rng import Stream, stream
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, SamplingParams

@@ -30,8 +30,8 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "doubles"))
 from raw_worker import REAL, Client, launch_line, submit
 
 from penstock.protocol.address import UnixAddress
-from penstock.protocol.sleep import Sleep, Wake
 from penstock.protocol.worker import Asleep, Ready
+from penstock.protocol.worker_parts import Sleep, Wake
 
 WORK = REPOSITORY / "bench" / "out" / "models"
 KV_BYTES = 64 << 20

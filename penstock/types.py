@@ -178,6 +178,9 @@ VECTOR_CAPABILITIES = frozenset({Capability.EMBEDDINGS, Capability.SCORES})
 ALL_CAPABILITIES = frozenset(Capability)
 
 
+PLATFORM = "platform"
+"""Whose requests those are that no tenant has sent: probes. As a tenant of theirs is called
+(`Submit.fairness_key`)."""
 VERSIONED = re.compile(r"(?P<name>.+)@(?P<version>[1-9][0-9]{0,9})")
 """A model's name with its version."""
 

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import msgspec
 
 from penstock.clock import NS_PER_MS
-from penstock.errors import EngineFault, PenstockError
-from penstock.protocol.adapters import WorkerAdapters
+from penstock.errors import EngineFault, PenstockError, WorkerUnavailable
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.worker import Asleep, FaultCount, ModelInfo, Stats
+from penstock.protocol.worker_parts import WorkerAdapters
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
@@ -225,6 +225,17 @@ class Adapters(NamedTuple):
     """How many can be loaded at once; 0: not known."""
     load_ns: int = 0
     """What a load takes; 0: not known."""
+
+    def check(self, name: str, digest: str) -> None:
+        """Whether a request for this adapter can be sent there; `digest` "" takes any.
+
+        Raises:
+            WorkerUnavailable: it cannot.
+        """
+        if name not in self.served:
+            raise WorkerUnavailable(f"the worker does not serve the adapter '{name[:64]}'")
+        if digest not in ("", self.digests.get(name)):
+            raise WorkerUnavailable(f"the worker's adapter '{name[:64]}' is another one")
 
 
 NO_ADAPTERS = Adapters()

@@ -7,9 +7,10 @@ from penstock.config.checkpoints import plain_name, served_name
 from penstock.config.fleet import WORKERS_MAX, discover_problems, worker_problems
 from penstock.config.flow import queue_problems, shared_problems
 from penstock.config.ledger import price_problems
-from penstock.config.routing import routing_problems
+from penstock.config.routing import AUTO, routing_problems
 from penstock.config.tenancy import access_problems, host_problems, tenant_problems
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig
+from penstock.config.web_address import is_address
 from penstock.errors import ConfigError
 from penstock.types import VERSIONED
 
@@ -43,8 +44,7 @@ def check(config: Config) -> None:
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 
 
-_RECEIVER = re.compile(r"https?://[^\s/?#@]+(/[^\s#]*)?")
-_COLLECTOR = re.compile(r"https?://[^\s/?#@]+/[^\s#]*")
+_HAS_PATH = re.compile(r"https?://[^/]+/.*")
 
 
 def _origin_problems(origins: Sequence[str]) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _origin_problems(origins: Sequence[str]) -> Iterator[str]:
 
 
 def _trace_problems(endpoint: str) -> Iterator[str]:
-    if endpoint and not _COLLECTOR.fullmatch(endpoint):
+    if endpoint and not (is_address(endpoint) and _HAS_PATH.fullmatch(endpoint)):
         yield (
             "traces.endpoint: expected http(s)://HOST[:PORT]/v1/traces, where the collector takes OTLP over "
             f"HTTP, got {endpoint[:80]!r}"
@@ -67,7 +67,7 @@ def _trace_problems(endpoint: str) -> Iterator[str]:
 
 
 def _webhook_problems(url: str) -> Iterator[str]:
-    if url and not _RECEIVER.fullmatch(url):  # It may hold a secret, so it is not repeated.
+    if url and not is_address(url):  # It may hold a secret, so it is not repeated.
         yield "slo.webhook: expected http(s)://HOST[:PORT]/PATH, where alerts are posted"
 
 
@@ -123,6 +123,8 @@ def _adapter_problems(config: Config, i: int, model: ModelConfig) -> Iterator[st
             yield f"models[{i}].adapters: expected names without white space, got {name!r}"
         elif any(name in (served_name(other), plain_name(other)) for other in config.models):
             yield f"{key}: a model has this name"
+        elif name == AUTO and config.routing.auto:
+            yield f"{key}: the choice between models has this name"
         elif any(name in other.adapters for other in config.models[:i]):
             yield f"{key}: another model has an adapter of this name"
         elif "://" in path and not path.lower().startswith(("http://", "https://", "s3://", "file://")):

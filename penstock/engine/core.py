@@ -14,16 +14,16 @@ from typing import Any, Protocol, runtime_checkable
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.adapters.manager import AdapterManager, AdapterRead, Reads, Released
-from penstock.engine.requests import request_of
+from penstock.engine.mailbox import failed_by, request_of
 from penstock.engine.steps import Prepares, wire_steps
-from penstock.errors import ClientError, Draining, InvalidRequest, PenstockError, WorkerUnavailable
+from penstock.errors import Draining, InvalidRequest, PenstockError, WorkerUnavailable
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher
 from penstock.planning.roofline import CostFloor
 from penstock.planning.step_time import StepShape
-from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import ModelInfo, Output, RequestFinished, Stats, Submit
+from penstock.protocol.worker_parts import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.schedule.adapters import PooledAdapter
 from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RequestOutput, StepPlan, StepResult
@@ -32,7 +32,7 @@ from penstock.schedule.queue import waiting_queue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
 from penstock.schedule.step import Flight
-from penstock.types import FinishReason, RequestId, Usage
+from penstock.types import PLATFORM, FinishReason, RequestId, Usage
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class EngineCore:
         self._live: dict[RequestId, Live] = {}
         self._outbox: Outputs = {}
         self._draining = False
-        self._step_ns = self._waited_ns = self._busy_ns = 0
+        self._step_ns = self._waited_ns = self._busy_ns = self._num_ended = 0
         self._busy_since_ns = 0
         """While there is a request: up to when that time was counted and shared out."""
         self._unshared_ns = 0
@@ -351,6 +351,7 @@ class EngineCore:
             drafted_tokens=now.drafted_tokens,
             accepted_tokens=now.accepted_tokens,
             preemptions=now.preemptions,
+            ended=self._num_ended,
             rows_max=now.rows_max,
             step_ns=self._step_ns,
             host_ns=self._step_ns - self._waited_ns,
@@ -383,6 +384,7 @@ class EngineCore:
         if output.finish is not None:
             finish = _finish(output)
             del self._live[output.request_id]
+            self._num_ended += live.request.fairness_key != PLATFORM
             if not self._live:
                 self._busy_ns += self._clock.now_ns() - self._busy_since_ns
             if live.adapter is not None:
@@ -413,17 +415,6 @@ class EngineCore:
 
     def _end_with(self, owner: int, request_id: RequestId, error: PenstockError) -> None:
         self._outbox.setdefault(owner, []).append(Output(request_id, (), None, failed_by(error)))
-
-
-def failed_by(error: PenstockError) -> RequestFinished:
-    """The end of a request that had none of the engine."""
-    return RequestFinished(
-        reason=FinishReason.ERROR,
-        usage=Usage(),
-        error=str(error),
-        error_kind=type(error).__name__,
-        param=error.param if isinstance(error, ClientError) else None,
-    )
 
 
 def build_core(

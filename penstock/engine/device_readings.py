@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.config.machine import CgroupMemory
-from penstock.protocol.readings import DeviceReadings, GpuReadings
+from penstock.protocol.worker_parts import DeviceReadings, GpuReadings
 
 EVERY_S = 5.0
 NVML = "libnvidia-ml.so.1"

@@ -8,16 +8,14 @@ import torch
 from penstock.clock import Clock
 from penstock.config.checkpoints import resolve
 from penstock.config.tree import EngineConfig
-from penstock.engine.computing import Computing, choose_computing
 from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.draft_model import DraftModel, DraftParts
 from penstock.engine.fingerprint import RANDOM_SEED, fingerprint
-from penstock.engine.footprint import reserved_bytes
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import block_bytes_of
 from penstock.engine.sampler import NativeSampler, Sampler
-from penstock.engine.step_model import wire_model
+from penstock.engine.step_model import Computing, choose_computing, reserved_bytes, wire_model
 from penstock.errors import ConfigError
 from penstock.models.files import is_gguf
 from penstock.models.registry import read_spec, stored_quantization

@@ -15,14 +15,13 @@ import msgspec
 from penstock.clock import Clock
 from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
-from penstock.engine.mailbox import DrainAsked, Mailbox
+from penstock.engine.mailbox import DrainAsked, Mailbox, StepWatch
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
-from penstock.engine.step_watch import StepWatch
 from penstock.engine.worker import load, run_steps, take_adapters
 from penstock.errors import OperatorError
 from penstock.protocol.address import WorkerLaunch, parse_address
-from penstock.protocol.sleep import StaysAwake
 from penstock.protocol.worker import Ready, WorkerFailed
+from penstock.protocol.worker_parts import StaysAwake
 
 _log = logging.getLogger(__name__)
 

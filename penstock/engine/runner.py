@@ -21,17 +21,14 @@ from penstock.config.tree import EngineConfig
 from penstock.engine.adapters.compute import adapter_reader
 from penstock.engine.adapters.files import AdapterReader
 from penstock.engine.arrays import Int64Array, as_tensor
-from penstock.engine.computing import Computing, choose_computing
 from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.device_speed import cost_floor, device_name
 from penstock.engine.draft_load import PlannedDraft, load_draft, plan_draft
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of
-from penstock.engine.footprint import reserved_bytes
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
-from penstock.engine.host_store import HostStore, host_store
 from penstock.engine.inputs import RowTables
-from penstock.engine.kv_cache import KVCache
+from penstock.engine.kv_cache import HostStore, KVCache, host_store
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import (
     block_bytes_of,
@@ -47,7 +44,7 @@ from penstock.engine.memory import (
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
 from penstock.engine.speculation import Follows, PromptLookup, Proposer, verified
-from penstock.engine.step_model import StepModel, wire_model
+from penstock.engine.step_model import Computing, StepModel, choose_computing, reserved_bytes, wire_model
 from penstock.engine.weight_check import WeightCheck
 from penstock.errors import ConfigError
 from penstock.models.quantization import Quantization

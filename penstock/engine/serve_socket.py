@@ -21,28 +21,24 @@ import uvloop
 
 from penstock.clock import Clock
 from penstock.engine.mailbox import (
-    Aborted,
-    ConnectionId,
-    DrainAsked,
-    KVEventsAsked,
-    Mailbox,
-    Ordered,
-    Submitted,
-)
-from penstock.engine.server_limits import (
     FLUSH_TIMEOUT_S,
     PROOF_BYTES_MAX,
     PROOF_TIMEOUT_S,
     STATS_INTERVAL_S,
     UNPROVEN_MAX,
     UNPROVEN_PER_ADDRESS_MAX,
+    Aborted,
+    ConnectionId,
+    DrainAsked,
+    KVEventsAsked,
+    Mailbox,
+    Ordered,
     ServerLimits,
+    Submitted,
+    failed_by,
 )
-from penstock.errors import InvalidRequest, WorkerUnavailable
-from penstock.protocol.adapters import WorkerAdapters
+from penstock.errors import EngineFault, InvalidRequest, Overloaded, PenstockError, WorkerUnavailable
 from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
-from penstock.protocol.readings import DeviceReadings
-from penstock.protocol.sleep import StaysAwake
 from penstock.protocol.worker import (
     AbortRequest,
     Challenge,
@@ -69,6 +65,7 @@ from penstock.protocol.worker import (
     decode_to_worker,
     encode,
 )
+from penstock.protocol.worker_parts import DeviceReadings, StaysAwake, WorkerAdapters
 from penstock.rng import fresh_key
 from penstock.types import FinishReason, RequestId, Usage
 
@@ -126,6 +123,10 @@ class WorkerServer:
     def publish_adapters(self, adapters: WorkerAdapters) -> None:
         """Tell every gateway, now and whenever one connects, which adapters there are."""
         self._loop.call_soon_threadsafe(self._publish_adapters, adapters)
+
+    def stop_taking(self, state: Condition) -> int:
+        """Announce `state` if there are no requests, so that none comes any more; how many there are."""
+        return asyncio.run_coroutine_threadsafe(self._stop_taking(state), self._loop).result()
 
     def report(self, news: Fault | StaysAwake) -> None:
         """Tell every gateway of it, once."""
@@ -198,6 +199,11 @@ class WorkerServer:
     def _announce(self, state: Condition) -> None:
         self._state = state
         self._send_to_all(state)
+
+    async def _stop_taking(self, state: Condition) -> int:
+        if not self.num_requests:
+            self._announce(state)
+        return self.num_requests
 
     def _publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats) -> None:
         readings = self._readings
@@ -279,12 +285,12 @@ class WorkerServer:
             self.mailbox.post(Aborted(connection.id, tuple(connection.living)))
             self.num_requests -= len(connection.living)
 
-    def refusal(self) -> tuple[str, str] | None:
-        """Why no request can be let in now, as (error kind, words), or None."""
+    def refusal(self) -> PenstockError | None:
+        """Why no request can be let in now."""
         if not isinstance(self._state, Ready):
-            return "WorkerUnavailable", "the worker is not ready"
+            return WorkerUnavailable("the worker is not ready")
         if self.num_requests >= self.limits.requests_max:
-            return "Overloaded", f"the engine already holds {self.num_requests} requests"
+            return Overloaded(f"the engine already holds {self.num_requests} requests")
         return None
 
 
@@ -411,8 +417,9 @@ class _Connection(asyncio.Protocol):
     def _submit(self, message: Submit) -> None:
         if message.request_id in self.living:
             raise ProtocolError(f"request {message.request_id} was submitted twice")
-        if refusal := self._server.refusal():
-            self._refuse(message.request_id, *refusal)
+        if (refusal := self._server.refusal()) is not None:
+            ended = Output(message.request_id, (), None, failed_by(refusal))
+            self.send(encode(StepOutput(0, (ended,))))
             return
         arrived_ns = self._server.clock.now_ns()
         self.living[message.request_id] = False
@@ -446,15 +453,12 @@ class _Connection(asyncio.Protocol):
             bounded = made.bounded(message.grammar)
             self._server.mailbox.post(Submitted(self.id, message, arrived_ns, bounded))
             return
-        if isinstance(made, InvalidRequest):
-            finish = _failed("InvalidRequest", str(made), made.param)
-        elif isinstance(made, WorkerUnavailable):
+        if isinstance(made, WorkerUnavailable):
             _log.warning("request %s: %s", message.request_id, made)
-            finish = _failed("WorkerUnavailable", str(made))
-        else:
+        elif not isinstance(made, InvalidRequest):
             _log.error("request %s: compiling its grammar failed", message.request_id, exc_info=made)
-            finish = _failed("EngineFault", "compiling the grammar failed")
-        self._end(message.request_id, finish)
+            made = EngineFault("compiling the grammar failed")
+        self._end(message.request_id, failed_by(made))
 
     def _cancel(self, message: Submit) -> None:
         """A request is gone whose grammar is being compiled."""
@@ -477,18 +481,9 @@ class _Connection(asyncio.Protocol):
         self._asked_kv_events = True
         self._server.mailbox.post(KVEventsAsked(self.id, message.epoch, message.from_sequence))
 
-    def _refuse(self, request_id: RequestId, kind: str, message: str) -> None:
-        self.send(encode(StepOutput(0, (Output(request_id, (), None, _failed(kind, message)),))))
-
     def _end(self, request_id: RequestId, finish: RequestFinished) -> None:
         """A request that was let in ends before the engine heard of it."""
         self.send_outputs(0, [Output(request_id, (), None, finish)])
-
-
-def _failed(kind: str, message: str, param: str | None = None) -> RequestFinished:
-    return RequestFinished(
-        reason=FinishReason.ERROR, usage=Usage(), error=message, error_kind=kind, param=param
-    )
 
 
 def _die_of_bugs(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:

@@ -8,27 +8,24 @@ cache, whatever else has taken memory meanwhile.
 import gc
 import importlib
 import sys
-from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.engine.kv_event_publisher import KVEventPublisher
-from penstock.engine.mailbox import DrainAsked, KVEventsAsked, Mail, Mailbox, Ordered, Submitted
+from penstock.engine.mailbox import DrainAsked, KVEventsAsked, Mailbox, Ordered
 from penstock.engine.memory import own_memory_bytes, trim_malloc
 from penstock.engine.serve_socket import WorkerServer
 from penstock.protocol.address import WorkerLaunch
-from penstock.protocol.sleep import Wake
-from penstock.protocol.worker import Asleep, ModelInfo, Output, RequestFinished, Stats
-from penstock.types import FinishReason, Usage
+from penstock.protocol.worker import Asleep, ModelInfo
+from penstock.protocol.worker_parts import Wake
 
 LOAD_BYTES_PER_S = 500_000_000
 LOAD_BASE_S = 1
 """What a first load is taken for, until one was measured."""
 PLAN = "plan_model"
 """The function beside a runner's factory that says what it would load."""
-NO_STATS = Stats(step=0, running=0, waiting=0, blocks_total=0, blocks_used=0, blocks_cached=0)
 
 
 @runtime_checkable
@@ -93,31 +90,17 @@ class Bed:
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # What torch keeps of a device's freed memory nobody else could have.
 
-    def rest(self, mailbox: Mailbox, server: WorkerServer, feed: KVEventPublisher) -> list[Mail] | None:
-        """Wait until somebody wants an answer; what it is to deal with first. None: it is to end."""
-        kept, is_woken = list[Mail](), False
+    def rest(self, mailbox: Mailbox, server: WorkerServer, feed: KVEventPublisher) -> bool:
+        """Wait until somebody wants an answer; False: it is to end.
+
+        No request comes while it sleeps. Of adapters it is told again when it is awake.
+        """
+        is_woken = False
         while not is_woken:
             for each in mailbox.take(wait=True):
                 if isinstance(each, DrainAsked):
-                    return None
+                    return False
                 if isinstance(each, KVEventsAsked):
                     server.start_kv_events(each.connection, feed.subscribe(each.epoch, each.from_sequence))
-                elif isinstance(each, Ordered):
-                    is_woken |= isinstance(each.order, Wake)  # Of adapters it is told again when it is awake.
-                else:
-                    # A request that came while everybody was being told.
-                    kept.append(each)
-                    is_woken |= isinstance(each, Submitted)
-        return kept
-
-
-def refused(mail: Iterable[Mail], why: str) -> dict[int, list[Output]]:
-    """The ends of requests that reached a worker which cannot wake."""
-    found: dict[int, list[Output]] = {}
-    for each in mail:
-        if isinstance(each, Submitted):
-            finish = RequestFinished(
-                reason=FinishReason.ERROR, usage=Usage(), error=why, error_kind="WorkerUnavailable"
-            )
-            found.setdefault(each.connection, []).append(Output(each.submit.request_id, (), None, finish))
-    return found
+                is_woken |= isinstance(each, Ordered) and isinstance(each.order, Wake)
+        return True

@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -39,18 +39,24 @@ from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_
 from penstock.engine.device_readings import watch_device
 from penstock.engine.fault_watch import FaultWatch, Remedy
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
-from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mail, Mailbox, Ordered, Submitted
+from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Ordered, StepWatch, Submitted
 from penstock.engine.memory import settle_malloc
 from penstock.engine.pooling.core import build_vector_core
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
-from penstock.engine.sleep import NO_STATS, Bed, WarmsUpAgain, refused
-from penstock.engine.step_watch import StepWatch
+from penstock.engine.sleep import Bed, WarmsUpAgain
 from penstock.errors import DeviceFault, EngineFault, OperatorError
 from penstock.models.files import has_file
-from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter, WorkerAdapters
 from penstock.protocol.address import WorkerLaunch, parse_address
-from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import WARMING_UP, Fault, Loading, ModelInfo, Ready, WorkerFailed
+from penstock.protocol.worker_parts import (
+    KeepAdapters,
+    LoadAdapter,
+    Sleep,
+    StaysAwake,
+    UnloadAdapter,
+    Wake,
+    WorkerAdapters,
+)
 from penstock.types import GRAMMAR_CAPABILITIES
 
 EXIT_FAILED = 1
@@ -107,7 +113,7 @@ class EngineLife:
         run: load ──> steps ──Sleep, no work──> asleep ──Wake──> load ──> ...      a drain ends it from both
 
     Asleep it holds no weights, no KV cache and nothing that was made for them: only the libraries, the
-    sockets and the grammars' vocabulary. Whatever reaches it then waits for it to wake.
+    sockets and the grammars' vocabulary. It takes no request then: whoever has some says `Wake` first.
     """
 
     def __init__(
@@ -134,31 +140,33 @@ class EngineLife:
         # First, for it may be refused.
         publisher = open_publisher(self._config.kv_events)
         self._feed = KVEventPublisher(self._config.kv_events, self._clock, publisher)
-        server, mail = self._server, list[Mail]()
+        server = self._server
         watch = StepWatch(0, self._clock, lambda what: None)
         is_asleep = self._launch.asleep and self._bed.plan()
         while True:
             if is_asleep:
                 self._ready.set()
                 server.announce(self._bed.asleep())
-                woken = self._bed.rest(self._mailbox, server, self._feed)
-                if woken is None:
+                if not self._bed.rest(self._mailbox, server, self._feed):
                     return
-                mail = woken
-            core = self._load(mail, was_asleep=is_asleep)
+            core = self._load(was_asleep=is_asleep)
             if core is None:
                 continue
             if not self._closers:
                 watch = self._watch(core)
-            is_asleep = run_steps(core, self._mailbox, server, self._feed, watch, mail)
+            is_asleep = run_steps(core, self._mailbox, server, self._feed, watch)
+            while is_asleep and (left := server.stop_taking(Loading("falling asleep"))):
+                # They are on their way here, or their grammars are compiled: nobody wakes us for them.
+                server.report(StaysAwake(left))
+                is_asleep = run_steps(core, self._mailbox, server, self._feed, watch)
             if not is_asleep:
                 return
             self._fall_asleep(core)
             del core
             self._bed.clean()
 
-    def _load(self, mail: Sequence[Mail], *, was_asleep: bool) -> EngineCore | None:
-        """The engine, awake; None where it stays asleep, of which those in `mail` are told."""
+    def _load(self, *, was_asleep: bool) -> EngineCore | None:
+        """The engine, awake; None where it stays asleep."""
         began_ns = self._clock.now_ns()
         self._ready.clear()  # There is nothing to drain.
         try:
@@ -168,7 +176,6 @@ class EngineLife:
                 raise
             _log.error("the model cannot be woken: %s", error)
             self._bed.why = str(error)
-            self._server.publish(0, refused(mail, str(error)), NO_STATS)
             return None
         gc.collect()
         gc.freeze()  # What loading made lives as long as it is awake: no collection looks at it again.
@@ -183,7 +190,6 @@ class EngineLife:
 
     def _fall_asleep(self, core: EngineCore) -> None:
         """Tell everybody before anything is let go of."""
-        self._server.announce(Loading("falling asleep"))
         if core.adapters is not None:
             core.adapters.close()
             self._server.publish_adapters(WorkerAdapters(()))
@@ -278,21 +284,15 @@ def run_steps(
     server: WorkerServer,
     feed: KVEventPublisher,
     watch: StepWatch,
-    first: Sequence[Mail] = (),
 ) -> bool:
-    """The step loop, which begins with the mail `first`. Returns when nothing is left to do: False if it was
-    asked to drain, True if to sleep.
-    """
+    """The step loop. Returns when nothing is left to do: False if it was asked to drain, True if to sleep."""
     draining, sleepy, step = False, False, 0
     while core.has_work or core.num_held or not draining:
-        if first:
-            mail, first = list(first), ()
-        else:
-            wait = not core.has_work and not core.use_idle_time()
-            if wait:
-                watch.rests()
-            gathers_s = core.gathers_s
-            mail = mailbox.take(wait=wait or gathers_s > 0, sleep_s=gathers_s or core.rest_s)
+        wait = not core.has_work and not core.use_idle_time()
+        if wait:
+            watch.rests()
+        gathers_s = core.gathers_s
+        mail = mailbox.take(wait=wait or gathers_s > 0, sleep_s=gathers_s or core.rest_s)
         watch.begins()
         for each in mail:
             draining |= isinstance(each, DrainAsked)

@@ -6,6 +6,7 @@ of them when it becomes ready, also after a restart; it reads them by itself and
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,9 @@ class AdapterSource:
         if not mark:
             path, digest = text, ""
         if "://" not in path:
-            path = str(Path(path).expanduser().absolute())
+            with contextlib.suppress(RuntimeError):  # `~nobody` is then a name like others, of nothing.
+                path = str(Path(path).expanduser())
+            path = str(Path(path).absolute())
         return cls(path, digest)
 
     @property
@@ -83,6 +86,7 @@ class AdapterKeeper:
                     self._tell_load(route, name, source)
             self._configured[route] = new
             self._declare(route)
+        self._news.set()
 
     def adopt(self, loaded: Mapping[str, Mapping[str, str]]) -> None:
         """What operators have loaded and unloaded at any process of this server: by model the sources, empty
@@ -101,6 +105,7 @@ class AdapterKeeper:
                     self._tell_load(route, name, source)
             self._adopted[route] = dict(sources)
             self._declare(route)
+        self._news.set()
 
     def carry_out(self, order: ResidencyOrder) -> None:
         """Tell a worker what to have in memory (policy/placement/adapters.py)."""
@@ -125,7 +130,8 @@ class AdapterKeeper:
         """Let a model have an adapter; returns when each of its workers has it or says why it cannot.
 
         Raises:
-            InvalidRequest: another one has the name, or no worker can read it; the message says why.
+            InvalidRequest: another one has the name or took it meanwhile, or no worker can read it; the
+                message says why.
             WorkerUnavailable: no worker of the model takes adapters now, or none answers.
         """
         wanted = self._wanted.setdefault(route, {})
@@ -165,6 +171,7 @@ class AdapterKeeper:
             raise NotFound(f"The adapter '{name[:64]}' cannot be found.", param="lora_name")
         self._tell_unload(route, name)
         self._declare(route)
+        self._news.set()
         try:
             async with asyncio.timeout(UNLOAD_TIMEOUT_S):
                 while name in self._registry.of(route).adapters:
@@ -178,6 +185,11 @@ class AdapterKeeper:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             while True:
                 self._news.clear()
+                if self._wanted.get(route, {}).get(name) != source:
+                    raise InvalidRequest(
+                        f"The adapter '{name}' was unloaded, or loaded from elsewhere, meanwhile.",
+                        param="lora_name",
+                    )
                 told = [
                     _answer(worker, name, source)
                     for worker in self._registry.of(route)

@@ -32,8 +32,8 @@ from penstock.config.tree import EngineConfig, ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.launchers.base import Launcher, WorkerSpec
 from penstock.fleet.registry import Registry, Worker
-from penstock.policy.queueing.slots import DeploymentTerms
 from penstock.policy.resilience.worker_state import WorkerState
+from penstock.policy.terms import DeploymentTerms
 from penstock.protocol.address import NONCE_BYTES, Address, hash_key_of, parse_address
 from penstock.rng import fresh_key
 from penstock.telemetry.log import Log

@@ -23,8 +23,8 @@ from penstock.backends.base import NO_ADAPTERS, Adapters, Backend, BackendStatus
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.fleet import WORKERS_MAX
 from penstock.errors import ConfigError
-from penstock.policy.queueing.slots import DeploymentTerms
 from penstock.policy.resilience.worker_state import WorkerEvent, WorkerLife, WorkerState
+from penstock.policy.terms import DeploymentTerms
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.log import Log
 from penstock.types import COMMON_CAPABILITIES, WorkerId

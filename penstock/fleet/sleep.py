@@ -2,7 +2,7 @@
 
 One for each server: in the process that launches its workers, which hears from each of them what all gateway
 processes have it do. Only workers that were launched here are put to sleep. A worker decides itself whether
-it has work, at the moment in which it would sleep (`protocol/sleep.py`), so no answer is ever cut.
+it has work, at the moment in which it would sleep (`protocol/worker_parts.py`), so no answer is ever cut.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class SleepKeeper:
         self._idle_s, self._bound = dict(idle_s), bound_bytes
         self._used_ns: dict[str, int] = {}
         self._seen: dict[WorkerId, tuple[int, int]] = {}
-        """Of each worker: its epoch and last step."""
+        """Of each worker: its epoch, and the requests that had ended."""
         self._asleep_bytes: dict[WorkerId, int] = {}
         """What its process had in memory when it last slept."""
         self._news = asyncio.Event()
@@ -253,10 +253,9 @@ class SleepKeeper:
             self._asleep_bytes.pop(worker.id, None)
             self._seen.pop(worker.id, None)
         elif worker.is_ready:
-            stats = status.stats
-            now = (worker.epoch, stats.step if stats is not None else 0)
-            has_work = stats is not None and stats.running + stats.waiting > 0
-            if has_work or self._seen.get(worker.id) != now:
+            # While it has requests it is not idle, so that the last one has ended says it all.
+            now = (worker.epoch, status.stats.ended if status.stats is not None else 0)
+            if self._seen.get(worker.id) != now:
                 self._used_ns[worker.route] = self._clock.now_ns()
             self._seen[worker.id] = now
 

@@ -33,13 +33,26 @@ class LoopThread:
         return self._thread.is_alive()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result, or what it raises. If waiting is interrupted it is cancelled first."""
-        running = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """Its result, or what it raises. If waiting is interrupted it is cancelled, and has ended, first."""
+        tasks, ended = list[asyncio.Task[T]](), threading.Event()
+
+        def begin() -> None:
+            tasks.append(self.loop.create_task(coroutine))
+            tasks[0].add_done_callback(lambda _: ended.set())
+
+        self.loop.call_soon_threadsafe(begin)
         try:
-            return running.result()
+            self._wait(ended)
         except BaseException:
-            running.cancel()
+            self.loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            ended.wait(CLOSE_TIMEOUT_S)
             raise
+        return tasks[0].result()
+
+    def _wait(self, ended: threading.Event) -> None:
+        while not ended.wait(ALIVE_S):
+            if not self.is_alive:
+                raise WorkerUnavailable("the engine was closed while it was asked")
 
     def close(self) -> None:
         """End it."""

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Callable
+from itertools import count
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -75,8 +76,7 @@ class OfflineEngine:
         self._changed = asyncio.Event()
         self._adapters: dict[str, AdapterSource] = {}
         self._was_ready = False
-        self._num_requests = 0
-        self._num_streams = 0
+        self._numbers = count()
 
     @property
     def info(self) -> ModelInfo:
@@ -165,7 +165,7 @@ class OfflineEngine:
             raise Unsupported(
                 f"the model '{self.info.model}' generates no text: see `LLM.embed`.", param="model"
             )
-        number, self._num_requests = self._num_requests, self._num_requests + 1
+        number = next(self._numbers)  # Several threads may ask.
         prompt = self._cut(prompt, params)
         max_tokens, info = self._room(prompt, params), self.info
         constraint = params.constraint()
@@ -181,11 +181,9 @@ class OfflineEngine:
             self.prompts.tokenizer, vocab_size=info.vocab_size, max_tokens=max_tokens, seed=seed
         )
         answer = GeneratedAnswer(request_id or str(number), prompt, params, lora, self._clock)
-        self._num_streams += len(samplings)
-        first = self._num_streams - len(samplings)
         return answer, [
             GenerateRequest(
-                request_id=RequestId(f"offline-{first + choice}"),
+                request_id=RequestId(f"offline-{number}-{choice}"),
                 prompt_token_ids=prompt.token_ids,
                 sampling=sampling,
                 stop=params.stops,
@@ -250,8 +248,11 @@ class OfflineEngine:
                 raise WorkerUnavailable(
                     f"the engine does not run: {backend.status.stage if backend else 'not started'}"
                 )
-            if backend.status.ready and (not adapter or adapter in backend.status.adapters.served):
+            told = backend.status.adapters
+            if backend.status.ready and (not adapter or adapter in told.served):
                 return
+            if adapter in told.failed:
+                raise WorkerUnavailable(f"the adapter '{adapter}' cannot be had: {told.failed[adapter]}")
             self._changed.clear()
             await self._changed.wait()
 

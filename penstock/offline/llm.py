@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import count, repeat
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, cast
 
@@ -61,8 +61,7 @@ from penstock.offline.vectors import (
     texts_of,
 )
 from penstock.protocol.vectors import numbers
-from penstock.text.texts import TextTokens
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.tokenizer import TextTokens, Tokenizer
 
 T = TypeVar("T")
 
@@ -96,7 +95,7 @@ class LLM:
         except BaseException:
             self._thread.close()
             raise
-        self._num_batches = 0
+        self._batch_numbers = count(1)
         # At the end of the program too, before its threads are gone.
         self._close = weakref.finalize(self, _close, self._engine, self._thread)
 
@@ -289,16 +288,13 @@ class LLM:
         running = deque[tuple[list[TextTokens], Future[list[bytes]]]]()
         try:
             for batch in batches(tokens):
-                self._num_batches += 1
-                computing = compute(self._engine, str(self._num_batches), batch)
+                computing = compute(self._engine, str(next(self._batch_numbers)), batch)
                 running.append((batch, asyncio.run_coroutine_threadsafe(computing, self._thread.loop)))
                 if len(running) == REQUESTS_MAX:
-                    batch, future = running.popleft()
-                    yield from zip(batch, future.result(), strict=True)
+                    yield from _first(running)
             while running:
-                batch, future = running.popleft()
-                yield from zip(batch, future.result(), strict=True)
-        finally:
+                yield from _first(running)
+        finally:  # Also of the one that was waited for.
             for _, future in running:
                 future.cancel()
 
@@ -381,10 +377,22 @@ class LLM:
         return [found[index] for index in sorted(found)]
 
 
+def _first(
+    running: deque[tuple[list[TextTokens], Future[list[bytes]]]],
+) -> Iterator[tuple[TextTokens, bytes]]:
+    """The vectors of the texts that were begun first, which run no more then."""
+    batch, future = running[0]
+    found = future.result()
+    running.popleft()
+    return zip(batch, found, strict=True)
+
+
 def _close(engine: OfflineEngine, thread: LoopThread) -> None:
-    if thread.is_alive:
-        thread.run(engine.close())
-    thread.close()
+    try:
+        if thread.is_alive:
+            thread.run(engine.close())
+    finally:
+        thread.close()
 
 
 def _outcome(
@@ -421,7 +429,7 @@ def _each(value: T | Sequence[T], total: int | None, param: str) -> Iterator[T]:
 
 
 def _texts(given: str | Sequence[str], param: str) -> list[str]:
-    found = [given] if isinstance(given, str) else list(given)
+    found = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given]  # pyright: ignore[reportUnnecessaryIsInstance] - users may not check.
     if not all(isinstance(text, str) for text in found):  # pyright: ignore[reportUnnecessaryIsInstance] - users may not check.
         raise InvalidRequest(f"Invalid '{param}': expected texts.", param=param)
     return found

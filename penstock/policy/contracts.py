@@ -11,8 +11,7 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.policy.admit_facts import RouteTrouble
-from penstock.policy.answers import Diverted, Refused
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import Diverted, Refused, RequestFacts
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 

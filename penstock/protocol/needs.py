@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import InvalidRequest, Unsupported
-from penstock.protocol.grammar import Grammar
 from penstock.protocol.openai import ChatRequest, CompletionRequest, ContentPart, GenerationRequest, Message
 from penstock.protocol.parameters import (
     CHAT,
@@ -30,6 +29,7 @@ from penstock.protocol.parameters import (
     RareChatRequest,
     RareCompletionRequest,
 )
+from penstock.protocol.worker_parts import Grammar
 from penstock.types import Capability
 
 _MEDIA = {

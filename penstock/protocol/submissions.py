@@ -17,6 +17,9 @@ STOPS_MAX = 1024
 """Stop tokens of one request, and entries of its bias."""
 INPUTS_MAX = 2048
 """Texts of one request for vectors, as at OpenAI."""
+INPUTS_TOKENS_MAX = 1 << 20
+"""Their tokens: as many texts of 512. A query is in each of its pairs, so a small body can ask for more than
+any machine has memory for."""
 BATCH_TEXTS_MAX = 32
 """Texts of one request that an engine has in its scheduler at once."""
 
@@ -81,6 +84,8 @@ def inputs_problem(num_tokens: int, lengths: Sequence[int], firsts: Sequence[int
     assert lengths, "a prompt of no texts is asked about nothing"
     if len(lengths) > INPUTS_MAX:
         return "inputs", f"there are {len(lengths)} texts, over {INPUTS_MAX}"
+    if num_tokens > INPUTS_TOKENS_MAX:
+        return "inputs", f"the texts have {num_tokens} tokens, over {INPUTS_TOKENS_MAX}"
     if min(lengths) < 1 or sum(lengths) != num_tokens:
         return "inputs", f"the texts have {sum(lengths)} tokens, the prompt {num_tokens}"
     if firsts and (len(firsts) != len(lengths) or min(firsts) < 0):

@@ -83,7 +83,7 @@ class EmbeddingItem(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     embedding: Any
-    """Numbers, or a string of base64."""
+    """Numbers, or a string of base64; of an answer that is made in pieces, what they are in JSON."""
     object: str = "embedding"
 
 

@@ -28,10 +28,17 @@ from collections.abc import Iterator
 
 import msgspec
 
-from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter, WorkerAdapters
-from penstock.protocol.grammar import Grammar
-from penstock.protocol.readings import DeviceReadings
-from penstock.protocol.sleep import Sleep, StaysAwake, Wake
+from penstock.protocol.worker_parts import (
+    DeviceReadings,
+    Grammar,
+    KeepAdapters,
+    LoadAdapter,
+    Sleep,
+    StaysAwake,
+    UnloadAdapter,
+    Wake,
+    WorkerAdapters,
+)
 from penstock.types import OWN_CAPABILITIES, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage
 
 PROTOCOL_VERSION = 7
@@ -306,6 +313,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     accepted_tokens: int = 0
     """Of those, what became tokens of answers."""
     preemptions: int = 0
+    ended: int = 0
+    """Requests (of a model that makes vectors: texts) that have ended, without probes: by these is known when
+    a model was last used."""
     rows_max: int = 0
     """Requests that it would run at once just now: at most `ModelInfo.max_running`, fewer where its target
     per output token bounds the batch. 0: it does not tell."""

@@ -287,10 +287,10 @@ class KVQuota:
         return self._num_parked
 
 
-# How much room admission leaves for the answers of those that run.
+# How many KV blocks admission leaves for the answers of those that run.
 #
-# Room for every answer's `max_tokens` wastes most of the cache, since few answers get that long; room for
-# none fills it with requests that are preempted for one another soon after. So a share `rho` of what the
+# Blocks for every answer's `max_tokens` waste most of the cache, since few answers get that long; blocks for
+# none fill it with requests that are preempted for one another soon after. So a share `rho` of what the
 # running rows are *expected* to generate is kept free: rho rises with every step in which somebody had to
 # be preempted, and decays otherwise (after SGLang's adaptive new-token ratio).
 

@@ -6,7 +6,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 TIMEOUT_S = 5.0
 """For an answer."""
@@ -48,6 +47,8 @@ class Poster:
         except urllib.error.HTTPError as error:
             error.close()
             return Posted(f"status {error.code}: {error.reason}", status=error.code)
+        except (http.client.InvalidURL, ValueError, OverflowError) as error:
+            return Posted(f"it is no address ({type(error).__name__})")  # What they say may be its secret.
         except (OSError, http.client.HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             return Posted(f"{type(error).__name__}: {reason}", is_late=isinstance(reason, TimeoutError))
@@ -58,12 +59,3 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: object, **__: object) -> None:
         """See `urllib.request.HTTPRedirectHandler`."""
-
-
-def is_address(url: str) -> bool:
-    """Whether something can be posted there."""
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False

@@ -22,7 +22,7 @@ from penstock.clock import Clock
 from penstock.config.branch import extended
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import LedgerError
-from penstock.policy.answers import UsageRecord
+from penstock.policy.flow import UsageRecord
 from penstock.policy.limits.budget import Spent
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger_journal import Journal

@@ -19,7 +19,7 @@ import msgspec
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.ledger import LedgerConfig
 from penstock.errors import Overloaded
-from penstock.policy.answers import UsageRecord
+from penstock.policy.flow import UsageRecord
 from penstock.telemetry.ledger_segment import (
     LEDGER_LIMITS,
     Claim,

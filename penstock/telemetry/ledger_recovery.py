@@ -24,7 +24,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.errors import LedgerError
-from penstock.policy.answers import SCHEMA_VERSION, Outcome, UsageRecord
+from penstock.policy.flow import SCHEMA_VERSION, Outcome, UsageRecord
 from penstock.policy.limits.budget import DAY_NS, Spent, day_of, first_day, month_of
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger_segment import (

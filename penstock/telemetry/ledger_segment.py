@@ -42,7 +42,7 @@ from penstock.clock import Clock
 from penstock.config.ledger import LedgerConfig
 from penstock.config.machine import state_directory
 from penstock.errors import LedgerError
-from penstock.policy.answers import SCHEMA_VERSION, UsageRecord
+from penstock.policy.flow import SCHEMA_VERSION, UsageRecord
 
 MAGIC = b"PSTKLDG1"
 FRAME_BYTES_MAX = 64 * 1024

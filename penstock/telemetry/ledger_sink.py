@@ -22,7 +22,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import LedgerError
-from penstock.policy.answers import SCHEMA_VERSION, UsageRecord
+from penstock.policy.flow import SCHEMA_VERSION, UsageRecord
 from penstock.telemetry.ledger_journal import Journal
 from penstock.telemetry.ledger_segment import (
     FRAME_BYTES_MAX,

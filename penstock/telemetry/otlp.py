@@ -15,8 +15,9 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from urllib.parse import unquote
 
+from penstock.config.web_address import is_address
 from penstock.errors import ConfigError
-from penstock.telemetry.http_post import TRY_AGAIN, Posted, Poster, is_address
+from penstock.telemetry.http_post import TRY_AGAIN, Posted, Poster
 from penstock.telemetry.traces import EndedTrace, RequestTrace
 
 PAUSES_S = (0.5, 1.5)

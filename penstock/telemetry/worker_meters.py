@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from penstock.clock import NS_PER_S
-from penstock.protocol.readings import DeviceReadings
 from penstock.protocol.worker import Stats
+from penstock.protocol.worker_parts import DeviceReadings
 from penstock.telemetry.instruments import Counter, Gauge, Instruments, MetricFamily
 
 

@@ -1,5 +1,5 @@
 """A call's arguments as JSON, while they are written: from JSON, and from literals of Python and Gemma.
-`xml_arguments` has those of XML.
+`tool_blocks` has those of XML.
 
 A reader is a machine over characters. What it has written follows from the text up to there and holds for
 every continuation: nothing is taken back, and the pieces joined are the whole. Those of literals and of XML

@@ -1,22 +1,22 @@
 """A checkpoint's tokenizer: text to token ids and back, and what its files say about ending and sampling.
 
 Owns the `tokenizers` library's object and the tables made from it. Knows nothing of chats (see
-`chat.py`) and keeps no state between calls, so one `Tokenizer` serves every request and thread.
+`chat.py`) and keeps no state between calls, so one `Tokenizer` serves every request and thread. Besides whole
+texts it makes tokens of a request's words: those that are not drawn, those that end an answer; and of texts
+and pairs of them for models that make vectors, cut to what the model takes.
 
-Reading a checkpoint's small JSON files. Knows no model: it only turns trouble into `CheckpointError`.
-
-What bytes a token stands for, for the two decoders that nearly every checkpoint uses.
-
-A decoder (the `decoder` of tokenizer.json) turns tokens back into text. For byte-level BPE (GPT-2,
-Llama 3, Qwen) and for SentencePiece with byte fallback (Llama 2, Mistral, Gemma) it is a mere
-concatenation of bytes, so a table from id to bytes and a UTF-8 decoder replace it: about a
-microsecond per token and no look back. Other decoders (Metaspace, WordPiece) depend on
-neighbouring tokens; for those this module has no table and says so with None.
+What bytes a token stands for is a table, for the two decoders that nearly every checkpoint uses. A decoder
+(the `decoder` of tokenizer.json) turns tokens back into text. For byte-level BPE (GPT-2, Llama 3, Qwen) and
+for SentencePiece with byte fallback (Llama 2, Mistral, Gemma) it is a mere concatenation of bytes, so a table
+from id to bytes and a UTF-8 decoder replace it: about a microsecond per token and no look back. Other
+decoders (Metaspace, WordPiece) depend on neighbouring tokens; for those this module has no table and says so
+with None.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import tokenizers
@@ -337,3 +337,117 @@ def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:
     if generation.get("do_sample") is False:  # Greedy: of these, only the penalty means something then.
         return GenerationDefaults(temperature=0.0, repetition_penalty=found.repetition_penalty)
     return found
+
+
+def bad_word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word, at the beginning of a text and behind a space, as vLLM has them."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        alone = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        found.append(alone)
+        behind = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        if behind[0] != alone[0] and len(behind) == len(alone):
+            found.append(behind)
+    return tuple(found)
+
+
+def stop_token_ids(tokenizer: Tokenizer, more: Iterable[int], *, ignores_eos: bool) -> tuple[int, ...]:
+    """The model's own tokens that end an answer, unless they are ignored, and `more`; each once."""
+    ends = () if ignores_eos else tokenizer.eos_ids
+    return tuple(dict.fromkeys((*ends, *more)))
+
+
+class TextTokens(NamedTuple):
+    """One text, or one pair."""
+
+    ids: tuple[int, ...]
+    num_first: int = 0
+    """Of a pair whose model tells the two apart: leading tokens that belong to the first; else 0."""
+
+
+def text_tokens(
+    tokenizer: Tokenizer, texts: Sequence[str], *, most: int = 0, add_special_tokens: bool = True
+) -> list[TextTokens]:
+    """Token ids of each text; beyond `most` tokens its end is left out, but nothing of what is put around it.
+    0: nothing is left out.
+
+    Raises:
+        InvalidRequest: a text is not Unicode.
+    """
+    for text in texts:
+        check_unicode(text)
+    found = tokenizer.library.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+    return [TextTokens(_kept(each.ids, each.sequence_ids, most)) for each in found]
+
+
+def pair_tokens(
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, most: int = 0
+) -> Iterator[TextTokens]:
+    """The same of pairs, one after the other as they are asked for: a query that stands in each of them may
+    be long, and together they may be thousands of times what was sent. Each text is tokenized once. Of pairs
+    that are too long the ends are left out of the longer text first.
+
+    Raises:
+        InvalidRequest: a text is not Unicode.
+    """
+    texts = list(dict.fromkeys(chain.from_iterable(pairs)))
+    for text in texts:
+        check_unicode(text)
+    library = tokenizer.library
+    encodings = library.encode_batch_fast(texts, add_special_tokens=False)
+    found = {text: each.ids for text, each in zip(texts, encodings, strict=True)}
+    sample = max(texts, key=lambda text: bool(found[text]))
+    marks = _Marks(library, sample)
+    for one, other in pairs:
+        yield marks.around(found[one], found[other], most)
+
+
+class _Marks:
+    """What a tokenizer puts before, between and behind two texts, the first one first."""
+
+    def __init__(self, library: tokenizers.Tokenizer, text: str) -> None:
+        """`text` is any that has tokens: its pair with itself shows them."""
+        both = library.encode_batch_fast([text, text], add_special_tokens=False)
+        pair, num = library.post_process(both[0], both[1]), len(both[0])
+        places = [i for i, is_mark in enumerate(pair.special_tokens_mask) if not is_mark]
+        ends = (places[0], places[num - 1] + 1, places[num], places[-1] + 1) if num else (0, 0, 0, 0)
+        cuts = [slice(0, ends[0]), slice(ends[1], ends[2]), slice(ends[3], None)]
+        self._before, self._between, self._behind = (tuple(pair.ids[cut]) for cut in cuts)
+        self._num = sum(len(pair.ids[cut]) for cut in cuts)
+        types = pair.type_ids
+        self._tells_apart = any(types)
+        self._first_marks = sum(types[cut].count(0) for cut in cuts)
+        self._first_texts = [types[end] == 0 for end in (ends[0], ends[2])] if num else [True, True]
+
+    def around(self, one: Sequence[int], other: Sequence[int], most: int) -> TextTokens:
+        """A pair, of at most so many tokens; 0: of any number."""
+        surplus = len(one) + len(other) + self._num - most
+        if most and surplus > 0:
+            room = max(0, len(one) + len(other) - surplus)
+            short = min(len(one), len(other), room // 2)
+            is_longer = len(one) > len(other)
+            kept = (room - short, short) if is_longer else (short, room - short)
+            one, other = one[: kept[0]], other[: kept[1]]
+        num_first = 0
+        if self._tells_apart:
+            lengths = zip((len(one), len(other)), self._first_texts, strict=True)
+            num_first = self._first_marks + sum(length for length, is_first in lengths if is_first)
+        return TextTokens((*self._before, *one, *self._between, *other, *self._behind), num_first)
+
+
+def _kept(values: Sequence[int], sequences: Sequence[int | None], most: int) -> tuple[int, ...]:
+    """What is left of a text's tokens if at most so many may stay. `sequences`: None of a token that was put
+    around the text.
+    """
+    surplus = len(values) - most
+    if not most or surplus <= 0:
+        return tuple(values)
+    left = max(0, sequences.count(0) - surplus)
+    found = list[int]()
+    for value, sequence in zip(values, sequences, strict=True):
+        if sequence is None:
+            found.append(value)
+        elif left:
+            left -= 1
+            found.append(value)
+    return tuple(found)

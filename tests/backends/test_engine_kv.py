@@ -6,7 +6,7 @@ from scripted_runner import DIE
 from scripted_worker import Bench, bench
 
 from penstock.backends.base import GenerateRequest
-from penstock.backends.engine.kv_subscription import KVSubscription
+from penstock.backends.engine.link import KVSubscription
 from penstock.fleet.launchers.supervised import SupervisedWorker
 from penstock.kv.events import AllBlocksCleared, BlockStored, KVEventBatch, encode_batch, stored_event
 from penstock.protocol.worker import KVEvents, ProtocolError, SubscribeKVEvents

@@ -11,7 +11,7 @@ from usage_records import T0_NS
 from penstock.cli.main import main
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
-from penstock.policy.answers import Outcome, UsageRecord
+from penstock.policy.flow import Outcome, UsageRecord
 from penstock.policy.lifecycle.machine_costs import AcceleratorCost
 from penstock.policy.limits.budget import WARN_AT, TenantBudgets
 from penstock.policy.limits.price import PriceList

@@ -18,7 +18,7 @@ from penstock.errors import OperatorError
 from penstock.fleet.launchers.process import WorkerLogs, WorkerTails
 from penstock.fleet.registry import Registry
 from penstock.fleet.sleep import SleepKeeper
-from penstock.gateway.api.recent import AllRequests, EndedRequest, RecentRequests
+from penstock.gateway.api.services import AllRequests, EndedRequest, RecentRequests
 from penstock.gateway.shared import peers as peers_module
 from penstock.gateway.shared.peers import GatewayPeers
 from penstock.policy.admission.admit import Promises

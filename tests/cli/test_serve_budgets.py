@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(120)
 PAID = 60
 """Requests that the budget is for, at a cent each."""
 PRICES = f"prices: {{models: [{{model: {MODEL}, request: 0.01}}]}}"
-PATIENT = serve_with({"penstock.gateway.shared.limits.ASK_TIMEOUT_S": 10.0})
+PATIENT = serve_with({"penstock.gateway.shared.keeper.ASK_TIMEOUT_S": 10.0})
 """`penstock serve`, for which a busy machine is no late store."""
 TENANTS = dict.fromkeys(("acme", "umbrella"), f"budget_per_day: {PAID / 100}")
 

@@ -37,6 +37,7 @@ class Place:
         *,
         server: str = "",
         fleet: str = "",
+        health: str = "",
         weir: str = "",
         kv_bytes: int = 32 << 20,
         versions: bool = False,
@@ -51,7 +52,7 @@ class Place:
         )
         (place / "config.yaml").write_text(
             f"models:\n{models}auth: {{keys_file: {keys}}}\nledger: {{directory: {place / 'ledger'}}}\n"
-            f"server: {{port: 0, {server}}}\nfleet: {{{fleet}}}\n"
+            f"server: {{port: 0, {server}}}\nfleet: {{{fleet}}}\nhealth: {{{health}}}\n"
             "tenants: [{id: old, models: [river@1, tide]}]\n"
         )
         self.server = Server(place, "-c", str(place / "config.yaml"), PENSTOCK_ADMIN_KEY=ADMIN)
@@ -121,8 +122,9 @@ class LongStream:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """Two gateway processes; one of the models sleeps by itself."""
-    made = Place(tmp_path_factory.mktemp("sleep"), server="processes: 2", weir="sleep_after_s: 2,")
+    """Two gateway processes; one of the models sleeps by itself, though it is probed."""
+    idle = "sleep_after_s: 3,"
+    made = Place(tmp_path_factory.mktemp("sleep"), server="processes: 2", weir=idle, health="probe_s: 0.5")
     yield made
     made.server.close()
 

@@ -4,6 +4,7 @@ is refused.
 
 import base64
 import json
+import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 
 DEMO = resolve("penstock-demo-mini")
 WORDS = [f"w{i}" for i in range(200)]
+ADMIN = "sk-admin-of-these-tests"
 TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9 w10", "w1 w2 w3"]
 
 
@@ -44,9 +46,9 @@ class Place:
         self.ledger = place / "ledger"
         (place / "config.yaml").write_text(
             f"models:\n- {{path: {directory}, name: vectors, engine: {{{engine}, batch_delay_ms: 2}}}}\n"
-            f"- {{path: {DEMO}, name: chat, engine: {{{engine}}}}}\n"
+            f"- {{path: {DEMO}, name: chat, engine: {{{engine}, step_tokens: 64}}}}\n"
             f"- {{path: {place / 'cross'}, name: ranker, engine: {{threads: 1}}}}\n"
-            f"auth: {{keys_file: {keys}}}\n"
+            f"auth: {{keys_file: {keys}, admin_keys: [{ADMIN}]}}\n"
             f"tenants: [{{id: small, tokens_per_minute: 40}}]\n"
             f"ledger: {{directory: {self.ledger}}}\nserver: {{port: 0}}\n"
         )
@@ -94,6 +96,29 @@ def test_every_way_to_ask(served: Place) -> None:
     raw = served.post("/embeddings", model="vectors", input=TEXTS[0], encoding_format="base64").json()
     number = np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4")
     torch.testing.assert_close(torch.tensor(number), right[0], atol=1e-5, rtol=0)
+
+
+def test_what_was_decided_is_found_by_the_ids_that_clients_see(served: Place) -> None:
+    body = {"text_1": "w1", "text_2": "w2"}
+    for path, asked in (("/embeddings", {"input": "w1"}), ("/score", body)):
+        answer = served.post(path, model="vectors", **asked)
+        names = {answer.headers["x-request-id"], answer.json().get("id", answer.headers["x-request-id"])}
+        for name in names:
+            url = f"{served.server.url.removesuffix('/v1')}/admin/requests/{name}"
+            assert httpx2.get(url, headers={"authorization": f"Bearer {served.key}"}).status_code == 403
+            found = httpx2.get(url, headers={"authorization": f"Bearer {ADMIN}"}).json()
+            assert [each["worker"] for each in found["decisions"]] == [found["request"]["worker"]], found
+
+
+def test_a_request_tells_its_prefill_chunks_and_when_its_limits_were_asked(served: Place) -> None:
+    with served.client() as client:
+        answer = client.completions.create(model="chat", prompt=[5] * 150, max_tokens=4)
+    url = f"{served.server.url.removesuffix('/v1')}/admin/requests/{answer.id}"
+    told = httpx2.get(url, headers={"authorization": f"Bearer {ADMIN}"}).json()["request"]
+    assert (told["prefill_chunks"], told["computed_tokens"]) == (3, 150)
+    moments = [told[name] for name in ("limits_ms", "admitted_ms", "dispatched_ms", "ttft_ms", "total_ms")]
+    assert moments == sorted(moments)
+    assert 0 <= told["worker_queue_ms"] <= told["ttft_ms"] - told["dispatched_ms"]
 
 
 def test_cut_to_what_the_model_takes(served: Place) -> None:
@@ -153,6 +178,18 @@ def test_a_cross_encoder_reads_pairs(served: Place) -> None:
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     cut = served.post("/rerank", model="ranker", query="w1", documents=[long], truncate_prompt_tokens=-1)
     assert cut.json()["usage"]["total_tokens"] == 200
+
+
+def test_a_long_query_with_many_documents_takes_no_memory(served: Place) -> None:
+    """It stands in each of the pairs: tokenized with each, 200 KB of it took 6 GB and most of a minute."""
+    body = {"model": "ranker", "query": "w1 " * 30_000, "documents": ["w2"] * 300, "top_n": 1}
+    refused = served.post("/rerank", **body)
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert "entry 0 of 'documents' has 30004" in refused.text
+    cut = served.post("/rerank", **body, truncate_prompt_tokens=6)
+    assert cut.json()["usage"]["total_tokens"] == 300 * 6
+    status = Path(f"/proc/{served.server.process.pid}/status").read_text()
+    assert int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) < 500_000
 
 
 WRONG = {

@@ -11,7 +11,7 @@ from usage_records import T0_NS, closed, opened, progress
 from penstock.cli.main import main
 from penstock.clock import NS_PER_S, ManualClock, SystemClock
 from penstock.config.ledger import LedgerConfig
-from penstock.policy.answers import UsageRecord
+from penstock.policy.flow import UsageRecord
 from penstock.policy.limits.budget import DAY_NS
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger_journal import Journal

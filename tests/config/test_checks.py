@@ -1,8 +1,10 @@
 import pytest
+from msgspec.structs import replace
 
 from penstock.config.checks import check
 from penstock.config.flow import LimitsConfig
 from penstock.config.machine import is_loopback
+from penstock.config.routing import AutoModel, RoutingConfig
 from penstock.config.tree import (
     AuthConfig,
     Config,
@@ -151,6 +153,10 @@ def adapted(adapters: dict[str, str], slots: int = 20) -> Config:
     ("config", "words"),
     [
         (adapted({"b": "/x"}), r"models\[0\]\.adapters\.b: a model has this name"),
+        (
+            replace(adapted({"auto": "/x"}), routing=RoutingConfig(auto=(AutoModel(model="b"),))),
+            r"adapters\.auto: the choice between models has this name",
+        ),
         (adapted({"x y": "/x"}), r"models\[0\]\.adapters: expected names without white space"),
         (adapted({"x": "ftp://h/x"}), r"adapters\.x: expected a directory, http://, https:// or s3://"),
         (adapted({"x": ""}), r"adapters\.x: empty"),

@@ -1,4 +1,4 @@
-"""What one request holds of a tenant's budget, as a request in its life does (policy/requests/request.py)."""
+"""What one request holds of a tenant's budget, as a request in its life does (policy/request.py)."""
 
 from penstock.policy.limits.budget import BudgetRefusal, TenantBudgets
 from penstock.policy.tenant import Tenant

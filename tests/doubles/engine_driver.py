@@ -15,8 +15,8 @@ from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.adapters.manager import AdapterManager, AdapterRead
 from penstock.engine.core import EngineCore, build_core
 from penstock.engine.runner import Runner, load_runner
-from penstock.protocol.adapters import LoadAdapter
 from penstock.protocol.worker import Submit
+from penstock.protocol.worker_parts import LoadAdapter
 from penstock.rng import stream
 from penstock.schedule.plan import NewRow, RowWork, StepPlan
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, SamplingParams, TokenLogprob, Usage

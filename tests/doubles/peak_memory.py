@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from engine_driver import Driver
 
-from penstock.engine.host_store import ThreadHostStore
+from penstock.engine.kv_cache import ThreadHostStore
 from penstock.engine.memory import settle_malloc
 from penstock.rng import stream
 from penstock.types import SamplingParams

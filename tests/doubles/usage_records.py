@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.policy.answers import Outcome, UsageRecord
+from penstock.policy.flow import Outcome, UsageRecord
 from penstock.telemetry.ledger_segment import Progress
 from penstock.telemetry.ledger_sink import SinkError
 

@@ -1,5 +1,6 @@
 """Adapters over HTTP and from a real S3 server; hostile archives."""
 
+import contextlib
 import http.server
 import io
 import tarfile
@@ -19,6 +20,9 @@ FILES = {"adapter_config.json": b'{"r": 1}', "adapter_model.safetensors": b"w" *
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
+    dripped = threading.Event()
+    """Never set."""
+
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Says nothing."""
 
@@ -28,6 +32,13 @@ class Handler(http.server.SimpleHTTPRequestHandler):
             self.send_header("Location", "file:///etc/passwd")
             self.end_headers()
             return
+        if self.path.startswith("/drip"):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):  # Whoever asked has had enough.
+                while True:
+                    self.wfile.write(b" ")
+                    self.dripped.wait(0.01)
         super().do_GET()
 
 
@@ -91,6 +102,28 @@ def test_over_http(web: tuple[str, Path]) -> None:
         fetcher.fetch(f"{url}/away")
 
 
+def test_a_source_that_drips_holds_nobody_up_for_ever(
+    web: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "FETCH_S_MAX", 0.1)
+    with pytest.raises(CheckpointError, match=r"drip/adapter_config.json: has not come whole in 0.1 s"):
+        AdapterFetcher(web[1] / "cache").fetch(f"{web[0]}/drip")
+
+
+def test_a_signature_stays_behind_the_path(web: tuple[str, Path]) -> None:
+    """As addresses that an object store has signed have one."""
+    url, place = web
+    write_zip(place / "fr.zip", FILES)
+    for path in ("fr?X-Signature=a/b.zip", "fr/?x=1", "fr.zip?X-Signature=5f0c"):
+        assert content(AdapterFetcher(place / "c").fetch(f"{url}/{path}")) == FILES
+
+
+@pytest.mark.parametrize("path", ["http://[::1/fr", "http://127.0.0.1:x/fr", "~no-such-user-here/fr"])
+def test_what_is_no_address_is_said_to_be_none(tmp_path: Path, path: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no path or address|cannot be read"):
+        AdapterFetcher(tmp_path).fetch(path)
+
+
 def test_archives(web: tuple[str, Path]) -> None:
     url, place = web
     inside = {f"fr/{name}": data for name, data in FILES.items()} | {"fr/README.md": b"?"}
@@ -100,7 +133,7 @@ def test_archives(web: tuple[str, Path]) -> None:
         assert content(AdapterFetcher(place / "c").fetch(f"{url}/{name}")) == FILES
 
 
-@pytest.mark.parametrize("name", ["../adapter_config.json", "/etc/x", "a/../../x", "..\\x", "C:/x"])
+@pytest.mark.parametrize("name", ["../adapter_config.json", "/etc/x", "a/../../x", "..\\x", "C:/x", "."])
 @pytest.mark.parametrize("kind", ["x.zip", "x.tar.gz"])
 def test_names_that_lead_out(web: tuple[str, Path], name: str, kind: str) -> None:
     url, place = web
@@ -130,6 +163,10 @@ def test_archives_that_are_refused(web: tuple[str, Path], monkeypatch: pytest.Mo
     write_zip(place / "bomb.zip", {**FILES, "adapter_config.json": b" " * (1 << 21)})
     with pytest.raises(CheckpointError, match=r"adapter_config.json: has more than 1048576 bytes"):
         fetcher.fetch(f"{url}/bomb.zip")
+    monkeypatch.setattr(fetch, "FILE_BYTES_MAX", 1 << 20)
+    write_tar(place / "bomb.tar.gz", {f"{i}": b" " * (1 << 19) for i in range(5)} | FILES)
+    with pytest.raises(CheckpointError, match=r"bomb.tar.gz: holds more than 2097152 bytes"):
+        fetcher.fetch(f"{url}/bomb.tar.gz")
     monkeypatch.setitem(fetch._BOUNDS, "adapter_model.safetensors", 999)  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(CheckpointError, match=r"adapter_model.safetensors: has more than 999 bytes"):
         fetcher.fetch(f"{url}/fr")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from penstock.clock import NS_PER_S, ManualClock
 from penstock.engine.adapters.manager import AdapterManager, AdapterRead, Released, Waiting
 from penstock.errors import CheckpointError, WorkerUnavailable
-from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.protocol.worker import Submit
+from penstock.protocol.worker_parts import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.schedule.adapters import PATIENCE_NS
 from penstock.types import RequestId, SamplingParams
 

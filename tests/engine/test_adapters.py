@@ -1,6 +1,7 @@
 """Low-rank adapters: equal to PEFT's own on every family, alone and in a mixed batch; hostile files."""
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lora_checkpoints import LINEARS, write_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import PHI3, VOCAB_SIZE, save, tiny_model
 
+from penstock.engine.adapters import files
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
 from penstock.engine.runner import Runner
 from penstock.errors import CheckpointError
@@ -258,6 +260,14 @@ def test_a_pickle_is_never_read(runner: Runner, adapter: Path, tmp_path: Path) -
     assert not mark.exists()
 
 
+def test_a_pipe_is_not_waited_for(runner: Runner, adapter: Path) -> None:
+    """One thread reads for all: it would never come back."""
+    (adapter / "adapter_config.json").unlink()
+    os.mkfifo(adapter / "adapter_config.json")
+    with pytest.raises(CheckpointError, match=r"adapter_config.json: is no plain file"):
+        read(runner, adapter)
+
+
 def test_the_digest_is_of_both_files(runner: Runner, adapter: Path) -> None:
     first = read(runner, adapter)
     assert read(runner, adapter, first) == first
@@ -265,6 +275,22 @@ def test_the_digest_is_of_both_files(runner: Runner, adapter: Path) -> None:
     with pytest.raises(CheckpointError, match=f"expected {first}"):
         read(runner, adapter, first)
     assert read(runner, adapter) != first
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    runner: Runner, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digest, which names KV blocks, would be of other bytes than those that are computed with."""
+    digest = files._digest  # pyright: ignore[reportPrivateUsage]
+
+    def then_changed(config: bytes, path: Path) -> str:
+        found, tensors = digest(config, path), load_file(path)
+        save_file({name: tensor * 2 for name, tensor in tensors.items()}, path)
+        return found
+
+    monkeypatch.setattr(files, "_digest", then_changed)
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors: was changed while it was read"):
+        read(runner, adapter)
 
 
 def test_an_alpha_goes_by_the_end_of_the_path() -> None:

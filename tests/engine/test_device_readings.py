@@ -11,7 +11,7 @@ import pytest
 
 from penstock.config.machine import CgroupMemory
 from penstock.engine.device_readings import NvmlDevice, NvmlError, process_readings, watch_device
-from penstock.protocol.readings import DeviceReadings, GpuReadings
+from penstock.protocol.worker_parts import DeviceReadings, GpuReadings
 
 STUB = r"""
 #include <string.h>

@@ -4,7 +4,7 @@ import threading
 import pytest
 import torch
 
-from penstock.engine.host_store import NoHostStore, ThreadHostStore, copy_runs
+from penstock.engine.kv_cache import NoHostStore, ThreadHostStore, copy_runs
 from penstock.kv.cache.host_tier import BlockCopy, Copied
 from penstock.schedule.plan import StepPlan
 

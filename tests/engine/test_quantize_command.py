@@ -11,7 +11,7 @@ from tiny_models import save, tiny_model
 
 from penstock.cli.main import main
 from penstock.engine.quantize import publish
-from penstock.engine.quantize.methods import awq_clips, awq_scales, gptq, nearest, relative_error
+from penstock.engine.quantize.calibrate import awq_clips, awq_scales, gptq, nearest, relative_error
 from penstock.engine.quantize.publish import TARGETS, Quantizer
 from penstock.errors import CheckpointError, ConfigError
 from penstock.rng import stream

@@ -9,27 +9,31 @@ import pytest
 from raw_worker import Client
 
 from penstock.clock import SystemClock
-from penstock.engine.mailbox import Aborted, Mailbox, Submitted
+from penstock.engine.mailbox import Aborted, Mailbox, Submitted, failed_by
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.errors import InvalidRequest, WorkerUnavailable
 from penstock.protocol.address import UnixAddress
-from penstock.protocol.grammar import Grammar
 from penstock.protocol.worker import (
     AbortRequest,
+    Loading,
     ModelInfo,
+    Output,
     Ping,
     Pong,
     Ready,
     RequestFinished,
+    Stats,
     StepOutput,
     Submit,
 )
+from penstock.protocol.worker_parts import Grammar
 from penstock.types import FinishReason, RequestId, SamplingParams
 
 INFO = ModelInfo(
     model="m", architecture="a", dtype="float32", num_parameters=1, vocab_size=9, max_model_len=9,
     num_blocks=9, block_tokens=16, max_running=4,
 )  # fmt: skip
+STATS = Stats(step=1, running=0, waiting=0, blocks_total=9, blocks_used=0, blocks_cached=0)
 
 
 class Made(str):
@@ -91,6 +95,10 @@ class Worker:
         assert finish is not None
         return finish
 
+    def stays_awake(self) -> int:
+        """Whether it would not fall asleep now: for how many requests."""
+        return self.server.stop_taking(Loading("falling asleep"))
+
     def mail(self) -> list[object]:
         return list(self.mailbox.take(wait=False))
 
@@ -123,6 +131,23 @@ def test_what_cannot_be_compiled_ends_one_request(worker: Worker, error: Excepti
     (mail,) = worker.mailbox.take(wait=True)
     assert isinstance(mail, Submitted)
     assert mail.grammar == ("made", 7)
+
+
+def test_no_worker_falls_asleep_under_a_request_that_has_not_reached_its_engine(worker: Worker) -> None:
+    worker.ask("compiled")
+    assert worker.stays_awake() == 1
+    worker.compiler.futures[0].set_result(Made("made"))
+    worker.settle()
+    assert worker.stays_awake() == 1, "it is in the mailbox"
+    ended = Output(RequestId("compiled"), (), None, failed_by(InvalidRequest("no")))
+    worker.server.publish(1, {1: [ended]}, STATS)
+    worker.client.until_kind(StepOutput)
+    assert worker.stays_awake() == 0
+    worker.client.until_kind(Loading)
+    worker.client.send(Submit(request_id=RequestId("late"), prompt=b"", sampling=SamplingParams()))
+    refused = worker.client.last("late").finish
+    assert refused is not None
+    assert refused.error_kind == "WorkerUnavailable", "from then on none is taken"
 
 
 def test_a_refusal_that_is_known_is_told_at_once(worker: Worker) -> None:

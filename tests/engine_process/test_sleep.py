@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
+import msgspec
 from raw_worker import REAL, Client, RawWorker, raw_worker, submit, wait_gone
 
 from penstock.kv.events import AllBlocksCleared, decode_batch
-from penstock.protocol.adapters import UnloadAdapter
-from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import (
     AbortRequest,
     Asleep,
@@ -15,9 +14,11 @@ from penstock.protocol.worker import (
     Loading,
     ModelInfo,
     Ready,
+    Stats,
     SubscribeKVEvents,
 )
-from penstock.types import FinishReason
+from penstock.protocol.worker_parts import Sleep, StaysAwake, UnloadAdapter, Wake
+from penstock.types import PLATFORM, FinishReason
 
 MODEL = str(Path(__file__).parents[2] / "models" / "penstock-demo")
 PROMPT = tuple(range(20, 120))
@@ -112,6 +113,21 @@ def test_work_keeps_it_awake_and_no_answer_is_cut() -> None:
         finish = client.last("behind").finish
         assert finish is not None
         assert finish.reason is FinishReason.LENGTH
+
+
+def test_probes_are_no_use_of_a_model() -> None:
+    with raw_worker() as worker:
+        client = worker.connect()
+        ready(client)
+        probe = msgspec.structs.replace(submit("probe", max_tokens=2), fairness_key=PLATFORM)
+        ended = list[int]()
+        for name, message in (("a", submit("a", max_tokens=2)), ("probe", probe), ("b", submit("b"))):
+            client.send(message)
+            client.last(name)
+            stats = client.until_kind(Stats)
+            assert isinstance(stats, Stats)
+            ended.append(stats.ended)
+        assert ended == [1, 1, 2]
 
 
 def test_orders_and_ends_reach_a_sleeper() -> None:

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.clock import NS_PER_S, ManualClock
-from penstock.engine.mailbox import DrainAsked, Mailbox
-from penstock.engine.step_watch import StepWatch
+from penstock.engine.mailbox import DrainAsked, Mailbox, StepWatch
 from penstock.engine.worker import run_steps
 
 TIMEOUT_S = 4.0

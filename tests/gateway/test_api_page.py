@@ -20,8 +20,7 @@ from penstock.backends.http.backend import ExternalWorker
 from penstock.backends.http.dialects.openai import OpenAIDialect
 from penstock.backends.http.dialects.sglang import SglangDialect
 from penstock.backends.http.dialects.tgi import TgiDialect
-from penstock.backends.http.dialects.triton import TritonDialect
-from penstock.backends.http.dialects.trtllm import TrtllmDialect
+from penstock.backends.http.dialects.triton import TritonDialect, TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.external import make_backend
 from penstock.protocol.parameters import CHAT, COMPLETION

@@ -14,7 +14,7 @@ from penstock.engine.core import EngineCore, build_core
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.limits.price import PriceList
-from penstock.policy.requests.request import Holds, request_of
+from penstock.policy.request import Holds, request_of
 from penstock.protocol.worker import Submit
 from penstock.rng import stream
 from penstock.schedule.plan import StepPlan, StepResult

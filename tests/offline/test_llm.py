@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -206,6 +207,77 @@ def test_a_call_that_is_interrupted_leaves_nothing_behind(llm: LLM) -> None:
     thread.join()
     assert backend.num_streams == 0
     assert len(llm.generate(["a", "b"], GREEDY)) == 2, "it is as good as new"
+
+
+def test_an_llm_that_is_interrupted_while_it_loads_leaves_no_process(mini: Path) -> None:
+    code = f"""
+import os, signal, threading, time
+from penstock import LLM
+from penstock.engine import worker
+from penstock.fleet.launchers.supervised import SupervisedWorker
+import psutil
+started = threading.Event()
+start = SupervisedWorker.wait_ready
+async def interrupted(self, *args):
+    while self.pid is None:
+        import asyncio
+        await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGINT)
+    await start(self, *args)
+SupervisedWorker.wait_ready = interrupted
+try:
+    LLM({str(mini)!r}, **{SMALL!r})
+except KeyboardInterrupt:
+    print([child.pid for child in psutil.Process().children()], threading.active_count())
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert (done.stdout.strip(), done.stderr) == ("[] 1", "")
+
+
+def test_several_threads_may_ask(llm: LLM) -> None:
+    expected = texts(llm.generate([f"Number {i}" for i in range(8)], GREEDY))
+    found, interval = list[list[str]](), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [
+            threading.Thread(
+                target=lambda: found.append(texts(llm.generate([f"Number {i}" for i in range(8)], GREEDY)))
+            )
+            for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [expected] * 6
+
+
+def test_an_adapter_that_is_gone_when_the_worker_starts_again_ends_its_requests(
+    mini: Path, tmp_path: Path
+) -> None:
+    fr = LoRARequest("fr", 1, str(write_adapter_for(tmp_path / "fr", mini, seed=1)))
+    with LLM(str(mini), **SMALL) as other:
+        backend, worker = other._engine._backend, other._engine._worker
+        assert backend is not None
+        assert worker is not None
+
+        def kill() -> None:
+            while backend.progress < 20:
+                time.sleep(0.001)
+            shutil.rmtree(tmp_path / "fr")
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with pytest.raises(WorkerUnavailable, match="the adapter 'fr' cannot be had"):
+            other.generate("Once", SamplingParams(max_tokens=3000, ignore_eos=True), lora_request=fr)
+        killer.join()
+        assert len(other.generate("Once", GREEDY)) == 1
 
 
 def test_an_adapter_answers_under_its_name(llm: LLM, mini: Path, tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ from penstock.config.fleet import HealthConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import AttemptTimeout, Evicted, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
-from penstock.policy.answers import FallBack, GiveUp, Outcome, Requeued, Start
-from penstock.policy.extras.attempt_clock import FIRST_MIN_NS, SAMPLES_MIN, FirstTokens
 from penstock.policy.extras.hedging import Hedges, HedgeTerms
-from penstock.policy.flow import RequestFacts
+from penstock.policy.extras.hooks import FIRST_MIN_NS, SAMPLES_MIN, FirstTokens
+from penstock.policy.flow import FallBack, GiveUp, Outcome, RequestFacts, Requeued, Start
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.requests.request import Evict
+from penstock.policy.request import Evict
 from penstock.policy.resilience.health import FleetHealth
 from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId

@@ -5,8 +5,7 @@ import pytest
 from penstock.config.ledger import BudgetsConfig, ModelPrice, PricesConfig
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.policy.admission.gate import BudgetDowngrade, Gate, ModelFacts
-from penstock.policy.answers import Diverted, Queued, Refused
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import Diverted, Queued, Refused, RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.limits.budget import Spent, TenantBudgets

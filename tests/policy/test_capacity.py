@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, WorkerView
-from penstock.policy.queueing.slots import part_of_rows, slots_of
-from penstock.policy.terms import QueueTerms
+from penstock.policy.terms import QueueTerms, part_of_rows, slots_of
 from penstock.types import RequestId, TenantId, WorkerId
 
 A, B = WorkerId("a"), WorkerId("b")

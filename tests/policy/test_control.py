@@ -9,16 +9,26 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from penstock.clock import NS_PER_S
 from penstock.config.flow import LimitsConfig
 from penstock.errors import Draining, Evicted, Overloaded, StreamBroken, WorkerUnavailable
-from penstock.policy.answers import Abort, Diverted, Outcome, Queued, Refused, Requeued, Start, Stop
 from penstock.policy.contracts import Pass
 from penstock.policy.estimates import OutputLengths
-from penstock.policy.flow import RequestFacts, State
+from penstock.policy.flow import (
+    Abort,
+    Diverted,
+    Outcome,
+    Queued,
+    Refused,
+    RequestFacts,
+    Requeued,
+    Start,
+    State,
+    Stop,
+)
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import AdmitAll, Policies
 from penstock.policy.limits.levels import LimitLevels
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.requests.request import Evict, Settled
+from penstock.policy.request import Evict, Settled
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import BandTerms, QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId

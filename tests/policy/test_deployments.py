@@ -6,14 +6,12 @@ import pytest
 
 from penstock.clock import NS_PER_S
 from penstock.errors import WorkerUnavailable
-from penstock.policy.answers import Outcome, Start
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import Outcome, RequestFacts, Start
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.queueing.slots import DeploymentTerms
-from penstock.policy.requests.request import hedge_of
-from penstock.policy.terms import QueueTerms
+from penstock.policy.request import hedge_of
+from penstock.policy.terms import DeploymentTerms, QueueTerms
 from penstock.types import RequestId, Usage, WorkerId
 
 S = NS_PER_S

@@ -4,13 +4,12 @@ passed on.
 
 from penstock.clock import NS_PER_S
 from penstock.errors import CrashingRequest, InvalidRequest, PenstockError, StreamBroken, WorkerUnavailable
-from penstock.policy.answers import Outcome, Refused, Requeued, Start
 from penstock.policy.extras.quarantine import Quarantine, QuarantineTerms, fingerprint
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import Outcome, Refused, RequestFacts, Requeued, Start
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.requests.request import Evict, Settled
+from penstock.policy.request import Evict, Settled
 from penstock.policy.resilience.health import FleetHealth, HealthTerms, RetryTerms
 from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId

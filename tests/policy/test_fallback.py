@@ -6,15 +6,13 @@ from penstock.clock import NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
-from penstock.policy.answers import FallBack, Outcome, Queued, Requeued, Start
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import FallBack, Outcome, Queued, RequestFacts, Requeued, Start
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.policy.lifecycle.fallback import ASKED_MAX, Fallbacks
 from penstock.policy.lifecycle.policies import Policies
-from penstock.policy.lifecycle.transitions import Accounts
+from penstock.policy.lifecycle.transitions import ASKED_MAX, Accounts, Fallbacks
 from penstock.policy.queueing.capacity import LeastLoaded, WorkerView
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.requests.request import Evict, request_of
+from penstock.policy.request import Evict, request_of
 from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId
 

@@ -2,9 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.policy.answers import Outcome
-from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
-from penstock.policy.requests.request import Holds, Request, request_of
+from penstock.policy.flow import TABLE, Event, Outcome, RequestFacts, State, Step
+from penstock.policy.request import Holds, Request, request_of
 from penstock.policy.tenant import Tenant
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 

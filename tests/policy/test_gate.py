@@ -4,12 +4,11 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, RoutingConfig, TtftTarget
 from penstock.errors import Evicted, Overloaded, WorkerUnavailable
 from penstock.policy.admission.gate import Gate, ModelFacts
-from penstock.policy.answers import Diverted, Outcome, Queued, Refused
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import Diverted, Outcome, Queued, Refused, RequestFacts
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.requests.request import Evict
+from penstock.policy.request import Evict
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import BandTerms, QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId

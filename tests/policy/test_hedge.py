@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.fleet import HealthConfig
 from penstock.errors import StreamBroken, WorkerUnavailable
-from penstock.policy.answers import Abort, Outcome, Requeued, Start
 from penstock.policy.extras.hedging import HedgeOutcome, Hedges, HedgeTerms
-from penstock.policy.flow import RequestFacts, State
+from penstock.policy.flow import Abort, Outcome, RequestFacts, Requeued, Start, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.requests.request import Evict, Settled
+from penstock.policy.request import Evict, Settled
 from penstock.policy.resilience.health import FleetHealth
 from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.policy.flow import State
-from penstock.policy.requests.request import victims
+from penstock.policy.request import victims
 from penstock.policy.terms import QueueTerms
 from penstock.types import BLOCK_TOKENS
 

@@ -6,15 +6,26 @@ import pytest
 
 from penstock.clock import NS_PER_S
 from penstock.errors import StreamBroken, WorkerUnavailable
-from penstock.policy.answers import Abort, FallBack, Outcome, Queued, Requeued, Start, Stop
-from penstock.policy.answers import Diverted as Divert
+from penstock.policy import request as request_module
 from penstock.policy.contracts import Pass
-from penstock.policy.flow import TABLE, Event, RequestFacts, State
+from penstock.policy.flow import (
+    TABLE,
+    Abort,
+    Event,
+    FallBack,
+    Outcome,
+    Queued,
+    RequestFacts,
+    Requeued,
+    Start,
+    State,
+    Stop,
+)
+from penstock.policy.flow import Diverted as Divert
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.requests import request as request_module
-from penstock.policy.requests.request import Evict, Settled
+from penstock.policy.request import Evict, Settled
 from penstock.policy.terms import QueueTerms
 from penstock.types import RequestId, Usage, WorkerId
 

@@ -8,7 +8,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import TTFT_TARGET_MS
 from penstock.planning.step_time import LinearStepTime
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
 from penstock.sim.world.run import PoolSpec, WorldSpec
 from penstock.sim.world.worker_spec import SimWorkerSpec

@@ -12,7 +12,7 @@ from penstock.clock import NS_PER_S
 from penstock.config.fleet import HealthConfig
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.resilience.worker_state import BreakerState
 from penstock.sim.checks.checks import Checks

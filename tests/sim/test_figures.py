@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.sim.report.compare import compare, mean_and_half_width, t95
 from penstock.sim.report.figures import (
     SHARES_MAX,

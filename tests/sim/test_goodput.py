@@ -9,7 +9,7 @@ import pytest
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.sim.scenarios.overload import (
     BANDS,
     DRAINED_S,

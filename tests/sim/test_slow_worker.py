@@ -8,7 +8,7 @@ from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.planning.step_time import LinearStepTime, StepShape
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.policy.resilience.anomalies import Standing
 from penstock.sim.traffic.prompts import Segment
 from penstock.sim.traffic.request import SimRequest

@@ -12,7 +12,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.planning.step_time import LinearStepTime
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 

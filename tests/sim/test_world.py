@@ -12,7 +12,7 @@ from sim_load import poisson
 from penstock.clock import NS_PER_S
 from penstock.config.ledger import PricesConfig
 from penstock.config.tree import Config
-from penstock.policy.answers import Outcome, UsageRecord
+from penstock.policy.flow import Outcome, UsageRecord
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 SMALL = WorldSpec(pools=(PoolSpec(count=2),))

@@ -12,7 +12,7 @@ from penstock.clock import SystemClock, sleep
 from penstock.config.ledger import BudgetsConfig, LedgerConfig
 from penstock.config.tree import LogConfig
 from penstock.errors import LedgerError
-from penstock.policy.answers import UsageRecord
+from penstock.policy.flow import UsageRecord
 from penstock.policy.limits.budget import DAY_NS, BudgetRefusal, Spent, TenantBudgets
 from penstock.policy.tenant import Tenant
 from penstock.telemetry import ledger_segment

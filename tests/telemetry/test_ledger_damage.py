@@ -17,7 +17,7 @@ from penstock import rng
 from penstock.clock import ManualClock
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import LogConfig
-from penstock.policy.answers import UsageRecord
+from penstock.policy.flow import UsageRecord
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger_journal import Journal
 from penstock.telemetry.ledger_recovery import recover_abandoned, recovered

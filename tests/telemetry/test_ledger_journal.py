@@ -14,7 +14,7 @@ from penstock.clock import NS_PER_S, ManualClock
 from penstock.config.ledger import LedgerConfig
 from penstock.config.tree import LogConfig
 from penstock.errors import Overloaded
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.telemetry import ledger_journal, ledger_segment
 from penstock.telemetry.ledger_journal import Journal
 from penstock.telemetry.ledger_recovery import CRASHED, read_journal, recover_abandoned

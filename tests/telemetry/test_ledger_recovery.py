@@ -10,7 +10,7 @@ from usage_records import MemorySink, closed, opened, progress
 
 from penstock.clock import ManualClock
 from penstock.config.tree import LogConfig
-from penstock.policy.answers import SCHEMA_VERSION
+from penstock.policy.flow import SCHEMA_VERSION
 from penstock.telemetry import ledger_segment
 from penstock.telemetry.ledger_recovery import recover_abandoned
 from penstock.telemetry.ledger_segment import Kind, SegmentHeader, encode, to_frame, to_head

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from usage_records import opened, progress
 
 from penstock.errors import LedgerError
-from penstock.policy.answers import SCHEMA_VERSION, UsageRecord
+from penstock.policy.flow import SCHEMA_VERSION, UsageRecord
 from penstock.telemetry.ledger_segment import (
     FRAME_BYTES_MAX,
     Kind,

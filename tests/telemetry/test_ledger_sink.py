@@ -11,7 +11,7 @@ from usage_records import T0_NS, MemorySink, closed
 
 from penstock.clock import ManualClock
 from penstock.errors import LedgerError
-from penstock.policy.answers import SCHEMA_VERSION, Outcome, UsageRecord
+from penstock.policy.flow import SCHEMA_VERSION, Outcome, UsageRecord
 from penstock.telemetry.ledger_sink import DAY_NS, FIELDS, PRUNE_NS, LedgerSink, SinkError, SqliteSink
 
 Read = Callable[[], list[UsageRecord]]

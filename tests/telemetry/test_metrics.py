@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.policy.lifecycle.machine_costs import Costs
 from penstock.policy.resilience.probes import ProbeAnswer
 from penstock.policy.resilience.worker_state import WorkerState
-from penstock.protocol.readings import DeviceReadings, GpuReadings
 from penstock.protocol.worker import Stats
+from penstock.protocol.worker_parts import DeviceReadings, GpuReadings
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import Metrics, RequestMeasurement
 from penstock.telemetry.worker_meters import WorkerFacts

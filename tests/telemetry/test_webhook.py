@@ -136,6 +136,16 @@ def test_what_waits_is_bounded_in_number_and_age(log, monkeypatch):
     assert 'why="it was away for an hour" alerts=256' in log.getvalue()
 
 
+@pytest.mark.parametrize("end", [":99999/", "/ü", "..x/", ":x/", f"/{SECRET} b"])
+def test_an_address_that_no_check_has_seen_ends_nothing_and_is_not_told(end, log, monkeypatch):
+    monkeypatch.setattr(webhook, "PAUSE_S", 0.0)
+    said = "alerts could not be delivered yet"
+    hook = told(f"http://{SECRET}{end}", log, [alert(1)], until=lambda: log.getvalue().count(said) > 1)
+    assert log.getvalue().count(said) > 1, "it goes on"
+    assert len(hook._waiting) == 1
+    assert SECRET not in log.getvalue()
+
+
 def test_a_server_tells_it_what_its_watch_finds(receivers, log, tmp_path):
     there, clock = receivers(200), ManualClock(wall_ns=1_700_000_000 * NS_PER_S)
     config = Config(ledger=LedgerConfig(directory=str(tmp_path)), slo=SloConfig(webhook=there.url))
@@ -156,7 +166,20 @@ def test_a_server_tells_it_what_its_watch_finds(receivers, log, tmp_path):
     assert "LedgerLoss" in names
 
 
-@pytest.mark.parametrize("address", ["chat.example", "ftp://chat.example/x", "http://", "http://a b/"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *(
+            "chat.example",
+            "ftp://chat.example/x",
+            "http://",
+            "http://a b/",
+            "http://user:word@chat.example/x",
+        ),
+        *("http://chat.example:99999/x", "http://chat.example:0/", "http://[zz]/x", "http://chat..example/x"),
+        *("http://häuser.example/x", "http://chat.example/ü", "http://chat.example/x#y"),
+    ],
+)
 def test_an_address_that_cannot_be_posted_to_is_refused_by_name(address):
     with pytest.raises(ConfigError, match=r"slo\.webhook"):
         check(parse_config(f"slo: {{webhook: '{address}'}}"))

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 import penstock.text
 from penstock.text.argument_readers import ArgumentReader, LiteralArguments
-from penstock.text.tool_formats import TOOL_FORMAT_NAMES, tool_format
-from penstock.text.tool_tails import ForcedCalls
+from penstock.text.tool_blocks import XmlArguments
+from penstock.text.tool_formats import TOOL_FORMAT_NAMES, ForcedCalls, tool_format
 from penstock.text.tools import SLICE_CHARS_MAX, ToolParser, joined
-from penstock.text.xml_arguments import XmlArguments
 
 KINDS: dict[str, Any] = {
     "city": "string",

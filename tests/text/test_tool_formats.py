@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.text.argument_readers import LiteralArguments
-from penstock.text.tool_formats import TOOL_FORMAT_NAMES, tool_format
-from penstock.text.tool_tails import ForcedCalls
-from penstock.text.tool_types import kind_of
+from penstock.text.tool_formats import TOOL_FORMAT_NAMES, ForcedCalls, tool_format
 from penstock.text.tools import (
     CallPiece,
     FirstCallOnly,
@@ -23,6 +21,7 @@ from penstock.text.tools import (
     ToolParser,
     WholeEvent,
     joined,
+    kind_of,
 )
 
 TEMPLATES = {

@@ -19,7 +19,7 @@ from penstock.config.flow import LimitsConfig
 from penstock.protocol.needs import constraint_of, rare_needs
 from penstock.protocol.openai_validate import parse_chat
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.tool_tails import ForcedCalls
+from penstock.text.tool_formats import ForcedCalls
 from penstock.text.tools import ParsedToolCall, joined
 from penstock.types import RequestId, SamplingParams
 

@@ -20,16 +20,20 @@ from penstock.backends.base import (
     end_streams,
     nothing,
 )
-from penstock.backends.engine.kv_subscription import KVEventListener, KVSubscription
-from penstock.backends.engine.link import Handshake, LinkRefused, WorkerKey, WorkerLink
+from penstock.backends.engine.link import (
+    Handshake,
+    KVEventListener,
+    KVSubscription,
+    LinkRefused,
+    WorkerKey,
+    WorkerLink,
+)
 from penstock.backends.engine.stream import EngineStream
 from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import Clock, sleep
 from penstock.errors import WeightsDamaged, WorkerUnavailable
 from penstock.kv.hashing import token_bytes
-from penstock.protocol.adapters import KeepAdapters, LoadAdapter, UnloadAdapter, WorkerAdapters
 from penstock.protocol.address import Address
-from penstock.protocol.sleep import Sleep, StaysAwake, Wake
 from penstock.protocol.worker import (
     PROTOCOL_VERSION,
     WARMING_UP,
@@ -48,6 +52,15 @@ from penstock.protocol.worker import (
     Submit,
     Welcome,
     WorkerFailed,
+)
+from penstock.protocol.worker_parts import (
+    KeepAdapters,
+    LoadAdapter,
+    Sleep,
+    StaysAwake,
+    UnloadAdapter,
+    Wake,
+    WorkerAdapters,
 )
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import RequestId
@@ -135,9 +148,7 @@ class EngineBackend:
         self._connecting = asyncio.create_task(self._stay_connected(address), name=f"connect {address}")
 
     async def move_to(self, address: Address) -> None:
-        """The worker listens somewhere else from now on: its old connection is of no use, whatever it
-        says.
-        """
+        """The worker listens somewhere else from now on: its old connection is of no use."""
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.wait([self._connecting])
@@ -167,7 +178,7 @@ class EngineBackend:
         if self._link.clogged:
             raise WorkerUnavailable("the worker does not read what it is sent")
         if request.adapter:
-            self._check_adapter(request)
+            self._status.adapters.check(request.adapter, request.adapter_digest)
         assert request.request_id not in self._streams, f"{request.request_id} is already running"
         if request.request_id in self._leaving:
             # Another attempt of what was aborted here a moment ago. Its name must be another one there, or
@@ -197,13 +208,6 @@ class EngineBackend:
         stream = EngineStream(request, sink, self._tokenizer, self._clock, self._leave)
         self._streams[request.request_id] = stream
         return stream
-
-    def _check_adapter(self, request: GenerateRequest) -> None:
-        name, known = request.adapter, self._status.adapters
-        if name not in known.served:
-            raise WorkerUnavailable(f"the worker does not serve the adapter '{name[:64]}'")
-        if request.adapter_digest not in ("", known.digests.get(name)):
-            raise WorkerUnavailable(f"the worker's adapter '{name[:64]}' is another one")
 
     @property
     def takes_adapters(self) -> bool:

@@ -1,9 +1,10 @@
-"""The wire between a gateway and one engine worker: messages in both directions, no streams, no policy.
+"""The wire between a gateway and one engine worker: messages in both directions, no streams, no policy; and
+one listener's place in the order of the worker's KV events, over any number of links.
 
-What is sent in one tick of the event loop leaves in one write. The link's owner is called for every
-message and of the end; after the end a link is spent, and a new one is made. A worker that says nothing any
-more is asked for a sign of life, then doubted, then given up: whatever it may say later, nobody listens on
-that connection.
+What is sent in one tick of the event loop leaves in one write. The link's owner is called for every message
+and of the end; after the end a link is spent, and a new one is made. A worker that says nothing any more is
+asked for a sign of life, then doubted, then given up: whatever it may say later, nobody listens on that
+connection.
 
 The gateway's side of the handshake with a worker that has a key (see protocol/address.py).
 """
@@ -13,22 +14,69 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
+import msgspec
+
 from penstock.backends.silence import Beat, Heartbeat, HeartbeatTerms
+from penstock.kv.events import KVEventBatch, decode_batch
 from penstock.protocol.address import Address, UnixAddress, gateway_mac, is_same, worker_mac
 from penstock.protocol.worker import (
     MAX_FRAME_BYTES,
     Challenge,
     FrameDecoder,
     FromWorker,
+    KVEvents,
     Ping,
     Pong,
     Proof,
     ProtocolError,
+    SubscribeKVEvents,
     ToWorker,
     Welcome,
     decode_from_worker,
     encode,
 )
+
+KVEventListener = Callable[[KVEventBatch], None]
+"""Applies one batch to an index of one worker. What it knows is replaced by a batch that opens with
+`AllBlocksCleared`: so it needs neither numbers nor word of a lost connection."""
+
+
+_NO_EPOCH = -1
+"""Of no worker: asks for a snapshot."""
+
+
+class KVSubscription:
+    """One listener's place in the order of one worker's events, over any number of connections and
+    restarts.
+    """
+
+    __slots__ = ("_epoch", "_listener", "_next")
+
+    def __init__(self, listener: KVEventListener) -> None:
+        self._listener = listener
+        self._epoch, self._next = 0, 0
+
+    def request(self) -> SubscribeKVEvents:
+        """What to send on a new connection."""
+        return SubscribeKVEvents(self._epoch, self._next)
+
+    def push(self, news: KVEvents) -> None:
+        """Pass the next message on.
+
+        Raises:
+            ProtocolError: there is a gap, or it holds no batch.
+        """
+        if not news.snapshot and (news.epoch, news.sequence) != (self._epoch or news.epoch, self._next):
+            raise ProtocolError(f"KV events {self._next} were expected, got {news.sequence}")
+        try:
+            batch = decode_batch(news.payload)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"no batch of KV events: {error}") from error
+        # Half a snapshot is no state to continue from.
+        self._epoch = _NO_EPOCH if news.more else news.epoch
+        self._next = news.sequence + 1
+        self._listener(batch)
+
 
 CONNECT_TIMEOUT_S = 2.0
 GREETING_BEATS = 20

@@ -12,8 +12,7 @@ from penstock.backends.http.dialects.base import Dialect
 from penstock.backends.http.dialects.openai import OpenAIDialect
 from penstock.backends.http.dialects.sglang import SglangDialect
 from penstock.backends.http.dialects.tgi import TgiDialect
-from penstock.backends.http.dialects.triton import TritonDialect
-from penstock.backends.http.dialects.trtllm import TrtllmDialect
+from penstock.backends.http.dialects.triton import TritonDialect, TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.errors import ConfigError
 from penstock.text.tokenizer import Tokenizer

@@ -2,7 +2,7 @@
 
     /srv/lora/fr, file:///srv/lora/fr        as it is
     https://host/lora/fr                     the two files below it
-    https://host/lora/fr.zip, .tar, .tar.gz  an archive that holds them
+    https://host/lora/fr.zip, .tar, .tar.gz  an archive that holds them; a query (a signature) stays behind it
     s3://bucket/lora/fr                      the two objects below the prefix; needs the extra `s3`
 
 Blocking: for a thread of its own. What is fetched is bounded, and written under names of ours alone.
@@ -10,6 +10,7 @@ Blocking: for a thread of its own. What is fetched is bounded, and written under
 
 import contextlib
 import hashlib
+import http.client
 import importlib
 import os
 import shutil
@@ -23,11 +24,14 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
+from penstock.clock import NS_PER_S, Clock, SystemClock
 from penstock.errors import CheckpointError
 from penstock.models.adapters import CONFIG_BYTES_MAX, CONFIG_FILE, FILE_BYTES_MAX, WEIGHTS_FILE
 
 TIMEOUT_S = 30.0
 """Without a byte."""
+FETCH_S_MAX = 900.0
+"""For one file: a source that gives a byte now and then would keep all others of the worker waiting."""
 MEMBERS_MAX = 1000
 _CHUNK = 1 << 20
 _PREFIX = "penstock-adapters-"
@@ -40,9 +44,9 @@ Open = Callable[[], "contextlib.AbstractContextManager[IO[bytes]]"]
 class AdapterFetcher:
     """Keeps what it has fetched in a directory of its own until it is closed."""
 
-    def __init__(self, cache: Path | None = None) -> None:
+    def __init__(self, cache: Path | None = None, *, clock: Clock | None = None) -> None:
         """`cache`: where to keep it; None: in a temporary directory."""
-        self._cache, self._is_ours = cache, cache is None
+        self._cache, self._is_ours, self._clock = cache, cache is None, clock or SystemClock()
 
     def fetch(self, path: str, *, again: bool = False) -> Path:
         """The directory in which the adapter's files are now.
@@ -52,9 +56,13 @@ class AdapterFetcher:
         Raises:
             CheckpointError: it cannot be had from there; the message names the file.
         """
-        scheme = urlsplit(path).scheme.lower()
-        if scheme in ("", "file"):
-            return Path(urlsplit(path).path if scheme else path).expanduser()
+        try:
+            at = urlsplit(path)
+            scheme = at.scheme.lower()
+            if scheme in ("", "file"):
+                return Path(at.path if scheme else path).expanduser()
+        except (ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{path}: no path or address: {error}") from error
         if scheme not in ("http", "https", "s3"):
             raise CheckpointError(f"{path}: expected a directory, http://, https:// or s3://")
         if self._cache is None:
@@ -68,13 +76,13 @@ class AdapterFetcher:
         fresh.mkdir(parents=True)
         try:
             if scheme == "s3":
-                _from_s3(path, fresh)
-            elif path.lower().endswith(_ZIP + _TAR):
-                _from_archive(path, fresh)
+                _from_s3(path, fresh, self._clock)
+            elif at.path.lower().endswith(_ZIP + _TAR):
+                _from_archive(path, fresh, self._clock)
             else:
                 for name in _BOUNDS:
-                    url = f"{path.rstrip('/')}/{name}"
-                    _write(lambda url=url: _opened(url), fresh / name, url)
+                    url = at._replace(path=f"{at.path.rstrip('/')}/{name}").geturl()
+                    _write(lambda url=url: _opened(url), fresh / name, url, self._clock)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
@@ -97,17 +105,21 @@ def _sweep() -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(source: Open, target: Path, what: str) -> None:
+def _write(source: Open, target: Path, what: str, clock: Clock) -> None:
     """Copy what `source` opens to `target`, up to the bound of a file of its name."""
     bound, size = _BOUNDS.get(target.name, FILE_BYTES_MAX + CONFIG_BYTES_MAX), 0
+    until_ns = clock.now_ns() + int(FETCH_S_MAX * NS_PER_S)
     try:
         with source() as stream, target.open("wb") as file:
-            while chunk := stream.read(_CHUNK):
+            read = getattr(stream, "read1", stream.read)  # `read` waits until it has a whole chunk.
+            while chunk := read(_CHUNK):
                 size += len(chunk)
                 if size > bound:
                     raise CheckpointError(f"{what}: has more than {bound} bytes")
+                if clock.now_ns() > until_ns:
+                    raise CheckpointError(f"{what}: has not come whole in {FETCH_S_MAX:g} s")
                 file.write(chunk)
-    except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError) as error:
+    except (OSError, EOFError, http.client.HTTPException, zipfile.BadZipFile, tarfile.TarError) as error:
         raise CheckpointError(f"{what}: cannot be read: {error}") from error
 
 
@@ -125,16 +137,18 @@ def _opened(url: str) -> Generator[IO[bytes]]:
         yield response
 
 
-def _from_archive(url: str, target: Path) -> None:
+def _from_archive(url: str, target: Path, clock: Clock) -> None:
     archive = target / "archive"
-    _write(lambda: _opened(url), archive, url)
+    _write(lambda: _opened(url), archive, url, clock)
     try:
-        if url.lower().endswith(_ZIP):
+        if urlsplit(url).path.lower().endswith(_ZIP):
             with zipfile.ZipFile(archive) as found:
-                members = {each.filename: each for each in found.infolist() if not each.is_dir()}
+                members = {
+                    each.filename: each for each in found.infolist() if not each.filename.endswith("/")
+                }
                 for name, member in _wanted(url, list(members)).items():
                     info = members[member]
-                    _write(lambda info=info: found.open(info), target / name, f"{url}: {member}")
+                    _write(lambda info=info: found.open(info), target / name, f"{url}: {member}", clock)
         else:
             with tarfile.open(archive) as found:
                 files = {each.name: each for each in _bounded(url, found)}
@@ -142,16 +156,21 @@ def _from_archive(url: str, target: Path) -> None:
                     stream = found.extractfile(files[member])
                     if stream is None:
                         raise CheckpointError(f"{url}: {member} is no file")
-                    _write(lambda stream=stream: stream, target / name, f"{url}: {member}")
+                    _write(lambda stream=stream: stream, target / name, f"{url}: {member}", clock)
     except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError, NotImplementedError) as error:
         raise CheckpointError(f"{url}: not a whole archive: {error}") from error
     archive.unlink()
 
 
 def _bounded(url: str, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Its files. What lies between two names is unpacked to find the second one, so all of it has a bound."""
+    size = 0
     for i, member in enumerate(archive):
         if i >= MEMBERS_MAX:
             raise CheckpointError(f"{url}: has more than {MEMBERS_MAX} members")
+        size += member.size
+        if size > FILE_BYTES_MAX + CONFIG_BYTES_MAX:
+            raise CheckpointError(f"{url}: holds more than {FILE_BYTES_MAX + CONFIG_BYTES_MAX} bytes")
         if member.isdir():
             continue
         if not member.isreg():
@@ -169,7 +188,7 @@ def _wanted(url: str, members: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for member in members:
         path = PurePosixPath(member.replace("\\", "/"))
-        if path.is_absolute() or ".." in path.parts or ":" in path.parts[0]:
+        if path.is_absolute() or not path.parts or ".." in path.parts or ":" in path.parts[0]:
             raise CheckpointError(f"{url}: {member[:128]!r} leads out of the archive")
         if path.name in _BOUNDS:
             if path.name in found:
@@ -181,7 +200,7 @@ def _wanted(url: str, members: list[str]) -> dict[str, str]:
     return found
 
 
-def _from_s3(path: str, target: Path) -> None:
+def _from_s3(path: str, target: Path, clock: Clock) -> None:
     try:
         boto3 = cast(Any, importlib.import_module("boto3"))
         errors = cast(Any, importlib.import_module("botocore.exceptions"))
@@ -194,6 +213,8 @@ def _from_s3(path: str, target: Path) -> None:
         for name in _BOUNDS:
             key = f"{prefix}/{name}" if prefix else name
             body = client.get_object(Bucket=at.netloc, Key=key)["Body"]
-            _write(lambda body=body: contextlib.closing(body), target / name, f"s3://{at.netloc}/{key}")
+            _write(
+                lambda body=body: contextlib.closing(body), target / name, f"s3://{at.netloc}/{key}", clock
+            )
     except (errors.BotoCoreError, errors.ClientError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error

@@ -5,6 +5,7 @@ Only safetensors are read: a pickle could run code. A message names file, tensor
 
 import hashlib
 import math
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,7 @@ def read_adapter(
                 f"{directory}: has only {_PICKLE}, a pickle, which is never read: save it as {WEIGHTS_FILE}"
             )
         raise CheckpointError(f"{directory}: has no {WEIGHTS_FILE}")
+    stamp = _stamp(path)
     header = _header(path)
     found_digest = _digest(config_bytes, path)
     if digest and found_digest != digest:
@@ -153,6 +155,8 @@ def read_adapter(
                 scale = config.scale(f"layers.{at.layer}.{at.module}", rank)
                 part = LoraPart(a, b, scale, target.first)
                 layers[at.layer].setdefault(target.fused, []).extend(_split(part, target, spec))
+        if _stamp(path) != stamp:  # Else the digest could be of other bytes than the answers.
+            raise CheckpointError(f"{path}: was changed while it was read")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     ordered = tuple(
@@ -174,10 +178,13 @@ def _split(part: LoraPart, target: AdapterTarget, spec: DecoderSpec) -> Iterator
 
 def _small_file(path: Path) -> bytes:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # A pipe would be waited for, and all others with it.
+            raise CheckpointError(f"{path}: is no plain file")
         with path.open("rb") as file:
             found = file.read(CONFIG_BYTES_MAX + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else None
+        raise CheckpointError(f"{path}: cannot be read: {why or error}") from error
     if len(found) > CONFIG_BYTES_MAX:
         raise CheckpointError(f"{path}: is larger than {CONFIG_BYTES_MAX} bytes")
     return found
@@ -220,6 +227,12 @@ def _header(path: Path) -> dict[str, _Entry]:
                 f"the file does not hold or which are not {wanted}"
             )
     return entries
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """What differs when a file is written or replaced."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _digest(config: bytes, path: Path) -> str:

@@ -14,8 +14,14 @@ from typing import Protocol
 
 from penstock.clock import NS_PER_MS, Clock
 from penstock.errors import PenstockError
-from penstock.protocol.adapters import AdapterState, KeepAdapters, LoadAdapter, UnloadAdapter, WorkerAdapters
 from penstock.protocol.worker import Submit
+from penstock.protocol.worker_parts import (
+    AdapterState,
+    KeepAdapters,
+    LoadAdapter,
+    UnloadAdapter,
+    WorkerAdapters,
+)
 from penstock.schedule.adapters import AdapterPool, InMemory, PooledAdapter
 from penstock.schedule.adapters import Released as PoolReleased
 from penstock.schedule.adapters import Waiting as PoolWaiting

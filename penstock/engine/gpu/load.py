@@ -26,8 +26,7 @@ from penstock.engine.gpu.runner import DeviceParts, DeviceRunner
 from penstock.engine.gpu.step import StepLimits
 from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.gpu.worklist import WorkListLimits
-from penstock.engine.host_store import host_store
-from penstock.engine.kv_cache import KVCache
+from penstock.engine.kv_cache import KVCache, host_store
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import (
     KVBudget,

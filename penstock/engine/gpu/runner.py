@@ -28,8 +28,7 @@ from penstock.engine.gpu.results import DeviceFlight, scored_targets
 from penstock.engine.gpu.rows import HostRows, HostStep
 from penstock.engine.gpu.step import DeviceStep, DeviceStepInputs, Drawn, RowState, StepBuffer, StepLimits
 from penstock.engine.gpu.worklist import WorkList
-from penstock.engine.host_store import HostStore
-from penstock.engine.kv_cache import KVCache
+from penstock.engine.kv_cache import HostStore, KVCache
 from penstock.engine.memory import largest_step
 from penstock.engine.weight_check import WeightCheck
 from penstock.planning.roofline import CostFloor

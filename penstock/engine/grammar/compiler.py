@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLTokenizer
 from penstock.engine.grammar.source import grammar_text, limits, refuse_words
 from penstock.engine.grammar.trial import Trials
 from penstock.errors import CheckpointError, InvalidRequest
-from penstock.protocol.grammar import Grammar
+from penstock.protocol.worker_parts import Grammar
 from penstock.text.tokenizer import Tokenizer, read_text
 
 CACHED_MAX = 256

@@ -16,11 +16,10 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.engine.grammar.bounds import check_schema, keywords, shared
-from penstock.engine.grammar.calls import calls_grammar
-from penstock.engine.grammar.rewrites import with_known_formats, with_known_keywords
+from penstock.engine.grammar.calls import calls_grammar, with_known_formats, with_known_keywords
 from penstock.engine.grammar.values import Marks
 from penstock.errors import InvalidRequest
-from penstock.protocol.grammar import GRAMMAR_BYTES_MAX
+from penstock.protocol.worker_parts import GRAMMAR_BYTES_MAX
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "calls")
 CHOICES_MAX = 4096

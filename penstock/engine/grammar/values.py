@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 from penstock.engine.grammar.bounds import ANNOTATIONS
 from penstock.errors import InvalidRequest
-from penstock.text.tool_types import OBJECT, kind_of, kinds_of, resolved
+from penstock.text.tools import OBJECT, kind_of, kinds_of, resolved
 
 Marks = Callable[[str], str]
 """The grammar of a mark: its text, or its token where it is a special one."""

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
-from penstock.engine.core import EngineCore, Live, Outputs, StepRunner, build_core, failed_by
-from penstock.engine.requests import request_of
+from penstock.engine.core import EngineCore, Live, Outputs, StepRunner, build_core
+from penstock.engine.mailbox import failed_by, request_of
 from penstock.errors import ContextTooLong, Draining, InvalidRequest, PenstockError
 from penstock.kv.hashing import token_array, token_bytes
 from penstock.protocol.submissions import BATCH_TEXTS_MAX, inputs_problem

@@ -25,8 +25,9 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor
 
 from penstock.engine.loader import INDEX_FILE, load_weights
-from penstock.engine.quantize.calibrate import Calibration, Inputs
-from penstock.engine.quantize.methods import (
+from penstock.engine.quantize.calibrate import (
+    Calibration,
+    Inputs,
     Rounded,
     awq_clips,
     awq_scales,

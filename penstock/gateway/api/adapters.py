@@ -35,9 +35,9 @@ class AdaptersAdmin:
         order = _decoded(exchange.body, LoadAdapterOrder)
         models, name = self._services.models, order.lora_name
         model = models.get(order.base_model_name)
-        for other in models:
-            if name == other.name or (other.name != model.name and name in other.workers.adapters):
-                raise InvalidRequest(f"The name '{name[:64]}' is taken.", param="lora_name")
+        others = (other for other in models if other.name != model.name)
+        if models.takes(name) or any(name in other.workers.adapters for other in others):
+            raise InvalidRequest(f"The name '{name[:64]}' is taken.", param="lora_name")
         source = AdapterSource.of(order.lora_path)
         await self._keeper.load(model.name, name, source)
         await self._tell_others(model.name, name, source.text)

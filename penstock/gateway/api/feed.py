@@ -21,7 +21,7 @@ import msgspec
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock, sleep
 from penstock.config.routing import AdmissionConfig
 from penstock.errors import Overloaded
-from penstock.gateway.api.recent import AllRequests, EndedRequest, RecentRequests
+from penstock.gateway.api.services import AllRequests, EndedRequest, RecentRequests
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.identity.tenants import Caller
 from penstock.protocol.fleet import FleetReport, WorkerReport

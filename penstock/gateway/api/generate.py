@@ -44,18 +44,12 @@ from penstock.gateway.models.prepare import (
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.relay.chat import ChatSink, PassedSink
 from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
-from penstock.gateway.relay.relay import (
-    CompletionLogprobsSink,
-    Echo,
-    StreamReply,
-    TextSink,
-    annotated,
-)
+from penstock.gateway.relay.relay import CompletionLogprobsSink, Echo, StreamReply, TextSink, annotated
 from penstock.gateway.relay.reply import Context, Reply
 from penstock.kv.hashing import PromptKeys
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.flow import SLICE_TOKENS
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 from penstock.policy.tenant import Tenant
 from penstock.protocol.needs import (
     NO_CONSTRAINT,
@@ -198,7 +192,7 @@ class Generate:
         services, tenant = self._services, caller.tenant
         services.check_draining()
         hints = read_hints(exchange.head.headers, _session_word(request))
-        model, adapter, choice = services.models.resolve(request, tenant, needs)
+        model, adapter, choice, assigned = services.models.resolve(request, tenant, needs, hints.session)
         name = adapter or model.name
         served = Served(
             model=name,
@@ -206,6 +200,7 @@ class Generate:
             counted_model=model.name,
             endpoint=endpoint,
             tenant=tenant,
+            assigned=assigned,
         )
         if choice is not None:
             served = msgspec.structs.replace(served, downgrade="complexity", route=choice.explain())
@@ -231,6 +226,7 @@ class Generate:
                 model, served = longer, _instead(served, longer, adapter, "context")
                 continue
             facts = facts_of(job, served, hints, self._keys(job))
+            exchange.limits_ns = services.clock.now_ns()
             await services.ask_store(facts)
             services.check_draining()  # It may have begun while the prompt was tokenized.
             if choice is not None:
@@ -238,7 +234,8 @@ class Generate:
             reply, sinks = begin(job)
             streams = self._streams(job, hints, sinks)
             fall_back = partial(self._retarget, served, hints, prepare) if services.falls_back else None
-            services.wakes.wanted(model.name)
+            if model.workers.sleeps:
+                services.wakes.wanted(model.name)
             diverted = services.dispatcher.submit(facts, reply, streams, fall_back)
             if diverted is None:
                 return

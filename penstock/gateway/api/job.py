@@ -24,23 +24,18 @@ from penstock.clock import NS_PER_MS
 from penstock.errors import InvalidRequest, Unsupported
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
-from penstock.gateway.models.prepare import (
-    begins_reasoning,
-    ends_reasoning,
-    sampling,
-    schemas_of,
-)
+from penstock.gateway.models.prepare import begins_reasoning, ends_reasoning, sampling, schemas_of
 from penstock.gateway.models.served import ServedModel
 from penstock.kv.hashing import PromptKeys
 from penstock.policy.flow import RequestFacts
 from penstock.policy.tenant import Degrade, Tenant
-from penstock.protocol.grammar import Grammar
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.openai import ChatRequest, GenerationRequest
+from penstock.protocol.worker_parts import Grammar
 from penstock.rng import choice_seed, fresh_seed
 from penstock.telemetry.ledger import USER_CHARS_MAX
 from penstock.text.reasoning import AnswerParser, ThoughtCount
-from penstock.text.tool_tails import ForcedCalls
+from penstock.text.tool_formats import ForcedCalls
 from penstock.text.tools import FirstCallOnly, ToolParser
 from penstock.types import Capability, RequestId
 
@@ -123,7 +118,9 @@ def _wrong(header: str, expected: str, value: bytes) -> InvalidRequest:
     )
 
 
-CHAT_ID, COMPLETION_ID, RESPONSE_ID = ANSWER_IDS = "chatcmpl-", "cmpl-", "resp_"
+CHAT_ID, COMPLETION_ID, RESPONSE_ID = "chatcmpl-", "cmpl-", "resp_"
+EMBEDDINGS_ID, RERANK_ID, SCORE_ID = "embd-", "rerank-", "score-"
+ANSWER_IDS = CHAT_ID, COMPLETION_ID, RESPONSE_ID, EMBEDDINGS_ID, RERANK_ID, SCORE_ID
 """How ids of answers begin. What follows is the same as in the id of the request (`x-request-id`)."""
 TOKEN_BYTES = 8
 """What one prompt token of a waiting request takes: a place in a tuple."""

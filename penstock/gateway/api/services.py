@@ -1,15 +1,23 @@
-"""What all endpoints share."""
+"""What all endpoints share; and the last requests that have ended, for people who look: `/admin/requests` and
+the console's feed.
 
+Those are kept in memory by the process that answered them, and bounded; the ledger has the lasting record. Of
+several processes their parent has the last ones of all. Nothing of a prompt or an answer is there.
+"""
+
+import contextlib
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from penstock.clock import Clock
+import msgspec
+
+from penstock.clock import NS_PER_MS, Clock
 from penstock.config.tree import Config
-from penstock.errors import Draining
-from penstock.gateway.api.recent import AllRequests, RecentRequests
+from penstock.errors import Draining, Overloaded
 from penstock.gateway.dispatch.dispatcher import Dispatcher
-from penstock.gateway.dispatch.wake_calls import WakeCalls
-from penstock.gateway.dispatch.worker_feed import ColdStarts
+from penstock.gateway.dispatch.worker_feed import ColdStarts, WakeCalls
+from penstock.gateway.http.exchange import Ending, Exchange, Served
 from penstock.gateway.models.prepare import TokenizePool
 from penstock.gateway.models.served import ModelTable
 from penstock.gateway.shared.peers import GatewayPeers
@@ -19,12 +27,204 @@ from penstock.policy.flow import RequestFacts
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.placement.pick import ComplexityChoice, DecisionLog
+from penstock.policy.request import Request
 from penstock.policy.tenant import Tenant
+from penstock.protocol.peers import LookAt
 from penstock.rng import IdSource
 from penstock.telemetry.audit import Notes
+from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.decision_files import DecisionKeeper
 from penstock.telemetry.log import Log
-from penstock.telemetry.metrics import Metrics
+from penstock.telemetry.metrics import Metrics, RequestMeasurement
+
+KEPT_MAX = 2000
+"""Requests; about a kilobyte each."""
+LISTED_MAX = 500
+"""Of them, in one answer."""
+NAME_CHARS_MAX = 128
+"""Of a model that was asked for, which may be any text."""
+_HUNDREDTH_NS = NS_PER_MS // 100
+TOLD_MAX = 100
+"""Requests that a process tells the parent at once, every second: of more the newest."""
+
+
+class EndedRequest(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """One request. Times are milliseconds, since it came where they are moments; -1: never."""
+
+    number: int
+    """Counts this process's requests."""
+    id: str
+    """`x-request-id`."""
+    request_id: str = ""
+    """The answer's, by which decisions are found; empty: it was refused before it had one."""
+    came_ms: int
+    """Wall clock."""
+    came_ns: int
+    """The monotonic clock, which decisions use."""
+    endpoint: str
+    tenant: str = ""
+    key_prefix: str = ""
+    tier: str = ""
+    band: str = ""
+    model: str
+    requested: str = ""
+    """The model that was asked for, if another one answered."""
+    worker: str = ""
+    status: int
+    outcome: str
+    error: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    limits_ms: float = -1.0
+    """When its prompt was made, and limits were asked."""
+    admitted_ms: float = -1.0
+    queue_ms: float = -1.0
+    """How long it waited here and at its worker."""
+    dispatched_ms: float = -1.0
+    """When its last attempt began."""
+    worker_queue_ms: float = -1.0
+    """How long it waited at its worker, of a request that is one stream."""
+    prefill_chunks: int = 0
+    """Steps of its worker in which its prompt was computed; 0: the worker does not tell."""
+    computed_tokens: int = 0
+    """Of its prompt, what was computed there."""
+    ttft_ms: float = -1.0
+    tpot_ms: float = -1.0
+    total_ms: float
+    attempts: int = 0
+    migrations: int = 0
+    cost_micros: int = 0
+
+
+class RecentRequests:
+    """The ring of one gateway process, or of all: the parent of several merges what they tell."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._kept: deque[EndedRequest] = deque(maxlen=KEPT_MAX)
+        self.num_ended = 0
+        """The number of the last one."""
+        self._told = 0
+
+    def add(self, exchange: Exchange, served: Served, measured: RequestMeasurement) -> None:
+        """A request is over."""
+        request, now_ns = exchange.request, self._clock.now_ns()
+        self.num_ended += 1
+        left = exchange.ending is Ending.DISCONNECTED
+        requested = served.requested
+        found = EndedRequest(
+            number=self.num_ended,
+            id=exchange.id,
+            came_ms=(self._clock.wall_ns() - (now_ns - exchange.started_ns)) // NS_PER_MS,
+            came_ns=exchange.started_ns,
+            endpoint=served.endpoint,
+            tenant=served.tenant.id,
+            tier=served.tenant.tier,
+            band=served.tenant.band,
+            model=served.model[:NAME_CHARS_MAX],
+            requested=requested[:NAME_CHARS_MAX] if requested != served.model else "",
+            status=exchange.status or 499,
+            outcome=OutcomeLabel.ABORT if left else measured.outcome,
+            prompt_tokens=measured.prompt_tokens,
+            cached_tokens=measured.cached_tokens,
+            generated_tokens=measured.generated_tokens,
+            queue_ms=_ms(measured.queue_ns),
+            ttft_ms=_ms(measured.ttft_ns),
+            tpot_ms=_ms(measured.tpot_ns),
+            total_ms=_ms(measured.duration_ns),
+        )
+        if exchange.limits_ns is not None:
+            found.limits_ms = _ms(exchange.limits_ns - exchange.started_ns)
+        if (first := exchange.first_usage) is not None and first.steps:
+            found.worker_queue_ms = _ms(first.queue_ns)
+            found.prefill_chunks, found.computed_tokens = first.steps, first.computed_tokens
+        if request is not None:
+            _describe(found, request)
+        self._kept.append(found)
+
+    def take_untold(self) -> bytes:
+        """The last ones that were not taken before, at most `TOLD_MAX`, for `merge` in another process."""
+        told, self._told = self._told, self.num_ended
+        return _encode(self.since(told, TOLD_MAX))
+
+    def merge(self, body: bytes) -> None:
+        """What ended in another process; it is numbered here."""
+        for each in reversed(_requests.decode(body)):
+            self.num_ended += 1
+            each.number = self.num_ended
+            self._kept.append(each)
+
+    def encoded(self, number: int) -> bytes:
+        """Those that ended after that one, for `follow` in another process."""
+        return _encode(self.since(number, LISTED_MAX))
+
+    def follow(self, body: bytes) -> None:
+        """What is `encoded` elsewhere, with the numbers of there."""
+        for each in reversed(_requests.decode(body)):
+            if each.number > self.num_ended:
+                self.num_ended = each.number
+                self._kept.append(each)
+
+    def latest(self, num_max: int = LISTED_MAX, tenant: str | None = None) -> list[EndedRequest]:
+        """The last ones, newest first; of one tenant, if that is given."""
+        return self.since(0, num_max, tenant)
+
+    def since(self, number: int, num_max: int, tenant: str | None = None) -> list[EndedRequest]:
+        """Those that ended after that one, newest first, and at most so many."""
+        found = list[EndedRequest]()
+        for each in reversed(self._kept):
+            if each.number <= number or len(found) >= num_max:
+                break
+            if tenant is None or each.tenant == tenant:
+                found.append(each)
+        return found
+
+    def find(self, name: str) -> EndedRequest | None:
+        """By `x-request-id`, or by the id of its answer."""
+        return next((each for each in reversed(self._kept) if name in (each.id, each.request_id)), None)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_requests = msgspec.msgpack.Decoder(list[EndedRequest])
+
+
+class AllRequests:
+    """The last requests of all gateway processes, as far as they were looked at."""
+
+    def __init__(self, own: RecentRequests, clock: Clock, peers: GatewayPeers | None) -> None:
+        self._own, self._peers = own, peers
+        self._all = own if peers is None else RecentRequests(clock)
+
+    async def look(self) -> RecentRequests:
+        """As of now; the parent has those of other processes as of a second ago. Those that are known if it
+        does not answer.
+        """
+        if self._peers is not None:
+            with contextlib.suppress(Overloaded):
+                self._all.follow(await self._peers.look(LookAt("requests", before=self._all.num_ended)))
+        return self._all
+
+    async def find(self, name: str) -> EndedRequest | None:
+        """By `x-request-id`, or by the id of its answer. Of many a second the parent has the newest only."""
+        return self._own.find(name) or (await self.look()).find(name)
+
+
+def _describe(found: EndedRequest, request: Request) -> None:
+    """What flow control knows of it."""
+    facts = request.facts
+    found.request_id, found.key_prefix = facts.id, facts.key_prefix
+    found.worker, found.error = request.worker, request.error
+    found.attempts, found.migrations = request.attempts, request.migrations
+    found.admitted_ms = _ms(request.arrived_ns - found.came_ns)
+    if request.dispatched_ns >= 0:
+        found.dispatched_ms = _ms(request.dispatched_ns - found.came_ns)
+    found.cost_micros = request.cost_micros
+
+
+def _ms(ns: int | None) -> float:
+    """In hundredths."""
+    return -1.0 if ns is None else ns // _HUNDREDTH_NS / 100
 
 
 @dataclass(slots=True, kw_only=True)

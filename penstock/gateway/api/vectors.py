@@ -5,7 +5,8 @@ one stream, whose worker computes them in its own batches. A cross-encoder reads
 score for them; of every other model the score is the cosine between the two vectors.
 """
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -15,25 +16,18 @@ import msgspec
 from penstock.backends.base import GenerateRequest
 from penstock.clock import NS_PER_S
 from penstock.errors import ContextTooLong, InvalidRequest, Unsupported, WorkerUnavailable
-from penstock.gateway.api.job import TOKEN_BYTES, read_hints
+from penstock.gateway.api.job import EMBEDDINGS_ID, RERANK_ID, SCORE_ID, TOKEN_BYTES, read_hints
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import check_token_ids
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.relay.reply import Context
-from penstock.gateway.relay.vectors import (
-    VectorReply,
-    Vectors,
-    Wording,
-    embeddings,
-    reranked,
-    scored,
-)
+from penstock.gateway.relay.vectors import VectorReply, Vectors, Wording, embeddings, reranked, scored
 from penstock.policy.flow import RequestFacts
 from penstock.policy.tenant import check_model, check_tokens
 from penstock.protocol.stream import StreamHead
-from penstock.protocol.submissions import BATCH_TEXTS_MAX
+from penstock.protocol.submissions import BATCH_TEXTS_MAX, INPUTS_TOKENS_MAX
 from penstock.protocol.vectors import (
     EmbeddingRequest,
     RerankRequest,
@@ -49,7 +43,7 @@ from penstock.protocol.worker import ModelInfo
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
 from penstock.telemetry.ledger import USER_CHARS_MAX
-from penstock.text.texts import TextTokens, pair_tokens, text_tokens
+from penstock.text.tokenizer import TextTokens, pair_tokens, text_tokens
 from penstock.types import Capability, RequestId, SamplingParams
 
 Request = EmbeddingRequest | RerankRequest | ScoreRequest
@@ -66,11 +60,9 @@ class _Kind(NamedTuple):
     capability: Capability
 
 
-_EMBEDDINGS = _Kind(Endpoint.EMBEDDINGS, "embd-", Capability.EMBEDDINGS)
-_RERANK = _Kind(Endpoint.RERANK, "rerank-", Capability.SCORES)
-_SCORE = _Kind(Endpoint.SCORE, "score-", Capability.SCORES)
-VECTOR_IDS = tuple(kind.id_prefix for kind in (_EMBEDDINGS, _RERANK, _SCORE))
-"""How the ids of these answers begin."""
+_EMBEDDINGS = _Kind(Endpoint.EMBEDDINGS, EMBEDDINGS_ID, Capability.EMBEDDINGS)
+_RERANK = _Kind(Endpoint.RERANK, RERANK_ID, Capability.SCORES)
+_SCORE = _Kind(Endpoint.SCORE, SCORE_ID, Capability.SCORES)
 
 
 class _Texts(NamedTuple):
@@ -110,17 +102,28 @@ class VectorEndpoints:
             return reranked(context, scores, usage, documents=shown, top_n=request.top_n or 0)
 
         pairs = [(request.query, document) for document in documents]
-        await self._serve(exchange, caller, request, _RERANK, _scores_of(request, pairs, wording))
+        prepare = _scores_of(request, pairs, wording)
+        await self._serve(exchange, caller, request, _RERANK, prepare, num_chars=_num_chars(pairs))
 
     async def score(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/score`: how well texts go together, pair by pair, as in vLLM."""
         request, pairs = parse_score(exchange.body)
-        await self._serve(exchange, caller, request, _SCORE, _scores_of(request, pairs, scored))
+        prepare = _scores_of(request, pairs, scored)
+        await self._serve(exchange, caller, request, _SCORE, prepare, num_chars=_num_chars(pairs))
 
     async def _serve(
-        self, exchange: Exchange, caller: Caller, request: Request, kind: _Kind, prepare: _Prepare
+        self,
+        exchange: Exchange,
+        caller: Caller,
+        request: Request,
+        kind: _Kind,
+        prepare: _Prepare,
+        *,
+        num_chars: int = 0,
     ) -> None:
-        """Submit the request to its model. No other one can answer for it: its vectors would mean nothing."""
+        """Submit the request to its model. No other one can answer for it: its vectors would mean nothing.
+        `num_chars`: of all pairs, which may be far more than the body has.
+        """
         services, tenant = self._services, caller.tenant
         services.check_draining()
         hints = read_hints(exchange.head.headers, request.user)
@@ -139,7 +142,7 @@ class VectorEndpoints:
         await services.cold.wait(model, exchange, num_bytes, tenant.id)
         info = model.info()
         _check_able(model, kind)
-        texts = await services.tokenize.run(num_bytes, lambda: prepare(model, info))
+        texts = await services.tokenize.run(max(num_bytes, num_chars), lambda: prepare(model, info))
         check_tokens(tenant, max(len(each.ids) for each in texts.tokens), None, param="input")
         answer_id = IdSource.renamed(exchange.id, kind.id_prefix)
         reply = VectorReply(self._context(exchange, model, answer_id), len(texts.tokens), texts.wording)
@@ -163,6 +166,7 @@ class VectorEndpoints:
             key_prefix=caller.key_prefix,
             user=request.user[:USER_CHARS_MAX] if isinstance(request.user, str) else "",
         )
+        exchange.limits_ns = services.clock.now_ns()
         await services.ask_store(facts)
         services.check_draining()  # It may have begun while the texts were tokenized.
         stream = _stream(answer_id, texts.tokens, caller)
@@ -256,8 +260,7 @@ def _input_tokens(
         found = [TextTokens(tuple(each)[: most or None]) for each in inputs if not isinstance(each, str)]
         for i, each in enumerate(found):
             check_token_ids(each.ids, info.vocab_size, f"input[{i}]" if len(found) > 1 else "input")
-    _check_lengths(found, info, "input")
-    return found
+    return _checked(found, info, "input")
 
 
 def _scores_of(
@@ -270,12 +273,10 @@ def _scores_of(
     def prepare(model: ServedModel, info: ModelInfo) -> _Texts:
         name, most = "documents" if isinstance(request, RerankRequest) else "text_2", _most(request, info)
         if info.pooling == _SCORES:
-            tokens = pair_tokens(model.tokenizer, pairs, most=most)
-            _check_lengths(tokens, info, name)
+            tokens = _checked(pair_tokens(model.tokenizer, pairs, most=most), info, name)
             return _Texts(tokens, partial(_worded, wording, _first))
         texts = list(dict.fromkeys(chain.from_iterable(pairs)))  # Each is computed once.
-        tokens = text_tokens(model.tokenizer, texts, most=most)
-        _check_lengths(tokens, info, name)
+        tokens = _checked(text_tokens(model.tokenizer, texts, most=most), info, name)
         places = {text: i for i, text in enumerate(texts)}
         ends = [(places[one], places[other]) for one, other in pairs]
         return _Texts(tokens, partial(_worded, wording, partial(_cosines, pairs=ends)))
@@ -283,23 +284,31 @@ def _scores_of(
     return prepare
 
 
+def _num_chars(pairs: Sequence[tuple[str, str]]) -> int:
+    return sum(len(one) + len(other) for one, other in pairs)
+
+
 def _worded(
     wording: _ScoreWording,
-    scores: Callable[[Vectors], list[float]],
+    scores: Callable[[Vectors], Generator[None, None, list[float]]],
     context: Context,
     found: Vectors,
     usage: VectorUsage,
-) -> msgspec.Struct:
-    return wording(context, scores(found), usage)
+) -> Generator[None, None, msgspec.Struct]:
+    return wording(context, (yield from scores(found)), usage)
 
 
-def _first(found: Vectors) -> list[float]:
+def _first(found: Vectors) -> Generator[None, None, list[float]]:
+    yield
     return [numbers(each)[0] for each in found]
 
 
-def _cosines(found: Vectors, pairs: Sequence[tuple[int, int]]) -> list[float]:
-    vectors = [numbers(each) for each in found]
-    return [cosine(vectors[one], vectors[other]) for one, other in pairs]
+def _cosines(found: Vectors, pairs: Sequence[tuple[int, int]]) -> Generator[None, None, list[float]]:
+    scores: list[float] = []
+    for one, other in pairs:
+        scores.append(cosine(array("f", found[one]), array("f", found[other])))
+        yield
+    return scores
 
 
 def _most(request: Request, info: ModelInfo) -> int:
@@ -322,8 +331,17 @@ def _most(request: Request, info: ModelInfo) -> int:
     return asked
 
 
-def _check_lengths(tokens: Sequence[TextTokens], info: ModelInfo, name: str) -> None:
+def _checked(tokens: Iterable[TextTokens], info: ModelInfo, name: str) -> list[TextTokens]:
+    """All of them, if the model takes them; behind one that is too long, or too much, no more are made.
+
+    Raises:
+        InvalidRequest: a text has no tokens, or all have too many together.
+        ContextTooLong: it does not take one of them.
+    """
+    found: list[TextTokens] = []
+    total = 0
     for i, each in enumerate(tokens):
+        total += len(each.ids)
         if len(each.ids) > info.max_model_len:
             raise ContextTooLong(
                 f"This model's maximum context length is {info.max_model_len} tokens. However, entry {i} of "
@@ -332,3 +350,12 @@ def _check_lengths(tokens: Sequence[TextTokens], info: ModelInfo, name: str) -> 
             )
         if not each.ids:
             raise InvalidRequest(f"Entry {i} of '{name}' has no tokens.", param=name, code="invalid_value")
+        if total > INPUTS_TOKENS_MAX:
+            raise InvalidRequest(
+                f"The first {i + 1} entries of '{name}' have {total} tokens together (of pairs each counts "
+                f"both texts); at most {INPUTS_TOKENS_MAX} are allowed in one request. Please send several.",
+                param=name,
+                code="too_many_tokens",
+            )
+        found.append(each)
+    return found

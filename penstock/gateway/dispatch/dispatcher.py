@@ -20,12 +20,11 @@ from penstock.gateway.dispatch.records import GatewayRecords
 from penstock.gateway.dispatch.worker_feed import WorkerFeed
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.relay.reply import FallBackTo, Reply, StreamSlots
-from penstock.policy.answers import Diverted, FallBack, Outcome, Refused, Start
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import Diverted, FallBack, Outcome, Refused, RequestFacts, Start
 from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import PolicyStack
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 from penstock.telemetry.catalog import OutcomeLabel as Answer
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
@@ -170,6 +169,7 @@ class Dispatcher:
     def on_first_output(self, reply: Reply) -> None:
         """See `ReplyListener`."""
         request, usage, now_ns = _request_of(reply), reply.first_usage(), self._clock.now_ns()
+        reply.exchange.first_usage = usage
         if (trace := reply.exchange.trace) is not None:
             trace.first_output(now_ns, request.attempt)
         self._driver.first_output(

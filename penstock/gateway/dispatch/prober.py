@@ -27,9 +27,8 @@ from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.anomaly_meters import AnomalyMeters
 from penstock.telemetry.log import Log
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import FinishReason, RequestId, SamplingParams, WorkerId
+from penstock.types import PLATFORM, FinishReason, RequestId, SamplingParams, WorkerId
 
-PLATFORM = "platform"
 TIMEOUT_S = 20.0
 """A probe without an answer by then says nothing: the worker has other work, or is lost, which others see."""
 PROVIDER_BEATS = 20

@@ -3,10 +3,9 @@
 from msgspec.structs import replace
 
 from penstock.clock import Clock
-from penstock.policy.answers import Outcome, UsageRecord
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import Outcome, RequestFacts, UsageRecord
 from penstock.policy.limits.price import PriceList
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.ledger_segment import Progress
 from penstock.telemetry.metrics import Metrics

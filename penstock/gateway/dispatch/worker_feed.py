@@ -7,6 +7,11 @@ has changed, however often it did. It costs nothing while nothing changes, howev
 first worker, and without these a prompt cannot be checked or counted, so such requests wait here and not in
 the model's queue. The bounds are the queue's own: how many requests and bytes, one tenant's share of them,
 and how long (`queue.no_worker_wait_s`).
+
+`WakeCalls` wakes models that requests wait for, and ends those that wait for one that cannot be woken. A
+request for a model that is asleep waits in its queue like any other. Whoever accepts one says so (`wanted`),
+and the models that are asleep are looked at now and then, for a request that ran elsewhere may come back to a
+queue (`look`).
 """
 
 import asyncio
@@ -14,19 +19,22 @@ import math
 from collections.abc import Callable, Iterator
 
 from penstock.config.flow import QueueConfig
-from penstock.errors import Draining, Overloaded, WorkerUnavailable
+from penstock.errors import Draining, Overloaded, PenstockError, WorkerUnavailable
 from penstock.fleet.registry import Registry, Worker
+from penstock.fleet.sleep import Sleeper
 from penstock.gateway.dispatch.prober import probed_as
 from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.models.served import ServedModel
+from penstock.gateway.relay.reply import Reply
+from penstock.policy.flow import State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.queueing.capacity import WorkerView
-from penstock.policy.queueing.slots import part_of_rows
 from penstock.policy.resilience.anomalies import Anomalies, Standing
 from penstock.policy.resilience.worker_state import WorkerState
-from penstock.policy.terms import queue_terms
+from penstock.policy.terms import part_of_rows, queue_terms
 from penstock.protocol.worker import ModelInfo, Stats
+from penstock.telemetry.log import Log
 from penstock.types import TenantId, WorkerId
 
 _LOST = (WorkerState.STARTING, WorkerState.LOADING, WorkerState.WARMING)
@@ -261,3 +269,49 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 def _not_ready(model: ServedModel) -> WorkerUnavailable:
     return WorkerUnavailable(f"The model '{model.name}' is not ready: {model.workers.summary().stage}.")
+
+
+class WakeCalls:
+    """One per gateway process. Of each model at most one call is under way."""
+
+    def __init__(self, sleeper: Sleeper | None, registry: Registry, control: FlowControl, log: Log) -> None:
+        """Without a `sleeper` nothing sleeps."""
+        self.sleeper = sleeper
+        self._registry, self._control, self._log = registry, control, log
+        self._under_way: dict[str, asyncio.Task[None]] = {}
+
+    def wanted(self, route: str) -> None:
+        """Somebody waits for this model, which sleeps, or would have: wake it."""
+        if self.sleeper is None or route in self._under_way:
+            return
+        task = asyncio.get_running_loop().create_task(self._wake(self.sleeper, route), name=f"wake {route}")
+        self._under_way[route] = task
+        task.add_done_callback(lambda _: self._under_way.pop(route, None))
+
+    def look(self) -> None:
+        """Wake every model that something waits for."""
+        for route in dict.fromkeys(worker.route for worker in self._registry if worker.sleeps):
+            lane = self._control.lane(route)
+            if self._registry.of(route).sleeps and lane is not None and lane.queue.num_waiting:
+                self.wanted(route)
+
+    def close(self) -> None:
+        """Wake nothing more."""
+        for task in self._under_way.values():
+            task.cancel()
+
+    async def _wake(self, sleeper: Sleeper, route: str) -> None:
+        try:
+            await sleeper.wake(route)
+        except PenstockError as error:
+            self._log.warning("a model cannot be woken", model=route, error=error)
+            self._refuse(route, error)
+
+    def _refuse(self, route: str, error: PenstockError) -> None:
+        """End what waits for it: nothing that waits has given output."""
+        if self._registry.of(route).is_ready:
+            return
+        for request in list(self._control.requests()):
+            if request.facts.route == route and request.state is State.QUEUED:
+                assert isinstance(request.io, Reply), f"{request.id} has no reply"
+                request.io.fail(error)

@@ -30,7 +30,7 @@ from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import USED_UP, ChatTemplate
 from penstock.text.reasoning import has_begun
 from penstock.text.sandbox import RanAway
-from penstock.text.token_rules import bad_word_tokens, stop_token_ids
+from penstock.text.tokenizer import bad_word_tokens, stop_token_ids
 from penstock.types import ModelName, SamplingParams
 
 NUM_THREADS = 2

@@ -19,7 +19,7 @@ from penstock.gateway.http.exchange import Exchange, outcome_of
 from penstock.gateway.relay.race import Race, Racer
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.lifecycle.driver import may_try_again
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 from penstock.protocol.stream import StreamHead
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import OutcomeLabel

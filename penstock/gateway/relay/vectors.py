@@ -1,12 +1,15 @@
 """Answers that are numbers: the vectors of a request's texts, collected and then answered once.
 
-Numbers travel as the bytes of float32. What clients ask for as base64 stays bytes to the end.
+Numbers travel as the bytes of float32. What clients ask for as base64 stays bytes to the end. An answer of
+2,048 vectors is half a second's work (cosines, or numbers as text), so it is made in pieces, between which
+others' streams go on.
 """
 
+import asyncio
 import binascii
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from operator import mul
 
 import msgspec
@@ -30,8 +33,11 @@ from penstock.types import FinishReason
 
 Vectors = Sequence[bytes]
 """Float32, little-endian, in the order of the texts."""
-Wording = Callable[[Context, Vectors, VectorUsage], msgspec.Struct]
-"""Makes the body of an answer."""
+Work = Generator[None, None, msgspec.Struct]
+"""Makes the body of an answer, and stops after each vector."""
+Wording = Callable[[Context, Vectors, VectorUsage], Work]
+PIECE_NUMBERS = 8192
+"""Numbers of the vectors that are made into a part of an answer at once: about 2 ms."""
 
 
 class VectorReply(Reply):
@@ -65,9 +71,25 @@ class VectorReply(Reply):
         vectors = [self._found[i] for i in range(self._num_texts)]
         num_tokens = self.exchange.usage().prompt_tokens or 0
         usage = VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-        body = msgspec.json.encode(self._wording(self._context, vectors, usage))
-        self.exchange.respond(Response(body=body))
-        self._found.clear()
+        size = len(vectors[0]) // 4
+        self._go_on(self._wording(self._context, vectors, usage), max(1, PIECE_NUMBERS // size))
+
+    def _go_on(self, work: Work, num_vectors: int) -> None:
+        """Do so much of the work now, and the rest when others had their turn."""
+        if not self.exchange.is_open:  # The client left meanwhile.
+            self._found.clear()
+            return
+        try:
+            for _ in range(num_vectors):
+                next(work)
+        except StopIteration as done:
+            self.exchange.respond(Response(body=msgspec.json.encode(done.value)))
+            self._found.clear()
+        except Exception as error:  # noqa: BLE001 - nobody else would answer.
+            self.listener.on_bug(self, error)
+            self.send_error(error)
+        else:
+            asyncio.get_running_loop().call_soon(self._go_on, work, num_vectors)
 
     def send_error(self, error: Exception) -> None:
         """Nothing was sent yet, so the status can tell."""
@@ -77,11 +99,13 @@ class VectorReply(Reply):
 
 def embeddings(
     context: Context, vectors: Vectors, usage: VectorUsage, *, size: int, base64: bool
-) -> EmbeddingAnswer:
+) -> Generator[None, None, EmbeddingAnswer]:
     """`/v1/embeddings`: vectors of `size` numbers; of longer ones the beginning, scaled to length 1 again."""
-    shown = [cut(vector, size) for vector in vectors]
-    kind = encoded if base64 else numbers
-    data = [EmbeddingItem(index=i, embedding=kind(vector)) for i, vector in enumerate(shown)]
+    kind, data = encoded if base64 else numbers, list[EmbeddingItem]()
+    for i, vector in enumerate(vectors):
+        shown = msgspec.json.encode(kind(cut(vector, size)))
+        data.append(EmbeddingItem(index=i, embedding=msgspec.Raw(shown)))
+        yield
     return EmbeddingAnswer(data=data, model=context.head.model, usage=usage)
 
 

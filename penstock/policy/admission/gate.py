@@ -18,9 +18,8 @@ from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.errors import Overloaded, PenstockError, WorkerUnavailable
 from penstock.policy.admission.admit import AdmissionControl, effective_degrade
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
-from penstock.policy.answers import Diverted, Refused
 from penstock.policy.contracts import Pass, RouteLoad
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import Diverted, Refused, RequestFacts
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.queueing.fair_queue import default_level, ordered_bands

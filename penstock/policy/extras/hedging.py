@@ -22,14 +22,13 @@ from penstock.clock import NS_PER_MS
 from penstock.config.branch import extended
 from penstock.config.fleet import HealthConfig
 from penstock.errors import PenstockError
-from penstock.policy.answers import Abort, Start
 from penstock.policy.contracts import Health
 from penstock.policy.estimates import AMOUNT_MAX, QuantileWindow
-from penstock.policy.flow import State
+from penstock.policy.extras.hooks import Extra
+from penstock.policy.flow import Abort, Start, State
 from penstock.policy.queueing.capacity import uncached_tokens
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Hedge, Request, hedge_of
+from penstock.policy.request import Hedge, Request, hedge_of
 from penstock.types import RequestId, WorkerId
 
 _UNIT = 1_000_000

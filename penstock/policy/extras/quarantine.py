@@ -1,19 +1,19 @@
 """Requests that kill workers: found by who was there, refused for a while, so that one bad prompt does not
 take a fleet down.
 
-When a worker's process dies, every request on it gets a strike, and most were only there. They are tried
-again so that the next death says more: each that had given nothing since it was started there starts alone,
-on a worker where no other suspect is starting, and so does each that is there at a second death; streams that
-were cut continue at once, together, but not beside those (policy/queueing/model_queue.py, until their next
-output). If exactly one suspect was starting when a worker died, that is the cause; if none was, and exactly
-one is there, that one is. With `quarantine_crashes` strikes it is convicted: it is not started again, and its
-like is refused until `refuse_s` have passed. Nobody else is blamed for that death. So a prompt that ends
-whatever computes it takes two workers, in any crowd; one that ends them in the middle of its answer takes
-three. (Group testing, after Dorfman, "The Detection of Defective Members of Large Populations", 1943, with
-the first crowd as the pool.)
+When a worker crashes, every request on it gets a strike, and most were only there. They are tried again so
+that the next crash says more: each that had given nothing since it was started there starts alone, on a
+worker where no other suspect is starting, and so does each that is there at a second crash; streams that were
+cut continue at once, together, but not beside those (policy/queueing/model_queue.py, until their next
+output). If exactly one suspect was starting when a worker crashed, that is the cause; if none was, and
+exactly one is there, that one is. With `quarantine_crashes` strikes it is convicted: it is not started again,
+and its like is refused until `refuse_s` have passed. Nobody else is blamed for that crash. So a prompt that
+ends whatever computes it takes two workers, in any crowd; one that ends them in the middle of its answer
+takes three. (Group testing, after Dorfman, "The Detection of Defective Members of Large Populations", 1943,
+with the first crowd as the pool.)
 
 A request that ends well is exonerated, and so is one that has come `progress_tokens` further than where the
-last worker died. Deaths within `together_ms` may have one cause outside, such as a machine with several
+last worker crashed. Crashes within `together_ms` may have one cause outside, such as a machine with several
 workers: they count once.
 
 Requests are known by the fingerprint of their prompt, which also names tenant and model. `Quarantine` holds
@@ -34,16 +34,16 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.fleet import HealthConfig
 from penstock.errors import CrashingRequest, PenstockError, WorkerError
+from penstock.policy.extras.hooks import Extra
 from penstock.policy.flow import RequestFacts, State
-from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 from penstock.types import RequestId, Usage, WorkerId
 
 Fingerprint = int
 
 
 class InFlightAtCrash(msgspec.Struct, frozen=True, gc=False):
-    """A request at the death of its worker."""
+    """A request at the crash of its worker."""
 
     facts: RequestFacts
     is_starting: bool
@@ -63,7 +63,7 @@ class IsolatedRetry(enum.Enum):
 
 class _Suspect(msgspec.Struct):
     strikes: int = 0
-    """Deaths that it was present at."""
+    """Worker crashes that it was present at."""
     starts: int = 0
     """Of those, the ones where it was starting."""
     num_tokens: int = 0
@@ -76,7 +76,7 @@ class _Suspect(msgspec.Struct):
 
 
 class QuarantineTerms(HealthConfig, frozen=True, kw_only=True):
-    """What happens to a request whose worker's process dies, again and again."""
+    """What happens to a request whose worker crashes, again and again."""
 
     quarantine_crashes: int = 2
     """Worker crashes that a request was present at, the last of them as the likeliest cause, before it is
@@ -146,8 +146,8 @@ class Quarantine:
         starting: Iterable[Fingerprint],
         given: Mapping[Fingerprint, int] | None = None,
     ) -> None:
-        """A worker died, with these requests on it: those that were starting, and what everybody had given in
-        tokens (0 of whom is not named).
+        """A worker crashed, with these requests on it: those that were starting, and what everybody had given
+        in tokens (0 of whom is not named).
         """
         tokens = dict.fromkeys(starting, 0)
         fresh = frozenset(tokens)
@@ -183,7 +183,7 @@ class Quarantine:
         return IsolatedRetry.ALONE if suspect.starts or suspect.strikes > 1 else IsolatedRetry.TOGETHER
 
     def _before(self, now_ns: int, name: Fingerprint, num_tokens: int) -> _Suspect:
-        """What is held against it from earlier deaths; nothing of one that has come further since."""
+        """What is held against it from earlier crashes; nothing of one that has come further since."""
         suspect = self._suspects.get(name)
         if suspect is None or now_ns >= suspect.until_ns:
             return _Suspect()
@@ -195,7 +195,7 @@ class Quarantine:
         return suspect.strikes > 0 and now_ns - suspect.last_ns < self._config.together_ms * NS_PER_MS
 
     def _blame(self, now_ns: int, suspect: _Suspect) -> bool:
-        """Convict the likeliest cause if this was one death too many; whether it is convicted."""
+        """Convict the likeliest cause if this was one crash too many; whether it is convicted."""
         if suspect.is_blocked:
             return True
         if self._is_same_cause(now_ns, suspect) or suspect.strikes + 1 < self._config.quarantine_crashes:
@@ -219,7 +219,7 @@ class Quarantine:
 def _cause(
     in_flight_at_crash: Mapping[Fingerprint, _Suspect], starting: Container[Fingerprint]
 ) -> Fingerprint | None:
-    """Who a death is put down to, by what is known from earlier ones; None if that could be several."""
+    """Who a crash is put down to, by what is known from earlier ones; None if that could be several."""
     if len(in_flight_at_crash) == 1:
         return next(iter(in_flight_at_crash))
     suspects = [name for name, suspect in in_flight_at_crash.items() if suspect.strikes]

@@ -17,30 +17,30 @@ from heapq import heappop, heappush
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Evicted, PenstockError, WorkerUnavailable
-from penstock.policy.answers import Abort, Diverted, Outcome, Queued, Refused, Requeued, Start, Stop
 from penstock.policy.contracts import Pass, RouteLoad
-from penstock.policy.extras.attempt_clock import AttemptClock
 from penstock.policy.extras.hedging import MARK, Hedging
+from penstock.policy.extras.hooks import AttemptClock, Extra
 from penstock.policy.extras.quarantine import CrashQuarantine
-from penstock.policy.flow import Event, RequestFacts, State
-from penstock.policy.lifecycle.fallback import Fallbacks
+from penstock.policy.flow import (
+    Abort,
+    Diverted,
+    Event,
+    Outcome,
+    Queued,
+    Refused,
+    RequestFacts,
+    Requeued,
+    Start,
+    State,
+    Stop,
+)
 from penstock.policy.lifecycle.policies import Policies
-from penstock.policy.lifecycle.transitions import Accounts, Change, Transitions
+from penstock.policy.lifecycle.transitions import Accounts, Change, Fallbacks, Transitions
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import (
-    Action,
-    Evict,
-    Request,
-    Settled,
-    charge,
-    request_of,
-    victims,
-    work_of,
-)
+from penstock.policy.request import Action, Evict, Request, Settled, charge, request_of, victims, work_of
 from penstock.policy.terms import queue_terms
 from penstock.types import RequestId, Usage, WorkerId
 

@@ -15,7 +15,7 @@ come back here before it returns.
 from typing import Protocol
 
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerEjected
-from penstock.policy.answers import (
+from penstock.policy.flow import (
     Abort,
     Diverted,
     FallBack,
@@ -23,13 +23,14 @@ from penstock.policy.answers import (
     Outcome,
     Queued,
     Refused,
+    RequestFacts,
     Requeued,
     Start,
+    State,
 )
-from penstock.policy.flow import RequestFacts, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.machine_costs import Meters
-from penstock.policy.requests.request import Evict, Request, Settled
+from penstock.policy.request import Evict, Request, Settled
 from penstock.types import FinishReason, RequestId, WorkerId
 
 

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 
 from penstock.clock import NS_PER_S
 from penstock.policy.limits.price import PriceList
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 from penstock.types import TOKEN_WEIGHT, RequestId, WorkerId
 
 HOUR_NS = 3600 * NS_PER_S

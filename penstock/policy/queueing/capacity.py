@@ -1,4 +1,4 @@
-"""Room at the workers of one model: who could start something now.
+"""Capacity of the workers of one model: who could start something now.
 
 What this gateway started and has not seen the end of is counted here at once; what a worker reports puts
 right what cannot be known otherwise: streams of other gateways, and KV blocks that are really free. Blocks of
@@ -14,8 +14,7 @@ import msgspec
 
 from penstock.config.flow import QueueConfig
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.slots import DeploymentTerms, slots_of
-from penstock.policy.terms import queue_terms
+from penstock.policy.terms import DeploymentTerms, queue_terms, slots_of
 from penstock.types import RequestId, Usage, WorkerId
 
 _LOOKS_MAX = 8

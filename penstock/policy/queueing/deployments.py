@@ -15,8 +15,8 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity
-from penstock.policy.queueing.slots import DeploymentTerms
+from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity, WorkerView
+from penstock.policy.terms import DeploymentTerms
 from penstock.types import RequestId, Usage, WorkerId
 
 
@@ -62,19 +62,18 @@ class Deployments:
         none is. Its owner clears it before each pass over the queue.
         """
 
-    def set(self, worker_id: WorkerId, terms: DeploymentTerms | None) -> None:
-        """Take a worker's terms; None: it has none."""
-        known = self._known.get(worker_id)
+    def set(self, worker_id: WorkerId, view: WorkerView | None) -> None:
+        """Take the terms in a worker's report, if it has any; None: it is gone."""
+        if view is None:
+            self._known.pop(worker_id, None)
+            return
+        known, terms = self._known.get(worker_id), view.terms
         if terms is None or (known is not None and known.terms == terms):
             return
         made = _Deployment(terms, known.passed if known is not None else self._passed)
         made.requests = _Rate(terms.rpm) if terms.rpm else None
         made.tokens = _Rate(terms.tpm) if terms.tpm else None
         self._known[worker_id] = made
-
-    def forget(self, worker_id: WorkerId) -> None:
-        """It is gone."""
-        self._known.pop(worker_id, None)
 
     def __bool__(self) -> bool:
         return bool(self._known)

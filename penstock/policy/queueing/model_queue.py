@@ -68,7 +68,8 @@ class ModelQueue:
         """Too large for the room there was for too long: a worker is kept free for it."""
         self.avoid: dict[RequestId, set[WorkerId]] = {}
         """Requests that were tried before -> the workers where that failed."""
-        self._deployments = Deployments()
+        self._deployments: Deployments | None = None
+        """None until a worker has terms of its own."""
         self.leaving: set[RequestId] = set()
         """Requests whose prompt is being made for another model: they are started nowhere meanwhile."""
         self.timer_ns: int | None = None
@@ -104,10 +105,10 @@ class ModelQueue:
         """Take a worker's report, or that it is gone."""
         before = self.rooms.num_ready
         self.rooms.set(worker_id, view)
-        if view is None:
-            self._deployments.forget(worker_id)
-        else:
-            self._deployments.set(worker_id, view.terms)
+        if self._deployments is None and view is not None and view.terms is not None:
+            self._deployments = Deployments()
+        if self._deployments is not None:
+            self._deployments.set(worker_id, view)
         if before and not self.rooms.num_ready:
             self._down_ns = now_ns
         self.queue.set_slots(self.rooms.num_slots)
@@ -118,7 +119,8 @@ class ModelQueue:
         """
         queue, rooms = self.queue, self.rooms
         self._now_ns = now_ns
-        self._deployments.due_ns = None
+        if self._deployments is not None:
+            self._deployments.due_ns = None
         for worker_id in self.pace.overdue(now_ns):
             rooms.look_again(worker_id)
         if not queue.num_waiting:
@@ -149,7 +151,8 @@ class ModelQueue:
         self.rooms.book(room, work)
         self.pace.started(now_ns, work, room)
         self.placement.started(now_ns, work, room)
-        self._deployments.started(now_ns, work, room)
+        if self._deployments is not None:
+            self._deployments.started(now_ns, work, room)
 
     def place_hedge(self, now_ns: int, work: Work, worker: WorkerId) -> WorkerCapacity | None:
         """Where a request that runs at `worker` could be started a second time: only if nobody waits, and
@@ -218,7 +221,8 @@ class ModelQueue:
         self.pace.ended(work, room)
         self.rooms.release(room, work)
         self.placement.ended(now_ns, work, room, usage)
-        self._deployments.ended(now_ns, work, room, usage)
+        if self._deployments is not None:
+            self._deployments.ended(now_ns, work, room, usage)
 
     def next_expired(self, now_ns: int) -> tuple[Work, str] | None:
         """One whose wait is over, still in the queue, and why."""
@@ -257,9 +261,9 @@ class ModelQueue:
             times.append(holds[0][0])
         if self.queue.num_waiting:
             # What is over by now has been looked at: a time in the past would be asked for again and again.
-            again = (
-                self._health.due_ns(self.route), self._deployments.due_ns, self.pace.next_overdue_ns(),
-            )  # fmt: skip
+            again = [self._health.due_ns(self.route), self.pace.next_overdue_ns()]
+            if self._deployments is not None:
+                again.append(self._deployments.due_ns)
             times += [time for time in again if time is not None and time > now_ns]
         return min((time for time in times if time is not None), default=None)
 

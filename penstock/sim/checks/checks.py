@@ -34,8 +34,7 @@ from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
-from penstock.policy.answers import Outcome, UsageRecord
-from penstock.policy.flow import State
+from penstock.policy.flow import Outcome, State, UsageRecord
 from penstock.policy.terms import queue_terms
 from penstock.schedule.request import Request, Status
 from penstock.sim.checks.order_checks import ObservedStart, OrderChecks

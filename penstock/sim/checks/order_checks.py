@@ -25,7 +25,7 @@ from penstock.policy.flow import State
 from penstock.policy.queueing.band import Band, Work
 from penstock.policy.queueing.capacity import WorkerCapacity, can_resume_at
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.requests.request import blocks_of
+from penstock.policy.request import blocks_of
 from penstock.policy.terms import PlacementTerms, queue_terms
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Submission

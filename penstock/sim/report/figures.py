@@ -25,7 +25,7 @@ import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.config.routing import ModelRoute, RoutingConfig
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.sim.report.figures import Objective, Spread
 from penstock.sim.scenarios.scenario import (
     ANSWER,

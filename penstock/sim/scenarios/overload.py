@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from penstock.clock import NS_PER_S
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.policy.tenant import Tenant
 from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.report.figures import Objective

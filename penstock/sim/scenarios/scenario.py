@@ -23,7 +23,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import ConfigError
 from penstock.planning.roofline import Placed, Roofline, accelerator, model_shape, unknown
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.sim.report.figures import Figures, Objective, Spread
 from penstock.sim.scenarios.setup import Knobs, Played, Setup, play, promised
 from penstock.sim.traffic.request import RequestRecord

@@ -19,7 +19,7 @@ from penstock.config.tree import Config, Scheduling
 from penstock.errors import ConfigError
 from penstock.planning.step_time import StepShape, StepTime
 from penstock.policy.admission.admit import IDLE_FACTOR, Promise, Promises
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.sim.report.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of
 from penstock.sim.traffic.request import RequestRecord, SimRequest

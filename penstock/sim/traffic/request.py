@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 
 RETRY_MARK = "^"
 """Ends the id of a request that comes again, once for each time."""

@@ -21,7 +21,7 @@ from msgspec import structs
 
 from penstock import rng
 from penstock.clock import NS_PER_S
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.sim.traffic.request import RETRY_MARK, RequestRecord, Segment, SimRequest
 
 

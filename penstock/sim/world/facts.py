@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.config.tree import Config
-from penstock.policy.answers import UsageRecord
+from penstock.policy.flow import UsageRecord
 from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.policy.queueing.capacity import Placement
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 from penstock.policy.resilience.anomalies import Anomalies, Change
 from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.request import RequestRecord, SimRequest

@@ -18,17 +18,16 @@ from penstock.clock import NS_PER_S
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerEjected, WorkerUnavailable
 from penstock.kv.events import Numbered
 from penstock.policy.admission.gate import ModelFacts
-from penstock.policy.answers import Diverted, FallBack, Outcome, Refused, Start, UsageRecord
 from penstock.policy.extras.hedging import HedgeOutcome
-from penstock.policy.flow import RequestFacts
+from penstock.policy.flow import Diverted, FallBack, Outcome, Refused, RequestFacts, Start, UsageRecord
 from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_counters import FairCounters
-from penstock.policy.queueing.slots import part_of_rows
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
+from penstock.policy.terms import part_of_rows
 from penstock.sim.traffic.prompts import LazyTokens
 from penstock.sim.traffic.request import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from penstock.clock import NS_PER_MS
 from penstock.config.engine_settings import promised
 from penstock.config.tree import Config
-from penstock.policy.answers import Outcome, UsageRecord
+from penstock.policy.flow import Outcome, UsageRecord
 from penstock.policy.queueing.capacity import Placement
 from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.request import RequestRecord

@@ -15,8 +15,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
 from penstock.gc_tuning import rare_gc
 from penstock.kv.events import KVEvent, Numbered
-from penstock.policy.answers import UsageRecord
-from penstock.policy.flow import SLICE_TOKENS
+from penstock.policy.flow import SLICE_TOKENS, UsageRecord
 from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.sim.traffic.prompts import Streams

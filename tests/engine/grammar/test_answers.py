@@ -25,8 +25,8 @@ from penstock.engine.grammar.compiler import CompiledGrammar, GrammarCompiler, c
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 from penstock.engine.runner import Runner
 from penstock.errors import InvalidRequest
-from penstock.protocol.grammar import Grammar
 from penstock.protocol.worker import Submit
+from penstock.protocol.worker_parts import Grammar
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, SamplingParams
 

@@ -18,10 +18,9 @@ from demo_grammars import tokens
 from penstock.engine.grammar.answer import GrammarAnswer
 from penstock.engine.grammar.compiler import CompiledGrammar, compile_grammar
 from penstock.errors import InvalidRequest
-from penstock.protocol.grammar import Grammar
+from penstock.protocol.worker_parts import Grammar
 from penstock.text.tool_formats import TOOL_FORMAT_NAMES, tool_format
-from penstock.text.tool_types import kind_of
-from penstock.text.tools import ParsedToolCall, Text, WholeEvent, joined
+from penstock.text.tools import ParsedToolCall, Text, WholeEvent, joined, kind_of
 
 WEATHER = {
     "type": "object",

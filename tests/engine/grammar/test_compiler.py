@@ -23,9 +23,9 @@ from penstock.engine.grammar.compiler import (
 )
 from penstock.engine.grammar.trial import Trials
 from penstock.errors import InvalidRequest, WorkerUnavailable
-from penstock.protocol.grammar import Grammar
 from penstock.protocol.needs import calls_schema
 from penstock.protocol.openai_validate import parse_chat
+from penstock.protocol.worker_parts import Grammar
 
 
 def pattern(text: str) -> Grammar:

@@ -17,7 +17,7 @@ from demo_grammars import tokens
 
 from penstock.engine.grammar.compiler import GrammarCompiler, compile_grammar
 from penstock.errors import InvalidRequest
-from penstock.protocol.grammar import Grammar
+from penstock.protocol.worker_parts import Grammar
 from penstock.rng import stream
 
 TOKENS_MAX = 120

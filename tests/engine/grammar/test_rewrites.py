@@ -15,7 +15,7 @@ from demo_grammars import tokens
 
 from penstock.engine.grammar.compiler import compile_grammar
 from penstock.errors import InvalidRequest
-from penstock.protocol.grammar import Grammar
+from penstock.protocol.worker_parts import Grammar
 
 
 def maker(form: dict[str, object]) -> Callable[[object], bool]:

@@ -14,7 +14,7 @@ from demo_grammars import tokens
 from penstock.engine.grammar.answer import GrammarAnswer
 from penstock.engine.grammar.compiler import CompiledGrammar, compile_grammar
 from penstock.engine.grammar.rows import KEPT_MAX, GrammarRows
-from penstock.protocol.grammar import Grammar
+from penstock.protocol.worker_parts import Grammar
 from penstock.schedule.plan import NewRow
 from penstock.types import RequestId, SamplingParams
 

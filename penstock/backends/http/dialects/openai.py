@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API: what everything compatible with it shares (vllm.py, trtllm.py), and providers with a
+"""OpenAI's HTTP API: what everything compatible with it shares (vllm.py, triton.py), and providers with a
 key.
 
     provider  POST {base}/chat/completions   the client's own messages and tools; text and tool calls come
@@ -89,7 +89,7 @@ def models_of(body: bytes, model: str) -> ServerFacts:
     return ServerFacts(
         models=tuple(card.id for card in cards),
         max_model_len=lengths[0] if lengths else None,
-        adapters=frozenset(card.id for card in cards if card.parent),
+        adapters={card.id: card.root or "" for card in cards if card.parent},
     )
 
 

@@ -1,4 +1,5 @@
-"""Triton Inference Server's generate extension over HTTP (its docs/protocol/extension_generate.md).
+"""NVIDIA's servers. Triton Inference Server's generate extension over HTTP (its
+docs/protocol/extension_generate.md):
 
     POST /v2/models/{model}/generate_stream   {"id", "text_input", "parameters": {...}}
     data: {"model_name", "model_version", "text_output"}     each a further piece of the answer
@@ -8,6 +9,11 @@ name, or to its request parameters. The names sent here are those of its TensorR
 Answers are text alone, and neither say why they ended nor count, unless the model has outputs
 `finish_reason`, `num_output_tokens` and `num_input_tokens`, as the vLLM backend can. Otherwise the end of the
 stream is the end of the answer.
+
+And TensorRT-LLM's server, `trtllm-serve` (its serve/openai_protocol.py, versions 0.17 to 1.2), which speaks
+OpenAI's API. It forbids fields that it does not know. With `detokenize` off it answers with token ids instead
+of text. It has no cache salt for plain completions: its KV cache is shared by all tenants (docs/backends.md
+says what that means).
 """
 
 from typing import Any
@@ -24,7 +30,7 @@ from penstock.backends.http.dialects.base import (
     refuse,
     said_by,
 )
-from penstock.backends.http.dialects.openai import finish_of
+from penstock.backends.http.dialects.openai import CompletionReader, EngineDialect, finish_of
 from penstock.protocol.server_answers import ErrorEvent
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import COMMON_CAPABILITIES, Capability, FinishReason
@@ -134,3 +140,26 @@ class TritonDialect:
     def reader(self, request: GenerateRequest) -> TritonReader:
         """See `Dialect`."""
         return TritonReader()
+
+
+class TrtllmDialect(EngineDialect):
+    """TensorRT-LLM."""
+
+    engine = "trtllm"
+    capabilities = COMMON_CAPABILITIES - {Capability.ECHO_LOGPROBS}
+
+    def submission(self, request: GenerateRequest) -> HttpSubmission:
+        """See `Dialect`."""
+        sampling = request.sampling
+        refuse(self.engine, echo=sampling.prompt_logprobs is not None)
+        fields = self.token_fields(request) | {"detokenize": False}
+        if sampling.logprobs is not None:
+            fields["logprobs"] = max(1, sampling.logprobs)  # 0 means none to it.
+        if self._has_priorities and request.priority:
+            # Ours goes down to the most urgent, its own up to 1 from 0.
+            fields["priority"] = min(1.0, max(0.0, 0.5 - request.priority / 100))
+        return HttpSubmission("/v1/completions", _encode(fields))
+
+    def reader(self, request: GenerateRequest) -> CompletionReader:
+        """See `Dialect`."""
+        return CompletionReader(request)

@@ -12,9 +12,20 @@ from typing import Any
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.policy.answers import Abort, FallBack, GiveUp, Outcome, Start, UsageRecord
 from penstock.policy.contracts import Pass, TokenHold
-from penstock.policy.flow import TABLE, Event, RequestFacts, State, Step
+from penstock.policy.flow import (
+    TABLE,
+    Abort,
+    Event,
+    FallBack,
+    GiveUp,
+    Outcome,
+    RequestFacts,
+    Start,
+    State,
+    Step,
+    UsageRecord,
+)
 from penstock.policy.queueing.band import Work, cost
 from penstock.policy.queueing.capacity import WorkerCapacity
 from penstock.policy.queueing.model_queue import ModelQueue
@@ -447,7 +458,7 @@ def victims(
     return chosen
 
 
-# How requests end, as `FlowControl` answers it. Its other answers are in answers.py, which knows no request.
+# How requests end, as `FlowControl` answers it. Its other answers are in flow.py, which knows no request.
 
 
 class Settled(msgspec.Struct, frozen=True):

@@ -1,5 +1,11 @@
-"""Ends attempts that give nothing in time, so that the request goes on elsewhere; and requests whose client
-does not wait any longer.
+"""What a plug-in on the lives of requests may hook into, and the one that every gateway has, the attempt
+clock. Hedging and the crash quarantine are the others.
+
+`FlowControl` calls each hook of each plug-in that is configured; one that is off is absent. A plug-in keeps
+what it knows beside the request, not in it.
+
+The attempt clock ends attempts that give nothing in time, so that the request goes on elsewhere; and requests
+whose client does not wait any longer.
 
     the client's bound     x-penstock-max-wait-ms, from its arrival: a request without output ends then. Half
                            of what is left of it is what an attempt at an external worker gets, if another
@@ -16,19 +22,72 @@ Of a worker of ours more is known (heartbeats, its queue, how fast it computes),
 configuration's bounds (section `backends`) hold in any case, where the connection is read.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.errors import AttemptTimeout, Evicted, PenstockError
-from penstock.policy.answers import GiveUp
 from penstock.policy.contracts import Health
 from penstock.policy.estimates import AMOUNT_MAX, QuantileWindow, nearest_rank
-from penstock.policy.flow import State
+from penstock.policy.flow import Abort, GiveUp, RequestFacts, Start, State
 from penstock.policy.queueing.capacity import uncached_tokens
-from penstock.policy.requests.extra import Extra
-from penstock.policy.requests.request import Request
+from penstock.policy.request import Request
 from penstock.types import RequestId, Usage, WorkerId
+
+
+class Extra:
+    """The hooks. Each does nothing here."""
+
+    __slots__ = ()
+
+    def refusal(self, now_ns: int, facts: RequestFacts) -> PenstockError | None:
+        """Why a request that arrives is refused; None if it is not."""
+
+    def queued(self, now_ns: int, request: Request) -> None:
+        """A request was put into a queue, for the first time or another model's."""
+
+    def started(self, now_ns: int, request: Request) -> None:
+        """A request was dispatched to a worker."""
+
+    def first_output(self, now_ns: int, request: Request) -> None:
+        """Its worker sent its first output of this attempt."""
+
+    def attempt_lost(
+        self,
+        now_ns: int,
+        request: Request,
+        worker: WorkerId,
+        error: PenstockError | None,
+        usage: Usage | None,
+    ) -> None:
+        """An attempt failed on a worker. It may be tried again, on another one."""
+
+    def ending(self, now_ns: int, request: Request) -> Abort | None:
+        """Its attempt ends, or is to end. Returns what else of it must be aborted."""
+
+    def left(self, request: Request) -> None:
+        """It is in its model's queue and at its workers no more: it has ended, or moves to another model."""
+
+    def finished(self, facts: RequestFacts) -> None:
+        """A request ended well."""
+
+    def evictions(self, now_ns: int) -> Iterable[tuple[Request, str, PenstockError]]:
+        """Requests that must not be waited for any longer, with the reason and the error.
+
+        Called first of all at each dispatch.
+        """
+        return ()
+
+    def due(self, now_ns: int) -> Iterable[Start | GiveUp]:
+        """What to start, besides what the queues start, and which attempts to end.
+
+        Called last of all at each dispatch.
+        """
+        return ()
+
+    def next_ns(self) -> int | None:
+        """When `due` must be called if nothing happens until then; None: not at all."""
+
 
 FACTOR, QUANTILE = 4, 0.95
 """A first token is given up after so many times what 19 of 20 such prompts took there."""

@@ -1,1 +1,0 @@
-"""What is one accepted request, what is held for it, and where do plug-ins hook into its life?"""
