@@ -21,7 +21,7 @@ import msgspec
 from provenance import add_json_option, write_result
 
 from penstock.clock import NS_PER_S
-from penstock.policy.answers import Outcome
+from penstock.policy.flow import Outcome
 from penstock.policy.rollout.cohorts import GROUPS, Cohort, bucket_of, cohort_of
 from penstock.policy.rollout.evidence import Observation
 from penstock.policy.rollout.rollout import Rollout, RolloutPlan, RolloutState
