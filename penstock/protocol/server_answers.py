@@ -89,6 +89,8 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     max_model_len: int | None = None
     parent: str | None = None
+    root: str | None = None
+    """Of vLLM's adapters, the path."""
 
 
 class ListedModels(msgspec.Struct, frozen=True, kw_only=True):

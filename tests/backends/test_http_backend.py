@@ -79,7 +79,7 @@ def test_adapters_are_those_that_it_lists_and_a_request_names_one_as_the_model()
     server.metrics, server.adapters = (VLLM + ADAPTERS).decode(), ("brief", "other")
 
     async def check(backend: HttpBackend) -> None:
-        await until(lambda: backend.status.adapters == Adapters({"brief", "other"}, {"brief"}))
+        await until(lambda: backend.status.adapters == Adapters({"brief", "other"}, {"brief"}, room=2))
         recorder = Recorder()
         request = GenerateRequest(
             request_id=RequestId("r"),
@@ -95,7 +95,7 @@ def test_adapters_are_those_that_it_lists_and_a_request_names_one_as_the_model()
         with pytest.raises(WorkerUnavailable, match="'tone'"):
             backend.generate(replace(request, request_id=RequestId("s"), adapter="tone"), Recorder())
         server.adapters = ("tone",)
-        await until(lambda: backend.status.adapters == Adapters({"tone"}, {"tone"}))
+        await until(lambda: backend.status.adapters == Adapters({"tone"}, {"tone"}, room=2))
 
     run(server, "vllm", check, config=HttpBackendLimits(probe_s=0.02))
 

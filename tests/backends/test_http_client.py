@@ -15,9 +15,9 @@ from cryptography.x509.oid import NameOID
 from engine_stand_ins import StandIn, VllmStandIn, serving, until
 
 from penstock.backends.http.address import HttpAddress, HttpLimits
-from penstock.backends.http.backend import ProbeFailed, fetch
 from penstock.backends.http.client import HttpClient, NoConnection
 from penstock.backends.http.handler import FailureKind, HttpFailure
+from penstock.backends.http.small_answer import ProbeFailed, fetch
 from penstock.backends.silence import MIN_NS, Gaps
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.errors import ConfigError

@@ -5,6 +5,7 @@ with the model, and how they come and go while it runs.
 import contextlib
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -28,22 +29,22 @@ LONG = "Tell me of rivers, and of the sluices that hold them back. " * 4
 class Place:
     """A server with two adapters in its file, and the file."""
 
-    def __init__(self, place: Path, *, processes: int = 1) -> None:
+    def __init__(self, place: Path, *, processes: int = 1, replicas: int = 1) -> None:
         self.place = place
         self.adapters = {
             name: write_adapter_for(place / name, DEMO, seed=i) for i, name in enumerate(("fr", "de", "it"))
         }
         keys = place / "keys.json"
         self.open, self.closed = (add(keys, tenant=tenant).key for tenant in ("all", "some"))
-        self.write("fr", "de", processes=processes, version=processes - 1)
+        self.write("fr", "de", processes=processes, version=processes - 1, replicas=replicas)
         self.server = Server(place, "-c", str(place / "config.yaml"), PENSTOCK_ADMIN_KEY=ADMIN)
         self.server.wait_ready()
 
-    def write(self, *names: str, processes: int = 1, version: int = 0) -> None:
+    def write(self, *names: str, processes: int = 1, version: int = 0, replicas: int = 1) -> None:
         adapters = ", ".join(f"{name}: {self.adapters[name]}" for name in names)
         engine = "dtype: float32, threads: 1, kv_memory_bytes: 16777216, max_running: 8, adapter_slots: 2"
         (self.place / "config.yaml").write_text(
-            f"models: [{{path: {DEMO}, name: mini, version: {version}, "
+            f"models: [{{path: {DEMO}, name: mini, version: {version}, replicas: {replicas}, "
             f"adapters: {{{adapters}}}, engine: {{{engine}}}}}]\n"
             f"auth: {{keys_file: {self.place / 'keys.json'}}}\n"
             f"tenants: [{{id: some, adapters: [de]}}]\n"
@@ -183,6 +184,38 @@ def test_every_gateway_process_knows_what_was_loaded_at_one(tmp_path: Path) -> N
         assert "gone" not in place.names()
     finally:
         place.server.close()
+
+
+def test_a_stream_goes_on_at_another_worker_that_has_its_adapter(tmp_path: Path) -> None:
+    """Its worker is killed in the middle: the text is the one that nothing befell."""
+    place = Place(tmp_path, replicas=2)
+    prompt, most = "What is a river?", 300
+    extra = {"ignore_eos": True}
+    try:
+        with place.client() as client:
+            ask_whole = partial(
+                client.completions.create, prompt=prompt, max_tokens=most, temperature=0, extra_body=extra
+            )
+            whole = ask_whole(model="fr").choices[0].text
+            before = cpu_times(place.server)
+            stream = client.completions.create(
+                model="fr", prompt=prompt, max_tokens=most, temperature=0, extra_body=extra, stream=True,
+                stream_options={"include_usage": True},
+            )  # fmt: skip
+            chunks = [next(stream) for _ in range(60)]
+            now = cpu_times(place.server)
+            psutil.Process(max(now, key=lambda pid: now[pid] - before[pid])).kill()  # The one that computes.
+            chunks += stream
+            assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
+            assert chunks[-1].penstock["migrated"] == "exact"
+            assert whole != ask_whole(model="mini").choices[0].text
+    finally:
+        place.server.close()
+
+
+def cpu_times(server: Server) -> dict[int, float]:
+    """Seconds that each of its workers has computed."""
+    return {pid: sum(psutil.Process(pid).cpu_times()[:2]) for pid in server.workers}
 
 
 def gateways(server: Server) -> set[int]:

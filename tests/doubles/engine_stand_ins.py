@@ -76,6 +76,8 @@ class StandIn:
         self.num_running = self.num_aborted = self.num_connections = 0
         self.metrics: str | None = None
         self.adapters: tuple[str, ...] = ()
+        self.roots: dict[str, str] = {}
+        """Where its adapters are from, where it tells."""
         self.healthy = True
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -200,7 +202,10 @@ class StandIn:
 
     def models(self) -> dict[str, Any]:
         cards = [{"id": self.MODEL, "object": "model", "parent": None, "max_model_len": 32768}]
-        cards += [{"id": name, "object": "model", "parent": self.MODEL} for name in self.adapters]
+        cards += [
+            {"id": name, "object": "model", "parent": self.MODEL, "root": self.roots.get(name)}
+            for name in self.adapters
+        ]
         return {"object": "list", "data": cards}
 
     def events(self, body: dict[str, Any]) -> AsyncIterator[Any]:
@@ -220,6 +225,26 @@ class StandIn:
 class VllmStandIn(StandIn):
     GENERATES = ("/v1/completions",)
     SENDS_IDS = True
+    LOADS_ADAPTERS = False
+    """VLLM_ALLOW_RUNTIME_LORA_UPDATING. A path that ends in "bad" is none that it can read."""
+
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
+        verb = request.path.removeprefix("/v1/").removesuffix("_lora_adapter")
+        if not self.LOADS_ADAPTERS or verb not in ("load", "unload"):
+            await super()._answer(request, writer)
+            return
+        self.requests.append(request)
+        name, path = request.json["lora_name"], request.json.get("lora_path", "")
+        if verb == "load" and (name in self.adapters or path.endswith("bad")):
+            why = "has already been loaded" if name in self.adapters else f"No adapter found for {path}"
+            body = {"error": {"message": f"The lora adapter '{name}': {why}", "code": 400}}
+            await self.respond(writer, 400, json.dumps(body).encode(), {"content-type": "application/json"})
+            return
+        self.adapters = tuple(each for each in self.adapters if each != name)
+        self.roots.pop(name, None)
+        if verb == "load":
+            self.adapters, self.roots[name] = (*self.adapters, name), path
+        await self.respond(writer, 200, b"Success", {"content-type": "text/plain"})
 
     async def events(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         seed, limit = body["seed"] or 0, body.get("logprobs")

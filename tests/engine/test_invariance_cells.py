@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from engine_driver import Answer, Driver
 from gguf_files import convert
+from knowing_proposer import KnowingProposer
 from lora_checkpoints import write_adapter
 from tiny_models import LLAMA3_ROPE, PHI3, VOCAB_SIZE, save, tiny_model
 
@@ -204,3 +205,39 @@ def test_preemption_without_a_host_tier(case: Case, overlap: str, chunk: int, pr
         f"every request was preempted in one of the orders: {counts}"
     )
     assert set.union(*counts) == {0, 1, 2}, f"never, once, and more often: {counts}"
+
+
+def told(answers: list[Answer]) -> list[tuple[list[int], object, object]]:
+    return [(answer.token_ids, answer.logprobs, answer.prompt_logprobs) for answer in answers]
+
+
+def test_drafts_change_nothing(case: Case) -> None:
+    """Guesses that are often right and sometimes wrong, of rows with and without adapters, with too few
+    blocks; and n-grams of the texts themselves.
+    """
+    prompts, params = crowd(1)
+    answers = zip(prompts, case.crowd_alone, strict=True)
+    texts = [[*prompt, *answer.token_ids] for prompt, answer in answers]
+    for proposer in (KnowingProposer(texts), None):
+        driver = case.driver(
+            speculation="ngram", draft_worth=0.0, overlap="on", kv_memory_bytes=14 * case.block_bytes
+        )
+        if proposer is not None:
+            driver.runner.proposer = proposer
+        assert told(driver.ask(prompts, params, adapters=case.named())) == told(case.crowd_alone)
+        stats = driver.core.stats()
+        assert proposer is None or 20 < stats.accepted_tokens < stats.drafted_tokens
+
+
+def test_another_worker_goes_on_where_one_was_lost(case: Case) -> None:
+    """What it had said is computed again with the same adapter: tokens and log-probabilities are those of an
+    answer that nothing befell.
+    """
+    prompts, params = crowd(1)
+    for said in (1, 17):
+        driver = case.driver()
+        begun = [answer.token_ids[:said] for answer in case.crowd_alone]
+        rest = driver.ask(prompts, params, begun, adapters=case.named())
+        for before, now, whole in zip(begun, rest, case.crowd_alone, strict=True):
+            assert [*before, *now.token_ids] == whole.token_ids
+            assert now.logprobs == whole.logprobs[said:]

@@ -65,6 +65,7 @@ def real_vllm(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_CACHE_ROOT": str(PEERS / "vllm-cache"),
     }
     command = [str(program), "serve", str(model), "--served-model-name", "served", "--host", "127.0.0.1"]
@@ -120,6 +121,12 @@ def make_adapter(path: Path, model: Path, seed: int) -> Path:
     settings |= {"lora_dropout": 0.0, "target_modules": [*wide], "base_model_name_or_path": "28m"}
     (path / "adapter_config.json").write_text(json.dumps(settings))
     return path
+
+
+@pytest.fixture(scope="session")
+def adapter_of(model_28m: Path) -> Callable[[Path, int], Path]:
+    """Writes one for the 28M model into a directory; equal seeds, equal adapters: ADAPTERS have 0, 1."""
+    return lambda path, seed: make_adapter(path, model_28m, seed)
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,10 @@ is.
     a connection refused or broken in mid-answer: not ready at once, and probed at once
 
 Which API it speaks is a `Dialect`'s business. A worker that serves another model than it should is not ready.
-`fetch` is one small GET, for probes and for other servers that are asked little.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -27,11 +26,13 @@ from penstock.backends.base import (
     end_streams,
     nothing,
 )
+from penstock.backends.http.adapter_calls import AdapterCalls
 from penstock.backends.http.address import HttpBackendLimits
-from penstock.backends.http.client import HttpClient, HttpExchange, NoConnection
+from penstock.backends.http.client import HttpClient, NoConnection
 from penstock.backends.http.dialects.base import Dialect, ServerFacts
 from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
-from penstock.backends.http.handler import Anomaly, HttpFailure
+from penstock.backends.http.handler import Anomaly
+from penstock.backends.http.small_answer import ProbeFailed, fetch
 from penstock.backends.http.stream import HttpStream, StreamContext
 from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import NS_PER_S, Clock, sleep
@@ -41,55 +42,6 @@ from penstock.telemetry.metrics import BackendMeters
 from penstock.text.detokenizer import PieceTokens
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId
-
-
-class ProbeFailed(Exception):
-    """The worker does not answer a probe as it should."""
-
-
-class _Whole:
-    """Collects one small answer."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-        self.exchange: HttpExchange | None = None
-        self._status, self._body, self._bytes_max = 0, bytearray(), bytes_max
-
-    def on_response(self, status: int, headers: Mapping[bytes, bytes]) -> None:
-        self._status = status
-
-    def on_body(self, data: bytes) -> None:
-        self._body += data
-        if self.exchange is not None:
-            self.exchange.touch()
-        if len(self._body) > self._bytes_max and not self.done.done():
-            self.done.set_exception(ProbeFailed(f"an answer of more than {self._bytes_max} bytes"))
-
-    def on_end(self) -> None:
-        if not self.done.done():
-            self.done.set_result((self._status, bytes(self._body)))
-
-    def on_failure(self, failure: HttpFailure) -> None:
-        if not self.done.done():
-            self.done.set_exception(ProbeFailed(failure.message))
-
-
-async def fetch(client: HttpClient, path: str, bytes_max: int) -> tuple[int, bytes]:
-    """GET a small answer: its status and body.
-
-    Raises:
-        ProbeFailed: there is none, or it is over `bytes_max`.
-    """
-    handler = _Whole(bytes_max)
-    try:
-        handler.exchange = client.start("GET", path, handler)
-    except NoConnection as error:
-        raise ProbeFailed(str(error)) from None
-    try:
-        return await handler.done
-    finally:
-        handler.exchange.abort()
-
 
 NOTES_MAX = 20
 """Lines kept in `BackendStatus.notes`; older ones go first."""
@@ -171,8 +123,9 @@ class HttpBackend:
         self._load_ns = 0
         self._complaints: set[str] = set()
         self._num_probes = 0
-        self._adapters: frozenset[str] = frozenset()
+        self._adapters = AdapterCalls(client, look=self._ask_facts, on_news=self._tell_adapters)
         self._used: tuple[str, ...] = ()
+        self._adapters_max = 0
 
     @property
     def status(self) -> BackendStatus:
@@ -248,6 +201,23 @@ class HttpBackend:
             return ""
         return "" if self._dialect.sends_chats and request.is_chat else grammar.begins_after
 
+    @property
+    def takes_adapters(self) -> bool:
+        """See `LoadsAdapters`. Whether it lets them come at run time shows when one is to come."""
+        return self._dialect.has_adapters and self._status.info is not None
+
+    def load_adapter(self, name: str, path: str, digest: str, *, is_wanted: bool = False) -> None:
+        """See `LoadsAdapters`."""
+        if not is_wanted:  # It brings what it has into memory itself when a request names it.
+            self._adapters.want(name, path, digest)
+
+    def keep_adapters(self, names: tuple[str, ...]) -> None:
+        """See `LoadsAdapters`: it keeps those that requests name, and they come where their home is."""
+
+    def unload_adapter(self, name: str) -> None:
+        """See `LoadsAdapters`."""
+        self._adapters.want_no_more(name)
+
     async def drain(self, timeout_s: float) -> None:
         """See `Backend.drain`. The worker stays: it is not ours."""
         self._draining = True
@@ -262,6 +232,7 @@ class HttpBackend:
             self._probing.cancel()
             await asyncio.wait([self._probing])
             self._probing = None
+        self._adapters.close()
         for stream in list(self._streams.values()):
             stream.fail(_broken("this gateway closed the connection", stream))
         self._client.close()
@@ -325,7 +296,7 @@ class HttpBackend:
             self._expect_ok(await fetch(self._client, path, FACTS_BYTES_MAX), path)
         self._num_probes += 1
         knows = self._status.info is not None and self._status.ready and bool(path)
-        if not knows or ((self._adapters or self._used) and self._num_probes % FACTS_EVERY == 0):
+        if not knows or ((self._adapters.matter or self._used) and self._num_probes % FACTS_EVERY == 0):
             await self._ask_facts()  # Adapters come and go while it runs.
         await self._read_load()
         if not self._status.ready and not self._draining:
@@ -357,7 +328,8 @@ class HttpBackend:
         length = self._worker.max_model_len or facts.max_model_len
         if not length:
             raise WrongWorker("it does not say how long its context is: set max_model_len of the worker")
-        self._adapters = facts.adapters if self._dialect.has_adapters else frozenset()
+        if self._dialect.has_adapters:
+            self._adapters.listed_now(facts.adapters)
         self._tell_adapters()
         known = self._status.info
         info = ModelInfo(
@@ -397,15 +369,23 @@ class HttpBackend:
             self._meters.missing(name)
             self._complain(name, f"its metrics lack {name}")
         self._load_ns = self._clock.now_ns()
-        self._used = load.adapters or ()
+        self._used, self._adapters_max = load.adapters or (), load.adapters_max
         self._tell_adapters()
         self._status.stats = self._stats(load)
         self.on_change()
 
     def _tell_adapters(self) -> None:
-        now = Adapters(self._adapters, self._adapters.intersection(self._used))
+        served = self._adapters.served()
+        now = Adapters(
+            served,
+            served.intersection(self._used),
+            paths=self._adapters.paths(),
+            failed=dict(self._adapters.failed),
+            room=self._adapters_max,
+        )
         if now != self._status.adapters:
             self._status.adapters = now
+            self.on_change()
 
     def _stats(self, load: EngineLoad) -> Stats | None:
         """The load as the rest of the gateway knows it; None if what counts most is not told."""

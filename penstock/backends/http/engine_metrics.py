@@ -113,6 +113,8 @@ class EngineLoad:
     """What its KV cache holds at most."""
     adapters: tuple[str, ...] | None = None
     """The adapters used last, the most recent at the end, as many as it keeps loaded."""
+    adapters_max: int = 0
+    """How many it keeps loaded; 0: it does not say."""
     missing: tuple[str, ...] = ()
     """Names of metrics that were expected and not there."""
 
@@ -176,6 +178,7 @@ def load_of(samples: Samples, names: LoadNames, *, model: str = "") -> EngineLoa
         kv_usage=None if usage is None else min(1.0, max(0.0, sum(usage) / len(usage))),
         kv_tokens=kv_tokens,
         adapters=_adapters(samples, names),
+        adapters_max=_adapters_max(samples, names),
         missing=tuple(missing),
     )
 
@@ -204,15 +207,21 @@ def _adapters(samples: Samples, names: LoadNames) -> tuple[str, ...] | None:
     """What was used last, oldest first; None: it does not say."""
     if names.adapters is None or not (series := samples.get(names.adapters[0])):
         return None
-    _, running, waiting, limit_label = names.adapters
+    _, running, waiting, _ = names.adapters
     used: dict[str, None] = {}
     for sample in sorted(series, key=_value):
         words = f"{sample.labels.get(waiting, '')},{sample.labels.get(running, '')}".split(",")
         for name in filter(None, words):
             used.pop(name, None)
             used[name] = None
-    count = _digits(series[0].labels.get(limit_label, ""))
+    count = _adapters_max(samples, names)
     return tuple(used)[-count:] if count else ()
+
+
+def _adapters_max(samples: Samples, names: LoadNames) -> int:
+    if names.adapters is None or not (series := samples.get(names.adapters[0])):
+        return 0
+    return _digits(series[0].labels.get(names.adapters[3], ""))
 
 
 def _value(sample: Sample) -> float:

@@ -127,8 +127,8 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...] = ()
     """Names that it answers to; empty: it does not say."""
     max_model_len: int | None = None
-    adapters: frozenset[str] = frozenset()
-    """Of `models`, those that are adapters of the others."""
+    adapters: Mapping[str, str] = {}
+    """Of `models`, those that are adapters of the others, and where they are from, if it tells."""
 
 
 class Dialect(Protocol):

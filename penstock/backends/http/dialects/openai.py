@@ -89,7 +89,7 @@ def models_of(body: bytes, model: str) -> ServerFacts:
     return ServerFacts(
         models=tuple(card.id for card in cards),
         max_model_len=lengths[0] if lengths else None,
-        adapters=frozenset(card.id for card in cards if card.parent),
+        adapters={card.id: card.root or "" for card in cards if card.parent},
     )
 
 
