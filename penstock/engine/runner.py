@@ -166,11 +166,12 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up_again(self) -> None:
-        """After sleep: one token. That the largest steps fit was seen when the process started, and their
-        scratch is committed as it is used.
+        """After sleep: one token, through the first layer. That the largest steps fit was seen when the
+        process started, and their scratch is committed as it is used.
         """
         plan = largest_step(BatchLimits(1, 1, self.info.max_model_len), self.info.num_blocks)
-        self.run(plan)
+        with self._model.rehearsing():
+            self.run(plan)
         self._cache.clear(list(range(blocks_of(plan))))
 
     @torch.inference_mode()
