@@ -240,15 +240,15 @@ class Metrics:
         self._waiting.labels(model).set(count)
 
     def refused(self, model: str, reason: str) -> None:
-        """A request was not accepted (`policy.answers.Refused`)."""
+        """A request was not accepted (`policy.flow.Refused`)."""
         self._refused.labels(model, reason).inc()
 
     def evicted(self, model: str, reason: str) -> None:
-        """An accepted request was dropped (`policy.answers.Evict`)."""
+        """An accepted request was dropped (`policy.request.Evict`)."""
         self._evicted.labels(model, reason).inc()
 
     def diverted(self, model: str, reason: str) -> None:
-        """Another model than this one answers (`policy.answers.Diverted`)."""
+        """Another model than this one answers (`policy.flow.Diverted`)."""
         self._diverted.labels(model, reason).inc()
 
     def placed(self, model: str, policy: str, reason: str) -> None:
