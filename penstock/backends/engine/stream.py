@@ -172,9 +172,10 @@ class EngineStream:
         """Several tokens of one step, where a stop string may end the answer behind any of them: it is as
         long then as if they had come one by one.
         """
-        for token_id in output.token_ids:
+        for num_read, token_id in enumerate(output.token_ids, 1):
             if not self._done:
-                self.push(replace(output, token_ids=(token_id,), usage=None))
+                drafts = _without_last(output.drafts, len(output.token_ids) - num_read)
+                self.push(replace(output, token_ids=(token_id,), usage=None, drafts=drafts))
 
     def abort(self) -> None:
         """The client left: tell the worker, and the sink at once."""
@@ -250,8 +251,15 @@ class EngineStream:
                 piece += self._stop.finish()
             text += piece
         if num_tokens < len(output.token_ids) and output.logprobs is None:
+            usage, num_cut = finish.usage, len(output.token_ids) - num_tokens
+            accepted, rejected = _without_last((usage.accepted_drafts, usage.rejected_drafts), num_cut)
+            usage = replace(
+                usage,
+                completion_tokens=len(self._token_ids),
+                accepted_drafts=accepted,
+                rejected_drafts=rejected,
+            )
             output = replace(output, token_ids=output.token_ids[:num_tokens])
-            usage = replace(finish.usage, completion_tokens=len(self._token_ids))
             finish = replace(finish, usage=usage)
         if text or output.token_ids:
             self._sink.on_delta(self._delta(text, output))
@@ -310,3 +318,12 @@ class EngineStream:
     def _delta(self, text: str, output: Output) -> Delta:
         found = output.logprobs or ()
         return Delta(text, output.token_ids, tuple(to_text_logprob(each, self._tokenizer) for each in found))
+
+
+def _without_last(drafts: tuple[int, int], num_cut: int) -> tuple[int, int]:
+    """Drafts that were accepted and rejected, where so many of a step's last tokens are none of the answer's:
+    each of those was guessed.
+    """
+    accepted, rejected = drafts
+    num_cut = min(num_cut, accepted)
+    return accepted - num_cut, rejected + num_cut
