@@ -28,7 +28,7 @@ from penstock.policy.rollout.rollout import Rollout, RolloutPlan, RolloutState
 from penstock.rng import Stream, stream
 from penstock.sim.scenarios.scenario import ANSWER, pool, setup
 from penstock.sim.scenarios.setup import Knobs
-from penstock.sim.traffic.request import RequestRecord
+from penstock.sim.traffic.prompts import RequestRecord
 from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, Poisson, even, merged
 from penstock.sim.world.world import World
 

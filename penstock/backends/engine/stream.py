@@ -65,10 +65,11 @@ class EngineStream:
     __slots__ = (
         "_clock",
         "_detokenizer",
+        "_device_ns",
         "_done",
+        "_drafts",
         "_first_ns",
         "_held",
-        "_last",
         "_leave",
         "_piece",
         "_push_text",
@@ -104,8 +105,8 @@ class EngineStream:
         # Stop strings must be seen at once, and logprobs belong to their tokens.
         self._piece = 1 if request.stop else request.piece_tokens
         self._first_ns = 0
-        self._last = Output(request.request_id, ())
-        """What the worker said last: what was used up to now."""
+        self._device_ns, self._drafts = 0, (0, 0)
+        """What the worker said last of what was used up to now: see `Output`."""
         self._done = False
         if request.resumed:
             self._prime(request.resumed)
@@ -126,13 +127,13 @@ class EngineStream:
         if not plain or self._stop is not None or self._piece > 1:
             self.push(output)
             return False
-        self._last = output
+        self._device_ns, self._drafts = output.device_ns, output.drafts
         self._held.extend(output.token_ids)
         return len(self._held) == len(output.token_ids)
 
     def push(self, output: Output) -> None:
         """One step's output for this stream."""
-        self._last = output
+        self._device_ns, self._drafts = output.device_ns, output.drafts
         if self._held and self._piece == 1:
             self.release_buffered()
         if output.usage is not None:
@@ -309,9 +310,9 @@ class EngineStream:
             self._usage,
             completion_tokens=len(self._token_ids),
             decode_ns=decode_ns,
-            device_ns=self._last.device_ns,
-            accepted_drafts=self._last.drafts[0],
-            rejected_drafts=self._last.drafts[1],
+            device_ns=self._device_ns,
+            accepted_drafts=self._drafts[0],
+            rejected_drafts=self._drafts[1],
         )
 
     def _delta(self, text: str, output: Output) -> Delta:

@@ -23,7 +23,7 @@ from penstock.engine.arrays import Int32Array, Int64Array
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import rotary_angles
+from penstock.engine.layers.rowwise import rotary_angles
 from penstock.engine.native.library import (
     Epilogue,
     Layer,
