@@ -15,17 +15,17 @@ from penstock.backends.http.dialects.sglang import SglangDialect
 from penstock.backends.http.dialects.tgi import TgiDialect
 from penstock.backends.http.dialects.triton import TritonDialect, TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
-from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
 from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
-from penstock.gateway.api.routes import Answers, Handler, Routes
-from penstock.gateway.api.sleep import SleepAdmin
+from penstock.gateway.api.rollouts import RolloutsAdmin
+from penstock.gateway.api.routes import Answers, Handler, Orders, Routes
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
+from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
 from penstock.gateway.identity.tenancy import Access
 from penstock.protocol.parameters import CHAT, COMPLETION, Fate, Parameter
 from penstock.protocol.responses import CHAT_WORDS, RESPONSES, SHARED
@@ -156,8 +156,11 @@ def endpoints() -> Iterator[list[str]]:
     """Every endpoint, whom it is for and what its handler says that it does."""
     # The handlers are only looked at, so the classes do as well as what is made of them.
     answers: Any = Answers(*(cast(Any, each) for each in (Generate, Responses, VectorEndpoints)))
-    others = (Inspect, Admin, TenantsAdmin, Console, AdaptersAdmin, SleepAdmin, CostsAdmin)
-    routes = Routes(answers, *(cast(Any, each) for each in others))
+    kinds = (AdaptersAdmin, SleepAdmin, CostsAdmin, RolloutsAdmin)
+    orders: Any = Orders(*(cast(Any, each) for each in kinds))
+    others = (Inspect, Admin, TenantsAdmin, Console)
+    parts: list[Any] = [answers, *others, orders]
+    routes = Routes(*parts)
     for path, route in routes.all().items():
         for verb, handler in route.handlers.items():
             said, does = _said(handler)

@@ -85,6 +85,7 @@ class Bed:
         """Give the memory back of what was just let go of."""
         gc.unfreeze()  # Loading froze what it made: cycles in it would never be found.
         gc.collect()
+        gc.freeze()  # What is left are libraries: whoever wakes has only what it made itself looked at.
         trim_malloc()
         torch = sys.modules.get("torch")  # A runner may do without it.
         if torch is not None and torch.cuda.is_initialized():

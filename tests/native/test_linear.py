@@ -1,10 +1,12 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from penstock.engine.native.library import Epilogue, Type
 from penstock.engine.native.ops import linear
-from penstock.engine.native.weights import Matrix, exact, int4, int8, pack
+from penstock.engine.native.weights import Matrix, can_stack, exact, int4, int8, pack, pack_stacked
 
 # Odd sizes on purpose: n and k that are multiples of no tile, one panel, several pieces of k.
 SHAPES = [(1, 1), (7, 5), (32, 32), (33, 31), (48, 100), (96, 384), (130, 257), (384, 1024), (70, 2050)]
@@ -82,6 +84,21 @@ def every_kind(kernels, rng, n, k):
     )
     if kernels.supports(Type.I8):
         yield pack(kernels, int8(kernels, weight)), torch.bfloat16
+
+
+def test_parts_are_packed_as_the_whole_would_be(kernels, rng):
+    parts = [normal(rng, n, 200) for n in (64, 32, 50)]
+    whole, bias = torch.cat(parts), normal(rng, 146)
+    assert not can_stack(parts[::-1])
+    makers = [exact, partial(int4, kernels)] + [partial(int8, kernels)] * kernels.supports(Type.I8)
+    for make in makers:
+        apart, together = (
+            pack_stacked(kernels, [make(part) for part in parts], bias),
+            pack(kernels, make(whole, bias)),
+        )
+        assert (apart.n, apart.k, apart.kind) == (together.n, together.k, together.kind)
+        assert len(apart.tensors) == len(together.tensors) > 1
+        assert all(map(torch.equal, apart.tensors, together.tensors))
 
 
 @pytest.mark.parametrize(("n", "k"), [(96, 384), (70, 2050)])

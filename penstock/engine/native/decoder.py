@@ -23,19 +23,30 @@ from penstock.engine.arrays import Int32Array, Int64Array
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import rotary_angles
+from penstock.engine.layers.rowwise import rotary_angles
 from penstock.engine.native.library import (
     Epilogue,
     Layer,
     NativeLibrary,
     PsDecoder,
+    PsDraft,
     PsMlp,
     PsWeight,
     Step,
     Type,
 )
 from penstock.engine.native.ops import HEAD_DIM_MAX, LayerCache
-from penstock.engine.native.weights import Matrix, PackedWeight, exact, int4, int8, pack, quantized
+from penstock.engine.native.weights import (
+    Matrix,
+    PackedWeight,
+    can_stack,
+    exact,
+    int4,
+    int8,
+    pack,
+    pack_stacked,
+    quantized,
+)
 from penstock.engine.quantized import QuantizedMatrix, dense, stacked
 from penstock.models.spec import ActivationKind, DecoderSpec, RopeSpec
 
@@ -79,7 +90,9 @@ class NativeAttention:
 
 
 _Part = Tensor | QuantizedMatrix
-_Pack = Callable[[_Part, Tensor | None], PackedWeight]
+_Piece = _Part | tuple[Tensor, ...]
+"""Several tensors are stacked along the first dimension."""
+_Pack = Callable[[_Piece, Tensor | None], PackedWeight]
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,21 +117,25 @@ class _Packer:
         # A head in four bits costs more quality than it saves time.
         self._head = exact if precision == "native" else rounded_8 if kernels.supports(Type.I8) else exact
 
-    def plain(self, weight: _Part, bias: Tensor | None) -> PackedWeight:
+    def plain(self, weight: _Piece, bias: Tensor | None) -> PackedWeight:
         """A weight by itself."""
-        return pack(self._kernels, self._matrix(weight, bias))
+        if not isinstance(weight, tuple):
+            return pack(self._kernels, self._matrix(weight, bias))
+        return pack_stacked(self._kernels, [self._inner(part) for part in weight], bias)
 
-    def gate_up(self, gate: _Part, up: _Part, bias: Tensor | None) -> PackedWeight:
+    def gate_up(self, gate: _Piece, up: _Piece, bias: Tensor | None) -> PackedWeight:
         """Gate and up as one weight; the gate's bias comes first."""
+        assert not isinstance(gate, tuple) and not isinstance(up, tuple), "they are two"  # noqa: PT018
         biases = (None, None) if bias is None else bias.chunk(2)
         if not _are_alike((gate, up)):
             gate, up = (dense(part, self.dtype) for part in (gate, up))
         return pack(self._kernels, self._matrix(gate, biases[0]), self._matrix(up, biases[1]), self._gate)
 
-    def router(self, weight: _Part, bias: Tensor | None) -> PackedWeight:
+    def router(self, weight: _Piece, bias: Tensor | None) -> PackedWeight:
         """What chooses experts: small, and never rounded, since a wrong choice costs more than a wrong
         digit.
         """
+        assert not isinstance(weight, tuple), "it is one"
         return pack(self._kernels, exact(dense(weight, self.dtype), bias))
 
     def head(self, weight: _Part) -> PackedWeight:
@@ -147,9 +164,9 @@ def unsupported(
     return None
 
 
-def _pieces(parts: Sequence[_Part], count: int, dtype: torch.dtype) -> Sequence[_Part]:
+def _pieces(parts: Sequence[_Part], count: int, dtype: torch.dtype) -> Sequence[_Piece]:
     """A weight cut into `count` equal pieces along the first dimension; without a copy where the checkpoint
-    has it so.
+    has it so, or where its parts can be packed one by one.
     """
     if len(parts) == count:
         return parts
@@ -158,6 +175,8 @@ def _pieces(parts: Sequence[_Part], count: int, dtype: torch.dtype) -> Sequence[
         rows = matrix.shape[0] // count
         return [matrix.rows(first, first + rows) for first in range(0, rows * count, rows)]
     whole = [dense(part, dtype) for part in parts]
+    if count == 1 and can_stack(whole):
+        return [tuple(whole)]
     return (whole[0] if len(whole) == 1 else torch.cat(whole)).chunk(count)
 
 
@@ -247,6 +266,12 @@ class NativeDecoder:
             ),
         )  # fmt: skip
         return logits
+
+    def draft(self, job: PsDraft) -> None:
+        """Compute several steps of rows, each with what the one before has drawn."""
+        assert job.num_rows <= len(self._logits), "more rows than there are rows of logits"
+        job.logits = self._logits.data_ptr()
+        self._kernels.draft(self._struct, job)
 
     def weights(self) -> list[Tensor]:
         """What it computes with, as it lies in memory."""

@@ -10,6 +10,7 @@ from ctypes import c_void_p
 from dataclasses import dataclass
 from math import gcd
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -157,6 +158,47 @@ def _round(
     kernels.round(kind, (source, weight.data_ptr()), shape, (values.data_ptr(), scale.data_ptr()))
 
 
+def can_stack(parts: Sequence[Tensor]) -> bool:
+    """Whether matrices that are stacked along n can be packed one by one: each but the last fills its
+    panels.
+    """
+    return all(part.shape[0] % PANEL == 0 for part in parts[:-1])
+
+
+def pack_stacked(kernels: NativeLibrary, parts: Sequence[Matrix], bias: Tensor | None = None) -> PackedWeight:
+    """Pack matrices of one kind that are stacked along n (`can_stack`), each from where it lies.
+
+    Args:
+        kernels: for which the weight is packed.
+        parts: not quantized by the checkpoint, and without biases.
+        bias: of all of them.
+
+    Raises:
+        ValueError: this machine cannot compute with the type.
+    """
+    first, scales = parts[0], [part.scale for part in parts if part.scale is not None]
+    assert can_stack([part.values for part in parts]), "each begins with a panel"
+    assert all((part.kind, part.group) == (first.kind, first.group) for part in parts), "of one kind"
+    assert all(part.offset is None and part.order is None for part in parts), (
+        "nothing that is not joined here"
+    )
+    n, k = sum(len(part.values) for part in parts), first.values.shape[1]
+    data, k_padded, panels = _panels(kernels, first, n)
+    at, panel_bytes = data.data_ptr(), data.nbytes // panels
+    for part in parts:
+        rows = len(part.values)
+        kernels.pack(part.kind, (part.values.contiguous().data_ptr(), None), (rows, k, k_padded), at)
+        at += -(-rows // PANEL) * panel_bytes
+    columns = {
+        "bias": _columns([bias], panels),
+        "scale": _columns([torch.cat(scales) if scales else None], panels),
+        "sums": _columns([torch.cat([_row_sums(each.values) for each in parts])], panels)
+        if first.kind is Type.I8
+        else None,
+    }
+    return _packed(first, data, (n, k_padded, panels), columns, Epilogue.PLAIN)
+
+
 def pack(
     kernels: NativeLibrary, matrix: Matrix, up: Matrix | None = None, gate: Epilogue = Epilogue.SILU_MUL
 ) -> PackedWeight:
@@ -172,21 +214,14 @@ def pack(
         ValueError: this machine cannot compute with the type, or gate and up are not alike.
     """
     kind, both = matrix.kind, (matrix,) if up is None else (matrix, up)
-    if not kernels.supports(kind):
-        raise ValueError(f"{kind.name} weights need instructions that {kernels.isa} lacks")
     if up is not None and _likeness(matrix) != _likeness(up):
         raise ValueError(f"gate {show(matrix.values)} and up {show(up.values)} must be alike")
     n, k = matrix.values.shape
-    step = matrix.group or _K_STEP[kind]
-    k_padded = -(-k // step) * step
-    panels = -(-n * len(both) // PANEL) if up is None else -(-n // (PANEL // 2))
-    size = panels * PANEL * k_padded
-    data = torch.empty(size // 2 if kind is Type.I4 else size, dtype=matrix.values.dtype)
-    kernels.advise_huge(data.data_ptr(), data.nbytes)
+    data, k_padded, panels = _panels(kernels, matrix, n, width=PANEL // len(both))
     sources = [each.values.contiguous() for each in both]
     addresses = sources[0].data_ptr(), sources[1].data_ptr() if up is not None else None
     kernels.pack(kind, addresses, (n, k, k_padded), data.data_ptr())
-    sums = [each.values.sum(1, dtype=torch.int32) for each in both] if kind is Type.I8 else [None]
+    sums = [_row_sums(each.values) for each in both] if kind is Type.I8 else [None]
     columns = {
         "bias": _columns([each.bias for each in both], panels),
         "scale": _columns([each.scale for each in both], panels),
@@ -194,12 +229,46 @@ def pack(
         "sums": _columns(sums, panels),
         "order": matrix.order,
     }
+    return _packed(matrix, data, (n, k_padded, panels), columns, Epilogue.PLAIN if up is None else gate)
+
+
+def _panels(kernels: NativeLibrary, like: Matrix, n: int, *, width: int = PANEL) -> tuple[Tensor, int, int]:
+    """Memory for `n` outputs in panels of `width` (of two matrices, half a panel each), the padded number of
+    inputs, and how many panels.
+
+    Raises:
+        ValueError: this machine cannot compute with the type.
+    """
+    if not kernels.supports(like.kind):
+        raise ValueError(f"{like.kind.name} weights need instructions that {kernels.isa} lacks")
+    step, panels = like.group or _K_STEP[like.kind], -(-n // width)
+    k_padded = -(-like.values.shape[1] // step) * step
+    size = panels * PANEL * k_padded
+    data = torch.empty(size // 2 if like.kind is Type.I4 else size, dtype=like.values.dtype)
+    kernels.advise_huge(data.data_ptr(), data.nbytes)
+    return data, k_padded, panels
+
+
+def _packed(
+    like: Matrix,
+    data: Tensor,
+    sizes: tuple[int, int, int],
+    columns: dict[str, Tensor | None],
+    epilogue: Epilogue,
+) -> PackedWeight:
+    n, k_padded, panels = sizes
+    present = {name: column for name, column in columns.items() if column is not None}
     struct = PsWeight(
-        data=data.data_ptr(), n=n, k=k, k_padded=k_padded, panels=panels, type=int(kind),
-        epilogue=int(Epilogue.PLAIN if up is None else gate), group=matrix.group,
-        **{name: c_void_p(column.data_ptr()) for name, column in columns.items() if column is not None},
+        data=data.data_ptr(), n=n, k=like.values.shape[1], k_padded=k_padded, panels=panels,
+        type=int(like.kind), epilogue=int(epilogue), group=like.group,
+        **{name: c_void_p(column.data_ptr()) for name, column in present.items()},
     )  # fmt: skip
-    return PackedWeight(struct, kind, (data, *(column for column in columns.values() if column is not None)))
+    return PackedWeight(struct, like.kind, (data, *present.values()))
+
+
+def _row_sums(values: Tensor) -> Tensor:
+    """[n] int32. By NumPy, which adds as it reads: torch makes int32 of all values first."""
+    return torch.from_numpy(np.add.reduce(values.numpy(), axis=1, dtype=np.int32))  # pyright: ignore[reportUnknownMemberType]
 
 
 def show(tensor: Tensor) -> str:

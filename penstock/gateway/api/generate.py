@@ -42,8 +42,7 @@ from penstock.gateway.models.prepare import (
     truncated,
 )
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.relay.chat import ChatSink, PassedSink
-from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
+from penstock.gateway.relay.collect import ChatSink, PassedSink, ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import CompletionLogprobsSink, Echo, StreamReply, TextSink, annotated
 from penstock.gateway.relay.reply import Context, Reply
 from penstock.kv.hashing import PromptKeys
@@ -192,7 +191,7 @@ class Generate:
         services, tenant = self._services, caller.tenant
         services.check_draining()
         hints = read_hints(exchange.head.headers, _session_word(request))
-        model, adapter, choice = services.models.resolve(request, tenant, needs)
+        model, adapter, choice, assigned = services.models.resolve(request, tenant, needs, hints.session)
         name = adapter or model.name
         served = Served(
             model=name,
@@ -200,6 +199,7 @@ class Generate:
             counted_model=model.name,
             endpoint=endpoint,
             tenant=tenant,
+            assigned=assigned,
         )
         if choice is not None:
             served = msgspec.structs.replace(served, downgrade="complexity", route=choice.explain())

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import MethodNotAllowed, NotFound
-from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import REQUESTS, WORKERS, Admin
 from penstock.gateway.api.console import PATH as CONSOLE
 from penstock.gateway.api.console import Console
@@ -13,9 +12,10 @@ from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import PATH, Responses
-from penstock.gateway.api.sleep import SleepAdmin
+from penstock.gateway.api.rollouts import ROLLOUTS, RolloutsAdmin
 from penstock.gateway.api.tenants import KEYS, TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
+from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
 from penstock.gateway.http.errors import HttpFault
 from penstock.gateway.http.exchange import JSON, Exchange, RequestHead
 from penstock.gateway.identity.tenancy import Access
@@ -91,6 +91,15 @@ class Answers(NamedTuple):
     vectors: VectorEndpoints
 
 
+class Orders(NamedTuple):
+    """Endpoints of operators, each a part of its own."""
+
+    adapters: AdaptersAdmin
+    nights: SleepAdmin
+    costs: CostsAdmin
+    rollouts: RolloutsAdmin
+
+
 class Routes:
     """The table."""
 
@@ -101,11 +110,10 @@ class Routes:
         admin: Admin,
         tenants: TenantsAdmin,
         console: Console,
-        adapters: AdaptersAdmin,
-        nights: SleepAdmin,
-        costs: CostsAdmin,
+        orders: Orders,
     ) -> None:
         generate, responses, vectors = answers
+        adapters, nights, costs, rollouts = orders
         self._table = {
             "/": Route(Access.OPEN, {"GET": console.landing}),
             "/console": Route(Access.OPEN, {"GET": console.page}),
@@ -138,6 +146,7 @@ class Routes:
             "/admin/alerts": Route(Access.ADMIN, {"GET": admin.alerts}),
             "/admin/audit": Route(Access.ADMIN, {"GET": admin.audit}),
             "/admin/costs": Route(Access.ADMIN, {"GET": costs.costs}),
+            "/admin/rollouts": Route(Access.ADMIN, {"GET": rollouts.show, "POST": rollouts.start}),
             "/admin/tenants": Route(Access.ADMIN, {"GET": tenants.tenants}),
             "/admin/keys": Route(Access.ADMIN, {"GET": tenants.keys, "POST": tenants.create}),
             "/admin/requests": Route(Access.ADMIN, {"GET": admin.requests}),
@@ -152,6 +161,7 @@ class Routes:
             WORKERS: Route(Access.ADMIN, {"GET": admin.worker, "POST": admin.order}),
             REQUESTS: Route(Access.ADMIN, {"GET": admin.request}),
             KEYS: Route(Access.ADMIN, {"POST": tenants.order}),
+            ROLLOUTS: Route(Access.ADMIN, {"POST": rollouts.order}),
             CONSOLE: Route(Access.OPEN, {"GET": console.file}),
         }
         """Paths that end in the name of something, which may hold slashes."""

@@ -65,6 +65,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Why another model answers than was asked for."""
     route: str = ""
     """How it was chosen, if it was: `Choice.explain()`."""
+    assigned: object = None
+    """What a rollout has dealt its conversation (`gateway.models.rollouts.Assigned`)."""
 
 
 def _value(name: str) -> bytes:
