@@ -36,7 +36,7 @@ from penstock.policy.flow import Outcome
 from penstock.policy.tenant import Tenant
 from penstock.protocol.address import WorkerLaunch
 from penstock.sim.scenarios.setup import Setup, play
-from penstock.sim.traffic.request import SimRequest
+from penstock.sim.traffic.prompts import SimRequest
 from penstock.sim.traffic.workload import (
     Callers,
     Chat,
@@ -47,8 +47,7 @@ from penstock.sim.traffic.workload import (
     TrafficSource,
     merged,
 )
-from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 from penstock.types import TenantId
 
 HERE = Path(__file__).parent

@@ -21,11 +21,10 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, LeastLoaded, WorkerCapacity
-from penstock.sim.traffic.request import SimRequest
+from penstock.sim.traffic.prompts import SimRequest
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, even, merged
 from penstock.sim.world.adapters import SimAdapterSpec
-from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 from penstock.types import WorkerId
 

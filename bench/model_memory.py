@@ -32,8 +32,8 @@ from penstock.engine.loader import load_weights
 from penstock.engine.memory import settle_malloc
 from penstock.engine.quantize.calibrate import Rounded
 from penstock.engine.quantize.publish import config_of, store_rounded
-from penstock.engine.runner import decoder_limits, load_runner, reserved_bytes
-from penstock.engine.step_model import choose_computing
+from penstock.engine.runner import decoder_limits, load_runner
+from penstock.engine.step_model import choose_computing, reserved_bytes
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
 from penstock.planning.roofline import BYTES_PER_WEIGHT

@@ -35,11 +35,10 @@ from penstock.policy.terms import QueueTerms
 from penstock.schedule.fair_share import cost
 from penstock.sim.scenarios.overload import drained_s, goodput_of, mixed
 from penstock.sim.scenarios.setup import Knobs, play
-from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
+from penstock.sim.traffic.prompts import RequestRecord, Segment, SimRequest
 from penstock.sim.world.messages import Submission, WorkerMessage
-from penstock.sim.world.run import PoolSpec, WorldSpec
+from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 from penstock.sim.world.worker import SimWorker
-from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.sim.world.world import World
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 

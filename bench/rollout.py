@@ -5,7 +5,9 @@
 Requests come from one run of the simulator (conversations of four turns on average, 20 requests a second, on
 workers of which every step is computed). In each trial conversations are dealt to canary and control cohort
 anew, as the gateway deals them, and the plan's steps are walked through with the product's own policy
-(policy/rollout): so the noise, and what requests of one conversation have in common, is that of the run.
+(policy/rollout): so what load does, and what requests of one conversation have in common, is that of the run.
+Over every request's times noise is laid (log-normal, `--noise`), for real steps scatter and modelled ones do
+not.
 What the new version does worse is laid over the canary's requests. It is judged every `LOOK_S` seconds; in
 the product every second, which intervals that hold at all times do not mind.
 """
@@ -28,7 +30,7 @@ from penstock.policy.rollout.rollout import Rollout, RolloutPlan, RolloutState
 from penstock.rng import Stream, stream
 from penstock.sim.scenarios.scenario import ANSWER, pool, setup
 from penstock.sim.scenarios.setup import Knobs
-from penstock.sim.traffic.request import RequestRecord
+from penstock.sim.traffic.prompts import RequestRecord
 from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, Poisson, even, merged
 from penstock.sim.world.world import World
 
@@ -48,8 +50,9 @@ class Ended:
     seen: Observation
 
 
-def recorded(seconds: float) -> list[Ended]:
+def recorded(seconds: float, noise: float) -> list[Ended]:
     """The run, by the requests' ends."""
+    draw = stream(1, "bench/rollout/noise")
     source = Conversations(
         arrivals=Poisson(SESSIONS_PER_S), callers=Callers(tenants=even(6)), system_tokens=480, output=ANSWER,
         message=LengthDistribution(60, 0.8, maximum=2048), think_s=6, context_max=6000,
@@ -76,8 +79,9 @@ def recorded(seconds: float) -> list[Ended]:
                 each.id.partition(".")[0],
                 each.end_ns,
                 Observation(
-                    "", is_canary=False, group=0, tokens=each.completion_tokens, tpot_ns=each.tpot_ns,
-                    rows=rows(each), prefill_ns=each.ttft_ns - each.queue_ns,
+                    "", is_canary=False, group=0, tokens=each.completion_tokens,
+                    tpot_ns=round(each.tpot_ns * draw.lognormvariate(0, noise)),
+                    rows=rows(each), prefill_ns=round((each.ttft_ns - each.queue_ns) * draw.lognormvariate(0, noise)),
                     uncached_tokens=each.prompt_tokens - each.cached_tokens,
                 ),
             )
@@ -160,9 +164,10 @@ def main() -> None:
     )
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--hours", type=float, default=1.15, help="of simulated requests")
+    parser.add_argument("--noise", type=float, default=0.3, help="standard deviation of a time's logarithm")
     add_json_option(parser)
     args = parser.parse_args()
-    requests = recorded(args.hours * 3600)
+    requests = recorded(args.hours * 3600, args.noise)
     print(f"{len(requests)} requests of {len({each.session for each in requests})} conversations")
     table: dict[str, object] = {}
     for name, change in VERSIONS.items():
@@ -178,7 +183,9 @@ def main() -> None:
         }
         table[name] = row
         print(f"{name:>24}: {row}", flush=True)
-    write_result(args.json, {"trials": args.trials, "requests": len(requests), "versions": table})
+    write_result(
+        args.json, {"trials": args.trials, "noise": args.noise, "requests": len(requests), "versions": table}
+    )
 
 
 if __name__ == "__main__":

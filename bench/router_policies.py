@@ -25,12 +25,10 @@ from penstock.kv.index.worker_cache_view import KVIndexLimits
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, LeastLoaded, Placement, WorkerCapacity
 from penstock.policy.terms import QueueTerms
-from penstock.sim.traffic.prompts import BlockNames
-from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.traffic.prompts import BlockNames, Segment, SimRequest
 from penstock.sim.traffic.traces import Trace
 from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, Poisson, even, merged
-from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 from penstock.types import WorkerId
 

@@ -41,7 +41,7 @@ from penstock.planning.roofline import Placed, accelerator, model_shape
 from penstock.protocol.address import WorkerLaunch
 from penstock.sim.scenarios.scenario import pool
 from penstock.sim.scenarios.setup import Knobs, Setup, play
-from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.traffic.prompts import Segment, SimRequest
 from penstock.sim.traffic.traces import Trace
 from penstock.sim.traffic.workload import (
     Callers,

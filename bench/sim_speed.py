@@ -32,9 +32,8 @@ from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.planning.step_time import LinearStepTime
-from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
-from penstock.sim.world.run import PoolSpec, SimResult, WorldSpec
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.traffic.prompts import RequestRecord, Segment, SimRequest
+from penstock.sim.world.run import PoolSpec, SimResult, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 
 ROWS = 64

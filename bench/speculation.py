@@ -1,13 +1,14 @@
 """What speculation is worth: tokens per second of the engine core with `engine.speculation` and without.
 
-    python bench/speculation.py MODEL_DIR [--speculation ngram] [--batch 1 32] [--rounds 5]
+    python bench/speculation.py MODEL_DIR [--speculation ngram|DRAFT_DIR] [--batch 1 32] [--rounds 5]
     [--quantization none] [--json FILE]
 
 Both engines hold the same model and answer the same prompts in turns, so that what else the machine does hits
 both; their answers must be the same, token by token. After each step its outputs are encoded as a worker
-would. The figure is the ratio on / off of each round: its median and its spread. Prompts are of two kinds:
+would. The figure is the ratio on / off of each round: its median and its spread. Prompts are of three kinds:
 
     copy    a conversation in which the last question was asked, and answered, before: the answer is a copy
+    asked   a question of those that the model was trained for, answered at temperature 1: nothing to copy
     fresh   a question, answered at temperature 1 up to 96 tokens whether it ends or not: little is repeated
 """
 
@@ -29,7 +30,7 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import RequestId, SamplingParams
 
 CLOCK = SystemClock()
-TEMPERATURES = {"copy": 0.0, "fresh": 1.0}
+TEMPERATURES = {"copy": 0.0, "asked": 1.0, "fresh": 1.0}
 FRESH_TOKENS, COPY_TOKENS_MAX = 96, 200
 QUESTIONS = (
     "Tell me a story",
@@ -75,6 +76,13 @@ class Prompts:
     def of(self, kind: str, round_: int, index: int) -> list[int]:
         """One prompt of a kind."""
         random = rng.stream(1000 * round_ + index, f"speculation bench {kind}")
+        if kind == "asked":
+            number, last = random.randrange(2, 13), random.randrange(20, 41)
+            kinds = (
+                f"Write the {number} times table.", f"Count from {number} to {last}", "Tell me a story",
+                "What can you do?",
+            )  # fmt: skip
+            return list(self._tokenizer.encode(asked(kinds[index % len(kinds)])))
         if kind == "fresh":
             one, other = random.randrange(10, 99), random.randrange(10, 99)
             return list(self._tokenizer.encode(asked(f"Here is {one}. Say {other} words about the harbour.")))
@@ -154,8 +162,7 @@ def compare(
 ) -> Compared:
     """Both engines in turns."""
     found = Compared([], [])
-    is_copy = kind == "copy"
-    tokens, stops = (COPY_TOKENS_MAX, prompts.stops) if is_copy else (FRESH_TOKENS, ())
+    tokens, stops = (FRESH_TOKENS, ()) if kind == "fresh" else (COPY_TOKENS_MAX, prompts.stops)
     how = Sampling(TEMPERATURES[kind], tokens, stops)
     for round_ in range(rounds + 1):  # The first one warms up.
         # A lone answer to a copied question is short: several make a round.
@@ -207,7 +214,7 @@ def main() -> None:
             rows.append(
                 {"batch": batch, "prompts": kind, "ratios": ratios, "median": median, **asdict(found)}
             )
-    settings = {"speculation": args.speculation, "quantization": args.quantization}
+    settings = {"speculation": Path(args.speculation).name, "quantization": args.quantization}
     write_result(args.json, {"model": args.model.name, **settings, "rows": rows})
 
 

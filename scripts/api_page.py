@@ -15,7 +15,6 @@ from penstock.backends.http.dialects.sglang import SglangDialect
 from penstock.backends.http.dialects.tgi import TgiDialect
 from penstock.backends.http.dialects.triton import TritonDialect, TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
-from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
 from penstock.gateway.api.costs import CostsAdmin
@@ -24,9 +23,9 @@ from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.rollouts import RolloutsAdmin
 from penstock.gateway.api.routes import Answers, Handler, Orders, Routes
-from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
+from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
 from penstock.gateway.identity.tenancy import Access
 from penstock.protocol.parameters import CHAT, COMPLETION, Fate, Parameter
 from penstock.protocol.responses import CHAT_WORDS, RESPONSES, SHARED

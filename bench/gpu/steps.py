@@ -20,7 +20,7 @@ from penstock.engine.gpu.step import (
 )
 from penstock.engine.gpu.worklist import WorkList, WorkListLimits
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import RotaryTable
+from penstock.engine.layers.rowwise import RotaryTable
 from penstock.models.spec import DecoderSpec
 from penstock.types import BLOCK_TOKENS
 

@@ -204,7 +204,7 @@ def worker_problems(worker: WorkerConfig, key: str) -> Iterator[str]:
         yield f"{key}.kv_replay: of no use without {key}.kv_events"
 
 
-_FOUND = "a constant now (penstock/fleet/members.py, penstock/fleet/sources/discovery.py)"
+_FOUND = "a constant now (penstock/fleet/members.py, penstock/fleet/discovery.py)"
 _BOUND = "the bounds of HTTP to one worker are fixed (docs/backends.md)"
 _HEARTBEAT = "a constant now: a silent worker is suspect after 1 s and lost after 2 s"
 _QUARANTINE = "a constant of the quarantine now (penstock/policy/extras/quarantine.py)"

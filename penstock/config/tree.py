@@ -118,10 +118,10 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     adapter_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
     """Memory for adapters, beside weights and KV cache; null takes a tenth of the free memory, 4 GiB at
     most."""
-    speculation: Literal["off", "ngram"] = "off"
+    speculation: Annotated[str, Meta(min_length=1)] = "off"
     """Guess tokens ahead and compute them in the same step, as many as pay: answers stay the same, to the
-    token. "ngram": what followed the last tokens where the request has had them before. On the CPU; see
-    docs/engine.md."""
+    token. "off"; "ngram": what followed the last tokens where the request has had them before; or the path of
+    a smaller model with the same tokenizer, which guesses. On the CPU; see docs/engine.md."""
     prefix_cache: bool = True
     """Keep the KV blocks of finished requests and reuse them for equal prefixes of the same tenant."""
     kv_events: KVEventsConfig = KVEventsConfig()

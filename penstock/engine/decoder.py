@@ -24,8 +24,7 @@ from penstock.engine.attention.base import Attention
 from penstock.engine.kernels import Kernels, Norm
 from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.mlp import DenseMlp, Mlp, MoeMlp, MoeScratch
-from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
-from penstock.engine.layers.rowwise import Embedding, ScaledEmbedding, soft_cap_
+from penstock.engine.layers.rowwise import Embedding, RotaryTable, RotaryWeights, ScaledEmbedding, soft_cap_
 from penstock.engine.quantized import QuantizedMatrix
 from penstock.models.spec import DecoderSpec
 

@@ -33,7 +33,7 @@ from penstock.errors import CheckpointError
 from penstock.kv.hashing import Computation
 from penstock.models.config import CONFIG_FILE
 from penstock.models.files import is_gguf
-from penstock.models.gguf import read_gguf
+from penstock.models.gguf_config import read_gguf
 from penstock.models.gguf_header import GgufFile
 from penstock.text.tokenizer import decode_json, read_bytes
 

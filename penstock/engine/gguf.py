@@ -26,8 +26,7 @@ from torch import Tensor
 from penstock.engine.quantized import QuantizedMatrix
 from penstock.engine.weights import CPU, OnProgress, Part, Weights, fused
 from penstock.errors import CheckpointError
-from penstock.models.gguf import Gguf, experts_of, read_gguf
-from penstock.models.gguf_config import REORDERED
+from penstock.models.gguf_config import REORDERED, Gguf, experts_of, read_gguf
 from penstock.models.gguf_header import GgufTensor
 from penstock.models.names import CheckpointNames, Weight, decoder_weights
 from penstock.models.spec import DecoderSpec

@@ -63,6 +63,10 @@ class StepInputs:
 class Proposes(Protocol):
     """Guesses what rows will say (`engine/speculation.py`)."""
 
+    def begin(self, plan: StepPlan, fresh_blocks: Sequence[int]) -> None:
+        """Take in which rows and blocks change hands."""
+        ...
+
     def propose(
         self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: "RowTables"
     ) -> Int64Array:
@@ -82,7 +86,8 @@ class RowTables:
         self._max_blocks = -(-max_model_len // BLOCK_TOKENS)
         self.token_ids = np.zeros((max_running, max_model_len + 1), np.int32)
         """`[max_running, max_model_len + 1]`"""
-        self._blocks = np.zeros((max_running, self._max_blocks), np.int32)
+        self.blocks = np.zeros((max_running, self._max_blocks), np.int32)
+        """`[max_running, ...]`: block tables."""
         self._num_blocks = [0] * max_running
         self.temperature = np.zeros(max_running, np.float32)
         self.top_k = np.zeros(max_running, np.int64)
@@ -106,6 +111,7 @@ class RowTables:
         scores = [index for index, work in enumerate(plan.work) if work.scores]
         if proposer is None:
             return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
+        proposer.begin(plan, fresh)
         most = np.fromiter((work.drafts for work in plan.work), np.int64, len(plan.work))
         drafted, where = np.zeros_like(most), np.flatnonzero(most)
         if len(where):
@@ -140,6 +146,10 @@ class RowTables:
         """A row's tokens at the positions from `first` to before `end`, which must be known."""
         return self.token_ids[row, first:end].tolist()
 
+    def blocks_of(self, row: int) -> Int32Array:
+        """A row's block table."""
+        return self.blocks[row, : self._num_blocks[row]]
+
     def adjust(
         self, logits: Tensor, rows: Int64Array, positions: Int64Array, masks: Masks | None = None
     ) -> Edits:
@@ -150,7 +160,7 @@ class RowTables:
         row, sampling = new.row, new.sampling
         self.token_ids[row, : len(new.token_ids)] = new.token_ids
         self._num_blocks[row] = len(new.blocks)
-        self._blocks[row, : len(new.blocks)] = new.blocks
+        self.blocks[row, : len(new.blocks)] = new.blocks
         self.temperature[row] = sampling.temperature
         self.top_k[row] = sampling.top_k
         self.top_p[row] = sampling.top_p
@@ -168,7 +178,7 @@ class RowTables:
         held = self._num_blocks[work.row]
         end = held + len(work.new_blocks)
         assert end <= self._max_blocks, (work, held)
-        self._blocks[work.row, held:end] = work.new_blocks
+        self.blocks[work.row, held:end] = work.new_blocks
         self._num_blocks[work.row] = end
         first_fresh = -(-work.num_computed // BLOCK_TOKENS)
         return list(work.new_blocks[max(first_fresh - held, 0) :])
@@ -208,7 +218,7 @@ class RowTables:
             sample_rows=sample_rows,
             sample_positions=sample_positions,
             scored=scored,
-            batch=AttentionBatch(computed, num_tokens, as_tensor(positions), self._blocks[rows, :width]),
+            batch=AttentionBatch(computed, num_tokens, as_tensor(positions), self.blocks[rows, :width]),
             fresh_blocks=fresh,
             adapters=self._adapters_of(rows),
             drafted=drafted,

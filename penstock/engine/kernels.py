@@ -14,8 +14,7 @@ from penstock.engine.attention.cpu import CpuAttention
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear, Pads, torch_linear, torch_linears
 from penstock.engine.layers.mlp import GeluTanhMul, SiluMul
-from penstock.engine.layers.rotary import RotaryWeights
-from penstock.engine.layers.rowwise import RMSNorm
+from penstock.engine.layers.rowwise import RMSNorm, RotaryWeights
 from penstock.models.spec import DecoderSpec
 
 

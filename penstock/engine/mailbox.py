@@ -23,8 +23,8 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.engine.adapters.manager import AdapterRead
 from penstock.errors import ClientError, InvalidRequest, PenstockError
 from penstock.kv.hashing import PUBLIC, token_array
-from penstock.protocol.submissions import INT64_MAX, sampling_problem, weight_of
 from penstock.protocol.worker import RequestFinished, Submit, WorkerOrder
+from penstock.protocol.worker_parts import INT64_MAX, sampling_problem, weight_of
 from penstock.schedule.request import Request
 from penstock.types import FinishReason, RequestId, Usage
 

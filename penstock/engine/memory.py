@@ -123,8 +123,11 @@ def plan_kv(
     bytes_per_value: int,
     free_bytes: int,
     share: Share = CPU_SHARE,
+    draft_spec: DecoderSpec | None = None,
 ) -> KVBudget:
     """Choose the number of blocks, and settle the context length.
+
+    A draft model (`draft_spec`) has as many blocks, in the same memory.
 
     Raises:
         ConfigError: a setting that is impossible on this machine or with this model, by its name.
@@ -136,6 +139,8 @@ def plan_kv(
             f"most"
         )
     block_bytes = block_bytes_of(config, spec, bytes_per_value)
+    if draft_spec is not None:
+        block_bytes += block_bytes_of(config, draft_spec, bytes_per_value)
     num_blocks = _affordable_bytes(config, free_bytes, share) // block_bytes
     if not config.kv_memory_bytes:
         # More than every request at its longest would never be used up.

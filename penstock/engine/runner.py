@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.clock import Clock
+from penstock.clock import Clock, SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import EngineConfig
 from penstock.engine.adapters.compute import adapter_reader
@@ -23,6 +23,7 @@ from penstock.engine.adapters.files import AdapterReader
 from penstock.engine.arrays import Int64Array, as_tensor
 from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.device_speed import cost_floor, device_name
+from penstock.engine.draft_load import PlannedDraft, load_draft, plan_draft
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
@@ -30,7 +31,6 @@ from penstock.engine.inputs import RowTables
 from penstock.engine.kv_cache import HostStore, KVCache, host_store
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import (
-    beside_bytes,
     block_bytes_of,
     blocks_of,
     free_memory_bytes,
@@ -39,13 +39,12 @@ from penstock.engine.memory import (
     plan_adapter_bytes,
     plan_host_blocks,
     plan_kv,
-    rounded_bytes,
     scoring_step,
 )
-from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, Type
+from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
-from penstock.engine.speculation import Follows, Proposer, proposer_of, verified
-from penstock.engine.step_model import Computing, StepModel, choose_computing, wire_model
+from penstock.engine.speculation import Follows, PromptLookup, Proposer, verified
+from penstock.engine.step_model import Computing, StepModel, choose_computing, reserved_bytes, wire_model
 from penstock.engine.weight_check import WeightCheck
 from penstock.errors import ConfigError
 from penstock.models.quantization import Quantization
@@ -107,6 +106,8 @@ class Runner:
         self._enter_grammars(plan)
         if not plan.work:
             self._tables.enter(plan)
+            if self.proposer is not None:
+                self.proposer.begin(plan, ())
             return StepResult(plan.step, (), copied=self._host.collect(wait=True))
         inputs = self._tables.apply(plan, self.proposer)
         self._cache.clear(inputs.fresh_blocks)
@@ -122,7 +123,8 @@ class Runner:
             rows = inputs.sample_rows
             token_ids, follows = self._draw(logits, rows, inputs.sample_positions)
             sampled = results(logits, token_ids, rows, self._tables.logprobs, follows)
-        return StepResult(plan.step, sampled, scored, self._host.collect(wait=False))
+        drafting = None if self.proposer is None else self.proposer.spent()
+        return StepResult(plan.step, sampled, scored, self._host.collect(wait=False), drafting)
 
     def _draw(self, logits: Tensor, rows: Int64Array, positions: Int64Array) -> tuple[Tensor, Follows]:
         """Draw the tokens at `positions` of `rows`, and remember them and what their grammars force."""
@@ -229,16 +231,6 @@ def decoder_limits(config: EngineConfig, max_model_len: int, *, embeds: bool = F
     )
 
 
-def reserved_bytes(spec: DecoderSpec, num_bytes: int, computing: Computing, limits: DecoderLimits) -> int:
-    """Memory of a decoder whose weights are read as so many bytes."""
-    native, size = computing.native, computing.dtype.itemsize
-    num_bytes += beside_bytes(spec, limits, itemsize=size, native=native is not None)
-    if native is None or computing.precision == "native":
-        return num_bytes
-    bits, int8_head = 8 if computing.precision == "int8" else 4, native.supports(Type.I8)
-    return rounded_bytes(spec, num_bytes, itemsize=size, bits=bits, int8_head=int8_head)
-
-
 def _weights_name(config: EngineConfig, stored: Quantization | None) -> str:
     return stored.name if stored is not None and config.quantization == "none" else config.quantization
 
@@ -253,6 +245,8 @@ class PlannedModel:
     weights: WeightSource
     kept_bits: int
     adapter_bytes: int
+    draft: PlannedDraft | None = None
+    """A model that guesses tokens ahead of it."""
 
 
 def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> ModelInfo | None:
@@ -284,11 +278,16 @@ def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) ->
     # Memory for the weights is reserved: they are read when the decoder is built.
     limits = decoder_limits(config, config.max_model_len or spec.max_position, embeds=spec.embeds)
     reserved = reserved_bytes(spec, weights.num_bytes_left, computing, limits)
+    draft = plan_draft(config, model_path, spec)
+    if draft is not None:
+        reserved += draft.num_bytes
     size, free = dtype.itemsize, _left_bytes(config, reserved)
-    budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free)
+    draft_spec = None if draft is None else draft.spec
+    budget = plan_kv(config, spec, bytes_per_value=size, free_bytes=free, draft_spec=draft_spec)
     num_host_blocks = plan_host_blocks(config, spec, bytes_per_value=size, free_bytes=free)
     block_bytes = block_bytes_of(config, spec, size)
-    kv_bytes = (budget.num_blocks + num_host_blocks) * block_bytes
+    device_bytes = budget.num_blocks * (block_bytes + (0 if draft is None else draft.block_bytes))
+    kv_bytes = device_bytes + num_host_blocks * block_bytes
     info = ModelInfo(
         model=model_path.name,
         identity=identify(model_path, config, dtype=name_of(dtype), kernels=computing.kernels),
@@ -305,16 +304,17 @@ def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) ->
         capabilities=CPU_CAPABILITIES,
         device=device_name(torch.device("cpu")),
         adapter_slots=config.adapter_slots,
-        speculation="" if config.speculation == "off" else config.speculation,
+        speculation="" if config.speculation == "off" else Path(config.speculation).name,
         vector_size=spec.hidden_size if spec.embeds else 0,
         weight_bytes=reserved,
-        kv_bytes=budget.num_blocks * block_bytes,
+        kv_bytes=device_bytes,
         host_kv_bytes=num_host_blocks * block_bytes,
     )
     kept_bits = 0 if stored is None else stored.kept(computing.kept_bits)
     return PlannedModel(
         info=info, spec=spec, computing=computing, weights=weights, kept_bits=kept_bits,
         adapter_bytes=plan_adapter_bytes(config, free_bytes=free, taken_bytes=kv_bytes),
+        draft=draft,
     )  # fmt: skip
 
 
@@ -333,6 +333,14 @@ def _left_bytes(config: EngineConfig, reserved: int) -> int:
             f"fleet.memory_bytes is {bound}, but the weights and the process take {bound - left}"
         )
     return min(free, left)
+
+
+def _proposer(config: EngineConfig, planned: PlannedModel) -> Proposer | None:
+    """As configured."""
+    if planned.draft is not None:
+        info = planned.info
+        return load_draft(planned.draft, config, SystemClock(), info.num_blocks, info.max_running)
+    return None if config.speculation == "off" else PromptLookup(planned.computing.native)
 
 
 def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress) -> Runner:
@@ -367,6 +375,6 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             host=host_store(cache, info.num_host_blocks),
             floor=floor,
             adapters=adapters if takes else None,
-            proposer=proposer_of(config, computing.native),
+            proposer=_proposer(config, planned),
         )
     )

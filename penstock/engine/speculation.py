@@ -15,19 +15,18 @@ left. Nothing is ever taken back but the KV of drafts that were wrong, which lat
 docs/design/026-speculation.md says why it is done so, and not by rejection sampling.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
 from torch import Tensor
 
-from penstock.config.tree import EngineConfig
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor, token_rows
 from penstock.engine.inputs import RowTables, StepInputs
 from penstock.engine.native.library import NativeLibrary, PsLookup
 from penstock.engine.sampler import results
-from penstock.schedule.plan import Forced, Sampled
+from penstock.schedule.plan import Drafting, Forced, Sampled, StepPlan
 
 MATCH_MIN, MATCH_MAX = 2, 16
 """Tokens at the end of a row that must have been said before, at least; and where a longer run is no
@@ -44,16 +43,21 @@ class Proposer(Protocol):
     the target's own states are told those by who runs the step.
     """
 
+    def begin(self, plan: StepPlan, fresh_blocks: Sequence[int]) -> None:
+        """Before each step: take in which rows and blocks change hands; of `fresh_blocks` nothing is the
+        row's that has them now.
+        """
+        ...
+
+    def spent(self) -> Drafting | None:
+        """What guessing for the step took, where that is worth counting."""
+        ...
+
     def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
         """Write guesses of the tokens behind the `known` ones of each row into `tables.token_ids`, at most so
         many; how many there are of each. They must be tokens of the model.
         """
         ...
-
-
-def proposer_of(config: EngineConfig, native: NativeLibrary | None) -> Proposer | None:
-    """As configured."""
-    return None if config.speculation == "off" else PromptLookup(native)
 
 
 class PromptLookup:
@@ -64,6 +68,13 @@ class PromptLookup:
     def __init__(self, native: NativeLibrary | None) -> None:
         """`native`: looks for all rows in one call; None: numpy looks, row by row."""
         self._native = native
+
+    def begin(self, plan: StepPlan, fresh_blocks: Sequence[int]) -> None:
+        """See `Proposer`: it looks at tokens alone."""
+
+    def spent(self) -> Drafting | None:
+        """See `Proposer`: microseconds."""
+        return None
 
     def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
         """See `Proposer`."""

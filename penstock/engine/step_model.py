@@ -25,8 +25,9 @@ from penstock.engine.fingerprint import torch_kernels
 from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear
+from penstock.engine.memory import beside_bytes, rounded_bytes
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
-from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, Type
+from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, PsDraft, Type
 from penstock.engine.weight_check import ListedKernels
 from penstock.errors import ConfigError
 from penstock.models.adapters import FUSED
@@ -114,6 +115,9 @@ class StepModel(Protocol):
     weights: Callable[[], list[Tensor]]
     """What it computes with, as it lies in memory."""
 
+    draft: Callable[[PsDraft], None] | None
+    """Runs several steps in one native call, each with what the one before has drawn; None: it cannot."""
+
     def compute(
         self,
         token_ids: Tensor,
@@ -160,9 +164,10 @@ class _Pair(Generic[A]):
         rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext,
         weights: Callable[[], list[Tensor]] = list,
         adapt: _Adapt | None = None,
+        draft: Callable[[PsDraft], None] | None = None,
     ) -> None:
         """`adapt` tells the decoder which adapter each row of the coming step has."""
-        self.kernels, self.weights = kernels, weights
+        self.kernels, self.weights, self.draft = kernels, weights, draft
         self._adapt, self._is_adapted = adapt, False
         self._decoder, self._attention = decoder, attention
         self._rehearsing = rehearsing
@@ -203,7 +208,9 @@ def wire_model(
             NativeDecoder(spec, weights, native, limits, cache, computing.precision),
             NativeAttention(),
         )
-        return _Pair(computing.kernels, decoder, rows, decoder.rehearsing, decoder.weights, rows.adapt)
+        return _Pair(
+            computing.kernels, decoder, rows, decoder.rehearsing, decoder.weights, rows.adapt, decoder.draft
+        )
     kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
     listed = ListedKernels(kernels)
     adapted = AdapterRows() if takes_adapters else None
@@ -225,3 +232,13 @@ def wire_model(
 
 def _adaptable(rows: AdapterRows, base: Linear, layer: int, key: str) -> Linear:
     return AdaptedLinear(base, rows, layer, key) if key in FUSED else base
+
+
+def reserved_bytes(spec: DecoderSpec, num_bytes: int, computing: Computing, limits: DecoderLimits) -> int:
+    """Memory of a decoder whose weights are read as so many bytes."""
+    native, size = computing.native, computing.dtype.itemsize
+    num_bytes += beside_bytes(spec, limits, itemsize=size, native=native is not None)
+    if native is None or computing.precision == "native":
+        return num_bytes
+    bits, int8_head = 8 if computing.precision == "int8" else 4, native.supports(Type.I8)
+    return rounded_bytes(spec, num_bytes, itemsize=size, bits=bits, int8_head=int8_head)

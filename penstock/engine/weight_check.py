@@ -19,7 +19,7 @@ from penstock.engine.attention.base import Attention
 from penstock.engine.kernels import Activation, Kernels, Norm
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear
-from penstock.engine.layers.rotary import RotaryWeights
+from penstock.engine.layers.rowwise import RotaryWeights
 from penstock.errors import WeightsDamaged
 
 FIRST_NS = 10 * NS_PER_S

@@ -3,7 +3,7 @@
     backend ──on_change──> Worker.life (worker_state.py) ──> listeners: dispatcher, KV index, health, admin
 
 Told by push: nothing here looks at workers on a timer or for each request. The registry knows no policy and
-no launcher; who adds and removes workers is in `members.py` and `sources/`. Everything runs on one event
+no launcher; who adds and removes workers is in `members.py` and `discovery.py`. Everything runs on one event
 loop.
 
 One worker as the registry keeps it.

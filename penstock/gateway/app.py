@@ -27,7 +27,6 @@ from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, rollouts_file
-from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
 from penstock.gateway.api.costs import CostsAdmin
@@ -37,9 +36,9 @@ from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.rollouts import RolloutsAdmin
 from penstock.gateway.api.routes import Answers, Handler, Orders, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
-from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
+from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
 from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts, WakeCalls

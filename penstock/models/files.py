@@ -13,8 +13,7 @@ import msgspec
 
 from penstock.errors import CheckpointError
 from penstock.models.config import CONFIG_FILE, HfConfig, read_config_file
-from penstock.models.gguf import read_gguf
-from penstock.models.gguf_config import gguf_config
+from penstock.models.gguf_config import gguf_config, read_gguf
 from penstock.models.gguf_tokenizer import GgufVocabulary
 
 _MADE: dict[str, Callable[[GgufVocabulary], dict[str, Any]]] = {

@@ -14,8 +14,7 @@ from typing import Any
 
 from penstock.errors import CheckpointError
 from penstock.models.config import SIZES_MAX
-from penstock.models.gguf import Gguf
-from penstock.models.gguf_config import gguf_architecture
+from penstock.models.gguf_config import Gguf, gguf_architecture
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 _NORMAL = 1

@@ -4,20 +4,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.config.checkpoints import (
-    BY_VLLM,
-    WEIGHTS,
-    first_match,
-    has_any,
-    json_object,
-    path_of,
-)
+from penstock.config.checkpoints import BY_VLLM, WEIGHTS, first_match, has_any, json_object, path_of
 from penstock.config.tree import ModelConfig
 from penstock.errors import CheckpointError
 from penstock.models.config import CONFIG_FILE
 from penstock.models.files import is_gguf
-from penstock.models.gguf import read_gguf
-from penstock.models.gguf_config import gguf_config
+from penstock.models.gguf_config import gguf_config, read_gguf
 from penstock.models.quantization import read_quantization
 
 

@@ -22,8 +22,7 @@ from penstock.models.families.multimodal import (
 from penstock.models.families.phi3 import PHI3_NAMES, phi3_spec
 from penstock.models.families.qwen import qwen2_spec, qwen3_moe_spec, qwen3_spec
 from penstock.models.files import is_gguf, read_config
-from penstock.models.gguf import read_gguf
-from penstock.models.gguf_config import gguf_has_biases, gguf_names, gguf_quantization
+from penstock.models.gguf_config import gguf_has_biases, gguf_names, gguf_quantization, read_gguf
 from penstock.models.names import CheckpointNames
 from penstock.models.pooling import PoolingSpec, read_pooling
 from penstock.models.quantization import Quantization, read_quantization

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from penstock.errors import InvalidRequest, Unsupported
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
-from penstock.protocol.submissions import INT32_MAX, sampling_problem
+from penstock.protocol.worker_parts import INT32_MAX, sampling_problem
 from penstock.rng import choice_seed
 from penstock.text.tokenizer import GenerationDefaults, Tokenizer, bad_word_tokens, stop_token_ids
 from penstock.types import SamplingParams as EngineSampling

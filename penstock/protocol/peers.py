@@ -114,7 +114,7 @@ class LatestRequests(msgspec.Struct, frozen=True, tag="latest"):
     """The last requests that ended in one process since it last said so, for people who look."""
 
     body: bytes
-    """As `gateway.api.recent` encodes them."""
+    """As `gateway.api.services` encodes them."""
 
 
 class Happened(msgspec.Struct, frozen=True, tag="happened"):

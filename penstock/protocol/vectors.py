@@ -17,7 +17,7 @@ from msgspec import Meta
 from penstock.errors import InvalidRequest
 from penstock.protocol.openai import Count, Priority, TokenId
 from penstock.protocol.openai_validate import decoded
-from penstock.protocol.submissions import INPUTS_MAX
+from penstock.protocol.worker_parts import INPUTS_MAX
 
 Truncation = Annotated[int, Meta(ge=-1)]
 """vLLM's: at most so many tokens of each text; -1: as many as the model takes. Without it a text that is too

@@ -136,6 +136,18 @@ class Scored:
     """The row's logits were not numbers: this request fails, the others go on."""
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Drafting:
+    """What a model computed that guesses tokens ahead of a step: sums over its passes (see `StepLoad`)."""
+
+    num_passes: int
+    num_tokens: int
+    num_sequences: int
+    kv_read: int
+    chunk_pairs: int
+    took_ns: int
+
+
 @dataclass(slots=True, frozen=True)
 class StepResult:
     """What the runner computed for a plan.
@@ -149,6 +161,8 @@ class StepResult:
     scored: tuple[Scored, ...] = ()
     copied: tuple[Copied, ...] = ()
     """Copies that ended since the last result, whichever plan started them."""
+    drafting: Drafting | None = None
+    """What guesses took, within the step's time; None: next to nothing."""
     out_of_memory: str | None = None
     """Why the step could not be computed, in words. Nothing was sampled or scored then, but the rows, block
     tables and copies are as the plan said: the same work can be planned again, in smaller steps."""

@@ -255,6 +255,11 @@ class Planner:
             if (num_drafts := end - request.num_planned - 1) > 0:
                 step.add_drafts(index, num_drafts, blocks)
 
+    def learn_drafts(self, request: Request, num_drafted: int, num_right: int) -> None:
+        """Of so many drafts of the request, the first so many were right."""
+        assert self.speculation is not None, "drafts come from the planner"
+        self.speculation.learn(request, num_drafted, num_right)
+
     def _open_prompts(self, step: StepBuilder, prompts: list[Request]) -> None:
         """Settle what prompts may take of the step, beside the rows that decode in it."""
         head = self._queue.peek()

@@ -30,7 +30,7 @@ from math import inf, sqrt
 
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import TPOT_TARGET_MS
-from penstock.schedule.plan import StepPlan
+from penstock.schedule.plan import Drafting, StepPlan
 from penstock.schedule.request import Request
 from penstock.schedule.shares import OutputEstimate
 from penstock.schedule.step_time import Overrun, StepLoad, StepSums, StepTimeModel
@@ -113,22 +113,28 @@ class LatencyTargets:
 class PrefillBudget:
     """Learns what steps cost, and opens a `PromptShare` for every step that has prompts."""
 
-    __slots__ = ("_last_ns", "model", "overrun", "sums", "targets")
+    __slots__ = ("_last_ns", "drafting", "model", "overrun", "sums", "targets")
 
     def __init__(self, targets: LatencyTargets) -> None:
         self.targets, self.model, self.overrun = targets, StepTimeModel(), Overrun()
+        self.drafting = StepTimeModel()
+        """Of the passes of a model that guesses; nothing is observed where there is none."""
         self.sums = StepSums()
         """Of all steps, for who compares engines."""
         self._last_ns = 0
 
-    def observe(self, plan: StepPlan, load: StepLoad, now_ns: int) -> None:
+    def observe(self, plan: StepPlan, load: StepLoad, now_ns: int, drafting: Drafting | None = None) -> None:
         """Learn from a step with this load that is over now.
 
         It took the time since it was planned; or since the step before it was over, if that ran meanwhile.
+        What a model took of that for guesses has a law of its own.
         """
         began_ns, self._last_ns = max(plan.planned_ns, self._last_ns), now_ns
         has_chunk, step_ns = plan.work[-1].num_tokens > 1, now_ns - began_ns
         self.sums.add(load, step_ns)
+        if drafting is not None:
+            step_ns -= drafting.took_ns
+            self.drafting.observe(StepLoad.of_drafting(drafting), drafting.took_ns)
         has_drafts = load.num_sequences > len(plan.work)
         if has_chunk or has_drafts or self.learns_decoding(plan.step):
             if has_chunk and plan.work[0].num_tokens == 1 and self.model.num_observed >= _KNOWN_STEPS:

@@ -116,6 +116,8 @@ class Request:
     """Of late, drafts whose place in the answer was drawn,"""
     draft_hits: float = 0.0
     """and those that were right (schedule/speculation.py)."""
+    draft_known: int = 0
+    """So many of its first tokens a model that guesses had when it last did."""
     draft_idle: int = 0
     """Steps since it had a draft."""
     num_charged: int = 0

@@ -41,7 +41,7 @@ from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import WaitingQueue
 from penstock.schedule.request import Request, Status
 from penstock.schedule.shares import KVQuota
-from penstock.schedule.speculation import Speculation, learn
+from penstock.schedule.speculation import Speculation
 from penstock.schedule.step import FLIGHTS_MAX, Flight, StepBuilder
 from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, TokenLogprob
 
@@ -77,7 +77,7 @@ class Scheduler:
             limits, self._prefill, clock, queue, self._batch, self._counters, self._quota, self._cap
         )
         if draft_worth is not None:
-            self._planner.speculation = Speculation(self._prefill.model, draft_worth)
+            self._planner.speculation = Speculation(self._prefill, draft_worth)
         self._fast_forward = DecodeFastForward(self._batch, self._planner, self._prefill, self._counters)
         self._flights: deque[Flight] = deque()  # Oldest first, at most FLIGHTS_MAX.
         self._step = 0
@@ -196,7 +196,7 @@ class Scheduler:
             return outcome
         self._cap.step_fitted()
         if flight.plan.work:
-            self._prefill.observe(flight.plan, flight.load, now_ns)
+            self._prefill.observe(flight.plan, flight.load, now_ns, result.drafting)
         num_decoding, outputs = flight.num_decoding, outcome.outputs
         self._take_decoded(flight, result.sampled[:num_decoding], outputs, now_ns)
         drawn, scored = iter(result.sampled[num_decoding:]), iter(result.scored)
@@ -374,7 +374,7 @@ class Scheduler:
         request.num_speculated = 0
         request.num_steps += 1
         if draw.drafted:
-            learn(request, draw.drafted, len(draw.follows))
+            self._planner.learn_drafts(request, draw.drafted, len(draw.follows))
             request.num_drafted += draw.drafted
             self._counters.drafted_tokens += draw.drafted
         told: RequestOutput | None = None

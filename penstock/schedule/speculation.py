@@ -10,15 +10,22 @@ free; in a full batch every draft takes the time of a row's token, so that none 
 guesses are nearly always right. This is the rule of SmartSpec (Liu et al. 2024, arXiv 2406.14066) for each
 row.
 
+Where a model guesses, its passes take time too: by a law of its own, fitted to what its passes took. It has
+read nothing of a request before that has its first drafts, and lacks what was said since the last: that work
+is spread over the steps that are likely to profit. How often it is right is much the same for all requests:
+a new one is taken for what others were of late. Where nobody has drafts, that is forgotten step by step, and
+they are tried again where they may pay.
+
 What is guessed, and by whom, is not known here. Nothing here decides what is generated: a draft is kept only
 if it is the token that is drawn (`engine/speculation.py`).
 """
 
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Protocol
 
 from penstock.schedule.request import Request
-from penstock.schedule.step_time import StepLoad, StepTimeModel
+from penstock.schedule.step_time import StepCost, StepLoad, StepTimeModel, chunk_pairs
 
 ROW_DRAFTS_MAX = 16
 """Drafts of one row in one step."""
@@ -29,6 +36,11 @@ EXPECTED, EXPECTED_WEIGHT = 0.5, 2.0
 """The share of guesses that are right, and as so many drafts it counts, before a request has had any."""
 _MEMORY = 0.9
 """What remains of a request's record per step with drafts: text changes."""
+PROFITING_STEPS = 64
+"""Steps over which the work is spread of reading what was said before a request's drafts."""
+_PRIOR_WEIGHT, _FORGET = 4.0, 0.998
+"""Of a model's record with all requests: as many drafts it counts in a new one's, and what remains of it per
+step."""
 KNOWN_STEPS = 8
 """Before the law has seen so many steps, rows have up to `CAUTIOUS` drafts if they are no more than that."""
 CAUTIOUS = 3
@@ -37,21 +49,45 @@ PROBE_STEPS = 64
 so trials are as rare in a full batch as alone."""
 
 
+_Asked = Sequence[tuple[float, int, Request]]
+"""(share of its guesses that are right, its place, a request), the surest first."""
+
+
+class Laws(Protocol):
+    """What steps were seen to take: `PrefillBudget` learns it."""
+
+    model: StepTimeModel
+    drafting: StepTimeModel
+    """Of the passes of a model that guesses."""
+
+
 class Speculation:
     """One engine's."""
 
-    __slots__ = ("_model", "_worth")
+    __slots__ = ("_drafting", "_hits", "_model", "_tries", "_worth")
 
-    def __init__(self, model: StepTimeModel, worth: float) -> None:
+    def __init__(self, laws: Laws, worth: float) -> None:
         """`worth`: a draft must give so many times the tokens that its time is worth; 0: all are taken."""
-        self._model, self._worth = model, worth
+        self._model, self._drafting, self._worth = laws.model, laws.drafting, worth
+        self._hits = self._tries = 0.0  # As of one request, but of all.
+
+    def learn(self, request: Request, num_drafted: int, num_right: int) -> None:
+        """Of so many drafts of the request, the first so many were right."""
+        learn(request, num_drafted, num_right)
+        self._hits += num_right
+        self._tries += min(num_right + 1, num_drafted)
 
     def choose(self, rows: Sequence[Request], load: StepLoad, room: int) -> list[tuple[int, int]]:
         """(place in `rows`, how many drafts) of those that get any; `load` is the step's without them, and
         `room` how many tokens it may still take. O(rows log rows).
         """
         room = min(room, STEP_DRAFTS_MAX)
-        asked = [(_hit_rate(request), index, request) for index, request in enumerate(rows) if _may(request)]
+        prior, weight = self._prior()
+        asked = [
+            (_hit_rate(request, prior, weight), index, request)
+            for index, request in enumerate(rows)
+            if _may(request)
+        ]
         if self._model.num_observed < KNOWN_STEPS and self._worth:
             few = asked if len(rows) <= CAUTIOUS else []
             return _within(room, [(index, min(CAUTIOUS, _most(request))) for _, index, request in few])
@@ -59,6 +95,8 @@ class Speculation:
         cost = self._model.cost
         draft_ns = cost.token_ns + cost.sequence_ns + cost.kv_read_ns
         step_ns, tokens = self._model.predict_ns(load), float(len(rows))
+        if self._drafting.num_observed:
+            return self._choose_passes(asked, load, room)
         chosen: list[tuple[int, int]] = []
         for rate, index, request in asked:
             count, gain, most = 0, rate, min(_most(request), room)
@@ -74,19 +112,59 @@ class Speculation:
                 room -= count
         return chosen
 
+    def _choose_passes(self, asked: _Asked, load: StepLoad, room: int) -> list[tuple[int, int]]:
+        """`choose` where a model guesses: pass by pass, whose fixed time is shared by rows with one more."""
+        cost, guesser = self._model.cost, self._drafting.cost
+        step_ns, tokens = self._model.predict_ns(load), load.num_sequences + 0.0
+        token_ns = cost.token_ns + cost.sequence_ns + guesser.token_ns + guesser.sequence_ns
+        context_ns = cost.pair_ns + guesser.kv_read_ns  # Of each token before a draft.
+        counts, gains = [0] * len(asked), [rate for rate, _, _ in asked]
+        for num_before in range(ROW_DRAFTS_MAX):
+            added_ns, gained, picked = guesser.fixed_ns, 0.0, list[int]()
+            for place, (_, _, request) in enumerate(asked):
+                if counts[place] < num_before or _most(request) <= num_before or len(picked) == room:
+                    continue
+                each_ns = token_ns + cost.kv_read_ns + context_ns * request.num_planned
+                each_ns += 0.0 if num_before else _reading_ns(guesser, request)
+                if gains[place] * step_ns >= self._worth * each_ns * tokens:
+                    picked.append(place)
+                    added_ns, gained = added_ns + each_ns, gained + gains[place]
+            if not picked or gained * step_ns < self._worth * added_ns * tokens:
+                break
+            for place in picked:
+                counts[place] += 1
+                gains[place] *= asked[place][0]
+            step_ns, tokens, room = step_ns + added_ns, tokens + gained, room - len(picked)
+        return [(asked[place][1], count) for place, count in enumerate(counts) if count]
+
+    def _prior(self) -> tuple[float, float]:
+        """What share of a new request's guesses is expected to be right, and as how many drafts that
+        counts.
+        """
+        if not self._drafting.num_observed:
+            return EXPECTED, EXPECTED_WEIGHT
+        self._hits, self._tries = self._hits * _FORGET, self._tries * _FORGET
+        hits = self._hits + EXPECTED * EXPECTED_WEIGHT
+        return hits / (self._tries + EXPECTED_WEIGHT), _PRIOR_WEIGHT
+
+
+def _reading_ns(guesser: StepCost, request: Request) -> float:
+    """A model's time for what it has not read of the request, spread over the steps that profit."""
+    count = max(request.num_planned - request.draft_known, 0)
+    return (guesser.token_ns * count + guesser.pair_ns * chunk_pairs(0, count)) / PROFITING_STEPS
+
 
 def learn(request: Request, num_drafted: int, num_right: int) -> None:
     """Of so many drafts of the request, the first so many were right."""
     assert 0 <= num_right <= num_drafted > 0, (num_right, num_drafted)
     request.draft_hits = _MEMORY * request.draft_hits + num_right
     request.draft_tries = _MEMORY * request.draft_tries + min(num_right + 1, num_drafted)
-    request.draft_idle = 0
+    request.draft_idle, request.draft_known = 0, request.num_planned
 
 
-def _hit_rate(request: Request) -> float:
+def _hit_rate(request: Request, prior: float, weight: float) -> float:
     """The share of the request's guesses that are right, where those before them are."""
-    hits = request.draft_hits + EXPECTED * EXPECTED_WEIGHT
-    return hits / (request.draft_tries + EXPECTED_WEIGHT)
+    return (request.draft_hits + prior * weight) / (request.draft_tries + weight)
 
 
 def _may(request: Request) -> bool:

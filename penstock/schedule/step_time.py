@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter, mul
 
-from penstock.schedule.plan import RowWork
+from penstock.schedule.plan import Drafting, RowWork
 
 _SCALES = (1.0, 1 / 64, 1 / 16, 1 / 16_384, 1 / 1_048_576)
 """One unit of each term, so that all are of about the same size: keeps the sums well conditioned."""
@@ -66,6 +66,17 @@ class StepLoad:
             self.kv_read + num_drafts,
             self.chunk_pairs + chunk_pairs(num_computed, 1 + num_drafts),
             self.num_steps,
+        )
+
+    @classmethod
+    def of_drafting(cls, drafting: Drafting) -> "StepLoad":
+        """The load of the passes of a model that guesses."""
+        return cls(
+            drafting.num_tokens,
+            drafting.num_sequences,
+            drafting.kv_read,
+            drafting.chunk_pairs,
+            drafting.num_passes,
         )
 
     @classmethod

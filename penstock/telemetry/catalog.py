@@ -414,7 +414,7 @@ CATALOG = (
     ),
     Metric("penstock_budget_warnings_total", "counter", "Budget warning thresholds that were crossed.",
         ("period",)),
-    # Tenants: those that use most by name, all others as "other" (telemetry/tenant_labels.py).
+    # Tenants: those that use most by name, all others as "other" (telemetry/metrics.py).
     Metric("penstock_tenant_requests_total", "counter", "Ended requests by tenant.", ("tenant",)),
     Metric("penstock_tenant_tokens_total", "counter", "Prompt and output tokens by tenant.", ("tenant",)),
     # Objectives (telemetry/alerts.py).

@@ -1,9 +1,14 @@
 """The numbers behind /metrics: typed handles for the parts that count, and their exposition.
 
 Each `Metrics` has a registry of its own. Label children are resolved once, where things are wired, so that
-counting on the hot path is one method call; nothing here is called per token.
+counting on the hot path is one method call; nothing here is called per token. What is counted of workers that
+are not ours is by engine.
 
-What is counted of workers that are not ours, by engine.
+Only those tenants have a name in metrics that use most, so that no number of tenants makes many series. A
+tenant gets its name once it has used `1 / TENANTS_MAX` of all tokens of this process, and keeps it; what it
+used before is counted as of "other", like all that others use. So sums over tenants are right at any time.
+Use is followed for `FOLLOWED_MAX` tenants at most (Metwally's Space-Saving): a new one takes the place of the
+least, with its count.
 """
 
 from collections import Counter as Counts
@@ -18,12 +23,42 @@ from penstock.policy.lifecycle.machine_costs import Costs
 from penstock.policy.limits.price import MICROS
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
-from penstock.telemetry.anomaly_meters import AnomalyMeters
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, OutcomeLabel
 from penstock.telemetry.instruments import Counter, Instruments, MetricFamily
 from penstock.telemetry.ledger import LedgerStatistics
-from penstock.telemetry.tenant_labels import TenantLabels
-from penstock.telemetry.worker_meters import Followed, WorkerFacts, WorkerMeters
+from penstock.telemetry.worker_meters import AnomalyMeters, Followed, WorkerFacts, WorkerMeters
+
+TENANTS_MAX = 32
+FOLLOWED_MAX = 256
+OTHER = "other"
+
+
+class TenantLabels:
+    """The names of one process."""
+
+    def __init__(self) -> None:
+        self._named = set[str]()
+        self._used: dict[str, int] = {}
+        self._total = 0
+
+    def label(self, tenant: str, tokens: int) -> str:
+        """The name under which a request of this tenant is counted, which used so many tokens."""
+        if tenant in self._named:
+            self._total += tokens
+            return tenant
+        if not tenant or len(self._named) >= TENANTS_MAX or not tokens:
+            self._total += tokens
+            return OTHER
+        if tenant not in self._used and len(self._used) >= FOLLOWED_MAX:
+            least = min(self._used, key=self._used.__getitem__)
+            self._used[tenant] = self._used.pop(least)
+        self._used[tenant] = self._used.get(tenant, 0) + tokens
+        self._total += tokens
+        if self._used[tenant] * TENANTS_MAX < self._total:
+            return OTHER
+        del self._used[tenant]
+        self._named.add(tenant)
+        return tenant
 
 
 class BackendMeters:
@@ -209,7 +244,7 @@ class Metrics:
         self._refused.labels(model, reason).inc()
 
     def evicted(self, model: str, reason: str) -> None:
-        """An accepted request was dropped (`policy.flow.Evict`)."""
+        """An accepted request was dropped (`policy.request.Evict`)."""
         self._evicted.labels(model, reason).inc()
 
     def diverted(self, model: str, reason: str) -> None:

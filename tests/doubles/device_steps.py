@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.engine.gpu.step import DeviceStep, DeviceStepInputs, RowState, StepBuffer, StepLimits
 from penstock.engine.gpu.worklist import WorkList, WorkListLimits
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
+from penstock.engine.layers.rowwise import RotaryTable, RotaryWeights
 from penstock.engine.sampler import SampleRows
 from penstock.models.spec import DecoderSpec, RopeSpec
 

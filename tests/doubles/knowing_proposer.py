@@ -6,6 +6,7 @@ import numpy as np
 
 from penstock.engine.arrays import Int64Array
 from penstock.engine.inputs import RowTables
+from penstock.schedule.plan import StepPlan
 
 
 class KnowingProposer:
@@ -14,6 +15,12 @@ class KnowingProposer:
     def __init__(self, texts: Sequence[Sequence[int]], *, wrong_every: int = 7) -> None:
         self._texts = [np.array(text, np.int32) for text in texts]
         self._wrong_every = wrong_every
+
+    def begin(self, plan: StepPlan, fresh_blocks: Sequence[int]) -> None:
+        """See `Proposer`."""
+
+    def spent(self) -> None:
+        """See `Proposer`."""
 
     def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
         """See `Proposer`."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.engine.arrays import as_tensor
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import RotaryWeights
+from penstock.engine.layers.rowwise import RotaryWeights
 from penstock.models.spec import AttentionSpec
 from penstock.types import BLOCK_TOKENS
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from penstock import rng
 from penstock.clock import NS_PER_S
-from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.traffic.prompts import Segment, SimRequest
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 

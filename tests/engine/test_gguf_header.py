@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointError
-from penstock.models.gguf import read_gguf
+from penstock.models.gguf_config import read_gguf
 
 F32, Q8_0, Q5_K = 0, 8, 13
 HUGE = (1 << 63) + 5

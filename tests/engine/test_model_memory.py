@@ -9,8 +9,8 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.engine.loader import load_weights
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
 from penstock.engine.native.library import Type
-from penstock.engine.runner import decoder_limits, reserved_bytes
-from penstock.engine.step_model import choose_computing
+from penstock.engine.runner import decoder_limits
+from penstock.engine.step_model import choose_computing, reserved_bytes
 from penstock.models.registry import read_spec, stored_quantization
 
 MINI = Path(__file__).parents[2] / "models" / "penstock-demo-mini"

@@ -95,6 +95,9 @@ class Verified:
         stacked = torch.tensor(logits).repeat(len(inputs.sample_rows), 1)
         self.told = verified(stacked, inputs, inputs.drafted, self.tables, self.draw, lambda _row: False)
 
+    def begin(self, plan, fresh_blocks):
+        pass
+
     def propose(self, rows, known, most, tables):
         for row in rows.tolist():
             tables.token_ids[row, 1 : 1 + len(self.drafts[row])] = self.drafts[row]

@@ -22,21 +22,14 @@ from penstock.clock import SystemClock
 from penstock.config.fleet import DiscoverConfig, KubernetesConfig
 from penstock.config.tree import Config, LogConfig, ModelConfig
 from penstock.errors import ConfigError
+from penstock.fleet import discovery as discovery_module
+from penstock.fleet import kubernetes
+from penstock.fleet.discovery import Discovery, DnsSource, LookupFailed, SrvLookup, addresses, lookup_for
+from penstock.fleet.kubernetes import KubernetesSource
 from penstock.fleet.launchers.process import WorkerLogs
 from penstock.fleet.launchers.supervised import LocalLauncher
 from penstock.fleet.members import DiscoveredAddress, DiscoveredWorkers, Members, worker_at, zmq_address
 from penstock.fleet.registry import Registry
-from penstock.fleet.sources import discovery as discovery_module
-from penstock.fleet.sources import kubernetes
-from penstock.fleet.sources.discovery import (
-    Discovery,
-    DnsSource,
-    LookupFailed,
-    SrvLookup,
-    addresses,
-    lookup_for,
-)
-from penstock.fleet.sources.kubernetes import KubernetesSource
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.types import FinishReason
@@ -128,7 +121,7 @@ def test_only_changes_are_applied_and_only_so_many_are_taken(monkeypatch) -> Non
 
 
 def test_a_lookup_that_fails_changes_nothing_and_an_empty_one_is_believed_the_third_time(monkeypatch) -> None:
-    monkeypatch.setattr("penstock.fleet.sources.discovery.TIMEOUT_S", 0.05)
+    monkeypatch.setattr("penstock.fleet.discovery.TIMEOUT_S", 0.05)
 
     async def check() -> None:
         applied, answers = Applied(), []
@@ -156,7 +149,7 @@ def test_a_lookup_that_fails_changes_nothing_and_an_empty_one_is_believed_the_th
 
 
 def test_it_asks_again_and_again(monkeypatch) -> None:
-    monkeypatch.setattr("penstock.fleet.sources.discovery.REFRESH_S", 0.1)
+    monkeypatch.setattr("penstock.fleet.discovery.REFRESH_S", 0.1)
 
     async def check() -> None:
         applied, numbers = Applied(), iter(range(100))
@@ -442,7 +435,7 @@ def test_sources_come_go_and_change_while_others_go_on(monkeypatch) -> None:
         return lookup
 
     monkeypatch.setattr(discovery_module, "lookup_for", lookup_of)
-    monkeypatch.setattr("penstock.fleet.sources.discovery.REFRESH_S", 60.0)
+    monkeypatch.setattr("penstock.fleet.discovery.REFRESH_S", 60.0)
 
     async def check() -> None:
         clock, log = SystemClock(), Log(LogConfig(), SystemClock(), stream=io.StringIO())

@@ -17,7 +17,7 @@ from penstock.gateway.http.exchange import Exchange, RequestHead
 from penstock.gateway.relay.reply import Context
 from penstock.gateway.relay.vectors import PIECE_NUMBERS, VectorReply, embeddings
 from penstock.protocol.stream import StreamHead
-from penstock.protocol.submissions import INPUTS_TOKENS_MAX, inputs_problem
+from penstock.protocol.worker_parts import INPUTS_TOKENS_MAX, inputs_problem
 from penstock.rng import IdSource
 from penstock.text.tokenizer import TextTokens
 from penstock.types import FinishReason, Usage

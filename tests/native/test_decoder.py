@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import DecoderLimits
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import inverse_frequencies
+from penstock.engine.layers.rowwise import inverse_frequencies
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, unsupported
 from penstock.engine.native.library import STEP_PARTS, Type
 from penstock.models.names import CheckpointNames, decoder_weights

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.policy.rollout.cohorts import BUCKETS, GROUPS, Cohort, bucket_of, cohort_of
-from penstock.policy.rollout.evidence import (
-    Evidence,
-    Metric,
-    Observation,
-    Sums,
-    Verdict,
-    compare,
-    half_width,
-)
+from penstock.policy.rollout.evidence import Evidence, Metric, Observation, Sums, Verdict, compare, half_width
 from penstock.policy.rollout.rollout import Rollout, RolloutPlan, RolloutState
 from penstock.rng import stream
 

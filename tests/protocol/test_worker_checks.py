@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.submissions import (
+from penstock.protocol.worker_parts import (
     INT32_MAX,
     INT64_MAX,
     SCALE_MAX,

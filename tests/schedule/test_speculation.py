@@ -6,6 +6,7 @@ import pytest
 from scheduled_engine import ScheduledEngine
 
 from penstock.config.engine_settings import EngineSettings
+from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.request import Request
 from penstock.schedule.speculation import (
     CAUTIOUS,
@@ -42,7 +43,9 @@ def law(fixed_ns: int, token_ns: int) -> StepTimeModel:
 
 def chosen(model: StepTimeModel, rows: list[Request], room: int = 500) -> dict[int, int]:
     load = StepLoad(len(rows), len(rows), 50 * len(rows))
-    return dict(Speculation(model, EngineSettings().draft_worth).choose(rows, load, room))
+    laws = PrefillBudget(LatencyTargets())
+    laws.model = model
+    return dict(Speculation(laws, EngineSettings().draft_worth).choose(rows, load, room))
 
 
 def test_a_lone_row_has_more_drafts_the_more_often_they_are_right() -> None:
@@ -89,6 +92,54 @@ def test_a_row_without_drafts_has_one_now_and_then() -> None:
         found = [chosen(model, rows) for _ in range(num_rows * PROBE_STEPS)]
         assert found[:-1] == [{}] * (num_rows * PROBE_STEPS - 1)
         assert found[-1] == dict.fromkeys(range(num_rows), 1)
+
+
+def guesser(pass_ns: int, token_ns: int, *, right: bool) -> Speculation:
+    """Drafts of a model with such passes, for steps of 10 ms and 0.3 ms for each token; of late it was nearly
+    always right, or wrong.
+    """
+    laws = PrefillBudget(LatencyTargets())
+    laws.model = law(fixed_ns=10_000_000, token_ns=300_000)
+    for tokens, passes in ((1, 1), (40, 1), (4, 4), (64, 2)) * 4:
+        load = StepLoad(tokens, passes, 50 * tokens, 0, passes)
+        laws.drafting.observe(load, passes * pass_ns + tokens * token_ns)
+    made = Speculation(laws, EngineSettings().draft_worth)
+    for _ in range(20):
+        made.learn(row(0, 0), 4, 4 * right)
+    return made
+
+
+def counts_of(speculation: Speculation, rows: list[Request]) -> list[int]:
+    load = StepLoad(len(rows), len(rows), 50 * len(rows))
+    found = dict(speculation.choose(rows, load, 500))
+    return [found.get(index, 0) for index in range(len(rows))]
+
+
+def test_a_models_passes_have_their_price() -> None:
+    """The longer they take, the fewer: one draft more is one pass more, which all rows share."""
+    (cheap,), (half,), (dear,) = (
+        counts_of(guesser(pass_ns, 1_000, right=True), [row(0, 0)])
+        for pass_ns in (500_000, 4_000_000, 20_000_000)
+    )
+    assert cheap > half > dear == 0
+    assert sum(counts_of(guesser(4_000_000, 1_000, right=True), [row(0, 0) for _ in range(4)])) > 2 * half
+
+
+def test_what_a_model_has_not_read_of_a_request_counts() -> None:
+    speculation, asked = guesser(500_000, 1_000_000, right=True), row(0, 0)
+    asked.num_planned = 3_000
+    assert counts_of(speculation, [asked]) == [0]
+    asked.draft_known = asked.num_planned
+    assert counts_of(speculation, [asked]) > [0]
+
+
+def test_a_model_that_was_wrong_is_tried_again_after_a_while() -> None:
+    """For a lone row; what a full batch cannot afford it does not try."""
+    speculation = guesser(2_000_000, 1_000, right=False)
+    tried = [counts_of(speculation, [row(0, 0)])[0] for _ in range(3000)]
+    assert tried[0] == 0 < tried[-1]
+    full = guesser(2_000_000, 1_000_000, right=False)
+    assert all(counts_of(full, [row(0, 0) for _ in range(32)]) == [0] * 32 for _ in range(200))
 
 
 def test_before_the_law_is_known_few_rows_have_few() -> None:

@@ -16,8 +16,7 @@ from penstock.policy.tenant import Tenant
 from penstock.schedule.queue import ClassQueue
 from penstock.sim.checks import case
 from penstock.sim.checks.case import Case, CaseShape, failure, run_case
-from penstock.sim.traffic.prompts import BlockNames
-from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.traffic.prompts import BlockNames, Segment, SimRequest
 from penstock.sim.world.worker import SimWorker
 from penstock.sim.world.world import World
 

@@ -9,9 +9,8 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import TTFT_TARGET_MS
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.flow import Outcome
-from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
-from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.traffic.prompts import RequestRecord, Segment, SimRequest
+from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 
 PROMPT, ANSWER, EACH, STEP_TOKENS = 512, 128, 3, 2048

@@ -18,7 +18,7 @@ from penstock.policy.resilience.worker_state import BreakerState
 from penstock.sim.checks.checks import Checks
 from penstock.sim.world.faults import Chaos, Fault, FaultKind
 from penstock.sim.world.gateway import SimGateway
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.world.run import SimWorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 SLICED = Config(

@@ -8,7 +8,7 @@ from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_counters import SHARE_S, FairCounters
 from penstock.policy.queueing.fair_queue import FairQueue
 from penstock.policy.terms import QueueTerms
-from penstock.sim.world.events import Timeline
+from penstock.sim.world.messages import Timeline
 from penstock.sim.world.store import SharedStore, SimFairExchange
 from penstock.types import RequestId, TenantId
 

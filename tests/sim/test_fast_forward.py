@@ -12,7 +12,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.policy.limits.rate_limit import RateTerms
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.world.run import SimWorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 TIGHT = SimWorkerSpec(

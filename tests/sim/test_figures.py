@@ -18,7 +18,7 @@ from penstock.sim.report.figures import (
     largest_gap,
     ttft_shares,
 )
-from penstock.sim.traffic.request import RequestRecord
+from penstock.sim.traffic.prompts import RequestRecord
 
 MS, S = 10**6, 10**9
 

@@ -14,10 +14,9 @@ from penstock.sim.checks.checks import Checks
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import described
 from penstock.sim.scenarios.setup import Knobs, with_settings
-from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.traffic.prompts import Segment, SimRequest
 from penstock.sim.world.faults import Chaos, Fault, FaultKind
-from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 
 NEW, OLD = SimWorkerSpec(checkpoint="7b v2"), SimWorkerSpec(checkpoint="7b v1")

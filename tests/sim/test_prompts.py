@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kv.hashing import BlockHasher, token_bytes
-from penstock.sim.traffic.prompts import EOS, BlockNames, content_tokens, prompt_tokens
-from penstock.sim.traffic.request import Segment
+from penstock.sim.traffic.prompts import EOS, BlockNames, Segment, content_tokens, prompt_tokens
 from penstock.types import BLOCK_TOKENS
 
 segments = st.lists(

@@ -10,11 +10,9 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.planning.step_time import LinearStepTime, StepShape
 from penstock.policy.flow import Outcome
 from penstock.policy.resilience.anomalies import Standing
-from penstock.sim.traffic.prompts import Segment
-from penstock.sim.traffic.request import SimRequest
-from penstock.sim.world.events import Rank
-from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.traffic.prompts import Segment, SimRequest
+from penstock.sim.world.messages import Rank
+from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import WORLD, World
 
 BEGINS_S, SECONDS, SIGMA = 100, 330, 0.2

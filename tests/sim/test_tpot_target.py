@@ -13,7 +13,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
 from penstock.planning.step_time import LinearStepTime
 from penstock.policy.flow import Outcome
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.world.run import SimWorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 PATIENT = Config(admission=AdmissionConfig(ttft_target_ms=0, targets=()))

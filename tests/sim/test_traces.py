@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.traffic.prompts import Segment, SimRequest
 from penstock.sim.traffic.traces import Trace, write_trace
 from penstock.sim.traffic.workload import Callers, Conversations, Poisson, even, merged
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock import rng
 from penstock.clock import NS_PER_S
-from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.traffic.prompts import Segment, SimRequest
 from penstock.sim.traffic.workload import (
     Arrivals,
     Callers,

@@ -10,9 +10,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.backends.http.engine_metrics import LOAD_NAMES, load_of, parse_metrics
 from penstock.protocol.worker import Stats
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
-from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.metrics import (
+    FOLLOWED_MAX,
+    OTHER,
+    TENANTS_MAX,
+    Metrics,
+    RequestMeasurement,
+    TenantLabels,
+)
 from penstock.telemetry.pages import COMPUTED, RENAMED, aliases, label_of
-from penstock.telemetry.tenant_labels import FOLLOWED_MAX, OTHER, TENANTS_MAX, TenantLabels
 
 VLLM = dict(
     line.split() for line in Path(__file__).with_name("vllm_metrics.txt").read_text().splitlines()[1:]

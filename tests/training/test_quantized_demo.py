@@ -11,7 +11,8 @@ from penstock.types import SamplingParams
 from training.report import PAGE, QUANTIZED, RESULTS, fill, quantized_table
 from training.settings import MODELS, RECIPES
 
-ENDINGS = ("int4", "int8")
+ROUNDED = [f"penstock-demo-mini-{ending}" for ending in ("int4", "int8")]
+"""Those of the larger model are made by `penstock quantize`: they would be a third of the repository."""
 PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -19,10 +20,9 @@ def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("name", RECIPES)
-def test_they_answer(name: str, ending: str) -> None:
-    folder = MODELS / f"{name}-{ending}"
+@pytest.mark.parametrize("name", ROUNDED)
+def test_they_answer(name: str) -> None:
+    folder = MODELS / name
     tokenizer = Tokenizer.load(folder)
     driver = Driver(folder, dtype="auto", kernels="auto", max_model_len=256)
     sampling = SamplingParams(temperature=0.0, max_tokens=16, stop_token_ids=tokenizer.eos_ids)
@@ -30,9 +30,9 @@ def test_they_answer(name: str, ending: str) -> None:
     assert tokenizer.decode(answer.token_ids).strip() == "The capital of France is Paris."
 
 
-def test_they_take_no_more_room_than_the_dense_ones() -> None:
-    rounded = sum(size(MODELS / f"{name}-{ending}") for name in RECIPES for ending in ENDINGS)
-    assert 0 < rounded <= sum(size(recipe.folder) for recipe in RECIPES.values())
+def test_each_takes_less_room_than_the_dense_one() -> None:
+    four, eight = (size(MODELS / name) for name in ROUNDED)
+    assert 0 < four < eight < size(RECIPES["penstock-demo-mini"].folder)
 
 
 def test_the_page_has_the_last_measurement_and_no_format_loses_a_point() -> None:

@@ -65,10 +65,11 @@ class EngineStream:
     __slots__ = (
         "_clock",
         "_detokenizer",
+        "_device_ns",
         "_done",
+        "_drafts",
         "_first_ns",
         "_held",
-        "_last",
         "_leave",
         "_piece",
         "_push_text",
@@ -104,8 +105,8 @@ class EngineStream:
         # Stop strings must be seen at once, and logprobs belong to their tokens.
         self._piece = 1 if request.stop else request.piece_tokens
         self._first_ns = 0
-        self._last = Output(request.request_id, ())
-        """What the worker said last: what was used up to now."""
+        self._device_ns, self._drafts = 0, (0, 0)
+        """What the worker said last of what was used up to now: see `Output`."""
         self._done = False
         if request.resumed:
             self._prime(request.resumed)
@@ -126,13 +127,13 @@ class EngineStream:
         if not plain or self._stop is not None or self._piece > 1:
             self.push(output)
             return False
-        self._last = output
+        self._device_ns, self._drafts = output.device_ns, output.drafts
         self._held.extend(output.token_ids)
         return len(self._held) == len(output.token_ids)
 
     def push(self, output: Output) -> None:
         """One step's output for this stream."""
-        self._last = output
+        self._device_ns, self._drafts = output.device_ns, output.drafts
         if self._held and self._piece == 1:
             self.release_buffered()
         if output.usage is not None:
@@ -171,9 +172,10 @@ class EngineStream:
         """Several tokens of one step, where a stop string may end the answer behind any of them: it is as
         long then as if they had come one by one.
         """
-        for token_id in output.token_ids:
+        for num_read, token_id in enumerate(output.token_ids, 1):
             if not self._done:
-                self.push(replace(output, token_ids=(token_id,), usage=None))
+                drafts = _without_last(output.drafts, len(output.token_ids) - num_read)
+                self.push(replace(output, token_ids=(token_id,), usage=None, drafts=drafts))
 
     def abort(self) -> None:
         """The client left: tell the worker, and the sink at once."""
@@ -249,8 +251,15 @@ class EngineStream:
                 piece += self._stop.finish()
             text += piece
         if num_tokens < len(output.token_ids) and output.logprobs is None:
+            usage, num_cut = finish.usage, len(output.token_ids) - num_tokens
+            accepted, rejected = _without_last((usage.accepted_drafts, usage.rejected_drafts), num_cut)
+            usage = replace(
+                usage,
+                completion_tokens=len(self._token_ids),
+                accepted_drafts=accepted,
+                rejected_drafts=rejected,
+            )
             output = replace(output, token_ids=output.token_ids[:num_tokens])
-            usage = replace(finish.usage, completion_tokens=len(self._token_ids))
             finish = replace(finish, usage=usage)
         if text or output.token_ids:
             self._sink.on_delta(self._delta(text, output))
@@ -301,11 +310,20 @@ class EngineStream:
             self._usage,
             completion_tokens=len(self._token_ids),
             decode_ns=decode_ns,
-            device_ns=self._last.device_ns,
-            accepted_drafts=self._last.drafts[0],
-            rejected_drafts=self._last.drafts[1],
+            device_ns=self._device_ns,
+            accepted_drafts=self._drafts[0],
+            rejected_drafts=self._drafts[1],
         )
 
     def _delta(self, text: str, output: Output) -> Delta:
         found = output.logprobs or ()
         return Delta(text, output.token_ids, tuple(to_text_logprob(each, self._tokenizer) for each in found))
+
+
+def _without_last(drafts: tuple[int, int], num_cut: int) -> tuple[int, int]:
+    """Drafts that were accepted and rejected, where so many of a step's last tokens are none of the answer's:
+    each of those was guessed.
+    """
+    accepted, rejected = drafts
+    num_cut = min(num_cut, accepted)
+    return accepted - num_cut, rejected + num_cut

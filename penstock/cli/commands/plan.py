@@ -32,8 +32,7 @@ from penstock.sim.report.figures import Figures, Objective
 from penstock.sim.scenarios.scenario import kind_of
 from penstock.sim.scenarios.setup import Setup, play, promised
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, even
-from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 
 SCHEMA = "penstock.plan/1"
 SHOWN = 6

@@ -264,8 +264,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--speculation",
-        choices=("off", "ngram"),
-        help="ngram: guess tokens ahead from what the request has had before (default: off)",
+        metavar="HOW",
+        help="guess tokens ahead: off, ngram (from what the request has had before), or the directory of a "
+        "smaller model with the same tokenizer (default: off)",
     )
     engine.add_argument(
         "--load-format",

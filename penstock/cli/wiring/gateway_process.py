@@ -26,9 +26,9 @@ from penstock.config.checkpoints import with_members
 from penstock.config.fleet import WorkerConfig
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import ConfigError
+from penstock.fleet.discovery import Discovery
 from penstock.fleet.members import Attached, DesiredWorker, Members, attached
 from penstock.fleet.registry import Registry
-from penstock.fleet.sources.discovery import Discovery
 from penstock.gateway.app import Gateway
 from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.shared.peers import GatewayPeers

@@ -31,6 +31,7 @@ from penstock.config.fleet import FleetConfig
 from penstock.config.machine import state_directory
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError, WorkerUnavailable
+from penstock.fleet.discovery import Discovery
 from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerStopped
 from penstock.fleet.launchers.process import Spares, TakeSpare, WorkerLogs, no_spare
 from penstock.fleet.launchers.ray import RayLauncher
@@ -38,7 +39,6 @@ from penstock.fleet.launchers.supervised import LocalLauncher
 from penstock.fleet.members import DesiredWorker, Members, attached, launched
 from penstock.fleet.registry import Registry, Worker
 from penstock.fleet.sleep import SleepKeeper
-from penstock.fleet.sources.discovery import Discovery
 from penstock.gateway.app import Gateway
 from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.http.server import bound_sockets, refuse_the_rest

@@ -36,7 +36,7 @@ from penstock.engine.attention.tiles import (
     slot_indices,
 )
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import QKRotary, RotaryWeights
+from penstock.engine.layers.rowwise import QKRotary, RotaryWeights
 from penstock.models.spec import AttentionSpec
 from penstock.types import BLOCK_TOKENS
 

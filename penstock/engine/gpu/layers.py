@@ -15,7 +15,7 @@ from penstock.engine.gpu.worklist import WorkList
 from penstock.engine.kernels import Activation
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear
-from penstock.engine.layers.rotary import RotaryWeights
+from penstock.engine.layers.rowwise import RotaryWeights
 from penstock.models.spec import AttentionSpec, DecoderSpec
 from penstock.types import BLOCK_TOKENS
 

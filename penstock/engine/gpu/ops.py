@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.engine.gpu.step import DeviceStep, Drawn, Int32Array, RowState
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import RotaryTable
+from penstock.engine.layers.rowwise import RotaryTable
 from penstock.models.spec import DecoderSpec
 
 

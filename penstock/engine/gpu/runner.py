@@ -6,7 +6,7 @@ oldest.
 
 Rows live on the device: their tokens (drawn ones too, before the host has seen them), block tables and
 sampling parameters. The host sends what it alone knows: which rows, how far, which new blocks. Nothing in
-`launch` asks the device for an answer, but for steps that draw for a grammar (grammar.py). Everything runs in
+`launch` asks the device for an answer, but for steps that draw for a grammar (results.py). Everything runs in
 one queue, so a step sees the rows as the step before left them.
 """
 
@@ -37,7 +37,7 @@ from penstock.schedule.plan import NewRow, RowWork, StepPlan, StepResult
 from penstock.types import RequestId, SamplingParams
 
 if TYPE_CHECKING:
-    from penstock.engine.gpu.grammar import DeviceGrammars
+    from penstock.engine.gpu.results import DeviceGrammars
     from penstock.engine.grammar.compiler import GrammarTokens
 
 FLIGHTS = 3
@@ -140,7 +140,7 @@ class DeviceRunner:
 
     def use_grammars(self, tokens: "GrammarTokens") -> None:
         """Follow the grammars of requests, which are made for this vocabulary."""
-        from penstock.engine.gpu.grammar import DeviceGrammars  # llguidance may not be installed.
+        from penstock.engine.gpu.results import DeviceGrammars  # llguidance may not be installed.
 
         self._grammars = DeviceGrammars(tokens, self._state)
 

@@ -26,6 +26,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     "adapters.cpp": (),
     "api.cpp": (),
     "cpu.cpp": (),
+    "draft.cpp": (),
     "experts.cpp": (),
     "lookup.cpp": (),
     "pack.cpp": (),

@@ -23,12 +23,13 @@ from penstock.engine.arrays import Int32Array, Int64Array
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.rotary import rotary_angles
+from penstock.engine.layers.rowwise import rotary_angles
 from penstock.engine.native.library import (
     Epilogue,
     Layer,
     NativeLibrary,
     PsDecoder,
+    PsDraft,
     PsMlp,
     PsWeight,
     Step,
@@ -265,6 +266,12 @@ class NativeDecoder:
             ),
         )  # fmt: skip
         return logits
+
+    def draft(self, job: PsDraft) -> None:
+        """Compute several steps of rows, each with what the one before has drawn."""
+        assert job.num_rows <= len(self._logits), "more rows than there are rows of logits"
+        job.logits = self._logits.data_ptr()
+        self._kernels.draft(self._struct, job)
 
     def weights(self) -> list[Tensor]:
         """What it computes with, as it lies in memory."""

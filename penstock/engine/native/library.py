@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 14
+ABI_VERSION = 15
 _OUT_OF_BOUNDS = -2
 _SPIN_US = 50
 
@@ -201,6 +201,16 @@ class PsLookup(Structure):
     ]  # fmt: skip
 
 
+class PsDraft(Structure):
+    """`PsDraft`: guesses of how rows go on, by a model."""
+
+    _fields_ = [
+        ("token_ids", c_void_p), ("rows", c_void_p), ("firsts", c_void_p), ("counts", c_void_p),
+        ("most", c_void_p), ("block_tables", c_void_p), ("logits", c_void_p), ("draw", PsSample),
+        ("num_rows", c_int64), ("ld_tokens", c_int64), ("ld_tables", c_int64),
+    ]  # fmt: skip
+
+
 _CALLS: dict[str, type[Structure]] = {
     "ps_linear": PsLinear,
     "ps_rms_norm": PsNorm,
@@ -227,6 +237,7 @@ _STRUCTS = (
     AdapterLinear,
     AdapterLayer,
     PsLookup,
+    PsDraft,
 )
 """In the order of `ps_struct_bytes`."""
 
@@ -312,7 +323,15 @@ class NativeLibrary:
         Raises:
             ValueError: a token, block or sample index outside of what the decoder has. Nothing was computed.
         """
-        failed = self._lib.ps_step(byref(decoder), byref(step))
+        self._on_decoder(self._lib.ps_step, decoder, step)
+
+    def draft(self, decoder: PsDecoder, job: PsDraft) -> None:
+        """Run `ps_draft`; raises as `step`."""
+        self._on_decoder(self._lib.ps_draft, decoder, job)
+
+    @staticmethod
+    def _on_decoder(function: Callable[..., int], decoder: PsDecoder, job: Structure) -> None:
+        failed = function(byref(decoder), byref(job))
         if failed == _OUT_OF_BOUNDS:
             raise ValueError("a step's tables point outside of the model or its cache")
         if failed:
@@ -355,6 +374,7 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.ps_round.restype = None
     lib.ps_advise_huge.argtypes, lib.ps_advise_huge.restype = [c_void_p, c_int64], None
     lib.ps_step.argtypes, lib.ps_step.restype = [POINTER(PsDecoder), POINTER(Step)], c_int32
+    lib.ps_draft.argtypes, lib.ps_draft.restype = [POINTER(PsDecoder), POINTER(PsDraft)], c_int32
     for name, struct in _CALLS.items():
         function = getattr(lib, name)
         function.argtypes, function.restype = [POINTER(struct)], c_int32

@@ -18,8 +18,8 @@ from penstock.engine.core import EngineCore, Live, Outputs, StepRunner, build_co
 from penstock.engine.mailbox import failed_by, request_of
 from penstock.errors import ContextTooLong, Draining, InvalidRequest, PenstockError
 from penstock.kv.hashing import token_array, token_bytes
-from penstock.protocol.submissions import BATCH_TEXTS_MAX, inputs_problem
 from penstock.protocol.worker import Output, RequestFinished, Submit
+from penstock.protocol.worker_parts import BATCH_TEXTS_MAX, inputs_problem
 from penstock.schedule.scheduler import Scheduler
 from penstock.types import FinishReason, RequestId, Usage
 

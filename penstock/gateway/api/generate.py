@@ -42,8 +42,7 @@ from penstock.gateway.models.prepare import (
     truncated,
 )
 from penstock.gateway.models.served import ServedModel
-from penstock.gateway.relay.chat import ChatSink, PassedSink
-from penstock.gateway.relay.collect import ScoringSink, WholeChat, WholeCompletion
+from penstock.gateway.relay.collect import ChatSink, PassedSink, ScoringSink, WholeChat, WholeCompletion
 from penstock.gateway.relay.relay import CompletionLogprobsSink, Echo, StreamReply, TextSink, annotated
 from penstock.gateway.relay.reply import Context, Reply
 from penstock.kv.hashing import PromptKeys

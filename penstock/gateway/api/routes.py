@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import MethodNotAllowed, NotFound
-from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import REQUESTS, WORKERS, Admin
 from penstock.gateway.api.console import PATH as CONSOLE
 from penstock.gateway.api.console import Console
@@ -14,9 +13,9 @@ from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import PATH, Responses
 from penstock.gateway.api.rollouts import ROLLOUTS, RolloutsAdmin
-from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import KEYS, TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
+from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
 from penstock.gateway.http.errors import HttpFault
 from penstock.gateway.http.exchange import JSON, Exchange, RequestHead
 from penstock.gateway.identity.tenancy import Access

@@ -27,7 +27,6 @@ from penstock.gateway.relay.vectors import VectorReply, Vectors, Wording, embedd
 from penstock.policy.flow import RequestFacts
 from penstock.policy.tenant import check_model, check_tokens
 from penstock.protocol.stream import StreamHead
-from penstock.protocol.submissions import BATCH_TEXTS_MAX, INPUTS_TOKENS_MAX
 from penstock.protocol.vectors import (
     EmbeddingRequest,
     RerankRequest,
@@ -40,6 +39,7 @@ from penstock.protocol.vectors import (
     parse_score,
 )
 from penstock.protocol.worker import ModelInfo
+from penstock.protocol.worker_parts import BATCH_TEXTS_MAX, INPUTS_TOKENS_MAX
 from penstock.rng import IdSource
 from penstock.telemetry.catalog import Endpoint
 from penstock.telemetry.ledger import USER_CHARS_MAX

@@ -24,8 +24,8 @@ from penstock.fleet.registry import Registry, Worker
 from penstock.policy.resilience.anomalies import Anomalies, Change, Standing
 from penstock.policy.resilience.probes import PROMPT, TOKENS, TOP, ProbeAnswer, ProbeToken
 from penstock.policy.resilience.worker_state import WorkerState
-from penstock.telemetry.anomaly_meters import AnomalyMeters
 from penstock.telemetry.log import Log
+from penstock.telemetry.worker_meters import AnomalyMeters
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import PLATFORM, FinishReason, RequestId, SamplingParams, WorkerId
 

@@ -7,14 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.clock import sleep
-from penstock.errors import (
-    InvalidRequest,
-    ModelBusy,
-    NoMemory,
-    NotFound,
-    Overloaded,
-    WorkerUnavailable,
-)
+from penstock.errors import InvalidRequest, ModelBusy, NoMemory, NotFound, Overloaded, WorkerUnavailable
 from penstock.policy.queueing.fair_counters import FairCounters, ServedUnits
 from penstock.protocol.peers import (
     AdapterOrder,

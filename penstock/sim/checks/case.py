@@ -18,10 +18,9 @@ from penstock.policy.resilience.health import HealthTerms
 from penstock.policy.resilience.worker_state import BreakerTerms
 from penstock.policy.tenant import Tenant
 from penstock.sim.checks.checks import Checks, Recovery, Violation
-from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.traffic.prompts import Segment, SimRequest
 from penstock.sim.world.faults import Chaos, Fault, FaultKind, clock_skews_s, draw_faults
-from penstock.sim.world.run import PoolSpec, SimResult, WorldSpec
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.world.run import PoolSpec, SimResult, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 from penstock.types import TenantId
 

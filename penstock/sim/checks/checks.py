@@ -38,7 +38,7 @@ from penstock.policy.flow import Outcome, State, UsageRecord
 from penstock.policy.terms import queue_terms
 from penstock.schedule.request import Request, Status
 from penstock.sim.checks.order_checks import ObservedStart, OrderChecks
-from penstock.sim.traffic.request import RequestRecord, Segment, SimRequest
+from penstock.sim.traffic.prompts import RequestRecord, Segment, SimRequest
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Began, Finished, Submission, WorkerMessage
 from penstock.sim.world.run import SimResult

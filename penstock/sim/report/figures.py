@@ -27,7 +27,7 @@ from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import TPOT_TARGET_MS, TTFT_TARGET_MS
 from penstock.policy.flow import Outcome
 from penstock.schedule.fair_share import PROMPT_COST, cost
-from penstock.sim.traffic.request import RequestRecord, SimRequest
+from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 
 GRID = 240
 """Moments at which service is compared."""

@@ -27,7 +27,7 @@ from penstock.sim.scenarios.scenario import (
     setup,
 )
 from penstock.sim.scenarios.setup import Knobs, Played, Setup
-from penstock.sim.traffic.request import SimRequest
+from penstock.sim.traffic.prompts import SimRequest
 from penstock.sim.traffic.workload import (
     Callers,
     Conversations,

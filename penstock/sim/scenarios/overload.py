@@ -32,7 +32,7 @@ from penstock.sim.scenarios.scenario import (
     ttft_p95,
 )
 from penstock.sim.scenarios.setup import Knobs, Played, Setup, with_settings
-from penstock.sim.traffic.request import RequestRecord
+from penstock.sim.traffic.prompts import RequestRecord
 from penstock.sim.traffic.workload import (
     Callers,
     Chat,

@@ -26,11 +26,10 @@ from penstock.planning.roofline import Placed, Roofline, accelerator, model_shap
 from penstock.policy.flow import Outcome
 from penstock.sim.report.figures import Figures, Objective, Spread
 from penstock.sim.scenarios.setup import Knobs, Played, Setup, play, promised
-from penstock.sim.traffic.request import RequestRecord
+from penstock.sim.traffic.prompts import RequestRecord
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, TrafficSource, even
 from penstock.sim.world.faults import Fault
-from penstock.sim.world.run import PoolSpec, WorldSpec
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 
 
 def described(config: Config, pools: Sequence[PoolSpec]) -> tuple[Config, tuple[PoolSpec, ...]]:

@@ -22,11 +22,10 @@ from penstock.policy.admission.admit import IDLE_FACTOR, Promise, Promises
 from penstock.policy.flow import Outcome
 from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.sim.report.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of
-from penstock.sim.traffic.request import RequestRecord, SimRequest
+from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 from penstock.sim.traffic.workload import TrafficSource, merged
 from penstock.sim.world.faults import Chaos, Fault
-from penstock.sim.world.run import PoolSpec, SimResult, WorldSpec
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.world.run import PoolSpec, SimResult, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 
 _CONTEXT = 512

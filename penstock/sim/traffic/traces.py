@@ -23,7 +23,7 @@ import msgspec
 from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.errors import ConfigError
-from penstock.sim.traffic.request import Segment, SimRequest
+from penstock.sim.traffic.prompts import Segment, SimRequest
 from penstock.sim.traffic.workload import Callers, LengthDistribution
 from penstock.types import BLOCK_TOKENS
 

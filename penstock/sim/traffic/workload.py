@@ -5,7 +5,7 @@ stream, lazily, so that a million requests need no list. Nobody waits for an ans
 conversation is due after the time that reading an answer of its length and thinking takes, whatever the
 servers did (an overloaded server must not thin out its own load).
 
-Text is named, never written: see `sim/traffic/request.py`.
+Text is named, never written: see `sim/traffic/prompts.py`.
 
 When requests come: arrival processes, each a sequence of seconds drawn from one random stream.
 """
@@ -22,7 +22,7 @@ from msgspec import structs
 from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.policy.flow import Outcome
-from penstock.sim.traffic.request import RETRY_MARK, RequestRecord, Segment, SimRequest
+from penstock.sim.traffic.prompts import RETRY_MARK, RequestRecord, Segment, SimRequest
 
 
 class Arrivals(Protocol):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.schedule.adapters import AdapterPool, PooledAdapter, Released
-from penstock.sim.world.events import Rank, Timeline
-from penstock.sim.world.messages import Submission
+from penstock.sim.world.messages import Rank, Submission, Timeline
 from penstock.types import RequestId
 
 

@@ -17,8 +17,7 @@ from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.queueing.capacity import LeastLoaded, Placement
 from penstock.policy.terms import PlacementTerms
-from penstock.sim.traffic.prompts import BlockNames
-from penstock.sim.traffic.request import SimRequest
+from penstock.sim.traffic.prompts import BlockNames, SimRequest
 from penstock.sim.world.messages import KVUpdate
 from penstock.types import WorkerId
 

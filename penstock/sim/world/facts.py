@@ -16,12 +16,11 @@ from penstock.policy.queueing.capacity import Placement
 from penstock.policy.request import Request
 from penstock.policy.resilience.anomalies import Anomalies, Change
 from penstock.policy.tenant import Tenant
-from penstock.sim.traffic.request import RequestRecord, SimRequest
+from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked
 from penstock.sim.world.messages import KVEventChannel, Submission, WorkerLoadReport, WorkerMessage
-from penstock.sim.world.run import PoolSpec
+from penstock.sim.world.run import PoolSpec, SimWorkerSpec
 from penstock.sim.world.worker import SimWorker
-from penstock.sim.world.worker_spec import SimWorkerSpec
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 

@@ -12,8 +12,8 @@ import msgspec
 
 from penstock import rng
 from penstock.clock import NS_PER_MS
-from penstock.sim.world.events import Rank
 from penstock.sim.world.facts import Member
+from penstock.sim.world.messages import Rank
 from penstock.sim.world.world import WORLD, World
 
 

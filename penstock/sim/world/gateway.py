@@ -28,18 +28,19 @@ from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.policy.request import Request
 from penstock.policy.terms import part_of_rows
-from penstock.sim.traffic.prompts import LazyTokens
-from penstock.sim.traffic.request import RequestRecord, SimRequest
+from penstock.sim.traffic.prompts import LazyTokens, RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches
-from penstock.sim.world.events import LocalClock, Rank, Timeline
 from penstock.sim.world.facts import Facts, Network, RunRecorder, SpeedWatch, Ticket, ticket_of
 from penstock.sim.world.messages import (
     Began,
     Failed,
     Finished,
     KVUpdate,
+    LocalClock,
+    Rank,
     Sliced,
     Submission,
+    Timeline,
     WorkerLoadReport,
     WorkerMessage,
 )

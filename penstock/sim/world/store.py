@@ -11,7 +11,7 @@ from penstock.policy.limits.lease import Leases
 from penstock.policy.limits.lease_table import LeaseReply, LeaseTable
 from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.fair_counters import SHARE_S, FairCounters, ServedUnits
-from penstock.sim.world.events import Rank, Timeline
+from penstock.sim.world.messages import Rank, Timeline
 
 _HELLOS_PER_TTL = 3
 _GATHER_NS = 2 * NS_PER_MS

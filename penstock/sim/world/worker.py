@@ -26,20 +26,21 @@ from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import waiting_queue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
-from penstock.sim.traffic.prompts import EOS, BlockNames, content_tokens, prompt_tokens
-from penstock.sim.traffic.request import Segment
+from penstock.sim.traffic.prompts import EOS, BlockNames, Segment, content_tokens, prompt_tokens
 from penstock.sim.world.adapters import SimAdapters
-from penstock.sim.world.events import LocalClock, Rank, Timeline
 from penstock.sim.world.messages import (
     Began,
     Failed,
     Finished,
+    LocalClock,
+    Rank,
     Sliced,
     Submission,
+    Timeline,
     WorkerLoadReport,
     WorkerMessage,
 )
-from penstock.sim.world.worker_spec import SimWorkerSpec
+from penstock.sim.world.run import SimWorkerSpec
 from penstock.types import RequestId, SamplingParams, WorkerId
 
 _FAST_FORWARD_STEPS = 24

@@ -1,6 +1,6 @@
 """The whole simulated product: gateways, pools of workers, clients that come at their times, on one timeline.
 
-    requests ──> front door ──> SimGateway ──┐                 driven by one heap of events (events.py)
+    requests ──> front door ──> SimGateway ──┐                 driven by one heap of events (messages.py)
                                   (FlowControl)│ link
                                 SimWorker <──┘
                                   (Scheduler, KVManager)
@@ -18,14 +18,20 @@ from penstock.kv.events import KVEvent, Numbered
 from penstock.policy.flow import SLICE_TOKENS, UsageRecord
 from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.placement.adapters import ResidencyOrder
-from penstock.sim.traffic.prompts import Streams
-from penstock.sim.traffic.request import RequestRecord, SimRequest, unreachable
+from penstock.sim.traffic.prompts import RequestRecord, SimRequest, Streams, unreachable
 from penstock.sim.traffic.workload import Comebacks
 from penstock.sim.world.caches import Asked
-from penstock.sim.world.events import Rank, Timeline
 from penstock.sim.world.facts import Facts, Member, Watcher
 from penstock.sim.world.gateway import SimGateway
-from penstock.sim.world.messages import KVEventChannel, KVUpdate, Submission, WorkerLoadReport, WorkerMessage
+from penstock.sim.world.messages import (
+    KVEventChannel,
+    KVUpdate,
+    Rank,
+    Submission,
+    Timeline,
+    WorkerLoadReport,
+    WorkerMessage,
+)
 from penstock.sim.world.run import PoolSpec, RunTally, SimResult, WorldSpec
 from penstock.sim.world.store import SharedStore
 from penstock.sim.world.worker import SimWorker
@@ -61,12 +67,9 @@ class World:
         self._next: SimRequest | None = None
         self._comebacks = Comebacks(self.ask_at)
         models = {pool.model: pool.worker for pool in spec.pools}
-        self.facts = Facts(spec.config, models, spec.tenants, spec.link_ns)
-        self.facts.skews_ns = {
-            number: int(skew_s * NS_PER_S) for number, skew_s in enumerate(spec.clock_skews_s)
-        }
-        self.facts.seed, self.facts.placement = spec.seed, spec.placement
-        self.facts.watches_speed = spec.watches_speed
+        facts = self.facts = Facts(spec.config, models, spec.tenants, spec.link_ns)
+        facts.skews_ns = {at: int(skew_s * NS_PER_S) for at, skew_s in enumerate(spec.clock_skews_s)}
+        facts.seed, facts.placement, facts.watches_speed = spec.seed, spec.placement, spec.watches_speed
         self.regions = tuple(dict.fromkeys(pool.region for pool in spec.pools))
         shared = spec.config.shared
         self.store = SharedStore(shared) if shared.url else None
@@ -82,8 +85,7 @@ class World:
         self._num_workers = 0
         self.use_by_kind: dict[str, tuple[int, int]] = {}
         """Nanoseconds that workers of each kind existed and computed, until now."""
-        config = spec.config
-        self.slice_tokens = min(extended(config.limits, RateTerms).slice_tokens, SLICE_TOKENS)
+        self.slice_tokens = min(extended(spec.config.limits, RateTerms).slice_tokens, SLICE_TOKENS)
         self.report_ns = spec.report_ns
         for pool in spec.pools:
             for _ in range(pool.count):

@@ -12,7 +12,7 @@ from penstock.engine.attention.base import Attention, AttentionBatch
 from penstock.engine.attention.cpu import CpuAttention
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import RowTiles
-from penstock.engine.layers.rotary import RotaryTable, RotaryWeights
+from penstock.engine.layers.rowwise import RotaryTable, RotaryWeights
 from penstock.models.spec import AttentionSpec, DecoderSpec, RopeSpec
 
 NUM_BLOCKS = 200

@@ -222,7 +222,7 @@ PS_EXPORT int64_t ps_struct_bytes(int32_t index) {
   constexpr size_t sizes[] = {sizeof(PsWeight),  sizeof(PsLinear),    sizeof(PsNorm),      sizeof(PsSiluMul),
                               sizeof(PsKvCache), sizeof(PsRopeWrite), sizeof(PsAttention), sizeof(PsMlp),       sizeof(PsLayer),
                               sizeof(PsDecoder), sizeof(PsStep),   sizeof(PsSample), sizeof(PsAdapterPart), sizeof(PsAdapterLinear),
-                              sizeof(PsAdapterLayer), sizeof(PsLookup)};
+                              sizeof(PsAdapterLayer), sizeof(PsLookup), sizeof(PsDraft)};
   return index >= 0 && index < (int32_t)(sizeof sizes / sizeof *sizes) ? (int64_t)sizes[index] : -1;
 }
 
@@ -289,4 +289,8 @@ PS_EXPORT int32_t ps_lookup(const PsLookup *job) {
 PS_EXPORT int32_t ps_step(const PsDecoder *decoder, const PsStep *job) {
   PoolLock held;
   return step(decoder, job);
+}
+PS_EXPORT int32_t ps_draft(const PsDecoder *decoder, const PsDraft *job) {
+  PoolLock held;
+  return draft(decoder, job);
 }

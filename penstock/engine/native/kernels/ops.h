@@ -14,6 +14,7 @@ void scale_values(void *x, int32_t type, int64_t n, float factor);  // x *= fact
 void cap_values(float *x, int64_t n, float cap);                    // x = cap * tanh(x / cap)
 void lookup(const PsLookup *job);
 int32_t step(const PsDecoder *decoder, const PsStep *step);
+int32_t draft(const PsDecoder *decoder, const PsDraft *job);
 
 // Memory that lives as long as the process and only grows; calls use it one at a time, under the pool's lock.
 struct Arena {

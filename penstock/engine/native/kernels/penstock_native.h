@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 14
+#define PS_ABI_VERSION 15
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -204,6 +204,19 @@ struct PsLookup {
   int64_t num_rows, ld_tokens, match_min, match_max;
 };
 
+// Guesses how rows go on with a model of its own; see engine/draft_model.py. Rows that want the most come first.
+struct PsDraft {
+  int32_t *token_ids;           // [.., ld_tokens]; guesses are written behind the known tokens
+  const int64_t *rows;          // [num_rows] rows of `token_ids`, each once
+  const int64_t *firsts;        // [num_rows] known tokens before this one are computed
+  const int64_t *counts;        // [num_rows] known tokens to compute from there, at least 1
+  const int64_t *most;          // [num_rows] guesses, which fit behind; 0 where known tokens are left to compute
+  const int32_t *block_tables;  // [num_rows, ld_tables]
+  float *logits;                // [num_rows, vocab] scratch
+  PsSample draw;                // how the rows draw, all but logits and token_ids; `keys` [guesses][num_rows, 2]
+  int64_t num_rows, ld_tokens, ld_tables;
+};
+
 PS_EXPORT int32_t ps_abi_version(void);
 PS_EXPORT int64_t
 ps_struct_bytes(int32_t index);  // size of the index-th struct of this file, for the other side to check
@@ -222,7 +235,7 @@ PS_EXPORT void ps_pack(int32_t type, const void *first, const void *second, int6
 PS_EXPORT void ps_round(int32_t type, int32_t x_type, const void *x, int64_t n, int64_t k, int64_t ldx, int64_t group,
                         void *values, float *scale);
 
-// Each returns 0, or -1 when scratch memory could not be had, or (ps_step) -2 when a table points outside of its
+// Each returns 0, or -1 when scratch memory could not be had, or (ps_step, ps_draft) -2 when a table points outside of its
 // buffer.
 PS_EXPORT int32_t ps_linear(const PsLinear *job);
 PS_EXPORT int32_t ps_rms_norm(const PsNorm *job);
@@ -232,3 +245,4 @@ PS_EXPORT int32_t ps_attention(const PsAttention *job);
 PS_EXPORT int32_t ps_sample(const PsSample *job);
 PS_EXPORT int32_t ps_lookup(const PsLookup *job);
 PS_EXPORT int32_t ps_step(const PsDecoder *decoder, const PsStep *step);
+PS_EXPORT int32_t ps_draft(const PsDecoder *decoder, const PsDraft *job);

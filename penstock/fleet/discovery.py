@@ -19,6 +19,7 @@ from penstock.config.checkpoints import served_name
 from penstock.config.fleet import DiscoverConfig, WorkerConfig
 from penstock.config.tree import ModelConfig
 from penstock.errors import ConfigError
+from penstock.fleet.kubernetes import KubernetesSource
 from penstock.fleet.members import (
     TIMEOUT_S,
     Attached,
@@ -28,7 +29,6 @@ from penstock.fleet.members import (
     Members,
     worker_id_at,
 )
-from penstock.fleet.sources.kubernetes import KubernetesSource
 from penstock.telemetry.log import Log
 from penstock.text.tokenizer import Tokenizer
 
