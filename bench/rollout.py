@@ -81,7 +81,8 @@ def recorded(seconds: float, noise: float) -> list[Ended]:
                 Observation(
                     "", is_canary=False, group=0, tokens=each.completion_tokens,
                     tpot_ns=round(each.tpot_ns * draw.lognormvariate(0, noise)),
-                    rows=rows(each), prefill_ns=round((each.ttft_ns - each.queue_ns) * draw.lognormvariate(0, noise)),
+                    rows=rows(each),
+                    prefill_ns=round((each.ttft_ns - each.queue_ns) * draw.lognormvariate(0, noise)),
                     uncached_tokens=each.prompt_tokens - each.cached_tokens,
                 ),
             )
