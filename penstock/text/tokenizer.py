@@ -390,6 +390,8 @@ def pair_tokens(
     Raises:
         InvalidRequest: a text is not Unicode.
     """
+    if not pairs:
+        return
     texts = list(dict.fromkeys(chain.from_iterable(pairs)))
     for text in texts:
         check_unicode(text)
