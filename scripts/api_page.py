@@ -22,7 +22,8 @@ from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
-from penstock.gateway.api.routes import Answers, Handler, Routes
+from penstock.gateway.api.rollouts import RolloutsAdmin
+from penstock.gateway.api.routes import Answers, Handler, Orders, Routes
 from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
@@ -156,8 +157,11 @@ def endpoints() -> Iterator[list[str]]:
     """Every endpoint, whom it is for and what its handler says that it does."""
     # The handlers are only looked at, so the classes do as well as what is made of them.
     answers: Any = Answers(*(cast(Any, each) for each in (Generate, Responses, VectorEndpoints)))
-    others = (Inspect, Admin, TenantsAdmin, Console, AdaptersAdmin, SleepAdmin, CostsAdmin)
-    routes = Routes(answers, *(cast(Any, each) for each in others))
+    kinds = (AdaptersAdmin, SleepAdmin, CostsAdmin, RolloutsAdmin)
+    orders: Any = Orders(*(cast(Any, each) for each in kinds))
+    others = (Inspect, Admin, TenantsAdmin, Console)
+    parts: list[Any] = [answers, *others, orders]
+    routes = Routes(*parts)
     for path, route in routes.all().items():
         for verb, handler in route.handlers.items():
             said, does = _said(handler)

@@ -49,6 +49,7 @@ ROOMS = {
         "estimates": ".",
         "limits": ".",
         "resilience": ".",
+        "rollout": ".",
         "queueing": "estimates .",
         "placement": "queueing estimates .",
         "admission": "queueing limits estimates .",

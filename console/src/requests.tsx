@@ -243,17 +243,29 @@ function stays(request: EndedRequest, decisions: Decision[]): Span[] {
   return found;
 }
 
+function prefillNote(request: EndedRequest): string {
+  const tokens = format.count(request.prompt_tokens ?? 0);
+  const cached = request.cached_tokens ? `${format.count(request.cached_tokens)} of ${tokens} tokens cached` : `${tokens} tokens`;
+  if (!request.prefill_chunks) return cached;
+  const computed = request.cached_tokens ? `, ${format.count(request.computed_tokens ?? 0)} computed` : "";
+  return `${cached}${computed} in ${format.plural(request.prefill_chunks, "chunk")}`;
+}
+
 /** What the request did when, from its moments. */
 function spans(request: EndedRequest, decisions: Decision[]): Span[] {
   const found: Span[] = [];
-  const { admitted_ms: admitted = -1, dispatched_ms: dispatched = -1, ttft_ms: first = -1, total_ms: end } = request;
-  found.push({ name: "Admit", color: "gray", from: 0, to: admitted < 0 ? end : admitted, note: "checks, template, tokens, limits" });
+  const { limits_ms: limits = -1, admitted_ms: admitted = -1, dispatched_ms: dispatched = -1, ttft_ms: first = -1, total_ms: end } = request;
+  const passed = admitted < 0 ? end : admitted;
+  found.push({ name: "Admit", color: "gray", from: 0, to: limits < 0 ? passed : limits, note: limits < 0 ? "checks" : "checks, template, tokens" });
+  if (limits >= 0) found.push({ name: "Limits", color: "kv", from: limits, to: passed, note: admitted < 0 ? `refused: ${request.error ?? request.outcome}` : "rates, budgets, admission" });
   if (admitted < 0) return found;
   if ((request.attempts ?? 0) > 1 && decisions.length > 1) return [...found, ...stays(request, decisions)];
   const started = dispatched < 0 ? end : dispatched;
   found.push({ name: "Queue", color: "queue", from: admitted, to: started });
   if (dispatched < 0) return found;
-  found.push({ name: "Prefill", color: "prefill", from: started, to: first < 0 ? end : first, note: request.cached_tokens ? `${format.count(request.cached_tokens)} of ${format.count(request.prompt_tokens ?? 0)} tokens cached` : `${format.count(request.prompt_tokens ?? 0)} tokens` });
+  const begun = Math.min(started + Math.max(0, request.worker_queue_ms ?? 0), first < 0 ? end : first);
+  if (begun - started > 0.005) found.push({ name: "Worker", color: "queue", from: started, to: begun, note: `waits at ${request.worker}` });
+  found.push({ name: "Prefill", color: "prefill", from: begun, to: first < 0 ? end : first, note: prefillNote(request) });
   if (first >= 0) found.push({ name: "Decode", color: "decode", from: first, to: end, note: `${format.count(request.generated_tokens ?? 0)} tokens${request.tpot_ms && request.tpot_ms > 0 ? `, ${format.ms(request.tpot_ms)} each` : ""}` });
   return found;
 }

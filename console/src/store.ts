@@ -72,9 +72,13 @@ export interface EndedRequest {
   prompt_tokens?: number;
   cached_tokens?: number;
   generated_tokens?: number;
+  limits_ms?: number;
   admitted_ms?: number;
   queue_ms?: number;
   dispatched_ms?: number;
+  worker_queue_ms?: number;
+  prefill_chunks?: number;
+  computed_tokens?: number;
   ttft_ms?: number;
   tpot_ms?: number;
   total_ms: number;

@@ -14,6 +14,8 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import msgspec
+
 from penstock import __version__
 from penstock.clock import NS_PER_S, sleep
 from penstock.config.checkpoints import served_name
@@ -24,6 +26,7 @@ from penstock.fleet.adapters import AdapterKeeper
 from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
+from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, rollouts_file
 from penstock.gateway.api.adapters import AdaptersAdmin
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
@@ -31,7 +34,8 @@ from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
-from penstock.gateway.api.routes import Answers, Handler, Route, Routes, is_poll
+from penstock.gateway.api.rollouts import RolloutsAdmin
+from penstock.gateway.api.routes import Answers, Handler, Orders, Route, Routes, is_poll
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import TenantsAdmin
@@ -46,6 +50,7 @@ from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import TokenizePool
+from penstock.gateway.models.rollouts import Assigned
 from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.shared.fair import FairExchange
 from penstock.gateway.shared.peers import GatewayPeers
@@ -61,7 +66,7 @@ from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import AccessLine
 from penstock.telemetry.metrics import RequestMeasurement
 from penstock.telemetry.watch import Tail, Watch, no_tail
-from penstock.types import ModelName, RequestId
+from penstock.types import ModelName, RequestId, WorkerId
 
 
 class Gateway:
@@ -101,12 +106,11 @@ class Gateway:
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
         self._adapters = AdapterKeeper(registry, log, places=peers is None or peers.index == 0)
         self._adapters.configure(_adapters_of(config))
-        self._limits, self._peers, name = limits, peers, ids.take("gw")
+        self._limits, self._registry, self._peers, name = limits, registry, peers, ids.take("gw")
         self._traces = RequestTraces(config.traces, instance=name, clock=clock, log=log)
-        leases = peers.leases if peers is not None else ""
         self._policies = make_policies(
-            config, models, registry, tools, gateway=name, locality=locality, leases=leases,
-            on_adapter_order=self._adapters.carry_out,
+            config, models, registry, tools, gateway=name, locality=locality,
+            leases="" if peers is None else peers.leases, on_adapter_order=self._adapters.carry_out,
         )  # fmt: skip
         self._dispatcher, self._entrance = self._policies.dispatcher, Entrance(self.tenancy, config.server)
         self._services = Services(
@@ -132,6 +136,7 @@ class Gateway:
         )
         self._counters = FairCounters([*map(str, models)], self._dispatcher.control.lane)
         self._fair = FairExchange(self._counters, config.shared, peers, gateway=name)
+        self._leader = self._lead_rollouts() if peers is None else None
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         self._recorder = Recorder(Promises(config.admission), metrics)
@@ -139,6 +144,14 @@ class Gateway:
         self._routes = self._make_routes(registry, members, watch)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
+
+    def _lead_rollouts(self) -> RolloutLeader:
+        models = self._services.models
+        return RolloutLeader(
+            lambda: [each.name for each in models], self._clock, self._log, self.notes,
+            path=rollouts_file(self._config), publish=models.rollouts.adopt,
+            new_id=lambda: self._ids.take("rollout"),
+        )  # fmt: skip
 
     def _make_routes(
         self, registry: Registry, members: Members | None, watch: Watch | GatewayPeers
@@ -153,7 +166,9 @@ class Gateway:
         adapters = AdaptersAdmin(services, self._adapters)
         answers = Answers(generate, self._responses, VectorEndpoints(services))
         console, costs = self._console, CostsAdmin(services)
-        return Routes(answers, self._inspect, admin, tenants, console, adapters, nights, costs)
+        rollouts = RolloutsAdmin(self._leader, services.peers)
+        orders = Orders(adapters, nights, costs, rollouts)
+        return Routes(answers, self._inspect, admin, tenants, console, orders)
 
     @property
     def num_accepted(self) -> int:
@@ -163,6 +178,10 @@ class Gateway:
     def adopt_adapters(self, loaded: Mapping[str, Mapping[str, str]]) -> None:
         """Hear what operators have loaded and unloaded at any process of this server."""
         self._adapters.adopt(loaded)
+
+    def adopt_rollouts(self, active: bytes) -> None:
+        """Hear what the parent says is rolled out: JSON of `ActiveRollout`s."""
+        self._services.models.rollouts.adopt(msgspec.json.decode(active, type=list[ActiveRollout]))
 
     async def start(self, listeners: Sequence[socket.socket] = ()) -> tuple[str, int]:
         """Listen; returns host and port. Models may still be loading: `/ready` says when they are not.
@@ -175,6 +194,8 @@ class Gateway:
         await self._policies.start()
         if self._watch is not None:
             await self._watch.start(self._recorder.take)
+        if self._leader is not None:
+            await self._leader.start()
         self._traces.start()
         self._kv.start()
         address = await self._server.start(listeners)
@@ -227,6 +248,8 @@ class Gateway:
         if self._peers is not None:
             self._peers.close()
         await self._server.stop()
+        if self._leader is not None:
+            await self._leader.stop()
         if self._watch is not None:
             await self._watch.stop()
         await self._traces.stop()
@@ -290,6 +313,9 @@ class Gateway:
             self._metrics.tenant(record)
             self._recorder.ended(served.counted_model, record)
             self._services.recent.add(exchange, served, record)
+            if isinstance(served.assigned, Assigned) and served.downgrade is None:
+                rows = self._rows_at(record.worker)
+                self._services.models.rollouts.ended(served.assigned, record, rows)
         if exchange.trace is not None:
             self._traces.end(exchange, record)
         kept = self._policies.kept
@@ -302,6 +328,12 @@ class Gateway:
                 asyncio.get_running_loop().call_soon(self._flush_log)
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _rows_at(self, worker_id: str) -> int:
+        """What a worker said last of how many requests it computes together."""
+        worker = self._registry.get(WorkerId(worker_id))
+        stats = None if worker is None else worker.backend.status.stats
+        return 0 if stats is None else stats.running
 
     def _flush_log(self) -> None:
         self._log_is_due = False
@@ -360,11 +392,21 @@ class Gateway:
                 told_ns = before_ns
                 self._metrics.kv_index_stats(self._kv.statistics(before_ns))
                 self._trails.sample()
+                self._tell_of_rollouts()
                 for model in self._services.models:
                     stretched.look(model.name, self._dispatcher.control.lane(model.name))
                     self._left_alone.look(model.name)
             if heartbeat_s > 0:
                 self._dispatcher.heartbeat(ticks)
+
+    def _tell_of_rollouts(self) -> None:
+        """What ended of them goes to who decides."""
+        if not (seen := self._services.models.rollouts.take()):
+            return
+        if self._leader is not None:
+            self._leader.take(seen)
+        elif self._peers is not None:
+            self._peers.observed(msgspec.msgpack.encode(seen))
 
     def _report_spending(self) -> None:
         """The ledger's state, and budgets that come to their end."""

@@ -12,6 +12,9 @@
       |         <-- ServedTokens   |   of another child
       |  EndedRequests, LatestRequests -->   every second, if any ended: their counts; the last ones
       |  Happened -->              |   for the audit trail
+      |  ObservedRequests -->      |   every second, if any of a rollout ended
+      |  RolloutAsk -->            |   an operator's order, or a question
+      |            <-- RolloutAnswer   |
       |  LookAt -->                |   a view of what the parent remembers (telemetry/watch.py) ...
       |                 <-- View   |   ... as JSON
 
@@ -121,6 +124,32 @@ class Happened(msgspec.Struct, frozen=True, tag="happened"):
     """JSON of a `telemetry.audit.AuditEvent`."""
 
 
+class ObservedRequests(msgspec.Struct, frozen=True, tag="observed"):
+    """Requests of rollouts that ended in one process since it last said so."""
+
+    body: bytes
+    """Msgpack of `policy.rollout.evidence.Observation`s."""
+
+
+class RolloutAsk(msgspec.Struct, frozen=True, tag="rollout_ask"):
+    """An operator told this process what to do with a rollout, or asks how they are."""
+
+    body: bytes
+    """JSON of a `fleet.rollouts.RolloutOrder`."""
+
+
+class RolloutAnswer(msgspec.Struct, frozen=True, tag="rollout_answer"):
+    """What came of it."""
+
+    body: bytes = b""
+    """JSON of `fleet.rollouts.RolloutReports`."""
+    kind: str = ""
+    """The type of the error (errors.py) if it was refused; likewise below."""
+    words: str = ""
+    param: str | None = None
+    code: str | None = None
+
+
 class LookAt(msgspec.Struct, frozen=True, tag="look_at"):
     """Somebody asked this process for something that the parent remembers."""
 
@@ -201,6 +230,8 @@ class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that are out of service by hand, and how many seconds their streams were given."""
     adapters: dict[str, dict[str, str]] = {}
     """By model the adapters that operators have loaded, by name their `AdapterOrder.source`."""
+    rollouts: bytes = b"[]"
+    """JSON of `fleet.rollouts.ActiveRollout`s."""
     is_patient: bool = False
     """It waits for its workers before it accepts: others do meanwhile."""
 
@@ -225,15 +256,17 @@ class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """All workers that are out of service by hand; None: no news."""
     adapters: dict[str, dict[str, str]] | None = None
     """All adapters that operators have loaded or unloaded; None: no news."""
+    rollouts: bytes | None = None
+    """JSON of all active rollouts, as in `ChildLaunch`; None: no news."""
     stop: StopOrder | None = None
     """Stop; None: go on."""
 
 
 ToParent = (
     Snapshot | Ask | Order | AdapterOrder | SleepOrder | ServedTokens | EndedRequests | LatestRequests
-    | Happened | LookAt
+    | Happened | LookAt | ObservedRequests | RolloutAsk
 )  # fmt: skip
-ToChild = Sum | Done | SleepAnswer | ServedTokens | View
+ToChild = Sum | Done | SleepAnswer | ServedTokens | View | RolloutAnswer
 
 _to_parent = msgspec.msgpack.Decoder(ToParent)
 _to_child = msgspec.msgpack.Decoder(ToChild)

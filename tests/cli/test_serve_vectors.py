@@ -46,7 +46,7 @@ class Place:
         self.ledger = place / "ledger"
         (place / "config.yaml").write_text(
             f"models:\n- {{path: {directory}, name: vectors, engine: {{{engine}, batch_delay_ms: 2}}}}\n"
-            f"- {{path: {DEMO}, name: chat, engine: {{{engine}}}}}\n"
+            f"- {{path: {DEMO}, name: chat, engine: {{{engine}, step_tokens: 64}}}}\n"
             f"- {{path: {place / 'cross'}, name: ranker, engine: {{threads: 1}}}}\n"
             f"auth: {{keys_file: {keys}, admin_keys: [{ADMIN}]}}\n"
             f"tenants: [{{id: small, tokens_per_minute: 40}}]\n"
@@ -108,6 +108,17 @@ def test_what_was_decided_is_found_by_the_ids_that_clients_see(served: Place) ->
             assert httpx2.get(url, headers={"authorization": f"Bearer {served.key}"}).status_code == 403
             found = httpx2.get(url, headers={"authorization": f"Bearer {ADMIN}"}).json()
             assert [each["worker"] for each in found["decisions"]] == [found["request"]["worker"]], found
+
+
+def test_a_request_tells_its_prefill_chunks_and_when_its_limits_were_asked(served: Place) -> None:
+    with served.client() as client:
+        answer = client.completions.create(model="chat", prompt=[5] * 150, max_tokens=4)
+    url = f"{served.server.url.removesuffix('/v1')}/admin/requests/{answer.id}"
+    told = httpx2.get(url, headers={"authorization": f"Bearer {ADMIN}"}).json()["request"]
+    assert (told["prefill_chunks"], told["computed_tokens"]) == (3, 150)
+    moments = [told[name] for name in ("limits_ms", "admitted_ms", "dispatched_ms", "ttft_ms", "total_ms")]
+    assert moments == sorted(moments)
+    assert 0 <= told["worker_queue_ms"] <= told["ttft_ms"] - told["dispatched_ms"]
 
 
 def test_cut_to_what_the_model_takes(served: Place) -> None:

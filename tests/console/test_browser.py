@@ -99,14 +99,16 @@ def test_a_request_is_found_and_its_life_is_drawn(page, until, replay) -> None:
     panel = opened.get_by_role("complementary", name=wanted)
     panel.locator(".waterfall").wait_for()
     names = panel.locator(".wf-name").all_inner_texts()
-    assert names == ["Admit", "Queue", "Prefill", "Decode"]
+    assert names == ["Admit", "Limits", "Queue", "Worker", "Prefill", "Decode"]
+    assert re.search(r"in \d chunks?$", panel.locator(".wf-note").nth(3).inner_text())
+    assert f"penstock explain {server.known[wanted]['request_id']} --replay" in panel.inner_text()
     assert panel.locator(".candidates li.picked").count() == 1
     assert "not possible: not ready" in panel.inner_text()
     server.known[wanted] |= {"attempts": 2, "migrations": 1, "ttft_ms": 120.0, "total_ms": 2000.0}
     panel.get_by_role("button", name="Close").click()
     opened.locator("tbody a").click()
     panel.locator(".wf-name", has_text="Moved").wait_for()
-    assert panel.locator(".wf-name").all_inner_texts() == ["Admit", "Queue", "Worker", "Moved"]
+    assert panel.locator(".wf-name").all_inner_texts() == ["Admit", "Limits", "Queue", "Worker", "Moved"]
     assert "went on at" in panel.locator(".wf-note").last.inner_text()
     opened.get_by_label("Ended").select_option(label="Not answered")
     opened.get_by_role("searchbox").fill("")

@@ -251,6 +251,9 @@ def test_recent_requests_are_for_admins_and_found_by_either_name(running, kit):
         assert told["request"] == ended
         assert [decision["worker"] for decision in told["decisions"]] == ["tiny-0"]
         assert told["decisions"][0]["at_ns"] >= ended["came_ns"]
+    moments = [ended[name] for name in ("limits_ms", "admitted_ms", "dispatched_ms", "ttft_ms", "total_ms")]
+    assert moments[0] > 0
+    assert moments == sorted(moments)
     missing = fetch(running, "/admin/requests/req-unknown", ADMIN_KEY)
     assert (missing.status, json.loads(missing.body)["error"]["code"]) == (404, "unknown_request")
 

@@ -15,6 +15,8 @@ from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimit
 from penstock.cli.flags import default_url
 from penstock.cli.wiring.state import load_key
 from penstock.errors import PenstockError
+from penstock.fleet.rollouts import RolloutReports
+from penstock.policy.rollout.rollout import RolloutPlan
 from penstock.protocol.fleet import DrainOrder, FleetReport, SleepOrderBody, SleepState
 from penstock.protocol.server_answers import decode_models, refusal_text
 from penstock.telemetry.alerting import AlertsReport
@@ -93,6 +95,7 @@ def refused(status: int, body: bytes) -> str:
 LIMITS = ClientLimits(connect_timeout_s=5.0, request_timeout_s=10.0)
 _reports = msgspec.json.Decoder(FleetReport)
 _alerts = msgspec.json.Decoder(AlertsReport)
+_rollouts = msgspec.json.Decoder(RolloutReports)
 
 
 def add_admin_flags(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +140,19 @@ class FleetClient:
         """Put a model to sleep or wake it, and how it is then. Raises as `report` does."""
         body = msgspec.json.encode(SleepOrderBody(model=model))
         return msgspec.json.decode(await self._ask("POST", f"/admin/{verb}", body), type=SleepState)
+
+    async def rollouts(self, model: str) -> RolloutReports:
+        """Every rollout of a model, or of all; the latest first. Raises as `report` does."""
+        body = await self._ask("GET", f"/admin/rollouts?model={quote(model, safe='')}", b"")
+        return _rollouts.decode(body)
+
+    async def start_rollout(self, plan: RolloutPlan) -> RolloutReports:
+        """Begin one, and how things are then. Raises as `report` does."""
+        return _rollouts.decode(await self._ask("POST", "/admin/rollouts", msgspec.json.encode(plan)))
+
+    async def rollout_order(self, model: str, verb: str) -> RolloutReports:
+        """Promote or abort one, and how things are then. Raises as `report` does."""
+        return _rollouts.decode(await self._ask("POST", f"/admin/rollouts/{quote(model)}/{verb}", b""))
 
     async def explain(self, request_id: str) -> dict[str, Any]:
         """What was decided about a request, as `/admin/explain` says it. Raises as `report` does."""

@@ -75,6 +75,7 @@ async def _serve(launch: ChildLaunch, behind: bytes) -> int:
         hash_key=launch.hash_key,
     )
     gateway.adopt_adapters(launch.adapters)
+    gateway.adopt_rollouts(launch.rollouts)
     stop = _Stop(gateway)
     discovery = Discovery(members, clock, log)
     fleet = _Fleet(config, parts, launch, registry, members, discovery, tools)
@@ -243,6 +244,8 @@ class _Parent:
                 self._fleet.held = news.held
             if news.adapters is not None:
                 self._gateway.adopt_adapters(news.adapters)
+            if news.rollouts is not None:
+                self._gateway.adopt_rollouts(news.rollouts)
             try:
                 await self._fleet.apply()
             except ConfigError as error:

@@ -23,13 +23,16 @@ from pathlib import Path
 import msgspec
 
 from penstock.clock import Clock, sleep
+from penstock.config.checkpoints import served_name
 from penstock.config.tree import Config
-from penstock.errors import OperatorError, PenstockError
+from penstock.errors import ClientError, OperatorError, PenstockError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
+from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, RolloutOrder, rollouts_file
 from penstock.fleet.sleep import Sleeper
 from penstock.gateway.api.services import RecentRequests
 from penstock.gateway.identity.tenancy import Tenancy
 from penstock.gateway.shared.keeper import LeaseServer
+from penstock.policy.rollout.evidence import Observation
 from penstock.protocol.peers import (
     EXIT_CANNOT_SERVE,
     AdapterOrder,
@@ -42,7 +45,10 @@ from penstock.protocol.peers import (
     LatestRequests,
     LookAt,
     ModelNumbers,
+    ObservedRequests,
     Order,
+    RolloutAnswer,
+    RolloutAsk,
     ServedTokens,
     SleepAnswer,
     SleepOrder,
@@ -55,6 +61,7 @@ from penstock.protocol.peers import (
     frame,
 )
 from penstock.protocol.worker import FrameDecoder, ProtocolError
+from penstock.rng import IdSource
 from penstock.telemetry.audit import AuditEvent, Notes
 from penstock.telemetry.counts import decode_rows
 from penstock.telemetry.log import Log
@@ -154,6 +161,11 @@ class GatewayProcesses:
         self._leases = None
         if not config.shared.url:
             self._leases = LeaseServer(config.shared, Path(f"{self._directory.name}/leases.sock"), clock)
+        names = [served_name(model) for model in config.models]
+        self._rollouts = RolloutLeader(
+            lambda: names, clock, log, self.notes, path=rollouts_file(config),
+            publish=self._publish_rollouts, new_id=lambda: IdSource().take("rollout"),
+        )  # fmt: skip
         self._listeners: list[socket.socket] = []
         self._workers: tuple[WorkerAt, ...] = ()
         self._held: dict[str, float] = {}
@@ -192,6 +204,7 @@ class GatewayProcesses:
         if self._leases is not None:
             await self._leases.start()
         await self._watch.start()
+        await self._rollouts.start()
 
     async def open(self, workers: Sequence[WorkerAt], *, is_patient: bool = False) -> None:
         """Start every process in front of these workers; returns when all of them listen. Patient ones wait
@@ -249,6 +262,17 @@ class GatewayProcesses:
             del known[gone]
         self._tell(ChildReport(adapters=self._adapters))
 
+    def _publish_rollouts(self, active: Sequence[ActiveRollout]) -> None:
+        self._tell(ChildReport(rollouts=msgspec.json.encode(active)))
+
+    async def _order_rollout(self, asked: RolloutAsk) -> RolloutAnswer:
+        try:
+            order = msgspec.json.decode(asked.body, type=RolloutOrder)
+            return RolloutAnswer(msgspec.json.encode(await self._rollouts.order(order)))
+        except ClientError as error:
+            kind = type(error).__name__
+            return RolloutAnswer(kind=kind, words=str(error), param=error.param, code=error.code)
+
     def _tell(self, news: ChildReport) -> None:
         for process in self._running.values():
             if process.stdin is not None and not process.stdin.is_closing():  # It may just have died.
@@ -281,6 +305,7 @@ class GatewayProcesses:
         if self._server is not None:
             self._server.close()
         self._tenancy.stop()
+        await self._rollouts.stop()
         await self._watch.stop()
         if self._leases is not None:
             await self._leases.close()
@@ -326,6 +351,7 @@ class GatewayProcesses:
             hash_key=self._hash_key,
             held=self._held,
             adapters=self._adapters,
+            rollouts=msgspec.json.encode(self._rollouts.active()),
             is_patient=self._is_patient,
         )
         assert process.stdin is not None
@@ -360,6 +386,10 @@ class GatewayProcesses:
                         self._watch.keep(msgspec.json.decode(message.body, type=AuditEvent))
                     elif isinstance(message, LatestRequests):
                         self._recent.merge(message.body)
+                    elif isinstance(message, ObservedRequests):
+                        self._rollouts.take(msgspec.msgpack.decode(message.body, type=list[Observation]))
+                    elif isinstance(message, RolloutAsk):
+                        writer.write(frame(await self._order_rollout(message)))
                     elif isinstance(message, LookAt):
                         writer.write(frame(View(self._look(message))))
                     else:

@@ -192,7 +192,7 @@ class Generate:
         services, tenant = self._services, caller.tenant
         services.check_draining()
         hints = read_hints(exchange.head.headers, _session_word(request))
-        model, adapter, choice = services.models.resolve(request, tenant, needs)
+        model, adapter, choice, assigned = services.models.resolve(request, tenant, needs, hints.session)
         name = adapter or model.name
         served = Served(
             model=name,
@@ -200,6 +200,7 @@ class Generate:
             counted_model=model.name,
             endpoint=endpoint,
             tenant=tenant,
+            assigned=assigned,
         )
         if choice is not None:
             served = msgspec.structs.replace(served, downgrade="complexity", route=choice.explain())
@@ -225,6 +226,7 @@ class Generate:
                 model, served = longer, _instead(served, longer, adapter, "context")
                 continue
             facts = facts_of(job, served, hints, self._keys(job))
+            exchange.limits_ns = services.clock.now_ns()
             await services.ask_store(facts)
             services.check_draining()  # It may have begun while the prompt was tokenized.
             if choice is not None:

@@ -13,6 +13,7 @@ from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import PATH, Responses
+from penstock.gateway.api.rollouts import ROLLOUTS, RolloutsAdmin
 from penstock.gateway.api.sleep import SleepAdmin
 from penstock.gateway.api.tenants import KEYS, TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
@@ -91,6 +92,15 @@ class Answers(NamedTuple):
     vectors: VectorEndpoints
 
 
+class Orders(NamedTuple):
+    """Endpoints of operators, each a part of its own."""
+
+    adapters: AdaptersAdmin
+    nights: SleepAdmin
+    costs: CostsAdmin
+    rollouts: RolloutsAdmin
+
+
 class Routes:
     """The table."""
 
@@ -101,11 +111,10 @@ class Routes:
         admin: Admin,
         tenants: TenantsAdmin,
         console: Console,
-        adapters: AdaptersAdmin,
-        nights: SleepAdmin,
-        costs: CostsAdmin,
+        orders: Orders,
     ) -> None:
         generate, responses, vectors = answers
+        adapters, nights, costs, rollouts = orders
         self._table = {
             "/": Route(Access.OPEN, {"GET": console.landing}),
             "/console": Route(Access.OPEN, {"GET": console.page}),
@@ -138,6 +147,7 @@ class Routes:
             "/admin/alerts": Route(Access.ADMIN, {"GET": admin.alerts}),
             "/admin/audit": Route(Access.ADMIN, {"GET": admin.audit}),
             "/admin/costs": Route(Access.ADMIN, {"GET": costs.costs}),
+            "/admin/rollouts": Route(Access.ADMIN, {"GET": rollouts.show, "POST": rollouts.start}),
             "/admin/tenants": Route(Access.ADMIN, {"GET": tenants.tenants}),
             "/admin/keys": Route(Access.ADMIN, {"GET": tenants.keys, "POST": tenants.create}),
             "/admin/requests": Route(Access.ADMIN, {"GET": admin.requests}),
@@ -152,6 +162,7 @@ class Routes:
             WORKERS: Route(Access.ADMIN, {"GET": admin.worker, "POST": admin.order}),
             REQUESTS: Route(Access.ADMIN, {"GET": admin.request}),
             KEYS: Route(Access.ADMIN, {"POST": tenants.order}),
+            ROLLOUTS: Route(Access.ADMIN, {"POST": rollouts.order}),
             CONSOLE: Route(Access.OPEN, {"GET": console.file}),
         }
         """Paths that end in the name of something, which may hold slashes."""

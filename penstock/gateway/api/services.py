@@ -76,11 +76,19 @@ class EndedRequest(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    limits_ms: float = -1.0
+    """When its prompt was made, and limits were asked."""
     admitted_ms: float = -1.0
     queue_ms: float = -1.0
     """How long it waited here and at its worker."""
     dispatched_ms: float = -1.0
     """When its last attempt began."""
+    worker_queue_ms: float = -1.0
+    """How long it waited at its worker, of a request that is one stream."""
+    prefill_chunks: int = 0
+    """Steps of its worker in which its prompt was computed; 0: the worker does not tell."""
+    computed_tokens: int = 0
+    """Of its prompt, what was computed there."""
     ttft_ms: float = -1.0
     tpot_ms: float = -1.0
     total_ms: float
@@ -126,6 +134,11 @@ class RecentRequests:
             tpot_ms=_ms(measured.tpot_ns),
             total_ms=_ms(measured.duration_ns),
         )
+        if exchange.limits_ns is not None:
+            found.limits_ms = _ms(exchange.limits_ns - exchange.started_ns)
+        if (first := exchange.first_usage) is not None and first.steps:
+            found.worker_queue_ms = _ms(first.queue_ns)
+            found.prefill_chunks, found.computed_tokens = first.steps, first.computed_tokens
         if request is not None:
             _describe(found, request)
         self._kept.append(found)

@@ -166,6 +166,7 @@ class VectorEndpoints:
             key_prefix=caller.key_prefix,
             user=request.user[:USER_CHARS_MAX] if isinstance(request.user, str) else "",
         )
+        exchange.limits_ns = services.clock.now_ns()
         await services.ask_store(facts)
         services.check_draining()  # It may have begun while the texts were tokenized.
         stream = _stream(answer_id, texts.tokens, caller)

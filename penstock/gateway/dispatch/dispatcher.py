@@ -169,6 +169,7 @@ class Dispatcher:
     def on_first_output(self, reply: Reply) -> None:
         """See `ReplyListener`."""
         request, usage, now_ns = _request_of(reply), reply.first_usage(), self._clock.now_ns()
+        reply.exchange.first_usage = usage
         if (trace := reply.exchange.trace) is not None:
             trace.first_output(now_ns, request.attempt)
         self._driver.first_output(

@@ -65,6 +65,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Why another model answers than was asked for."""
     route: str = ""
     """How it was chosen, if it was: `Choice.explain()`."""
+    assigned: object = None
+    """What a rollout has dealt its conversation (`gateway.models.rollouts.Assigned`)."""
 
 
 def _value(name: str) -> bytes:
@@ -147,42 +149,11 @@ class Exchange:
     """A request in the hands of a handler, and the way back to the client."""
 
     __slots__ = (
-        "_chunked",
-        "_held_bytes",
-        "_keep_alive",
-        "_on_finished",
-        "_wire",
-        "body",
-        "client",
-        "cors",
-        "ended_ns",
-        "ending",
-        "error",
-        "first_ns",
-        "head",
-        "headers",
-        "holds",
-        "id",
-        "idle_ticks",
-        "is_open",
-        "method",
-        "migrated",
-        "migration",
-        "on_caught_up",
-        "on_disconnect",
-        "on_full",
-        "outcome",
-        "path",
-        "queue_ns",
-        "reasoning_tokens",
-        "request",
-        "served",
-        "started_ns",
-        "status",
-        "streaming",
-        "terms",
-        "trace",
-        "version",
+        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "cors",
+        "ended_ns", "ending", "error", "first_ns", "first_usage", "head", "headers", "holds", "id",
+        "idle_ticks", "is_open", "limits_ns", "method", "migrated", "migration", "on_caught_up",
+        "on_disconnect", "on_full", "outcome", "path", "queue_ns", "reasoning_tokens", "request",
+        "served", "started_ns", "status", "streaming", "terms", "trace", "version",
     )  # fmt: skip
 
     def __init__(
@@ -209,6 +180,10 @@ class Exchange:
         self.started_ns = 0
         self.first_ns: int | None = None
         """When the first output of any choice came."""
+        self.first_usage: Usage | None = None
+        """What its worker told with it, of a request that is one stream."""
+        self.limits_ns: int | None = None
+        """When its prompt was made, and limits were asked."""
         self.ended_ns: int | None = None
         """When its last stream ended."""
         self.queue_ns: int | None = None

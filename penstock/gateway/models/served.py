@@ -18,6 +18,7 @@ import msgspec
 from penstock.config.routing import RoutingConfig
 from penstock.errors import ConfigError, InvalidRequest, NotFound, WorkerUnavailable
 from penstock.fleet.registry import RouteWorkers
+from penstock.gateway.models.rollouts import Assigned, RolloutTable
 from penstock.policy.placement.pick import ComplexityChoice
 from penstock.policy.tenant import (
     ANONYMOUS,
@@ -27,7 +28,7 @@ from penstock.policy.tenant import (
     may_use_adapter,
     may_use_model,
 )
-from penstock.protocol.openai import CallerLimits, GenerationRequest, ModelCard
+from penstock.protocol.openai import CallerLimits, ChatRequest, GenerationRequest, ModelCard
 from penstock.protocol.worker import ModelInfo
 from penstock.rng import fresh_key
 from penstock.text.chat import ChatTemplate
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 _TASKS = {"": "generate", "scores": "score"}
 """What a model is for, by how it pools."""
+_BEGINNING_BYTES = 4096
+"""Of a conversation that has no name: as many of its first messages tell it from others."""
 _CHUNK = 256
 """Tokens compared at a time."""
 
@@ -184,6 +187,8 @@ class Resolved(NamedTuple):
     """Of the model; empty: the model itself."""
     choice: ComplexityChoice | None = None
     """How it was chosen, if the request asks for "auto"."""
+    assigned: Assigned | None = None
+    """What a rollout has dealt its conversation."""
 
 
 class ModelTable:
@@ -200,6 +205,7 @@ class ModelTable:
         for name, model in self._models.items():
             if (plain := without_version(name)) != name:
                 self._first.setdefault(plain, model)
+        self.rollouts = RolloutTable()
         created_s = max((model.created_s for model in models.values()), default=0)
         self._auto = _choose_auto(routing, created_s) if routing.auto else None
 
@@ -215,7 +221,7 @@ class ModelTable:
         """What `/v1/models` lists for a tenant: their adapters and "auto" after the models themselves."""
         mine = [model for model in self if may_use_model(tenant, model.name)]
         found = [model.card() for model in mine]
-        found += [_alias(name, model) for name, model in self._first.items() if model in mine]
+        found += [_alias(name, model) for name in self._first if (model := self._serving(name)) in mine]
         for model in mine:
             names = (name for name in sorted(model.workers.adapters) if not self.takes(name))
             found += [model.adapter_card(name) for name in names if may_use_adapter(tenant, name)]
@@ -245,10 +251,14 @@ class ModelTable:
         return _alias(name, model) if name in self._first else model.card()
 
     def resolve(
-        self, request: GenerationRequest, tenant: Tenant, needs: frozenset[str] = frozenset()
+        self,
+        request: GenerationRequest,
+        tenant: Tenant,
+        needs: frozenset[str] = frozenset(),
+        session: str = "",
     ) -> "Resolved":
         """What a request asks for: a model, an adapter of one, or "auto": one that can do what is needed, if
-        there is one.
+        there is one. Of a model in a rollout, the version that the conversation gets.
 
         Raises:
             NotFound: there is no such model.
@@ -264,9 +274,23 @@ class ModelTable:
             check_model(tenant, model.name)
             check_adapter(tenant, request.model)
             return Resolved(model, adapter=request.model)
+        if (found := self._assigned(request, tenant, session)) is not None:
+            return found
         model = self.get(request.model, tenant)
         check_model(tenant, model.name)
         return Resolved(model)
+
+    def _assigned(self, request: GenerationRequest, tenant: Tenant, session: str) -> "Resolved | None":
+        if request.model not in self._first:
+            return None
+        assigned = self.rollouts.assign(request.model, lambda: conversation_of(request, tenant, session))
+        if assigned is None or (model := self._models.get(ModelName(assigned.version))) is None:
+            return None
+        # A version that has no worker, or is not the tenant's, is nobody's canary.
+        can_answer = model.workers.is_ready or model.workers.sleeps
+        return (
+            Resolved(model, assigned=assigned) if can_answer and may_use_model(tenant, model.name) else None
+        )
 
     def get(self, name: str | None, tenant: Tenant = ANONYMOUS) -> ServedModel:
         """The model of this name; without a name the only one, where there is only one.
@@ -276,7 +300,7 @@ class ModelTable:
         """
         if name is None and len(self._models) == 1:
             return next(iter(self._models.values()))
-        model = self._models.get(ModelName(name or "")) or self._first.get(name or "")
+        model = self._models.get(ModelName(name or "")) or self._serving(name or "")
         if model is None:
             allowed = [known for known in self._models if may_use_model(tenant, known)]
             known = ", ".join(f"'{known}'" for known in allowed[:8]) or "none for you"
@@ -287,6 +311,10 @@ class ModelTable:
                 code="model_not_found",
             )
         return model
+
+    def _serving(self, name: str) -> ServedModel | None:
+        """The version that a name without one means, outside of a rollout's canary."""
+        return self._models.get(ModelName(self.rollouts.first(name))) or self._first.get(name)
 
     def _of_adapter(self, name: str | None) -> ServedModel | None:
         """The model that has an adapter of this name; models' own names go before."""
@@ -300,6 +328,19 @@ class ModelTable:
             return None
         info = model.workers.info
         return info.max_model_len if info is not None else 0
+
+
+def conversation_of(request: GenerationRequest, tenant: Tenant, session: str) -> str:
+    """Names the conversation of a request: by what the client says, else by how it begins, which every turn
+    repeats.
+    """
+    if not session:
+        said: object = getattr(request, "prompt", "")
+        if isinstance(request, ChatRequest):
+            first = next((i for i, each in enumerate(request.messages) if each.role == "user"), 0)
+            said = request.messages[: first + 1]
+        session = msgspec.json.encode(said)[:_BEGINNING_BYTES].decode(errors="replace")
+    return f"{tenant.id}\0{session}"
 
 
 def _alias(name: str, model: ServedModel) -> ModelCard:

@@ -7,7 +7,14 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.clock import sleep
-from penstock.errors import ModelBusy, NoMemory, NotFound, Overloaded, WorkerUnavailable
+from penstock.errors import (
+    InvalidRequest,
+    ModelBusy,
+    NoMemory,
+    NotFound,
+    Overloaded,
+    WorkerUnavailable,
+)
 from penstock.policy.queueing.fair_counters import FairCounters, ServedUnits
 from penstock.protocol.peers import (
     AdapterOrder,
@@ -16,7 +23,10 @@ from penstock.protocol.peers import (
     Happened,
     LatestRequests,
     LookAt,
+    ObservedRequests,
     Order,
+    RolloutAnswer,
+    RolloutAsk,
     ServedTokens,
     SleepAnswer,
     SleepOrder,
@@ -38,6 +48,8 @@ ANSWER_TIMEOUT_S = 2.0
 READ_BYTES = 1 << 16
 _ERRORS = {kind.__name__: kind for kind in (ModelBusy, NoMemory, NotFound, WorkerUnavailable)}
 """What a `Sleeper` raises."""
+_REFUSALS = {kind.__name__: kind for kind in (InvalidRequest, NotFound)}
+"""What a `RolloutLeader` raises."""
 
 
 class GatewayPeers:
@@ -128,6 +140,29 @@ class GatewayPeers:
         except TimeoutError:
             message = "The other gateway processes could not be told in time; try again."
             raise Overloaded(message, retry_after_s=ANSWER_TIMEOUT_S) from None
+
+    def observed(self, body: bytes) -> None:
+        """Let the parent count requests of rollouts; of one that does not read for a while some are lost."""
+        if self._writer.transport.get_write_buffer_size() < UNREAD_BYTES_MAX:
+            self._writer.write(frame(ObservedRequests(body)))
+
+    async def rollout(self, order: bytes) -> bytes:
+        """Have the parent carry out an order about rollouts, and say how they are then.
+
+        Raises:
+            ClientError: it is refused; the message says why.
+            Overloaded: the parent does not answer.
+        """
+        try:
+            answer = await self._answer(frame(RolloutAsk(order)))
+        except TimeoutError:
+            message = "The server's parent process did not answer in time; try again."
+            raise Overloaded(message, retry_after_s=ANSWER_TIMEOUT_S) from None
+        assert isinstance(answer, RolloutAnswer), answer
+        if answer.kind:
+            kind = _REFUSALS.get(answer.kind, InvalidRequest)
+            raise kind(answer.words, param=answer.param, code=answer.code)
+        return answer.body
 
     async def sleep(self, route: str) -> None:
         """See `fleet.sleep.Sleeper`: the parent has launched the workers."""

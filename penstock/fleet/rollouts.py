@@ -1,0 +1,306 @@
+"""Carries rollouts out: takes operators' orders, hears what became of requests, decides every second, tells
+gateways who gets which version, and keeps all of it in a file.
+
+One for each server: in the gateway that is alone, or in the parent of several gateway processes. What is
+decided is in the audit trail, with the figures that it was decided by. A version that has gone from the
+configuration while the server was down ends its rollout: the old version serves on.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.clock import Clock, sleep
+from penstock.config.tree import Config
+from penstock.errors import InvalidRequest, NotFound
+from penstock.policy.rollout.cohorts import BUCKETS
+from penstock.policy.rollout.evidence import Observation, Reading
+from penstock.policy.rollout.rollout import Rollout, RolloutPlan, RolloutState
+from penstock.telemetry.audit import Notes
+from penstock.telemetry.ledger_segment import ledger_directory
+from penstock.telemetry.log import Log
+from penstock.types import without_version
+
+JUDGE_S = 1.0
+KEPT_MAX = 100
+"""Rollouts; of more the oldest are forgotten, but of each model the latest is kept: it says what serves."""
+FILE_BYTES_MAX = 16 * 1024 * 1024
+
+
+class ActiveRollout(msgspec.Struct, frozen=True):
+    """What a gateway must know to deal out a model's conversations."""
+
+    id: str
+    model: str
+    baseline: str
+    candidate: str
+    share: int
+    """Of `BUCKETS`."""
+    is_measured: bool = True
+
+
+class RolloutOrder(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an operator wants; `by` is the id of the key."""
+
+    verb: Literal["show", "start", "promote", "abort"] = "show"
+    model: str = ""
+    plan: RolloutPlan | None = None
+    by: str = ""
+
+
+class RolloutReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout, as operators see it."""
+
+    id: str
+    model: str
+    baseline: str
+    candidate: str
+    state: RolloutState
+    why: str
+    percent: float
+    """Of conversations that have the candidate now."""
+    step: int
+    steps: tuple[float, ...]
+    began_ms: int
+    step_began_ms: int
+    promotes: bool
+    metrics: list[Reading]
+
+
+class RolloutReports(msgspec.Struct, frozen=True):
+    """`GET /admin/rollouts`: the latest of each model first."""
+
+    rollouts: list[RolloutReport]
+
+
+def rollouts_file(config: Config) -> Path | None:
+    """Where they are kept: beside the ledger; None: an operator who keeps no records does not want these."""
+    return ledger_directory(config.ledger) / "rollouts.json" if config.ledger.enabled else None
+
+
+class RolloutLeader:
+    """See the module. `publish` hands gateways what is active."""
+
+    def __init__(
+        self,
+        versions: Callable[[], Collection[str]],
+        clock: Clock,
+        log: Log,
+        notes: Notes,
+        *,
+        path: Path | None,
+        publish: Callable[[Sequence[ActiveRollout]], None],
+        new_id: Callable[[], str],
+    ) -> None:
+        """`versions` are the names of all models, the one that stands first before the others; without `path`
+        a restart forgets.
+        """
+        self._versions, self._clock, self._log, self._notes = versions, clock, log, notes
+        self._path, self._publish, self._new_id = path, publish, new_id
+        self._rollouts: deque[Rollout] = deque()  # The oldest first.
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Take over what is in the file, and begin to decide."""
+        await self._load()
+        self._tell()
+        self._task = asyncio.create_task(self._run(), name="rollouts")
+
+    async def stop(self) -> None:
+        """Keep what is known."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await self._save()
+
+    def active(self) -> list[ActiveRollout]:
+        """What gateways are to know: of each model the latest rollout, unless it was taken back."""
+        return [
+            ActiveRollout(
+                each.id, each.plan.model, each.baseline, each.plan.candidate, each.share, each.is_live
+            )
+            for each in self._latest().values()
+            if each.share
+        ]
+
+    def take(self, seen: Sequence[Observation]) -> None:
+        """Requests have ended."""
+        live = {each.id: each for each in self._rollouts if each.is_live}
+        for each in seen:
+            if (rollout := live.get(each.rollout)) is not None:
+                rollout.take(each)
+
+    async def order(self, order: RolloutOrder) -> RolloutReports:
+        """Carry out what an operator wants, and say how things are then.
+
+        Raises:
+            InvalidRequest: the plan contradicts itself, or what runs.
+            NotFound: there is no such model, version or rollout.
+        """
+        if order.verb == "start":
+            self._begin(order)
+        elif order.verb != "show":
+            self._end(order)
+        if order.verb != "show":
+            self._tell()
+            await self._save()
+        now = [_report(each) for each in reversed(self._rollouts) if order.model in ("", each.plan.model)]
+        return RolloutReports(now)
+
+    def _begin(self, order: RolloutOrder) -> None:
+        plan = order.plan
+        assert plan is not None, "the endpoint has read it"
+        if fault := plan.faults():
+            raise InvalidRequest(f"Invalid rollout: {fault}.", code="invalid_value")
+        names = [name for name in self._versions() if without_version(name) == plan.model != name]
+        if plan.candidate not in names:
+            known = ", ".join(f"'{name}'" for name in names) or "none"
+            raise NotFound(
+                f"The model '{plan.model[:64]}' has no version '{plan.candidate[:64]}'. It has {known}.",
+                param="candidate",
+                code="model_not_found",
+            )
+        last = self._latest().get(plan.model)
+        if last is not None and last.is_live:
+            raise InvalidRequest(
+                f"A rollout of '{plan.model}' to '{last.plan.candidate}' runs. Promote or abort it first.",
+                param="model",
+            )
+        serves = last.plan.candidate if last is not None and last.share else names[0]
+        if serves == plan.candidate:
+            raise InvalidRequest(
+                f"'{plan.candidate}' serves '{plan.model}' already.", param="candidate", code="invalid_value"
+            )
+        now_ns = self._clock.wall_ns()
+        self._rollouts.append(
+            Rollout(id=self._new_id(), plan=plan, baseline=serves, began_ns=now_ns, step_began_ns=now_ns)
+        )
+        self._note("rollout begins", self._rollouts[-1], order.by)
+        self._forget_old()
+
+    def _end(self, order: RolloutOrder) -> None:
+        rollout = self._latest().get(order.model)
+        if rollout is None or not rollout.share:
+            raise NotFound(f"There is no rollout of '{order.model[:64]}'.", param="model")
+        if order.verb == "abort":
+            rollout.abort("an operator has ended it")
+            self._note("rollout aborted", rollout, order.by)
+            return
+        if not rollout.is_live:
+            raise InvalidRequest(f"'{rollout.plan.candidate}' is promoted already.", param="model")
+        rollout.promote()
+        self._note("rollout promoted", rollout, order.by)
+
+    async def _run(self) -> None:
+        while True:
+            await sleep(JUDGE_S)
+            changed = False
+            for each in self._rollouts:
+                step = each.step
+                if each.judge(self._clock.wall_ns()):
+                    changed = True
+                    self._note(_WORDS[each.state] if each.step == step else "rollout goes on", each)
+            if changed:
+                self._tell()
+                await self._save()
+
+    def _tell(self) -> None:
+        self._publish(self.active())
+
+    def _note(self, what: str, rollout: Rollout, by: str = "") -> None:
+        why = rollout.why or f"{rollout.share * 100 / BUCKETS:g} % of conversations get it"
+        about = f"{rollout.baseline} -> {rollout.plan.candidate}"
+        self._notes.note("admin" if by else "server", what, about, why=why, by=by)
+        self._log.info(what, rollout=about, why=why)
+
+    def _latest(self) -> dict[str, Rollout]:
+        """By model."""
+        return {each.plan.model: each for each in self._rollouts}
+
+    def _forget_old(self) -> None:
+        latest = self._latest().values()
+        old = [each for each in self._rollouts if not any(each is kept for kept in latest)]
+        for each in old[: max(0, len(self._rollouts) - KEPT_MAX)]:
+            self._rollouts.remove(each)
+
+    async def _load(self) -> None:
+        if self._path is None:
+            return
+        try:
+            body = await asyncio.to_thread(_read, self._path)
+        except OSError as error:
+            self._log.error("the file of rollouts cannot be read", path=str(self._path), error=error)
+            return
+        if not body:
+            return
+        try:
+            self._rollouts = deque(_decoder.decode(body))
+        except msgspec.DecodeError as error:
+            self._log.error(
+                "the file of rollouts is damaged: none is known", path=str(self._path), error=error
+            )
+            return
+        names = set(self._versions())
+        for each in self._latest().values():
+            gone = {each.plan.candidate, each.baseline} - names
+            if each.share and (each.plan.candidate in gone or (gone and each.is_live)):
+                each.abort(f"the configuration has no {', '.join(sorted(gone))} any more")
+                self._note("rollout aborted", each)
+
+    async def _save(self) -> None:
+        if self._path is None or (not self._rollouts and not self._path.exists()):
+            return
+        body = _encoder.encode(list(self._rollouts))
+        try:
+            await asyncio.to_thread(_write, self._path, body)
+        except OSError as error:
+            self._log.error("rollouts cannot be kept over a restart", path=str(self._path), error=error)
+
+
+_WORDS: Mapping[RolloutState, str] = {
+    RolloutState.RUNNING: "rollout goes on",
+    RolloutState.READY: "rollout waits to be promoted",
+    RolloutState.PROMOTED: "rollout promoted",
+    RolloutState.ROLLED_BACK: "rollout taken back",
+    RolloutState.ABORTED: "rollout aborted",
+}
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(list[Rollout])
+
+
+def _report(rollout: Rollout) -> RolloutReport:
+    return RolloutReport(
+        id=rollout.id,
+        model=rollout.plan.model,
+        baseline=rollout.baseline,
+        candidate=rollout.plan.candidate,
+        state=rollout.state,
+        why=rollout.why,
+        percent=rollout.share * 100 / BUCKETS,
+        step=rollout.step,
+        steps=rollout.plan.steps,
+        began_ms=rollout.began_ns // 1_000_000,
+        step_began_ms=rollout.step_began_ns // 1_000_000,
+        promotes=rollout.plan.promotes,
+        metrics=rollout.readings(),
+    )
+
+
+def _read(path: Path) -> bytes:
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        return file.read(FILE_BYTES_MAX)
+    return b""
+
+
+def _write(path: Path, body: bytes) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_bytes(body)
+    new.replace(path)

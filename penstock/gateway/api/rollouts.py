@@ -1,0 +1,63 @@
+"""Rollouts by hand, for admin keys: begin one, look at it, end it."""
+
+import msgspec
+
+from penstock.errors import InvalidRequest, NotFound
+from penstock.fleet.rollouts import RolloutLeader, RolloutOrder
+from penstock.gateway.api.inspect import query_of
+from penstock.gateway.http.exchange import Exchange, Response
+from penstock.gateway.identity.tenants import Caller
+from penstock.gateway.shared.peers import GatewayPeers
+from penstock.policy.rollout.rollout import RolloutPlan
+
+ROLLOUTS = "/admin/rollouts/"
+_plans = msgspec.json.Decoder(RolloutPlan)
+
+
+class RolloutsAdmin:
+    """The endpoints. Who decides is in this process, or in the parent of several."""
+
+    def __init__(self, leader: RolloutLeader | None, peers: GatewayPeers | None) -> None:
+        self._leader, self._peers = leader, peers
+
+    async def show(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/rollouts?model=support`: every rollout, the latest first, with what was measured."""
+        del caller
+        await self._carry_out(exchange, RolloutOrder(model=query_of(exchange).get("model") or ""))
+
+    async def start(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /admin/rollouts`: `{"model": "support", "candidate": "support@2"}`, and what else a
+        `RolloutPlan` has.
+
+        Raises:
+            InvalidRequest: the body is not that, or a rollout of the model runs.
+            NotFound: there is no such version.
+        """
+        try:
+            plan = _plans.decode(exchange.body)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"Invalid body: {error}.", code="invalid_value") from error
+        await self._carry_out(
+            exchange, RolloutOrder(verb="start", model=plan.model, plan=plan, by=caller.key_prefix)
+        )
+
+    async def order(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /admin/rollouts/MODEL/promote` or `/abort`: all conversations get the new version, or none.
+
+        Raises:
+            NotFound: there is no such rollout, or no such order.
+            InvalidRequest: it is promoted already.
+        """
+        model, _, verb = exchange.path.removeprefix(ROLLOUTS).rstrip("/").rpartition("/")
+        if verb == "promote" or verb == "abort":
+            await self._carry_out(exchange, RolloutOrder(verb=verb, model=model, by=caller.key_prefix))
+            return
+        raise NotFound("Rollouts know the orders 'promote' and 'abort'.", code="unknown_path")
+
+    async def _carry_out(self, exchange: Exchange, order: RolloutOrder) -> None:
+        if self._leader is not None:
+            body = msgspec.json.encode(await self._leader.order(order))
+        else:
+            assert self._peers is not None, "one of the two decides"
+            body = await self._peers.rollout(msgspec.json.encode(order))
+        exchange.respond(Response(body=body))

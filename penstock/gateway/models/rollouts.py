@@ -1,0 +1,86 @@
+"""Which version of a model a conversation gets while a rollout runs, and what became of its requests: in one
+gateway process. Who decides is told every second (fleet/rollouts.py), and tells what is active.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from penstock.fleet.rollouts import ActiveRollout
+from penstock.policy.rollout.cohorts import GROUPS, Cohort, bucket_of, cohort_of
+from penstock.policy.rollout.evidence import Observation
+from penstock.telemetry.catalog import OutcomeLabel
+from penstock.telemetry.metrics import RequestMeasurement
+
+UNREPORTED_MAX = 5000
+"""Requests that ended since the last was told: of more, as many are told as tell enough."""
+_FAILED = (OutcomeLabel.ERROR, OutcomeLabel.SHED)
+_ANSWERED = (
+    OutcomeLabel.STOP,
+    OutcomeLabel.TOOL_CALLS,
+    OutcomeLabel.LENGTH,
+    OutcomeLabel.CONTENT_FILTER,
+)
+"""What else may become of a request is the client's doing."""
+
+
+class Assigned(NamedTuple):
+    """What a conversation was dealt."""
+
+    rollout: str
+    version: str
+    cohort: Cohort
+    group: int
+
+
+class RolloutTable:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self._active: dict[str, ActiveRollout] = {}
+        self._unreported: list[Observation] = []
+
+    def adopt(self, active: Collection[ActiveRollout]) -> None:
+        """These are active, and no others."""
+        self._active = {each.model: each for each in active}
+
+    def assign(self, model: str, conversation: Callable[[], str]) -> Assigned | None:
+        """The version for a conversation that asks for `model`; None: no rollout says anything."""
+        if (rollout := self._active.get(model)) is None:
+            return None
+        bucket = bucket_of(rollout.id, conversation())
+        cohort = cohort_of(bucket, rollout.share)
+        version = rollout.candidate if cohort is Cohort.CANARY else rollout.baseline
+        return Assigned(rollout.id, version, cohort if rollout.is_measured else Cohort.REST, bucket % GROUPS)
+
+    def first(self, model: str) -> str:
+        """The version that serves who is in no rollout's canary; empty: the one that stands first."""
+        if (rollout := self._active.get(model)) is None:
+            return ""
+        return rollout.candidate if not rollout.is_measured else rollout.baseline
+
+    def ended(self, assigned: Assigned, record: RequestMeasurement, rows: int) -> None:
+        """A request has ended; `rows` is how many its worker computed together then."""
+        failed = record.outcome in _FAILED
+        if assigned.cohort is Cohort.REST or not (failed or record.outcome in _ANSWERED):
+            return
+        if len(self._unreported) >= UNREPORTED_MAX:
+            return
+        self._unreported.append(
+            Observation(
+                assigned.rollout,
+                is_canary=assigned.cohort is Cohort.CANARY,
+                group=assigned.group,
+                failed=failed,
+                cut_off=record.outcome in (OutcomeLabel.LENGTH, OutcomeLabel.CONTENT_FILTER),
+                tokens=record.generated_tokens,
+                tpot_ns=record.tpot_ns or 0,
+                rows=rows,
+                prefill_ns=max(0, (record.ttft_ns or 0) - (record.queue_ns or 0)),
+                uncached_tokens=record.prompt_tokens - record.cached_tokens,
+            )
+        )
+
+    def take(self) -> Sequence[Observation]:
+        """What ended since the last call."""
+        unreported, self._unreported = self._unreported, []
+        return unreported

@@ -1,0 +1,39 @@
+"""Who gets which version while a rollout runs: by a hash, so that a conversation stays where it is.
+
+    0        share                                    BUCKETS - share      BUCKETS
+    | canary | ............ the rest, old ............ | control, old      |
+
+A conversation's bucket never changes, and the canary only grows, to the right: so a conversation changes its
+version once at most, and once more if the rollout is taken back. The control cohort is of the same size and
+drawn in the same way, so the two have the same traffic at the same time; the rest is not compared.
+"""
+
+import enum
+from hashlib import blake2b
+
+BUCKETS = 10_000
+GROUPS = 20
+"""Of conversations, in each cohort: how far these differ says how sure a difference of cohorts is."""
+
+
+class Cohort(enum.StrEnum):
+    """The part of a model's traffic that a conversation is in."""
+
+    CANARY = "canary"
+    CONTROL = "control"
+    REST = "rest"
+
+
+def bucket_of(salt: str, conversation: str) -> int:
+    """A number below `BUCKETS`; another `salt` deals anew, so that it is not always the same who go first."""
+    digest = blake2b(f"{salt}\0{conversation}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % BUCKETS
+
+
+def cohort_of(bucket: int, share: int) -> Cohort:
+    """Where `share` buckets have the new version."""
+    assert 0 <= bucket < BUCKETS, bucket
+    assert 0 <= share <= BUCKETS, share
+    if bucket < share:
+        return Cohort.CANARY
+    return Cohort.CONTROL if bucket >= BUCKETS - min(share, BUCKETS - share) else Cohort.REST
