@@ -1,5 +1,6 @@
 // What adapters add to the sums of a linear, scale * (x A^T) B^T, before anything is rounded. Tokens are sorted by
-// adapter, so that each adapter is read once for all of its tokens; those without one are not looked at.
+// adapter, so that each adapter is read once for all of its tokens; those without one are not looked at. A linear's own
+// threads do it: x A^T while its inputs are packed, and each thread the outputs of the panels that it computes.
 #include "adapters.h"
 
 #include "pool.h"
@@ -12,7 +13,6 @@ namespace {
 
 constexpr int64_t kParts = 3;         // of a fused linear: queries, keys, values
 constexpr int64_t kShrinkRanks = 8;   // ranks to a chunk of work
-constexpr int64_t kExpandGroups = 32; // groups of 16 outputs to a chunk of work
 constexpr int64_t kChunkTokens = 64;
 
 Arena order, sums;
@@ -35,49 +35,62 @@ struct Deltas {
   int64_t row_bytes, ld_inner, ld_delta;
   int32_t type;
   float *inner, *delta;  // [adapted tokens of the block][ld]
+  int64_t parts, slices, most;  // the most that any segment has: parts, chunks of ranks, chunks of tokens
 
   const PsAdapterLinear *of(const AdapterSegment &segment) const { return linear_of(segment.layers + layer, which); }
 
-  // Work is numbered by segment, part, tokens and a part of the ranks or outputs; numbers that nothing has are skipped.
-  template <class F>
-  void spread(int64_t tokens_most, int64_t slices, F &&work) const {
-    int64_t per_part = ceil_div(tokens_most, kChunkTokens) * slices;
-    auto chunk = [&](int64_t at, int) {
-      int64_t slice = at % slices, from = at / slices % (per_part / slices) * kChunkTokens, part = at / per_part % kParts;
-      const AdapterSegment &segment = segments[at / per_part / kParts];
-      const PsAdapterLinear *linear = of(segment);
-      if (part >= linear->num_parts || from >= segment.count) return;
-      int64_t rank_first = 0;
-      for (int64_t i = 0; i < part; i++) rank_first += linear->parts[i].rank;
-      AdapterPiece piece = {linear->parts + part, x, row_bytes, tokens + segment.first + from, type,
-                            min64(kChunkTokens, segment.count - from),
-                            inner + (segment.first + from) * ld_inner + rank_first, ld_inner,
-                            delta + (segment.first + from) * ld_delta, ld_delta};
-      work(piece, slice);
-    };
-    parallel(num_segments * kParts * per_part, chunk);
-  }
-
-  void compute() const {
-    int64_t most = 0, ranks = 0, groups = 0;
+  void measure() {
+    int64_t ranks = 0, count = 0;
+    parts = 0;
     for (int64_t i = 0; i < num_segments; i++) {
       const PsAdapterLinear *linear = of(segments[i]);
-      if (segments[i].count > most) most = segments[i].count;
-      for (int64_t p = 0; p < linear->num_parts; p++) {
+      if (linear->num_parts > parts) parts = linear->num_parts;
+      if (segments[i].count > count) count = segments[i].count;
+      for (int64_t p = 0; p < linear->num_parts; p++)
         if (linear->parts[p].rank > ranks) ranks = linear->parts[p].rank;
-        if (linear->parts[p].groups > groups) groups = linear->parts[p].groups;
+    }
+    slices = ceil_div(ranks, kShrinkRanks), most = ceil_div(count, kChunkTokens);
+  }
+
+  AdapterPiece piece_of(const AdapterSegment &segment, int64_t part, int64_t from, int64_t count) const {
+    const PsAdapterLinear *linear = of(segment);
+    int64_t rank_first = 0;
+    for (int64_t i = 0; i < part; i++) rank_first += linear->parts[i].rank;
+    return {linear->parts + part, x, row_bytes, tokens + segment.first + from, type, count,
+            inner + (segment.first + from) * ld_inner + rank_first, ld_inner,
+            delta + (segment.first + from) * ld_delta, ld_delta};
+  }
+
+  int64_t num_chunks() const { return num_segments * parts * most * slices; }
+
+  // Chunks are numbered by segment, part, tokens and ranks; numbers that nothing has are skipped.
+  void shrink(int64_t chunk) const {
+    int64_t first = chunk % slices * kShrinkRanks, from = chunk / slices % most * kChunkTokens,
+            part = chunk / slices / most % parts;
+    const AdapterSegment &segment = segments[chunk / slices / most / parts];
+    const PsAdapterLinear *linear = of(segment);
+    if (part >= linear->num_parts || from >= segment.count) return;
+    AdapterPiece piece = piece_of(segment, part, from, min64(kChunkTokens, segment.count - from));
+    int64_t last = min64(piece.part->rank, first + kShrinkRanks);
+    if (first < last) table->adapter_shrink(&piece, first, last);
+  }
+
+  // The groups of 16 outputs that lie in these panels of 32.
+  void expand(int64_t panel_first, int64_t panel_last) const {
+    for (int64_t i = 0; i < num_segments; i++) {
+      const PsAdapterLinear *linear = of(segments[i]);
+      for (int64_t p = 0; p < linear->num_parts; p++) {
+        const PsAdapterPart *part = linear->parts + p;
+        auto group_at = [part](int64_t place) {  // The first of its groups that is not before this place.
+          int64_t behind = place - part->first;
+          return behind <= 0 ? 0 : min64(part->groups, ceil_div(behind, part->stride));
+        };
+        int64_t first = group_at(panel_first * 2), last = group_at(panel_last * 2);
+        if (first >= last) continue;
+        AdapterPiece piece = piece_of(segments[i], p, 0, segments[i].count);
+        table->adapter_expand(&piece, first, last);
       }
     }
-    auto shrink = [](const AdapterPiece &piece, int64_t slice) {
-      int64_t first = slice * kShrinkRanks, last = min64(piece.part->rank, first + kShrinkRanks);
-      if (first < last) table->adapter_shrink(&piece, first, last);
-    };
-    auto expand = [](const AdapterPiece &piece, int64_t slice) {
-      int64_t first = slice * kExpandGroups, last = min64(piece.part->groups, first + kExpandGroups);
-      if (first < last) table->adapter_expand(&piece, first, last);
-    };
-    spread(most, ceil_div(ranks, kShrinkRanks), shrink);
-    spread(most, ceil_div(groups, kExpandGroups), expand);
   }
 };
 
@@ -155,12 +168,17 @@ int32_t StepAdapters::linear(const PsLinear *job, int64_t layer, AdaptedLinear w
         if (covered < full) memset(delta + s->first * width, 0, (size_t)(s->count * width * 4));
         for (int64_t i = s->first; i < s->first + s->count; i++) added[tokens_[i]] = delta + i * width;
       }
-      Deltas job_deltas = {segments, count, layer, which, tokens_, (const char *)part.x, job->ldx * x_size,
-                           kParts * PS_ADAPTER_RANK_MAX, width, job->x_type, inner, delta};
-      job_deltas.compute();
+      Deltas deltas = {segments, count, layer, which, tokens_, (const char *)part.x, job->ldx * x_size,
+                       kParts * PS_ADAPTER_RANK_MAX, width, job->x_type, inner, delta, 0, 0, 0};
+      deltas.measure();
+      LinearSide side = {&deltas, deltas.num_chunks(),
+                         [](const void *ctx, int64_t chunk) { ((const Deltas *)ctx)->shrink(chunk); },
+                         [](const void *ctx, int64_t first, int64_t last) { ((const Deltas *)ctx)->expand(first, last); }};
       part.added = added;
+      if (penstock::linear(&part, &side)) return -1;
+    } else if (penstock::linear(&part)) {
+      return -1;
     }
-    if (penstock::linear(&part)) return -1;
   }
   return 0;
 }

@@ -69,7 +69,7 @@ int64_t panels_per_chunk(const PsWeight *w, int64_t panels) {
   return max64(1, min64(max64(fewest, kChunkBytes / panel_bytes), ceil_div(panels, num_threads())));
 }
 
-void run_linear(const PsLinear *job, char *scratch) {
+void run_linear(const PsLinear *job, const LinearSide *side, char *scratch) {
   const PsWeight *w = job->weight;
   LinearPlan plan(job);
   LinearPiece piece = {job, job->x, job->ldx, nullptr, nullptr, plan.m_padded, 0, 0, 0};
@@ -77,11 +77,16 @@ void run_linear(const PsLinear *job, char *scratch) {
     float *scales = (float *)(scratch + ceil_div(plan.a_bytes, 64) * 64);
     int64_t rows = job->m <= 16 ? job->m : ceil_div(job->m, 16) * 16;
     RowSplit split(rows, w->k);
+    int64_t before = side ? side->num_chunks : 0;
     auto pack = [&](int64_t chunk, int) {
-      table->pack_rows(job, split.first(chunk), split.last(chunk), scratch, scales);
+      if (chunk < before) return side->inputs(side->ctx, chunk);
+      table->pack_rows(job, split.first(chunk - before), split.last(chunk - before), scratch, scales);
     };
-    parallel(split.chunks(), pack);
+    parallel(before + split.chunks(), pack);
     piece.a = scratch, piece.lda = w->k_padded, piece.a_scale = scales;
+  } else if (side) {
+    auto inputs = [&](int64_t chunk, int) { side->inputs(side->ctx, chunk); };
+    parallel(side->num_chunks, inputs);
   }
   if (plan.partial_bytes) piece.partial = (float *)(scratch + plan.bytes() - plan.partial_bytes);
   for (int64_t slab = 0; slab < w->panels; slab += plan.slab) {
@@ -90,7 +95,9 @@ void run_linear(const PsLinear *job, char *scratch) {
     for (piece.k_first = 0; piece.k_first < w->k_padded; piece.k_first = piece.k_last) {
       piece.k_last = min64(w->k_padded, piece.k_first + plan.k_piece);
       auto work = [&](int64_t chunk, int) {
-        table->linear(&piece, slab + chunk * per_chunk, slab + min64(panels, (chunk + 1) * per_chunk));
+        int64_t first = slab + chunk * per_chunk, last = slab + min64(panels, (chunk + 1) * per_chunk);
+        if (side && piece.k_last == w->k_padded) side->panels(side->ctx, first, last);
+        table->linear(&piece, first, last);
       };
       parallel(ceil_div(panels, per_chunk), work);
     }
@@ -116,7 +123,7 @@ bool reserve_linear(const PsWeight *weight, int64_t m) {
   return arena.reserve(LinearPlan(&job).bytes());
 }
 
-int32_t linear(const PsLinear *job) {
+int32_t linear(const PsLinear *job, const LinearSide *side) {
   PsLinear part = *job;
   int64_t x_size = element_bytes(job->x_type), y_size = element_bytes(job->y_type);
   for (int64_t row = 0; row < job->m; row += kRowsMax) {
@@ -126,7 +133,7 @@ int32_t linear(const PsLinear *job) {
     part.residual = job->residual ? (const char *)job->residual + row * job->ldr * y_size : nullptr;
     part.added = job->added ? job->added + row : nullptr;
     if (!arena.reserve(LinearPlan(&part).bytes())) return -1;
-    run_linear(&part, arena.at);
+    run_linear(&part, side, arena.at);
   }
   return 0;
 }

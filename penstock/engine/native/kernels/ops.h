@@ -3,7 +3,16 @@
 #include "penstock_native.h"
 
 namespace penstock {
-int32_t linear(const PsLinear *job);
+// What is computed beside a linear by the same threads, without a fork and join of its own where the linear has one.
+struct LinearSide {
+  const void *ctx;
+  int64_t num_chunks;                                                     // of `inputs`
+  void (*inputs)(const void *ctx, int64_t chunk);                         // before any panel
+  void (*panels)(const void *ctx, int64_t panel_first, int64_t panel_last);  // before these panels end
+};
+
+// `side`: of at most kRowsMax rows; or null.
+int32_t linear(const PsLinear *job, const LinearSide *side = nullptr);
 bool reserve_linear(const PsWeight *weight, int64_t m);  // the scratch memory that `m` rows take
 int32_t rms_norm(const PsNorm *job);
 int32_t silu_mul(const PsSiluMul *job);
