@@ -22,10 +22,10 @@ from penstock.engine.arrays import Int32Array
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
 from penstock.engine.fingerprint import torch_kernels
+from penstock.engine.footprint import beside_bytes, rounded_bytes
 from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear
-from penstock.engine.memory import beside_bytes, rounded_bytes
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, PsDraft, Type
 from penstock.engine.weight_check import ListedKernels

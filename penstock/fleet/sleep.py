@@ -27,6 +27,8 @@ PATIENCE_NS = NS_PER_S
 """Work that has just ended is told of a little later: before a request is refused that is waited for."""
 ANSWER_TIMEOUT_S = 2.0
 """One that was told to wake begins within this."""
+_PUT_AWAY_NS, _ASK_AGAIN_S = NS_PER_S // 4, 0.05
+"""What a worker may take to put an answered request away; and the pause between two questions."""
 _WAKES_MAX = 3
 """One whose process had just ended comes back asleep, and is told again."""
 _GIB = 1 << 30
@@ -111,9 +113,19 @@ class SleepKeeper:
                 await self.wake(model.name)
 
     async def sleep(self, route: str) -> None:
-        """See `Sleeper`."""
+        """See `Sleeper`. Whoever has just had the last token of an answer may ask before the worker has put
+        the request away: it is asked again for a moment.
+        """
         async with self._one_at_a_time:
-            await self._put_to_sleep(route)
+            until_ns = self._clock.now_ns() + _PUT_AWAY_NS
+            while True:
+                try:
+                    return await self._put_to_sleep(route)
+                except ModelBusy:
+                    # Where some slept and wake again, once is enough.
+                    if self._clock.now_ns() >= until_ns or len(self._launched(route)) > 1:
+                        raise
+                await sleep(_ASK_AGAIN_S)
 
     async def wake(self, route: str) -> None:
         """See `Sleeper`."""

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 
 ADMIN = "admin-0123456789abcdef"
 SMALL, LARGE = resolve("penstock-demo-mini"), resolve("penstock-demo")
-PLAN = {"model": "river", "steps": [50], "requests_min": 40, "warm_up_requests": 5, "step_s": 5}
+PLAN = {"model": "river", "steps": [50], "requests_min": 30, "warm_up_requests": 5, "step_s": 3}
 
 
 class Place:
@@ -139,7 +139,7 @@ def test_a_slower_version_is_taken_back_by_itself(slower: Place, capsys: pytest.
     versions = slower.ask_until(lambda: slower.latest()["state"] != "running")
     found = slower.latest()
     assert found["state"] == "rolled_back"
-    assert "time per token +" in str(found["why"])
+    assert found["why"].startswith(("time per token +", "prefill per uncached token +")), found["why"]
     had = Counter(version for each in versions.values() for version in each)
     assert had["river@2"] > 10
     assert had["river@1"] > 10
@@ -149,7 +149,7 @@ def test_a_slower_version_is_taken_back_by_itself(slower: Place, capsys: pytest.
     assert "rollout taken back" in words
     assert penstock(slower, "status", "river") == 0
     shown = capsys.readouterr().out
-    assert "river@1 -> river@2: rolled_back: time per token +" in shown
+    assert f"river@1 -> river@2: rolled_back: {found['why']}" in shown
     assert "worse" in shown
 
 
@@ -177,7 +177,7 @@ def test_a_version_that_is_no_worse_is_promoted_and_stays(tmp_path: Path) -> Non
         assert found["state"] == "promoted", json.dumps(found)
         metrics = {each["metric"]: each for each in found["metrics"]}
         assert metrics["time per token"]["difference"] < 0, "the new one is faster"
-        assert metrics["failures"]["canary_requests"] >= 40, "those of both processes"
+        assert metrics["failures"]["canary_requests"] >= 30, "those of both processes"
         # One change at most: from the old one to the new.
         assert all(len(each) <= 2 for each in versions.values())
         assert _all_get(place, "river@2")

@@ -104,7 +104,7 @@ class LongStream:
         def read() -> None:
             with place.client(key) as client:
                 stream = client.completions.create(
-                    model=model, prompt="Once", max_tokens=700, stream=True, extra_body={"ignore_eos": True}
+                    model=model, prompt="Once", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
                 )
                 for chunk in stream:
                     self.begun.set()
