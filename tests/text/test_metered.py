@@ -40,10 +40,10 @@ RUN_AWAY = {
     "numbers": "{% set x = 10 %}" + "{% set x = x * x %}" * 60,
     "replacing": "{{ 'x'" + f"| replace('', '{'y' * 64}')" * 12 + " }}",
     "format of what varies": "{{ (messages[0].role ~ '%0999999999d') % 1 }}",
-    "a long list": "{% set r = range(99999) | list %}{% for i in range(99) %}{{ r | tojson | length }}{% "
+    "a long list": "{% set r = range(99999) | list %}{% for i in range(9999) %}{{ r | tojson | length }}{% "
     "endfor %}",
-    "a range": "{% for i in range(999) %}{{ 'x' in range(99999) }}{% endfor %}",
-    "characters": "{% set x = 'x' * 900000 %}{% for i in range(99) %}{{ (x | list) | length }}{% endfor %}",
+    "a range": "{% for i in range(99999) %}{{ 'x' in range(99999) }}{% endfor %}",
+    "characters": "{% set x = 'x' * 900000 %}{% for i in range(9999) %}{{ (x | list) | length }}{% endfor %}",
     "an alias": "{% set ns = namespace() %}{% set ns.split = ''.center %}{{ ns.split(999999999) | length }}",
 }
 """Each step has a price, and there are too many."""
