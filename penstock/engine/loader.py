@@ -77,6 +77,7 @@ def load_weights(
     *,
     quantization: Quantization | None = None,
     kept_bits: frozenset[int] = frozenset(),
+    keeps_float8: bool = False,
 ) -> Weights:
     """The weights of the model in `directory`: checked now, read into the device's memory when they are
     taken.
@@ -90,6 +91,7 @@ def load_weights(
         device: where weights go.
         quantization: how linear layers are stored, if its config says so.
         kept_bits: widths of integers that the kernels compute with; `take_parts` hands those out as they are.
+        keeps_float8: they compute with FP8 too.
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt; a tensor is missing, unknown, or has
@@ -111,6 +113,11 @@ def load_weights(
         if matrix is None:
             return _read_tensor(part.name, files)
         try:
+            if (
+                keeps_float8
+                and (as_it_is := matrix.float8(lambda name: _read_tensor(name, files))) is not None
+            ):
+                return as_it_is
             found = matrix.read(lambda name: _read_tensor(name, files))
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
@@ -134,7 +141,8 @@ def load_weights(
             for part in weight.parts
         )
 
-    return Weights(wanted, whole, parts, num_bytes, on_progress)
+    keeps = keeps_float8 or bool(kept_bits)
+    return Weights(wanted, whole, parts, num_bytes, on_progress, keeps=keeps)
 
 
 def load_named(
