@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
-from hypothesis_jsonschema import from_schema
+from hypothesis_jsonschema import from_schema  # pyright: ignore[reportMissingImports]
 
 PATTERNS = ["^[a-z]+$", "^[A-Z]{2,4}$", "[0-9]{3}", "^(red|green)$", "^a.{0,8}z$", "x", "^\\d{4}-\\d{2}$"]
 FORMATS = ["date", "time", "date-time", "uuid", "email", "ipv4", "ipv6", "hostname", "duration", "uri"]
