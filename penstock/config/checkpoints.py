@@ -53,7 +53,7 @@ def gguf_in(directory: Path) -> Path | None:
     firsts: list[str] = []
     for name in found:
         part = _SPLIT.search(name[: -len(GGUF_SUFFIX)])
-        # The part of a model that sees lies beside it, under this name.
+        # The vision part of a model is in the same directory, under this name.
         if not name.lower().startswith("mmproj") and (part is None or int(part[1]) == 1):
             firsts.append(name)
     if len(firsts) > 1:
@@ -185,7 +185,7 @@ def _here(path: str) -> Path | None:
 
 
 def _demo(name: str) -> Path:
-    """A wheel has the demo models within the package, a checkout beside it."""
+    """A wheel has the demo models within the package, a checkout in its root."""
     for place in _demo_places():
         if (place / name / "config.json").is_file():
             return place / name
@@ -241,7 +241,8 @@ def _from_hub(hub_id: str) -> Path:
     return directory
 
 
-# What of the models a running server takes from a new configuration: who computes them, their adapters, and
+# The models' settings that a running server takes from a new configuration: who computes them, their
+# adapters, and
 # nothing else.
 
 MEMBERS = ("replicas", "workers", "discover", "adapters")

@@ -31,7 +31,7 @@ _decode_ids = msgspec.json.Decoder(tuple[int, ...]).decode
 
 
 class Envelopes:
-    """What stands around the text, or the ids, of one answer's events."""
+    """The text around the deltas, or the ids, of one answer's events."""
 
     __slots__ = ("_before", "_behind", "_has_ids", "_middle", "_num_trials", "_reader", "_size")
 
@@ -47,8 +47,8 @@ class Envelopes:
         self._num_trials = 0 if reader.is_steady else _TRIALS_MAX
 
     def sort(self, events: Sequence[bytes], *, joins: bool) -> Iterator[bytes | Piece]:
-        """Events in their order: what those say that are alike, runs of them as one if it `joins`; others as
-        they came. What is learned of one goes for those behind it.
+        """Events in their order: similar ones of that kind as one if it `joins`; others as
+        they came. A pattern that one event teaches serves those behind it.
         """
         texts: list[str] = []
         ids: list[int] = []

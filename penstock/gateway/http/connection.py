@@ -62,10 +62,10 @@ MOVES: dict[ConnectionState, frozenset[ConnectionState]] = {
 
 
 class Application(Protocol):
-    """What answers requests. Called on the event loop; must not block or raise."""
+    """The interface that answers requests. Called on the event loop; must not block or raise."""
 
     def refuse(self, head: RequestHead, client: str) -> Response | None:
-        """Answer from the headers, which spares reading a body; None to go on. `client` is its address."""
+        """Answer from the headers, which spares reading a body; None to continue. `client` is its address."""
         ...
 
     def handle(self, exchange: Exchange) -> None:
@@ -79,7 +79,7 @@ class Application(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class ServerContext:
-    """What all connections of a server share."""
+    """The context that all connections of a server share."""
 
     app: Application
     config: ServerConfig
@@ -234,7 +234,7 @@ class Connection(asyncio.Protocol):
         self._headers[key] = value if key not in self._headers else b"%b, %b" % (self._headers[key], value)
 
     def on_headers_complete(self) -> None:
-        """The head is complete: refuse it now, or go on to the body."""
+        """The head is complete: refuse it now, or continue with the body."""
         if self._state is not ConnectionState.HEAD:
             return
         size = len(self._url) + sum(len(k) + len(v) + 4 for k, v in self._headers.items())
@@ -248,7 +248,7 @@ class Connection(asyncio.Protocol):
             self._refuse(refusal)
             return
         if self._parser.should_upgrade() and self._has_body():
-            self._upgrades = True  # `_after_upgrade` goes on.
+            self._upgrades = True  # `_after_upgrade` continues.
             return
         self._move(ConnectionState.BODY)
         self._wait(self._server.limits.body_timeout_s)
