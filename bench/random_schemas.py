@@ -8,7 +8,6 @@ but `time`, for which it takes no time zone). Fails if an answer that ended with
 ended in an error.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 import jsonschema
 import msgspec
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
@@ -226,10 +225,9 @@ class Tally:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--schemas", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    add_json_option(parser)
     args = parser.parse_args()
     tally, random, answers = Tally(args.seed), stream(args.seed, "schemas"), Answers()
     waiting = deque(enumerate([schema(random) for _ in range(args.schemas)]))
