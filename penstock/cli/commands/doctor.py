@@ -26,7 +26,7 @@ from penstock.cli.commands.probe import TorchFacts
 from penstock.cli.flags import Commands, Help, default_port, number
 from penstock.config.checkpoints import DEMO_MODELS, REPOSITORY, resolve
 from penstock.errors import CheckpointError, ConfigError, OperatorError
-from penstock.gateway.http.terms import WIRE_LIMITS
+from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.models.encoders import stored_encoder
 from penstock.models.loadable import check_loads
 from penstock.models.registry import read_spec
@@ -40,14 +40,14 @@ NEEDED = (
     "httptools",
     "jinja2",
     "msgspec",
-    "prometheus-client",
     "pyyaml",
     "rich",
     "shtab",
     "tokenizers",
     "uvloop",
 )
-ENGINE = ("numpy", "psutil", "safetensors")
+ENGINE = ("llguidance", "numpy", "psutil", "safetensors")
+"""Beside torch, which is asked more."""
 
 
 class CheckState(enum.StrEnum):
@@ -85,7 +85,7 @@ def run_all(port: int, model: str | None = None) -> tuple[Check, ...]:
         check_demo_models(),
         check_port(port),
         check_temp(),
-        check_open_files(WIRE_LIMITS.connections_max),
+        check_open_files(WIRE_LIMITS),
         *of_model,
     )
 
@@ -324,18 +324,20 @@ def check_temp() -> Check:
     return Check("temporary files", CheckState.OK, f"{directory} is writable")
 
 
-def check_open_files(connections_max: int) -> Check:
-    """The limit on open files allows as many connections as the server would take."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft > connections_max:
-        return Check("open files", CheckState.OK, f"limit {soft}")
-    detail = f"limit {soft} (hard {hard}) is below the {connections_max} connections that are served"
-    return Check(
-        "open files",
-        CheckState.WARN,
-        detail,
-        f"ulimit -n {connections_max + 1000}, or serve fewer connections",
+def check_open_files(limits: WireLimits) -> Check:
+    """As many open files are allowed as a server with all its connections has. It raises the soft limit by
+    itself, up to the hard one.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return Check("open files", CheckState.OK, "no limit")
+    if hard >= limits.open_files:
+        return Check("open files", CheckState.OK, f"{hard} are allowed")
+    detail = (
+        f"{hard} are allowed (ulimit -Hn); {limits.connections_max} connections and the server's own files "
+        f"need {limits.open_files}"
     )
+    return Check("open files", CheckState.WARN, detail, "raise the hard limit, or expect fewer connections")
 
 
 EPILOG = """\

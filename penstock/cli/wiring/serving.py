@@ -148,8 +148,6 @@ def reachable(host: str) -> str:
 EXIT_ABORTED = 130
 LAST_WORDS_S = 3.0
 """After a second signal: last events, and what clients got."""
-SPARE_FILES = 512
-"""File descriptors that are needed beside one per connection."""
 
 
 class Serving:
@@ -345,7 +343,7 @@ class Serving:
 
     def _check_open_files(self) -> None:
         """Raise the soft limit as far as allowed: every connection is an open file."""
-        wanted = WIRE_LIMITS.connections_max + SPARE_FILES
+        wanted = WIRE_LIMITS.open_files
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft == resource.RLIM_INFINITY or soft >= wanted:
             return
