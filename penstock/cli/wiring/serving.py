@@ -180,12 +180,7 @@ class Serving:
             kept = load_key(config.server.host, config.server.port) if takes_over else ""
             self._new_key = kept or f"sk-{rng.fresh_token()}"
         config = self._config = self._completed(config)
-        self._log = Log(
-            config.log,
-            clock,
-            stream=console.current_stderr(),
-            secrets=config.auth.secrets,
-        )
+        self._log = Log(config.log, clock, secrets=config.auth.secrets)
         self._log.adopt("asyncio")
         self._stack = Stack(config, clock, self._log, spares)
 
