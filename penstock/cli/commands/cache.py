@@ -12,17 +12,17 @@ from penstock.weight_cache.cache import Entry, WeightCache
 from penstock.weight_cache.fetch import machine_cache
 
 DESCRIPTION = """\
-Show, verify or delete the models that were fetched from the hub or from object storage (`s3://`).
+Show, verify or delete models that were fetched from the hub or from object storage (`s3://`).
 
-They are fetched once, whoever asks, one at a time; a download that broke off goes on where it was;
-every file must have the digest that its source gives. The least recently used make room for others."""
+They are fetched once, whoever asks, one at a time; a download that broke off is resumed;
+every file must have its source's digest. The least recently used make room for others."""
 
 EPILOG = """\
 environment:
   PENSTOCK_CACHE         the directory (default: ~/.cache/penstock)
   PENSTOCK_CACHE_BYTES   what all models may take, such as 200GiB (default: what the disk has)
 
-NAME is a model as it was asked for, or the name of its directory. A model that a process uses is not
+NAME is a model as it was asked for, or its directory. A model that a process uses is not
 deleted.
 exit code: 0 done, 1 a model is damaged or in use, or there is none of that name, 2 wrong usage
 
