@@ -39,7 +39,7 @@ from penstock.sim.report.figures import Objective
 from penstock.sim.scenarios.scenario import pool, setup
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.workload import Chat, LengthDistribution
-from penstock.sim.world.faults import Fault, FaultKind
+from penstock.sim.world.faults import FaultKind, InjectedFault
 from penstock.sim.world.run import RequestRecord
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "doubles"))
@@ -129,7 +129,7 @@ def simulated_route(kind: FaultKind, amount: float, seed: int) -> list[Seen]:
         prompt=LengthDistribution(60),
         output=LengthDistribution(8, maximum=8),
     )
-    fault = Fault(kind, int(BEGINS_S * NS_PER_S), int(ENDS_S * NS_PER_S), 0, amount)
+    fault = InjectedFault(kind, int(BEGINS_S * NS_PER_S), int(ENDS_S * NS_PER_S), 0, amount)
     objective = Objective(ttft_ms=20_000, tpot_ms=1000)
     made = setup(knobs, pools, [source], seconds=LASTS_S, faults=[fault], objective=objective)
     return [of_record(record) for record in play(made, seed).records]
@@ -141,7 +141,7 @@ def simulated_crash(seed: int) -> list[Seen]:
         prompt=LengthDistribution(60),
         output=LengthDistribution(TOKENS, sigma=0.0, maximum=TOKENS),
     )
-    fault = Fault(FaultKind.WORKER_CRASH, int(CRASH_S * NS_PER_S), 0, 0, 1.0)
+    fault = InjectedFault(FaultKind.WORKER_CRASH, int(CRASH_S * NS_PER_S), 0, 0, 1.0)
     objective = Objective(ttft_ms=20_000, tpot_ms=1000)
     pools = [pool(Knobs(), workers=2)]
     made = setup(Knobs(), pools, [source], seconds=30, faults=[fault], objective=objective)
