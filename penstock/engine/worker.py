@@ -199,7 +199,7 @@ class EngineLife:
             self._server.publish_kv_events(events)
 
     def _watch(self, core: EngineCore) -> StepWatch:
-        """What looks after the process from its first step on."""
+        """The watch over the process from its first step on."""
         config, server = self._config, self._server
         faults = _watch_faults(core, config.kernel_log, server)
         readings = watch_device(core.info.device_uuid, server.publish_readings)

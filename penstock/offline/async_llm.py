@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the same engine on the event loop of whoever awaits it, with answers as they grow."""
+"""`AsyncLLM`: the same engine on the caller's event loop, with answers as they grow."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -91,7 +91,7 @@ class AsyncLLM:
         return self._engine.prompts.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint recommends."""
+        """The checkpoint's recommended parameters."""
         return default_params(self._engine.prompts.tokenizer.defaults)
 
     async def generate(

@@ -31,6 +31,7 @@ from penstock.models.encoders import stored_encoder
 from penstock.models.loadable import check_loads
 from penstock.models.registry import read_spec
 from penstock.text.tokenizer import Tokenizer
+from penstock.weight_cache.fetch import machine_cache
 
 PROBE_TIMEOUT_S = 120
 MEMORY_WARN_BYTES = 2 << 30
@@ -81,7 +82,7 @@ def run_all(port: int, model: str | None = None) -> tuple[DoctorCheck, ...]:
         *check_torch(),
         check_packages("engine packages", ENGINE, "pip install 'penstock[engine]'"),
         check_native(),
-        check_hub(),
+        check_weight_cache(),
         check_demo_models(),
         check_port(port),
         check_temp(),
@@ -253,13 +254,18 @@ def _native_remedy() -> str:
     return "a wheel for linux_x86_64 has them, one for any machine does not"
 
 
-def check_hub() -> DoctorCheck:
-    """The optional client for models by hub id."""
-    version = installed_version("huggingface-hub")
-    if version:
-        return DoctorCheck("hub models", CheckState.OK, f"huggingface-hub {version}")
+def check_weight_cache() -> DoctorCheck:
+    """Where models of the hub and of object storage are kept."""
+    name = "weight cache"
+    try:
+        cache = machine_cache()
+        entries = cache.entries()
+    except (ConfigError, OSError) as error:
+        return DoctorCheck(name, CheckState.WARN, str(error), "see `penstock cache --help`")
+    held = sum(entry.num_bytes for entry in entries)
+    bound = f" of {cache.bytes_max / 1e9:.1f}" if cache.bytes_max else ""
     return DoctorCheck(
-        "hub models", CheckState.NOTE, "only local directories can be served", "pip install 'penstock[hub]'"
+        name, CheckState.OK, f"{cache.place}: models: {len(entries)}, {held / 1e9:.1f}{bound} GB"
     )
 
 

@@ -45,8 +45,8 @@ Make a key and print it on standard output, once. Everything else goes to standa
 KEY=$(penstock keys create --tenant acme) works."""
 
 ROTATE = """\
-Make a new key of the same tenant, print it once, and let the old one end after a grace time. The tenant's
-prefix cache, limits and usage continue unchanged."""
+Make a new key of the same tenant, print it once, and let the old one end after a grace time. The
+tenant's prefix cache, limits and usage continue unchanged."""
 
 REVOKE = "Refuse a key from now on. KEY is a prefix (sk-...), or a whole key that was found somewhere."
 

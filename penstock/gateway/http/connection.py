@@ -320,7 +320,7 @@ class Connection(asyncio.Protocol):
             part = "headers" if self._state is ConnectionState.HEAD else "body"
             self._fail(HttpFault(408, f"The request's {part} did not arrive in time."))
         elif buffered and self._server.terms.write_timeout_s:
-            self._wait(LINGER_S)  # A slow client that goes on reading gets all of its answer.
+            self._wait(LINGER_S)  # A slow client that keeps reading gets all of its answer.
         else:
             self._transport.abort()
 
@@ -338,7 +338,7 @@ class Connection(asyncio.Protocol):
             self._exchange.close_after()
 
     def close_if_idle(self) -> None:
-        """Close if nothing is in flight. Who has just connected is about to ask, and has a moment."""
+        """Close if nothing is in flight. A client that has just connected has a moment to ask."""
         if self._state is ConnectionState.IDLE and self.is_owed():
             self._wait(LINGER_S)
         elif self._state is ConnectionState.IDLE:
@@ -421,7 +421,7 @@ class Connection(asyncio.Protocol):
         return None
 
     def _shape_fault(self) -> HttpFault | None:
-        """What the parser lets pass and a proxy in front might read in another way than we."""
+        """A head that the parser lets pass and a proxy in front might read in another way than we."""
         version, headers = self._parser.get_http_version(), self._headers
         if version not in ("1.1", "1.0"):
             return HttpFault(400, "This server speaks HTTP/1.1.")

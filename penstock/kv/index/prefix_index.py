@@ -1,4 +1,5 @@
-"""Who holds which prefix: from 64-bit block keys to the workers that have the block, on the device or in host
+"""The holders of each prefix: from 64-bit block keys to the workers that have the block, on the device or in
+host
 memory.
 
     key -> mask      bit i of the mask: the worker that has slot i holds this block
@@ -26,7 +27,7 @@ from itertools import islice
 import msgspec
 
 SHARD_ENTRIES = 1024
-"""Entries of one shard when the index is full. What is done to a whole shard at once (sweep, thin out) takes
+"""Entries of one shard when the index is full. An operation on a whole shard at once (sweep, thin out) takes
 60 us."""
 RETIRED_MAX = 64
 """Old bits that wait to be swept out; with more, all are swept at once."""
@@ -45,7 +46,7 @@ class Tier(IntEnum):
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):
-    """What one worker has of a prompt, in whole blocks from its start."""
+    """The part of a prompt that one worker has, in whole blocks from its start."""
 
     device: int
     """Can be attended to as they are."""
@@ -62,7 +63,7 @@ NOTHING_HELD = Held(0, 0)
 
 
 class Match:
-    """What each worker has of one prompt, as it was when it was asked."""
+    """The part of one prompt that each worker has, as of the question."""
 
     __slots__ = ("_bits", "_device", "_either", "_workers")
 
@@ -86,7 +87,7 @@ class Match:
         return self._either[0][0] if self._either else 0
 
     def of(self, worker: int) -> Held:
-        """What this worker has."""
+        """The part that this worker has."""
         bit = self._bits.get(worker, 0)
         for blocks, mask in self._either:
             if mask & bit:
@@ -230,7 +231,8 @@ class PrefixIndex:
         """A request with these blocks was sent there: count on them until then, or until the worker says
         otherwise.
 
-        Returns whether any of them is new there. What it said it has stays as it is. Above the worker's bound
+        Returns whether any of them is new there. Blocks that it has reported stay as they are. Above the
+        worker's bound
         the longest unused predictions are forgotten. `known`: the worker has so many of them, as `prefix_of`
         found; a known count spares looking at each one.
         """
@@ -290,7 +292,7 @@ class PrefixIndex:
     # --- what is asked ---------------------------------------------------------------------------------
 
     def match(self, now_ns: int, *names: Sequence[int]) -> Match:
-        """What every worker has of one prompt, whose blocks go by one or more lists of keys (see
+        """The part of one prompt that every worker has; its blocks go by one or more lists of keys (see
         `PromptKeys`).
         """
         if self._due and now_ns >= self._due[0][0]:
@@ -308,7 +310,7 @@ class PrefixIndex:
         return Match(device, either if self._host_used else device, self._bits, self._workers)
 
     def prefix_of(self, now_ns: int, worker: int, keys: Sequence[int]) -> Held:
-        """What one worker has of one prompt."""
+        """The part of one prompt that one worker has."""
         if self._due and now_ns >= self._due[0][0]:
             self._expire(now_ns)
         holder = self._holders.get(worker)
