@@ -182,8 +182,7 @@ class Generation(Protocol):
         Idempotent; safe after the end.
 
         Output that was read before still goes to the sink. False: this stream cannot be held, for it shares
-        its
-        connection.
+        its connection.
         """
         ...
 
@@ -291,8 +290,8 @@ class BackendStatus:
     resumes: bool = True
     """It can continue a stream that another worker began."""
     faults: dict[str, FaultCount] = field(default_factory=dict[str, FaultCount])
-    """Faults of its machine or its memory, by kind: `protocol.worker.Fault`, and `weights`
-    that have changed."""
+    """Faults of its machine or its memory, by kind: `protocol.worker.Fault`, and `weights` that have
+    changed."""
     is_given_up: bool = False
     """Another process of this server launched it, and will not start it again."""
     notes: list[Note] = field(default_factory=list[Note])

@@ -37,8 +37,7 @@ class WorkerTraits(Branch, frozen=True, kw_only=True):
     processes divide them, and with several tenants some stay free for one that arrives (docs/overload.md)."""
     order: Count = 0
     """Smaller goes first: it gets the requests that workers of a smaller order cannot take now, or fail.
-    Workers that
-    are launched here have 0."""
+    Workers that are launched here have 0."""
     weight: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Its share of starts beside those of the same order, where their weights differ; else they share by
     load and by where prompts are cached."""
@@ -50,8 +49,7 @@ class WorkerTraits(Branch, frozen=True, kw_only=True):
     """It takes the request's priority (vLLM, SGLang and TensorRT-LLM, when they were started for it)."""
     lacks: tuple[Capability, ...] = ()
     """Capabilities of its engine that this worker does not have: "images" of a model that only reads, say.
-    docs/api.md has the
-    names."""
+    docs/api.md has the names."""
     kv_events: Port | str = ""
     """ZeroMQ PUB address of its KV events ("tcp://host:port"), for engines that have them, or the port alone
     if the host is the worker's own."""
@@ -108,8 +106,7 @@ class FleetConfig(Branch, frozen=True, kw_only=True):
     ray_resources: dict[str, Annotated[float, Meta(ge=0)]] = {}  # noqa: RUF012 - msgspec copies it.
     """The resources that Ray sets aside for one worker, by Ray's own names ("CPU", 1 if not given, and "GPU")
     and those that the cluster's machines were started with. With `engine.threads` 0 a worker computes on as
-    many threads as
-    it has "CPU"."""
+    many threads as it has "CPU"."""
     memory_bytes: Annotated[int, Meta(ge=0)] = 0
     """Memory that all `replicas` on this machine may take together. A model that does not fit beside the
     others is asleep; a request for it wakes it, and the idle model that was used longest ago sleeps instead.

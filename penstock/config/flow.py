@@ -67,8 +67,7 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
     """Choices of one request."""
     burst_s: Annotated[float, Meta(ge=1, le=86_400)] = 60.0
     """The use that a tenant that was idle may make at once, in seconds of its rate. 60: one minute's worth,
-    as with
-    OpenAI."""
+    as with OpenAI."""
     media_hosts: Annotated[tuple[str, ...], Meta(max_length=256)] = ()
     """Hosts from which workers may fetch images and videos that a message names by their URLs: "a.org",
     "*.a.org", or "*" for every public one. Data URLs need none."""

@@ -81,8 +81,7 @@ class Allowance(Branch, frozen=True, kw_only=True):
     """The use that a tenant may make, set by its tier or for itself. A limit of 0 is no limit.
 
     A value that is null for a tenant is its tier's; what is null for a tier is the default: no limit, every
-    model,
-    weight 1, the band `default`, degrade `allow`.
+    model, weight 1, the band `default`, degrade `allow`.
     """
 
     requests_per_minute: Count | None = None

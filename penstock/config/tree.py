@@ -73,8 +73,8 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """"auto": the native kernels where they were built and can compute the model, else torch."""
     attention: Literal["auto", "triton", "flashinfer"] = "auto"
     """The attention kernels on a GPU. "auto": our Triton kernels. "flashinfer": that package's
-    (penstock[flashinfer]),
-    without CUDA graphs; for heads of 64, 128 or 256 in bfloat16. On the CPU only "auto"."""
+    (penstock[flashinfer]), without CUDA graphs; for heads of 64, 128 or 256 in bfloat16. On the CPU only
+    "auto"."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """CPU threads for the model; 0 takes every core the process may use."""
     max_model_len: Annotated[int, Meta(ge=0)] = 0
@@ -91,10 +91,9 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     """Requests in one batch at most."""
     scheduling: Scheduling = "fair"
     """The order in which requests start. "fair": by class, where waiting makes up for class, and in a class
-    the tenant that was
-    served least; the default, because with one tenant it is "priority" and with several none can crowd out
-    the others. "priority": by class, and waiting makes up for class. "fcfs": strictly by class, then arrival:
-    lower classes may starve."""
+    the tenant that was served least; the default, because with one tenant it is "priority" and with several
+    none can crowd out the others. "priority": by class, and waiting makes up for class. "fcfs": strictly by
+    class, then arrival: lower classes may starve."""
     kv_quota_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the KV cache that one tenant's running requests may hold; 1 is no quota. A tenant over it
     starts nothing new and is preempted first; a request that alone is over it is refused. 0 is automatic: 0.5

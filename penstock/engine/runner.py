@@ -192,10 +192,10 @@ class Runner:
 
         The large part is scratch of a fixed size, made when the model was wired and touched here; the part
         that a step makes by itself is no more than it was here and goes back to the system
-        (`memory.settle_malloc`).
-        Later steps raise the peak only by Python's own objects (requests, their tables and outputs) and, with
-        torch's kernels, by some 20 MB more that were seen and not explained. The KV cache and the host tier,
-        whose size is fixed, are committed page by page as they are first used.
+        (`memory.settle_malloc`). Later steps raise the peak only by Python's own objects (requests, their
+        tables and outputs) and, with torch's kernels, by some 20 MB more that were seen and not explained.
+        The KV cache and the host tier, whose size is fixed, are committed page by page as they are first
+        used.
 
         Must be called while no row is live: it uses rows and blocks from 0 on, and leaves the blocks clean.
         """
@@ -261,8 +261,7 @@ class PlannedModel:
 
 def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> ModelInfo | None:
     """The model that `build_runner` would load, and the memory that this would take; None: that shows on the
-    device
-    only.
+    device only.
 
     Raises:
         CheckpointError, ConfigError: as `build_runner`.

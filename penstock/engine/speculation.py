@@ -8,10 +8,10 @@ kept as far as they turn out to be what is drawn.
               own position's randomness; drafts count up to the first that
               is another
 
-So the output is the same as without drafts, to the bit, whatever the proposer: with sampling, since
-the draws are the same draws; with penalties and word lists, since they look at the tokens before a position;
-with grammars, since a row that has one is drawn token by token, each behind the state that the one before
-left. Nothing is ever taken back but the KV of drafts that were wrong, which later tokens overwrite.
+So the output is the same as without drafts, to the bit, whatever the proposer: with sampling, since the draws
+are the same draws; with penalties and word lists, since they look at the tokens before a position; with
+grammars, since a row that has one is drawn token by token, each behind the state that the one before left.
+Nothing is ever taken back but the KV of drafts that were wrong, which later tokens overwrite.
 docs/design/026-speculation.md says why it is done so, and not by rejection sampling.
 """
 

@@ -90,8 +90,7 @@ class AdapterKeeper:
 
     def adopt(self, loaded: Mapping[str, Mapping[str, str]]) -> None:
         """The adapters that operators have loaded and unloaded at any process of this server: by model the
-        sources, empty
-        for what was unloaded.
+        sources, empty for what was unloaded.
         """
         for route, sources in loaded.items():
             before, wanted = self._adopted.get(route, {}), self._wanted.setdefault(route, {})

@@ -175,8 +175,7 @@ class Discovery:
 
         A source that stays as it was continues undisturbed. Of one whose settings changed the workers stay
         until the new one has looked; then those that are not as they should be are made again. Workers of a
-        source
-        that is gone drain.
+        source that is gone drain.
 
         Raises:
             ConfigError: something that a new source needs is not there; then nothing has changed.

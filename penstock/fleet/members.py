@@ -4,10 +4,9 @@
     replicas and addresses in the configuration ───────────┴─> DesiredWorker ──apply(name, wanted)──> registry
 
 New workers join, workers that are not wanted any more drain, and the rest is left alone: a `DesiredWorker`,
-launched
-here or attached at an address, compares equal to the one that is there if it still is what is wanted. A
-worker whose settings changed leaves first and then joins again, and so does one that is wanted again while it
-drains.
+launched here or attached at an address, compares equal to the one that is there if it still is what is
+wanted. A worker whose settings changed leaves first and then joins again, and so does one that is wanted
+again while it drains.
 """
 
 import asyncio
@@ -226,8 +225,7 @@ class Members:
         """From now on `source` wants these workers and no others.
 
         A worker that cannot be made is reported and left out; applying the same again tries it again, and
-        likewise
-        workers that are down for good.
+        likewise workers that are down for good.
         """
         self._wanted[source] = {each.id: each for each in wanted}
         every = {worker_id for found in self._wanted.values() for worker_id in found}

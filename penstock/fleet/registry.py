@@ -95,9 +95,7 @@ class Worker:
         return self.state in (WorkerState.ASLEEP, WorkerState.WAKING)
 
     def notes(self, wall_ns: int) -> list[str]:
-        """Notes for operators, each with its time; not what happened long ago to a worker that is
-        well again.
-        """
+        """Notes for operators, each with its time; old ones are left out once a worker is well again."""
         since_ns = wall_ns - NOTE_S_MAX * NS_PER_S if self.is_ready else 0
         return [
             f"{_utc(note.at_ns)}: {note.text}"
@@ -137,9 +135,8 @@ class RouteWorkers:
         self.name = name
         self.info: ModelInfo | None = None
         """The model as its workers report it: of several contexts and vocabularies the smallest, for a
-        request
-        may go to any of them. Kept while there is no worker, so that requests can wait for one. None until
-        the first one was ready."""
+        request may go to any of them. Kept while there is no worker, so that requests can wait for one. None
+        until the first one was ready."""
         self.kinds: tuple[str, ...] = ("",)
         """Kinds of the ready workers, each once."""
         self.adapters: frozenset[str] = frozenset()
@@ -150,8 +147,7 @@ class RouteWorkers:
         self._declared: frozenset[str] = frozenset()
         self.capabilities: tuple[frozenset[str], ...] = ()
         """Its workers' capabilities beyond plain text, each set once; also of those that are not ready, if
-        they
-        have said so."""
+        they have said so."""
         self.lacks_common = False
         """Whether any of them lacks what nearly every engine has."""
         self._abilities: dict[WorkerId, frozenset[str]] = {}

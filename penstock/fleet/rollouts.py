@@ -2,8 +2,8 @@
 gateways who gets which version, and keeps all of it in a file.
 
 One for each server: in the gateway that is alone, or in the parent of several gateway processes. Each
-decision is in the audit trail, with its figures. A version that has gone from the
-configuration while the server was down ends its rollout: the old version serves on.
+decision is in the audit trail, with its figures. A version that has gone from the configuration while the
+server was down ends its rollout: the old version serves on.
 """
 
 import asyncio

@@ -204,8 +204,7 @@ class Computation(msgspec.Struct, frozen=True, kw_only=True):
     """How the weights were rounded when they were loaded."""
     kernels: str = ""
     """The name of the kernels. Kernels of different instruction sets or libraries add up in different orders,
-    so their
-    bits differ."""
+    so their bits differ."""
 
     @property
     def identity(self) -> str:

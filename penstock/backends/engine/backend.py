@@ -342,9 +342,8 @@ class EngineBackend:
     def on_message(self, message: FromWorker, *, behind: bool = False) -> None:
         """One message from the worker; outputs first, for they are nearly all there is.
 
-        `behind`: several came at once, so this gateway is slower than the worker now. Then everything that
-        they give one stream is handed on together, in `on_caught_up`: a step costs less to relay the further
-        behind we are.
+        `behind`: several came at once, so this gateway is slower than the worker now. Then all that they
+        give one stream is handed on together, in `on_caught_up`: relaying a step costs less then.
         """
         if not self._handshake.is_over:
             self._shake_hands(message)

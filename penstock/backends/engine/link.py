@@ -2,9 +2,9 @@
 one listener's place in the order of the worker's KV events, over any number of links.
 
 Everything that is sent in one tick of the event loop leaves in one write. The link's owner is called for
-every message
-and of the end; after the end a link is spent, and a new one is made. A worker that says nothing any more is
-asked for a sign of life, then doubted, then given up: later messages on that connection have no listener.
+every message and of the end; after the end a link is spent, and a new one is made. A worker that says nothing
+any more is asked for a sign of life, then doubted, then given up: later messages on that connection have no
+listener.
 
 The gateway's side of the handshake with a worker that has a key (see protocol/address.py).
 """

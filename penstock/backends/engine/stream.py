@@ -13,9 +13,8 @@ Tokens may wait here for a moment: those of a read that brings several steps (`g
 `release_buffered`), and of an answer that is read only at its end, in pieces. Any end of the stream
 tells them first.
 
-The sink's input is a function of the tokens alone, however they were cut into steps: so the
-detokenizer and the stop checker of a migrated stream are given the tokens so far, and what they say to
-that was said before.
+The sink's input is a function of the tokens alone, however they were cut into steps: so the detokenizer and
+the stop checker of a migrated stream are given the tokens so far, and what they say to that was said before.
 """
 
 from array import array

@@ -194,8 +194,7 @@ class HttpBackend:
 
     def _closing_mark(self, request: GenerateRequest) -> str:
         """The mark that closes the reasoning that the prompt has opened, where a grammar bounds the answer: a
-        foreign
-        engine's holds from the first token, so such an answer has no reasoning.
+        foreign engine's holds from the first token, so such an answer has no reasoning.
         """
         grammar = request.constraint.grammar
         if grammar is None or not request.constraint.structured or grammar.opens_with:

@@ -47,8 +47,8 @@ class Envelopes:
         self._num_trials = 0 if reader.is_steady else _TRIALS_MAX
 
     def sort(self, events: Sequence[bytes], *, joins: bool) -> Iterator[bytes | Piece]:
-        """Events in their order: similar ones of that kind as one if it `joins`; others as
-        they came. A pattern that one event teaches serves those behind it.
+        """Events in their order: similar ones of that kind as one if it `joins`; others as they came. A
+        pattern that one event teaches serves those behind it.
         """
         texts: list[str] = []
         ids: list[int] = []

@@ -9,10 +9,9 @@
       └─ a status: the errors of dialects/base.py
 
 The count that is believed, in this order: token ids that the worker sends; its log-probabilities, one for
-each
-token; its `usage`, for workers that send text alone (what came is counted with our tokenizer until then).
-Text is made from ids where there are ids, so that it does not depend on how a worker holds back parts of
-characters; stop strings, stop tokens and the answer's length are watched here for every engine.
+each token; its `usage`, for workers that send text alone (what came is counted with our tokenizer until
+then). Text is made from ids where there are ids, so that it does not depend on how a worker holds back parts
+of characters; stop strings, stop tokens and the answer's length are watched here for every engine.
 """
 
 from array import array

@@ -1,5 +1,4 @@
-"""The form that a request asks for, as a grammar of llguidance; what cannot be enforced is
-refused.
+"""The form that a request asks for, as a grammar of llguidance; what cannot be enforced is refused.
 
 Nothing is approximated: llguidance's lenient mode is off, and a keyword that it would pass over stops the
 request. JSON is written in one way, with ", " and ": " between its parts and no other white space: so the

@@ -133,8 +133,7 @@ class _Packer:
 
     def router(self, weight: _Piece, bias: Tensor | None) -> PackedWeight:
         """The weights that choose experts: small, and never rounded, since a wrong choice costs more than a
-        wrong
-        digit.
+        wrong digit.
         """
         assert not isinstance(weight, tuple), "it is one"
         return pack(self._kernels, exact(dense(weight, self.dtype), bias))

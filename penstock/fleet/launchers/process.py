@@ -10,9 +10,8 @@ A TCP port that is ours from before a worker listens on it until long after: it 
 restarts.
 
 A free port that is looked up and released may be taken by another process a moment later. So a socket is
-bound to it
-with SO_REUSEPORT and never listens: the kernel gives the port only to processes of the same user that ask for
-it in the same way, and sends connections only to sockets that listen.
+bound to it with SO_REUSEPORT and never listens: the kernel gives the port only to processes of the same user
+that ask for it in the same way, and sends connections only to sockets that listen.
 
 Worker processes that are begun before it is known what they are to do.
 

@@ -4,9 +4,8 @@
 
 Ray chooses the machine and starts the actor; it is not in the path of any request. Our own connection sees
 first that a worker is dead: Ray takes about 14 s to notice that a machine is gone. Then the actor is asked,
-and if
-it does not answer in time it is given up, Ray is notified, and the worker starts on another machine. A worker
-whose process crashed starts again in the same actor, at the same address.
+and if it does not answer in time it is given up, Ray is notified, and the worker starts on another machine. A
+worker whose process crashed starts again in the same actor, at the same address.
 """
 # ruff: noqa: ANN401 - Ray makes its methods while it runs, so there are no types to name.
 

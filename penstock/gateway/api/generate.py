@@ -75,8 +75,7 @@ Prepare = Callable[[ServedModel, str], Awaitable[_Prepared]]
 the client has to change."""
 PIECE_TOKENS = 32
 """Tokens of a whole answer that are handed on together: detokenizing and counting each costs more than the
-rest of a
-step."""
+rest of a step."""
 
 
 class Wording(NamedTuple):
@@ -382,8 +381,7 @@ def _scored(request: CompletionRequest) -> int | None:
 
 def _session_word(request: GenerationRequest) -> object:
     """The part of the body that names the conversation: OpenAI's `prompt_cache_key` is for requests that
-    share a
-    beginning.
+    share a beginning.
     """
     key = request.prompt_cache_key if isinstance(request, ChatRequest) else None
     return key or request.user

@@ -9,8 +9,7 @@ The answer of `GET /health`: does every model have an engine that works, or one 
               serve what it was told to), or hangs: is connected and does not answer
 
 One model that is down makes `/health` a 503: only a restart of this process from outside can help. `/ready`
-is the other question, whether requests should be sent here now; a model that loads is healthy
-and not ready.
+is the other question, whether requests should be sent here now; a model that loads is healthy and not ready.
 """
 
 import enum

@@ -343,8 +343,7 @@ def shaped(
 
 def call_grammar(model: ServedModel, request: ChatRequest) -> Grammar | None:
     """The grammar that holds each call of an answer to the schemas of its tools, from the call's mark on;
-    None: there is
-    nothing of the kind.
+    None: there is nothing of the kind.
 
     A promise where a tool is `strict`; else as far as the schemas can be enforced.
     """

@@ -1,6 +1,5 @@
 """The services that all endpoints share; and the last requests that have ended, for people who look:
-`/admin/requests` and
-the console's feed.
+`/admin/requests` and the console's feed.
 
 Those are kept in memory by the process that answered them, and bounded; the ledger has the lasting record. Of
 several processes their parent has the last ones of all. Nothing of a prompt or an answer is there.

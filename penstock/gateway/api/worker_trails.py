@@ -1,5 +1,5 @@
-"""This gateway process's record of each worker: the last quarter of an hour by five seconds, and
-whether it was left alone.
+"""This gateway process's record of each worker: the last quarter of an hour by five seconds, and whether it
+was left alone.
 
 `sample` it every second. It is in memory only, and a few kilobytes a worker.
 """

@@ -41,8 +41,7 @@ _CHAT = msgspec.json.encode({"messages": [{"role": "user", "content": PROMPT}], 
 
 def probed_as(worker: Worker) -> tuple[str, int]:
     """The worker whose answers a worker's are compared with (empty: none's), and the beats between its probes
-    (0: it is
-    not probed).
+    (0: it is not probed).
     """
     status = worker.backend.status
     if worker.engine == "penstock":

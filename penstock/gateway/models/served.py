@@ -3,10 +3,9 @@
 Which leading tokens of a prompt are public: what an operator declared in `models[].public_prefixes`.
 
 Tenants' KV caches are apart, so that no tenant learns from a fast answer what others have asked. A system
-prompt
-that the operator himself publishes is no such secret: KV blocks that hold nothing but its tokens are shared
-by all. Only tokens that equal the operator's, from the very first one, are ever called public, whatever a
-caller sends.
+prompt that the operator himself publishes is no such secret: KV blocks that hold nothing but its tokens are
+shared by all. Only tokens that equal the operator's, from the very first one, are ever called public,
+whatever a caller sends.
 """
 
 import hashlib
@@ -260,8 +259,7 @@ class ModelTable:
         session: str = "",
     ) -> "Resolved":
         """Find the model that a request asks for: a model, an adapter of one, or "auto": one that can do what
-        is needed, if
-        there is one. Of a model in a rollout, the version that the conversation gets.
+        is needed, if there is one. Of a model in a rollout, the version that the conversation gets.
 
         Raises:
             NotFound: there is no such model.

@@ -177,9 +177,7 @@ class Reply:
         return self._generations[0].usage if len(self._generations) == 1 else None
 
     def remaining(self) -> Sequence[tuple[GenerateRequest, Sink]]:
-        """The streams to start now: those that are not over, behind what the client has seen of
-        each.
-        """
+        """The streams to start now: those that are not over, behind what the client has seen of each."""
         if self.exchange.first_ns is None:
             return self.streams
         resume = self._resume

@@ -1,9 +1,8 @@
 """Answers that are numbers: the vectors of a request's texts, collected and then answered once.
 
 Numbers travel as the bytes of float32. Vectors that clients ask for as base64 stay bytes to the end. An
-answer of
-2,048 vectors is half a second's work (cosines, or numbers as text), so it is made in pieces, between which
-others' streams continue.
+answer of 2,048 vectors is half a second's work (cosines, or numbers as text), so it is made in pieces,
+between which others' streams continue.
 """
 
 import asyncio

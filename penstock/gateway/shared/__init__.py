@@ -1,4 +1,3 @@
 """The state that several gateways share: where the leases of policy/limits/lease.py come from, and who
-carries the
-questions there.
+carries the questions there.
 """

@@ -347,8 +347,7 @@ class KVManager:
 
         None of them is reused before the epoch that used them last is over. A block that stays is stored in
         host memory when it has been idle for a while, or at once if the request was `preempted`: others are
-        about
-        to take its blocks.
+        about to take its blocks.
         """
         self._stop_waiting(table)
         if bad:

@@ -1,6 +1,5 @@
 """The holders of each prefix: from 64-bit block keys to the workers that have the block, on the device or in
-host
-memory.
+host memory.
 
     key -> mask      bit i of the mask: the worker that has slot i holds this block
     worker -> bit    of its present generation. `cleared` gives it a new one, and the old bit is swept out bit
@@ -232,9 +231,8 @@ class PrefixIndex:
         otherwise.
 
         Returns whether any of them is new there. Blocks that it has reported stay as they are. Above the
-        worker's bound
-        the longest unused predictions are forgotten. `known`: the worker has so many of them, as `prefix_of`
-        found; a known count spares looking at each one.
+        worker's bound the longest unused predictions are forgotten. `known`: the worker has so many of them,
+        as `prefix_of` found; a known count spares looking at each one.
         """
         holder = self._holders.get(worker) or self._enter(worker)
         until_ns = holder.last_until_ns = max(

@@ -241,8 +241,7 @@ class WorkerCacheView:
         if self.wanted is None:
             return
         # An event that was sent again stands, even where something else of its number had waited: that was
-        # another
-        # process's.
+        # another process's.
         self._drop_held(self._next)
         if self._held:
             if (first := min(self._held)) > self._next:
