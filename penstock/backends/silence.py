@@ -107,6 +107,18 @@ class Gaps:
         self._fade(now_ns)
         self._longest_ns = max(gap_ns, self._longest_ns)
 
+    def after(self, now_ns: int, gap_ns: int, num_events: int, most_ns: int) -> int:
+        """How long a stream may be silent now that it `saw` this."""
+        self._num += num_events
+        if now_ns - self._faded_ns >= NS_PER_S:
+            self._fade(now_ns)
+        if gap_ns > self._longest_ns:
+            self._longest_ns = gap_ns
+        if self._num < _EVENTS_MIN:
+            return most_ns
+        bound_ns = FACTOR * self._longest_ns
+        return most_ns if bound_ns > most_ns else bound_ns if bound_ns > MIN_NS else min(MIN_NS, most_ns)
+
     def timed_out(self, now_ns: int, silent_ns: int) -> None:
         """A stream was given up after so much silence. Several that end together count as one."""
         self._fade(now_ns)

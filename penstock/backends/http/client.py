@@ -70,10 +70,13 @@ class HttpExchange:
     def touch(self, num_events: int = 1) -> None:
         """There was progress, so many events at once: the wait for the next begins now."""
         now_ns, client = self._client.clock.now_ns(), self._client
-        was_first = not self._touched_ns
-        client.gaps.saw(now_ns, 0 if was_first else now_ns - self._touched_ns, num_events - was_first)
+        gap_ns = 0
+        if self._touched_ns:
+            gap_ns = now_ns - self._touched_ns
+        else:
+            num_events -= 1
         self._touched_ns = now_ns
-        self._deadline_ns = now_ns + client.gaps.bound_ns(now_ns, client.idle_ns)
+        self._deadline_ns = now_ns + client.gaps.after(now_ns, gap_ns, num_events, client.idle_ns)
         if self._fires_ns > self._deadline_ns:
             self._arm()  # Streams may be silent for less long than when it was set.
 
@@ -366,6 +369,10 @@ class _Connection(asyncio.Protocol):
     def __init__(self, client: HttpClient) -> None:
         self.idle_since_ns = 0
         self._client = client
+        self._bodies: list[bytes] = []
+        """Of what is being read: a server sends each event as a chunk, and they cost less together."""
+        self.on_body = self._bodies.append
+        """The parser calls it for each chunk."""
         self._parser = cast(Any, httptools).HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._exchange: HttpExchange | None = None
@@ -373,8 +380,6 @@ class _Connection(asyncio.Protocol):
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
-        self._bodies: list[bytes] = []
-        """Of what is being read: a server sends each event as a chunk, and they cost less together."""
 
     @property
     def closed(self) -> bool:
@@ -421,7 +426,8 @@ class _Connection(asyncio.Protocol):
         self._received = True
         try:
             self._parser.feed_data(data)
-            self._pass_body()
+            if self._bodies:
+                self._pass_body()
         except cast(Any, httptools).HttpParserUpgrade:
             self._fail(FailureKind.MALFORMED, "the server wants another protocol")
         except cast(Any, httptools).HttpParserError as error:
@@ -470,14 +476,11 @@ class _Connection(asyncio.Protocol):
             return
         self._exchange.on_head(status, self._headers)
 
-    def on_body(self, data: bytes) -> None:
-        self._bodies.append(data)
-
     def _pass_body(self) -> None:
-        if self._bodies:
-            bodies, self._bodies = self._bodies, []
-            if self._exchange is not None:
-                self._exchange.on_data(bodies[0] if len(bodies) == 1 else b"".join(bodies))
+        data = b"".join(self._bodies)
+        self._bodies.clear()
+        if data and self._exchange is not None:
+            self._exchange.on_data(data)
 
     def on_message_complete(self) -> None:
         if self._status < 200:

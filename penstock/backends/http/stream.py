@@ -16,7 +16,6 @@ characters; stop strings, stop tokens and the answer's length are watched here f
 
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -221,21 +220,23 @@ class HttpStream:
                 self._answered()
             return
         try:
-            events = self._events.feed(data)
+            block = self._events.whole(data)
         except EventTooLong as error:
             self._corrupt(str(error))
             return
-        if events and self._exchange is not None and self._finish is None:
-            self._exchange.touch(len(events))
+        if self._finish is None and self._exchange is not None:
+            num_events = block.count(b"\ndata:") + block.startswith(b"data:")
+            if num_events:
+                self._exchange.touch(num_events)
         try:
             # Before a stop string one by one: tokens behind it do not count.
-            for found in self._envelopes.sort(events, joins=self._stop is None):
+            for found in self._envelopes.sort(block, joins=self._stop is None):
                 if self._done:
                     return
-                if isinstance(found, Piece):
-                    self._take(found)
-                else:
+                if not isinstance(found, Piece):
                     self._on_event(found)
+                elif self._finish is None:
+                    self._take_alike(found)
         except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
             self.fail(fault_of(error))
 
@@ -280,6 +281,13 @@ class HttpStream:
             return
         self._take(piece)
         self._envelopes.learn(event, piece)
+
+    def _take_alike(self, piece: Piece) -> None:
+        """Nothing but text, or ids, of events like one that was looked at."""
+        if piece.token_ids:
+            self._take_ids(piece)
+        elif piece.text:
+            self._take_text(piece)
 
     def _take(self, piece: Piece) -> None:
         """One event's meaning, in the order in which it matters."""
@@ -348,7 +356,8 @@ class HttpStream:
         text, counted = piece.text, piece.text
         if piece.thought or piece.tool_calls:
             counted = piece.thought + text + "".join(call.name + call.arguments for call in piece.tool_calls)
-        ids = tuple(chain.from_iterable(map(self._pieces.of, piece.parts or (counted,)))) if counted else ()
+        pieces = self._pieces
+        ids = pieces.of_all(piece.parts) if piece.parts else pieces.of(counted) if counted else ()
         self._num_logprobs += len(piece.text_logprobs)
         self._deliver(text, ids, piece.text_logprobs, piece)
         most = self._request.sampling.max_tokens * _OVERRUN_FACTOR + _OVERRUN_SLACK
