@@ -58,7 +58,12 @@ def through_envelopes(
     found: list[Piece | str] = []
     num_spared = 0
     for start in range(0, len(events), reads):
-        for each in envelopes.sort(block_of(events[start : start + reads]), joins=joins):
+        block = block_of(events[start : start + reads])
+        if joins and (piece := envelopes.only(block)) is not None:
+            found.append(piece)
+            num_spared += len(piece.parts) or len(piece.token_ids) or 1
+            continue
+        for each in envelopes.sort(block, joins=joins):
             if isinstance(each, Piece):
                 found.append(each)
                 num_spared += len(each.parts) or len(each.token_ids) or 1

@@ -34,6 +34,7 @@ _TRIAL_TEXT, _TRIAL_IDS = "\u2192 a trial", (7, 11)
 _IN_EVENT = msgspec.json.encode(_TRIAL_TEXT), b"7,11"
 _PREFIXES = (b"data: ", b"data:")
 
+_decode_text = msgspec.json.Decoder(str).decode
 _decode_texts = msgspec.json.Decoder(str).decode_lines
 _decode_ids = msgspec.json.Decoder(tuple[str, tuple[int, ...]]).decode_lines
 
@@ -77,6 +78,17 @@ class Envelopes:
             at = end + 2
             if event is not None:
                 yield event
+
+    def only(self, block: bytes) -> Piece | None:
+        """What a block says that is one run of events that are alike, as nearly all are; None: `sort` it."""
+        before, behind = self._before, self._behind
+        if not before or not block.startswith(before) or not block.endswith(behind):
+            return None
+        holes = block[len(before) : -len(behind)].split(self._between)
+        try:
+            return _ids_in(holes, self._middle) if self._middle else _texts_in(holes)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
 
     def _run(self, block: bytes) -> tuple[int, Piece] | None:
         """What the events that are alike at its beginning say, and where they end; None: not all of them are
@@ -148,12 +160,13 @@ class Envelopes:
 
 def _texts_in(holes: list[bytes]) -> Piece | None:
     """None: one is not just a string."""
+    if len(holes) == 1:
+        return Piece(text=_decode_text(holes[0]))
     lines = b"\n".join(holes)
     texts = _decode_texts(lines)
-    if not texts or len(texts) != len(holes) or lines.count(b"\n") != len(holes) - 1:
+    num = len(texts)
+    if not texts or num != len(holes) or lines.count(b"\n") != num - 1:
         return None
-    if len(holes) == 1:
-        return Piece(text=texts[0])
     return Piece(text="".join(texts), parts=tuple(texts))
 
 
