@@ -9,7 +9,6 @@ was done, and what the goal for long keys would take of the machine. A batch is 
 after the other, so those with long keys would be nearly done when the last one has begun.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
@@ -140,11 +139,9 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, rounds=7)
     parser.add_argument("model", type=Path, nargs="?", default=DEMO)
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=32)
-    add_json_option(parser)
     args = parser.parse_args()
     engine = Engine(args.model, args.batch)
     rounds = [

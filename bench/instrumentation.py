@@ -15,7 +15,6 @@ rounds. `--instructions` counts the processor's instructions per request too (va
 difference of two numbers of streams): the same whatever else the machine does, where seconds are not.
 """
 
-import argparse
 import json
 import multiprocessing
 import statistics
@@ -33,7 +32,7 @@ from typing import Any
 
 import relay_cost
 import uvloop
-from provenance import write_result
+from harness import command_line, write_result
 from relay_cost import Load, run_client
 
 from penstock.clock import SystemClock
@@ -267,14 +266,12 @@ def paired(rounds: int, measure: Callable[[int], dict[str, float]]) -> dict[str,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--streams", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=80)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engine-rounds", type=int, default=5)
     parser.add_argument("--instructions", action="store_true", help="with valgrind: minutes")
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[1] / "models" / "penstock-demo")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     load, port = Load(args.streams, RATE, args.tokens / RATE), collector_port()
     engine = Engine(args.model)
@@ -293,8 +290,8 @@ def main() -> int:
         added = {name: both["with"][name] / both["without"][name] - 1 for name in both["with"]}
         result["gateway_instructions_per_request"] = both | {"added": added}
     print(json.dumps(result))
-    if args.out:
-        write_result(args.out, result)
+    if args.json:
+        write_result(args.json, result)
     return 0
 
 

@@ -159,7 +159,7 @@ class WatchBroken(Exception):
     """It ended before its time, or was no such answer."""
 
 
-class Watch:
+class SliceWatch:
     """Takes one such answer (an `HttpHandler`)."""
 
     def __init__(self, on_line: Callable[[bytes], None]) -> None:
@@ -336,7 +336,7 @@ class KubernetesSource:
             "allowWatchBookmarks": "true",
             "timeoutSeconds": WATCH_S,
         }
-        watch = Watch(self._on_line)
+        watch = SliceWatch(self._on_line)
         try:
             watch.exchange = client.start("GET", self._path(query), watch)
         except NoConnection as error:

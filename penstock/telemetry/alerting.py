@@ -12,7 +12,18 @@ import msgspec
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import SloConfig
-from penstock.telemetry.alerts import BURNS, DUE, MISSED, Ratio, Rule, Severity, Sum, duration, rules, targets
+from penstock.telemetry.alerts import (
+    BURNS,
+    DUE,
+    MISSED,
+    Ratio,
+    Rule,
+    SeriesSum,
+    Severity,
+    duration,
+    rules,
+    targets,
+)
 from penstock.telemetry.history import SLO_S, History, Objective
 from penstock.telemetry.pages import SHARED
 
@@ -105,9 +116,9 @@ class Alerts:
         self._samples.append((now_ns, _parsed(metrics, self._names)))
         while len(self._samples) > 1 and self._samples[1][0] <= now_ns - self._kept_ns:
             self._samples.popleft()
-        known = dict[Sum, Mapping[tuple[str, ...], float]]()
+        known = dict[SeriesSum, Mapping[tuple[str, ...], float]]()
 
-        def read(wanted: Sum) -> Mapping[tuple[str, ...], float]:
+        def read(wanted: SeriesSum) -> Mapping[tuple[str, ...], float]:
             if wanted not in known:
                 known[wanted] = self._read(wanted, now_ns)
             return known[wanted]
@@ -160,7 +171,7 @@ class Alerts:
             runbook=runbook(rule.name),
         )
 
-    def _read(self, wanted: Sum, now_ns: int) -> Mapping[tuple[str, ...], float]:
+    def _read(self, wanted: SeriesSum, now_ns: int) -> Mapping[tuple[str, ...], float]:
         if wanted.name in (DUE, MISSED):
             return self._counted(wanted)
         latest = self._samples[-1][1].get(wanted.name, {})
@@ -173,7 +184,7 @@ class Alerts:
                 found[key] = found.get(key, 0.0) + grown
         return found
 
-    def _grown(self, wanted: Sum, labels: tuple[tuple[str, str], ...], now_ns: int) -> float:
+    def _grown(self, wanted: SeriesSum, labels: tuple[tuple[str, str], ...], now_ns: int) -> float:
         """What a counter grew by in the window. A lower value means that it began again at 0; of one that all
         gateway processes share, that the process which counted most is gone.
         """
@@ -188,7 +199,7 @@ class Alerts:
             before = value
         return grown
 
-    def _counted(self, wanted: Sum) -> Mapping[tuple[str, ...], float]:
+    def _counted(self, wanted: SeriesSum) -> Mapping[tuple[str, ...], float]:
         objective: Objective = dict(wanted.match)["objective"]  # pyright: ignore[reportAssignmentType]
         found = dict[tuple[str, ...], float]()
         for series in self._history.series:
@@ -232,11 +243,11 @@ def runbook(name: str) -> str:
     return f"{RUNBOOK}#{name.lower()}"
 
 
-def _sums(rule: Rule) -> list[Sum]:
-    found = list[Sum]()
+def _sums(rule: Rule) -> list[SeriesSum]:
+    found = list[SeriesSum]()
     for test in rule.tests:
         found += [test.left.over, test.left.under] if isinstance(test.left, Ratio) else [test.left]
-        if isinstance(test.right, Sum):
+        if isinstance(test.right, SeriesSum):
             found.append(test.right)
     return found
 
