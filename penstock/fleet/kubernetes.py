@@ -25,8 +25,8 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from penstock.backends.http.address import HttpAddress, HttpLimits
-from penstock.backends.http.client import HttpClient, HttpExchange, NoConnection
-from penstock.backends.http.handler import HttpFailure
+from penstock.backends.http.client import HttpClient, HttpExchange
+from penstock.backends.http.handler import HttpFailure, NoConnection
 from penstock.backends.http.small_answer import ProbeFailed, fetch
 from penstock.clock import Clock, sleep
 from penstock.config.fleet import KubernetesConfig
