@@ -32,7 +32,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import relay_cost
 import uvloop
@@ -120,8 +120,9 @@ class Waves(relay_cost.Pusher):
     without instruments are every other one, in the order of A B B A.
     """
 
-    num_waves, pipe = 0, None
-    """Set before the gateway starts."""
+    num_waves: ClassVar[int]
+    pipe: ClassVar[Connection]
+    """Both are set before the gateway starts."""
 
     def __init__(self, load: Load) -> None:
         super().__init__(load)
