@@ -6,10 +6,11 @@ with long keys, and the CPU time of compiling a schema of 30 fields with pattern
 One engine in this process. Each round asks for free text and for each constrained kind, in turns, so that
 whatever else the machine does hits all of them. With `--turns`, two engines besides, of which one writes free
 text and one a constrained kind, eight steps each in turn: time per token where a tenth of a second of other
-work hits both. `--shape` takes a shape of peers/shapes.py with random weights. `gflop_per_s` is the arithmetic
-of the model's layers that was done, and what the goal for long keys would take of the machine. A batch is
-timed whole: rows begin one after the other, so those with long keys would be nearly done when the last one
-has begun.
+work hits both. `--shape` takes a shape of peers/shapes.py with random weights.
+
+`gflop_per_s` is the arithmetic of the model's layers that was done, and what the goal for long keys would
+take of the machine. A batch is timed whole: rows begin one after the other, so those with long keys would be
+nearly done when the last one has begun.
 """
 
 import argparse
