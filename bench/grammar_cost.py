@@ -13,18 +13,18 @@ take of the machine. A batch is timed whole: rows begin one after the other, so 
 nearly done when the last one has begun.
 """
 
-import argparse
 import json
 import os
 import statistics
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from harness import command_line, write_result
 from peers.engines import OUT
 from peers.shapes import SHAPES, make_model
-from provenance import add_json_option, write_result
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
@@ -137,7 +137,7 @@ BLOCK, WARM_STEPS = 8, 12
 """Steps of an engine before it is the other one's turn, and those before the first turn: prompts."""
 
 
-def in_turns(free: Engine, held: Engine, kind: str, batch: int, turns: int) -> dict[str, object]:
+def block_turns(free: Engine, held: Engine, kind: str, batch: int, turns: int) -> dict[str, object]:
     """Time per token of a kind over that of free text, by blocks of steps that follow one another; the first
     step of each does not count, for masks may have been computed while the other engine ran.
     """
@@ -194,7 +194,7 @@ def spread(values: list[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def in_rounds(engine: Engine, args: argparse.Namespace) -> dict[str, object]:
+def in_rounds(engine: Engine, args: Namespace) -> dict[str, object]:
     """Each kind beside free text, batch by batch."""
     rounds = [
         {kind: engine.round(kind, args.batch, number) for kind in KINDS} for number in range(args.rounds + 1)
@@ -231,13 +231,11 @@ def in_rounds(engine: Engine, args: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, rounds=7)
     parser.add_argument("model", type=Path, nargs="?", default=DEMO)
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turns", type=int, default=0)
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--batch", type=int, default=32)
-    add_json_option(parser)
     args = parser.parse_args()
     if args.shape:
         args.model = make_model(SHAPES[args.shape], OUT / "models" / args.shape)
@@ -247,7 +245,7 @@ def main() -> None:
     if args.turns:
         other = Engine(args.model, args.batch)
         report["in_turns"] = {
-            kind: in_turns(other, engine, kind, args.batch, args.turns) for kind in ("string", "list")
+            kind: block_turns(other, engine, kind, args.batch, args.turns) for kind in ("string", "list")
         }
     if args.rounds:
         report |= in_rounds(engine, args)

@@ -1,8 +1,8 @@
 """What instrumentation costs: CPU of the gateway per request and of the engine's thread per step, with and
 without.
 
-    python bench/instrumentation.py [--streams 400] [--tokens 80] [--turns 30] [--rounds 0] [--instructions]
-        [--model DIR] [--out FILE]
+    python bench/instrumentation.py [--streams 400] [--tokens 80] [--turns 30] [--rounds 5] [--instructions]
+        [--model DIR] [--json FILE]
 
 Both sides run the same program: waves of requests of one gateway in turn, steps of one batch in turn (with
 `--rounds`, two gateways at the same time besides, which differ by more than what is measured).
@@ -16,7 +16,6 @@ best rounds. `--instructions` counts the processor's instructions per request to
 difference of two numbers of streams): the same whatever else the machine does, where seconds are not.
 """
 
-import argparse
 import asyncio
 import inspect
 import json
@@ -36,7 +35,7 @@ from typing import Any, ClassVar
 
 import relay_cost
 import uvloop
-from provenance import write_result
+from harness import command_line, write_result
 from relay_cost import Load, run_client
 
 from penstock.backends.base import Finish
@@ -370,7 +369,7 @@ def paired(rounds: int, measure: Callable[[int], dict[str, float]]) -> dict[str,
     }
 
 
-def in_turns(turns: list[dict[str, float]]) -> dict[str, Any]:
+def turns_report(turns: list[dict[str, float]]) -> dict[str, Any]:
     """What turns say: each turn's two waves beside one another, and the quiet waves of each side."""
     added = sorted(each["with"] / each["without"] - 1 for each in turns)
     quiet = {side: statistics.quantiles([each[side] for each in turns], n=10)[0] for side in SIDES}
@@ -382,15 +381,13 @@ def in_turns(turns: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--streams", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--engine-rounds", type=int, default=5)
     parser.add_argument("--instructions", action="store_true", help="with valgrind: minutes")
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[1] / "models" / "penstock-demo")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     load, port = Load(args.streams, RATE, args.tokens / RATE), collector_port()
     engine = Engine(args.model)
@@ -405,14 +402,14 @@ def main() -> int:
         "gateway_us_per_request": paired(args.rounds, gateways),
     }
     if args.turns > 1:
-        result["gateway_in_turns_us_per_request"] = in_turns(waves_us(load, args.turns, port))
+        result["gateway_in_turns_us_per_request"] = turns_report(waves_us(load, args.turns, port))
     if args.instructions:
         both = {side: gateway_instructions(side, args.tokens, port) for side in SIDES}
         added = {name: both["with"][name] / both["without"][name] - 1 for name in both["with"]}
         result["gateway_instructions_per_request"] = both | {"added": added}
     print(json.dumps(result))
-    if args.out:
-        write_result(args.out, result)
+    if args.json:
+        write_result(args.json, result)
     return 0
 
 

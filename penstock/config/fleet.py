@@ -42,9 +42,9 @@ class WorkerTraits(Branch, frozen=True, kw_only=True):
     """Its share of starts beside those of the same order, where their weights differ; else they share by
     load and by where prompts are cached."""
     rpm: Count = 0
-    """Requests a minute that each gateway process gives it at most; 0: no limit."""
+    """Requests a minute, of all gateway processes of this server together; 0: no limit."""
     tpm: Count = 0
-    """Tokens a minute, of prompts and answers; 0: no limit."""
+    """Tokens a minute in the same way, of prompts and answers; 0: no limit."""
     priorities: bool = False
     """It takes the request's priority (vLLM, SGLang and TensorRT-LLM, when they were started for it)."""
     lacks: tuple[Capability, ...] = ()

@@ -142,7 +142,8 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     """One model that is served."""
 
     path: str
-    """A Hugging Face model directory, a hub id, or the name of a built-in demo model."""
+    """A Hugging Face model directory, a GGUF file, a hub id, `s3://bucket/prefix`, or the name of a built-in
+    demo model (docs/models.md)."""
     name: str = ""
     """The name clients use; empty takes the last part of the path."""
     version: Annotated[int, Meta(ge=0, le=10**9)] = 0

@@ -92,7 +92,9 @@ class Runner:
         self._tables = RowTables(max_running=parts.info.max_running, max_model_len=parts.info.max_model_len)
         self._sampler, self.proposer = parts.sampler, parts.proposer
         """`proposer`: who guesses what rows will say; None: nobody."""
+        self._grammar_tokens: GrammarTokens | None = None
         self._grammars: GrammarRows | None = None
+        """None until a request has a grammar."""
 
     @property
     def kernels(self) -> str:
@@ -154,17 +156,24 @@ class Runner:
 
     def use_grammars(self, tokens: "GrammarTokens") -> None:
         """Follow the grammars of requests, which are made for this vocabulary."""
-        from penstock.engine.grammar.rows import GrammarRows  # llguidance may not be installed.
-
-        threads = max(1, len(os.sched_getaffinity(0)) // 2)
-        self._grammars = GrammarRows(self.info.max_running, tokens, threads, self._tables.known_tokens)
+        self._grammar_tokens = tokens
 
     def _enter_grammars(self, plan: StepPlan) -> None:
-        if self._grammars is not None:
-            for row in plan.freed_rows:
-                self._grammars.leave(row)
-            for new in plan.new_rows:
-                self._grammars.enter(new)
+        if self._grammars is None:
+            if all(new.grammar is None for new in plan.new_rows):
+                return
+            self._grammars = self._grammar_rows()
+        for row in plan.freed_rows:
+            self._grammars.leave(row)
+        for new in plan.new_rows:
+            self._grammars.enter(new)
+
+    def _grammar_rows(self) -> "GrammarRows":
+        from penstock.engine.grammar.rows import GrammarRows  # llguidance may not be installed.
+
+        assert self._grammar_tokens is not None, "a worker without a vocabulary refuses grammars"
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
+        return GrammarRows(self.info.max_running, self._grammar_tokens, threads, self._tables.known_tokens)
 
     @torch.inference_mode()
     def warm_up_again(self) -> None:

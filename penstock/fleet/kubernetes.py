@@ -25,8 +25,8 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from penstock.backends.http.address import HttpAddress, HttpLimits
-from penstock.backends.http.client import HttpClient, HttpExchange, NoConnection
-from penstock.backends.http.handler import HttpFailure
+from penstock.backends.http.client import HttpClient, HttpExchange
+from penstock.backends.http.handler import HttpFailure, NoConnection
 from penstock.backends.http.small_answer import ProbeFailed, fetch
 from penstock.clock import Clock, sleep
 from penstock.config.fleet import KubernetesConfig
@@ -159,7 +159,7 @@ class WatchBroken(Exception):
     """It ended before its time, or was no such answer."""
 
 
-class Watch:
+class SliceWatch:
     """Takes one such answer (an `HttpHandler`)."""
 
     def __init__(self, on_line: Callable[[bytes], None]) -> None:
@@ -336,7 +336,7 @@ class KubernetesSource:
             "allowWatchBookmarks": "true",
             "timeoutSeconds": WATCH_S,
         }
-        watch = Watch(self._on_line)
+        watch = SliceWatch(self._on_line)
         try:
             watch.exchange = client.start("GET", self._path(query), watch)
         except NoConnection as error:

@@ -13,6 +13,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -269,27 +270,31 @@ class Gateway:
             route = self._routes.find(head.path)
             if head.method == "OPTIONS":
                 return _options(route)
-            route.handler(head.method)
-            self._entrance.caller(route.access, head, client)
+            handler = route.handler(head.method)
+            caller = self._entrance.caller(route.access, head, client)
             route.check_body(head)
         except PenstockError as error:
             return error_response(error)
+        msgspec.structs.force_setattr(head, "seen", _Entered(handler, caller))
         return None
 
     def handle(self, exchange: Exchange) -> None:
         """Start answering. One task per request; none per token."""
         exchange.id = self._ids.take("req")
         self._traces.begin(exchange)
-        try:
-            route = self._routes.find(exchange.path)
-            if exchange.method == "OPTIONS":
-                exchange.respond(_options(route))
+        if isinstance(seen := exchange.head.seen, _Entered):
+            handler, caller = seen
+        else:
+            try:
+                route = self._routes.find(exchange.path)
+                if exchange.method == "OPTIONS":
+                    exchange.respond(_options(route))
+                    return
+                handler = route.handler(exchange.method)
+                caller = self._entrance.caller(route.access, exchange.head, exchange.client)
+            except PenstockError as error:
+                exchange.respond(error_response(error))
                 return
-            handler = route.handler(exchange.method)
-            caller = self._entrance.caller(route.access, exchange.head, exchange.client)
-        except PenstockError as error:
-            exchange.respond(error_response(error))
-            return
         task = asyncio.get_running_loop().create_task(self._run(handler, exchange, caller))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -445,6 +450,13 @@ def _access_line(exchange: Exchange, record: RequestMeasurement | None, now_ns: 
         cached_tokens=record and record.cached_tokens,
         generated_tokens=record and record.generated_tokens,
     )
+
+
+class _Entered(NamedTuple):
+    """Who may go where, as a request's head said."""
+
+    handler: Handler
+    caller: Caller | None
 
 
 def _options(route: Route) -> Response:

@@ -208,6 +208,13 @@ class DeploymentTerms(msgspec.Struct, frozen=True, kw_only=True):
     tpm: int = 0
     """Tokens a minute; 0: no limit."""
 
+    def part(self, processes: int) -> "DeploymentTerms":
+        """What each of several gateway processes may use: together they keep to the worker's own limits."""
+        if processes == 1 or not (self.rpm or self.tpm):
+            return self
+        rpm, tpm = part_of(self.rpm, processes), part_of(self.tpm, processes)
+        return msgspec.structs.replace(self, rpm=rpm, tpm=tpm)
+
 
 class Slots(NamedTuple):
     """One worker's."""
@@ -236,9 +243,9 @@ def slots_of(rows: int, *, is_external: bool, terms: QueueTerms) -> Slots:
     return Slots(rows - kept, rows, -kept)
 
 
-def part_of_rows(rows: int, processes: int) -> int:
-    """What each of several gateway processes may use of an external worker's rows: they hear of each other's
-    streams too late to count them together. No less than one; 0 if the worker does not tell.
+def part_of(limit: int, processes: int) -> int:
+    """What each of several gateway processes may use of an external worker's rows or rates: they hear of each
+    other's streams too late to count them together. No less than one; 0, which is no limit, stays.
     """
     assert processes >= 1, processes
-    return max(1, rows // processes) if rows else 0
+    return max(1, limit // processes) if limit else 0

@@ -14,7 +14,18 @@ import msgspec
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import SloConfig
-from penstock.telemetry.alerts import BURNS, DUE, MISSED, Ratio, Rule, Severity, Sum, duration, rules, targets
+from penstock.telemetry.alerts import (
+    BURNS,
+    DUE,
+    MISSED,
+    Ratio,
+    Rule,
+    SeriesSum,
+    Severity,
+    duration,
+    rules,
+    targets,
+)
 from penstock.telemetry.history import SLO_S, History, Objective
 from penstock.telemetry.pages import SHARED
 
@@ -111,9 +122,9 @@ class Alerts:
         while len(self._samples) > 1 and self._samples[1][0] <= now_ns - self._kept_ns:
             self._samples.popleft()
         self._thin(now_ns)
-        known = dict[Sum, Mapping[tuple[str, ...], float]]()
+        known = dict[SeriesSum, Mapping[tuple[str, ...], float]]()
 
-        def read(wanted: Sum) -> Mapping[tuple[str, ...], float]:
+        def read(wanted: SeriesSum) -> Mapping[tuple[str, ...], float]:
             if wanted not in known:
                 known[wanted] = self._read(wanted, now_ns)
             return known[wanted]
@@ -173,7 +184,7 @@ class Alerts:
             runbook=runbook(rule.name),
         )
 
-    def _read(self, wanted: Sum, now_ns: int) -> Mapping[tuple[str, ...], float]:
+    def _read(self, wanted: SeriesSum, now_ns: int) -> Mapping[tuple[str, ...], float]:
         if wanted.name in (DUE, MISSED):
             return self._counted(wanted)
         latest = self._samples[-1][1].get(wanted.name, {})
@@ -186,7 +197,7 @@ class Alerts:
                 found[key] = found.get(key, 0.0) + grown
         return found
 
-    def _grown(self, wanted: Sum, labels: tuple[tuple[str, str], ...], now_ns: int) -> float:
+    def _grown(self, wanted: SeriesSum, labels: tuple[tuple[str, str], ...], now_ns: int) -> float:
         """What a counter grew by in the window. A lower value means that it began again at 0; of one that all
         gateway processes share, that the process which counted most is gone.
         """
@@ -201,7 +212,7 @@ class Alerts:
             before = value
         return grown
 
-    def _counted(self, wanted: Sum) -> Mapping[tuple[str, ...], float]:
+    def _counted(self, wanted: SeriesSum) -> Mapping[tuple[str, ...], float]:
         objective: Objective = dict(wanted.match)["objective"]  # pyright: ignore[reportAssignmentType]
         found = dict[tuple[str, ...], float]()
         for series in self._history.series:
@@ -245,12 +256,12 @@ def runbook(name: str) -> str:
     return f"{RUNBOOK}#{name.lower()}"
 
 
-def _sums(rule: Rule) -> list[Sum]:
-    found = list[Sum]()
+def _sums(rule: Rule) -> list[SeriesSum]:
+    found = list[SeriesSum]()
     for test in rule.tests:
         for each in (test.left, test.right):
             found += [each.over, each.under] if isinstance(each, Ratio) else []
-            found += [each] if isinstance(each, Sum) else []
+            found += [each] if isinstance(each, SeriesSum) else []
     return found
 
 

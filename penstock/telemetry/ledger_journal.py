@@ -104,6 +104,8 @@ class Journal:
         self._num_appended = self._num_written = 0
         self._unpins: deque[tuple[int, int]] = deque()
         self._live: dict[str, _Live] = {}
+        self._slices: dict[str, Progress] = {}
+        """Not written yet: the last of each request."""
         self._unkept: set[str] = set()
         self._pins: dict[int, int] = {}
         self._sealed: list[_Segment] = []
@@ -143,12 +145,11 @@ class Journal:
         self._append(frame)
 
     def slice(self, progress: Progress) -> None:
-        """A running request has used this much until now."""
-        if progress.request_id in self._unkept:
-            return
-        frame = to_frame(_SLICE, encode(progress))
-        self._live[progress.request_id].progress = frame
-        self._append(frame)
+        """A running request has used this much until now. It is written with what else this turn of the event
+        loop says, unless that is the request's end.
+        """
+        if progress.request_id not in self._unkept:
+            self._slices[progress.request_id] = progress
 
     def close(self, record: UsageRecord) -> None:
         """A request is over. `record` is what stays of it."""
@@ -158,6 +159,7 @@ class Journal:
             return
         assert record.request_id in self._live, record.request_id
         live = self._live.pop(record.request_id)
+        self._slices.pop(record.request_id, None)
         if self._append(to_frame(_CLOSE, encode(record))):
             self._unpin_when_written(live.sequence)
             self.closed += 1
@@ -167,6 +169,11 @@ class Journal:
 
     def flush(self) -> None:
         """Hand everything to the operating system: from here a dead process loses none of it."""
+        for progress in self._slices.values():
+            frame = to_frame(_SLICE, encode(progress))
+            self._live[progress.request_id].progress = frame
+            self._append(frame)
+        self._slices.clear()
         if not self._frames:
             return
         if self._is_old() and self._prepare():

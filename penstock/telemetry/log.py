@@ -6,13 +6,15 @@ libraries' own warnings take the same way. Stamps come from the `Clock`; API key
 
 import contextlib
 import functools
+import io
 import logging
+import os
 import re
 import sys
 import traceback
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import TextIO, cast
 
 import msgspec
 
@@ -60,13 +62,32 @@ class AccessLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     generated_tokens: int | None = None
 
 
+class _CurrentStderr(io.TextIOBase):
+    """Writes to whatever `sys.stderr` is at that moment.
+
+    While a progress bar is shown, rich puts a stand-in there that prints lines above the bar.
+    """
+
+    def write(self, text: str, /) -> int:
+        """See `TextIOBase.write`."""
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        """See `TextIOBase.flush`."""
+        sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        """Whether a person reads along, and wants colours."""
+        return sys.stderr.isatty() and "NO_COLOR" not in os.environ
+
+
 class Log:
     """Where events are written. Fields with secret names and known keys are hidden."""
 
     def __init__(
         self, config: LogConfig, clock: Clock, *, stream: TextIO | None = None, secrets: Iterable[str] = ()
     ) -> None:
-        out = sys.stderr if stream is None else stream
+        out = cast(TextIO, _CurrentStderr()) if stream is None else stream
         hidden = _Hidden(secrets)
         self._handler = logging.StreamHandler(out)
         self._lines = (

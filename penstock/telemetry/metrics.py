@@ -21,12 +21,13 @@ from penstock.clock import NS_PER_S
 from penstock.kv.index.locality import LocalityStatistics
 from penstock.policy.lifecycle.machine_costs import Costs
 from penstock.policy.limits.price import MICROS
+from penstock.policy.placement.pick import Decision
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, OutcomeLabel
 from penstock.telemetry.instruments import Counter, Instruments, MetricFamily
 from penstock.telemetry.ledger import LedgerStatistics
-from penstock.telemetry.worker_meters import AnomalyMeters, Followed, WorkerFacts, WorkerMeters
+from penstock.telemetry.worker_meters import AnomalyMeters, Followed, WorkerLabels, WorkerMeters
 
 TENANTS_MAX = 32
 FOLLOWED_MAX = 256
@@ -251,13 +252,13 @@ class Metrics:
         """Another model than this one answers (`policy.flow.Diverted`)."""
         self._diverted.labels(model, reason).inc()
 
-    def placed(self, model: str, policy: str, reason: str) -> None:
-        """A placement has decided (`policy.pick.Choice`)."""
-        self._decisions.labels(model, policy, reason).inc()
-
-    def matched(self, model: str, ratio: float) -> None:
-        """A request went to a worker that should have so much of its prompt."""
-        self._matches.labels(model).observe(ratio)
+    def placed(self, decision: Decision) -> None:
+        """A placement has decided, maybe for a worker that should have a part of the prompt."""
+        picked, reason = decision.picked, decision.choice.reason
+        self._decisions.labels(decision.route, decision.config.policy, reason).inc()
+        if picked is not None and decision.looked_up and reason not in ("none", "hold"):
+            matched = picked.device_tokens + picked.host_tokens
+            self._matches.labels(decision.route).observe(matched / max(1, decision.request.prompt_tokens))
 
     def template_child(self, model: str, reason: Literal["unpriced", "allowance", "request_size"]) -> None:
         """A chat is rendered in the template's child process (`gateway.models.tokenize_pool`)."""
@@ -431,7 +432,7 @@ class ModelMetrics:
             counter.keep(by_worker)
         self._by_worker.follow(by_worker)
 
-    def worker_facts(self, facts: Mapping[str, WorkerFacts]) -> None:
+    def worker_facts(self, facts: Mapping[str, WorkerLabels]) -> None:
         """What runs where, by worker."""
         self._by_worker.tell(facts)
 

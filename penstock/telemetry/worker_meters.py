@@ -41,7 +41,7 @@ class Followed:
             del self._seen[who]
 
 
-class WorkerFacts(NamedTuple):
+class WorkerLabels(NamedTuple):
     """What a worker is, as labels: all of them from its own side, none from a client's."""
 
     engine: str
@@ -140,7 +140,7 @@ class WorkerMeters:
         self._served: dict[str, tuple[Counter, Counter, Counter, Counter]] = {}
         """Answered, failed, prefill and decode."""
         self._followed: dict[str, dict[str, Followed]] = {}
-        self._facts: dict[str, WorkerFacts] = {}
+        self._facts: dict[str, WorkerLabels] = {}
         self._seen: dict[str, Stats] = {}
         """As of the last steps that are in `mbu`."""
         self.mbu: dict[str, float] = {}
@@ -191,7 +191,7 @@ class WorkerMeters:
         )
         return found
 
-    def tell(self, facts: Mapping[str, WorkerFacts]) -> None:
+    def tell(self, facts: Mapping[str, WorkerLabels]) -> None:
         """What runs where, by worker."""
         for worker, new in facts.items():
             if self._facts.get(worker) != new:

@@ -15,6 +15,7 @@ again and again.
 
 from codecs import utf_8_decode
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 from penstock.text.tokenizer import Tokenizer, strip_left
@@ -238,3 +239,11 @@ class PieceTokens:
                     self._known.clear()
                 self._known[text] = found
         return found
+
+    def of_all(self, texts: Sequence[str]) -> tuple[int, ...]:
+        """Those of one after the other."""
+        known = self._known
+        try:
+            return tuple(chain.from_iterable([known[text] for text in texts]))
+        except KeyError:
+            return tuple(chain.from_iterable(map(self.of, texts)))

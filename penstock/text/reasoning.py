@@ -70,11 +70,6 @@ class AnswerParser:
         """White space that comes next is dropped."""
         self._counts = counts
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether text may be anything but prose."""
-        return self._tools is not None or self.marks is not None
-
     def num_thoughts(self, token_ids: Sequence[int], thought: str = "") -> int:
         """How many of the tokens up to these are now found to be reasoning, and were not before; `thought`:
         what the worker told apart of them.

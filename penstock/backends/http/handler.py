@@ -76,3 +76,7 @@ class _Nobody:
 
 
 IGNORING_HANDLER = _Nobody()
+
+
+class NoConnection(Exception):
+    """Every connection that the configuration allows is in use."""

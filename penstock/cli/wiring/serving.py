@@ -148,8 +148,6 @@ def reachable(host: str) -> str:
 EXIT_ABORTED = 130
 LAST_WORDS_S = 3.0
 """After a second signal: last events, and what clients got."""
-SPARE_FILES = 512
-"""File descriptors that are needed beside one per connection."""
 
 
 class Serving:
@@ -182,12 +180,7 @@ class Serving:
             kept = load_key(config.server.host, config.server.port) if takes_over else ""
             self._new_key = kept or f"sk-{rng.fresh_token()}"
         config = self._config = self._completed(config)
-        self._log = Log(
-            config.log,
-            clock,
-            stream=console.current_stderr(),
-            secrets=config.auth.secrets,
-        )
+        self._log = Log(config.log, clock, secrets=config.auth.secrets)
         self._log.adopt("asyncio")
         self._stack = Stack(config, clock, self._log, spares)
 
@@ -345,7 +338,7 @@ class Serving:
 
     def _check_open_files(self) -> None:
         """Raise the soft limit as far as allowed: every connection is an open file."""
-        wanted = WIRE_LIMITS.connections_max + SPARE_FILES
+        wanted = WIRE_LIMITS.open_files
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft == resource.RLIM_INFINITY or soft >= wanted:
             return

@@ -38,7 +38,7 @@ class NativePacked:
 
     @property
     def address(self) -> int:
-        """Of the layers, for `Step.adapters`."""
+        """Of the layers, for `PsStep.adapters`."""
         return ctypes.addressof(self.layers)
 
 

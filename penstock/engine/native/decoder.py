@@ -31,8 +31,8 @@ from penstock.engine.native.library import (
     PsDecoder,
     PsDraft,
     PsMlp,
+    PsStep,
     PsWeight,
-    Step,
     Type,
 )
 from penstock.engine.native.ops import HEAD_DIM_MAX, LayerCache
@@ -256,7 +256,7 @@ class NativeDecoder:
         logits = self._logits[: len(samples)]
         self._kernels.step(
             self._struct,
-            Step(
+            PsStep(
                 token_ids=token_ids.data_ptr(), samples=samples.data_ptr(),
                 block_tables=rows.block_tables.ctypes.data, query_starts=rows.query_starts.ctypes.data,
                 context_lens=rows.context_lens.ctypes.data, logits=logits.data_ptr(),

@@ -24,6 +24,7 @@ from penstock.gateway.api.job import (
     body_bytes,
     facts_of,
     forwards,
+    is_prose,
     read_hints,
     requests_of,
     shaped,
@@ -226,7 +227,8 @@ class Generate:
                 continue
             facts = facts_of(job, served, hints, self._keys(job))
             exchange.limits_ns = services.clock.now_ns()
-            await services.ask_store(facts)
+            if services.ask_store is not None:
+                await services.ask_store(facts)
             services.check_draining()  # It may have begun while the prompt was tokenized.
             if choice is not None:
                 services.explained.chose(facts.id, choice)
@@ -406,9 +408,8 @@ def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
     sinks: list[TextSink] = []
     for i in range(job.num_choices):
         chunks = ChatChunks(context.head, i)
-        parser = answer_parser(job)
-        if parser.is_needed or logprobs:
-            sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=parser))
+        if logprobs or not is_prose(job):
+            sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=answer_parser(job)))
         elif forwards(job.model):
             sinks.append(PassedSink(reply, chunks, i))
         else:

@@ -48,7 +48,7 @@ from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
 from penstock.telemetry.pages import aliases
 from penstock.telemetry.watch import free_share
-from penstock.telemetry.worker_meters import WorkerFacts
+from penstock.telemetry.worker_meters import WorkerLabels
 from penstock.types import WorkerId
 
 REASONS_MAX = 8
@@ -410,8 +410,8 @@ class Inspect:
         metrics, workers = self._metrics.model(model.name), list(model.workers)
         metrics.workers(worker.state for worker in workers)
         metrics.engine_stats({worker.id: worker.backend.status.stats for worker in workers})
-        facts: dict[str, WorkerFacts] = {
-            each.id: WorkerFacts(each.engine, info.identity, info.device)
+        facts: dict[str, WorkerLabels] = {
+            each.id: WorkerLabels(each.engine, info.identity, info.device)
             for each in workers
             if (info := each.backend.status.info) is not None
         }

@@ -399,8 +399,15 @@ def forwards(model: ServedModel) -> bool:
     return not model.workers.lacking(_MAY_FORWARD)
 
 
+def is_prose(job: Job) -> bool:
+    """Whether the answer's text is neither a call nor reasoning, so that nothing has to be parsed."""
+    request = job.request
+    assert isinstance(request, ChatRequest)
+    return job.model.reasoning is None and job.constraint.forced_tool is None and not uses_tools(request)
+
+
 def answer_parser(job: Job) -> AnswerParser:
-    """Of one choice's text."""
+    """The parser of one choice's text."""
     model, request = job.model, job.request
     assert isinstance(request, ChatRequest)
     tools: ToolParser | None = None

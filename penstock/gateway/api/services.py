@@ -239,8 +239,9 @@ class Services:
     dispatcher: Dispatcher
     gate: Gate
     limiter: Limiter
-    ask_store: Callable[[RequestFacts], Awaitable[None]]
-    """Asks the store of shared limits for what a request needs and is not on lease here."""
+    ask_store: Callable[[RequestFacts], Awaitable[None]] | None
+    """Asks the store of shared limits for what a request needs and is not on lease here; None: there is no
+    store."""
     budgets: TenantBudgets
     metrics: Metrics
     explained: DecisionLog

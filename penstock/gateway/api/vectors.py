@@ -167,7 +167,8 @@ class VectorEndpoints:
             user=request.user[:USER_CHARS_MAX] if isinstance(request.user, str) else "",
         )
         exchange.limits_ns = services.clock.now_ns()
-        await services.ask_store(facts)
+        if services.ask_store is not None:
+            await services.ask_store(facts)
         services.check_draining()  # It may have begun while the texts were tokenized.
         stream = _stream(answer_id, texts.tokens, caller)
         if services.dispatcher.submit(facts, reply, [(stream, reply)], None) is not None:

@@ -21,7 +21,7 @@ from penstock.backends.base import Delta, Finish, GenerateRequest, Generation
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import EngineFault, PenstockError
 from penstock.fleet.registry import Registry, Worker
-from penstock.policy.resilience.anomalies import Anomalies, Change, Standing
+from penstock.policy.resilience.anomalies import Anomalies, Standing, StandingChange
 from penstock.policy.resilience.probes import PROMPT, TOKENS, TOP, ProbeAnswer, ProbeToken
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
@@ -168,7 +168,7 @@ class Prober:
             self._prompts[route] = found
         return found
 
-    def _carry_out(self, change: Change) -> None:
+    def _carry_out(self, change: StandingChange) -> None:
         write = self._log.info if change.standing is Standing.WELL else self._log.warning
         write(
             "a worker's standing has changed",

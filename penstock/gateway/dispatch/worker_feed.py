@@ -32,7 +32,7 @@ from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.resilience.anomalies import Anomalies, Standing
 from penstock.policy.resilience.worker_state import WorkerState
-from penstock.policy.terms import part_of_rows, queue_terms
+from penstock.policy.terms import part_of, queue_terms
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.log import Log
 from penstock.types import TenantId, WorkerId
@@ -153,7 +153,7 @@ class WorkerFeed:
         is_shared = self._processes > 1 and not (is_external and rows)
         return WorkerView(
             ready=worker.is_ready and weight > 0,
-            max_running=part_of_rows(rows, self._processes) if is_external else rows,
+            max_running=part_of(rows, self._processes) if is_external else rows,
             running=stats.running if stats is not None and is_shared else 0,
             waiting=stats.waiting if stats is not None and is_shared else 0,
             kv_blocks_total=stats.blocks_total if stats is not None else 0,
@@ -161,7 +161,7 @@ class WorkerFeed:
             kind=worker.kind,
             max_model_len=info.max_model_len if info is not None else 0,
             resumes=worker.backend.status.resumes,
-            terms=worker.terms,
+            terms=worker.terms and worker.terms.part(self._processes),
             is_external=is_external,
             identity=info.identity if info is not None else "",
             adapters=adapters.loaded,

@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
     """The protocol object of one accepted socket."""
 
     __slots__ = (
-        "_body", "_client", "_deadline_ns", "_exchange", "_head_bytes", "_headers",
+        "_body", "_client", "_deadline_ns", "_exchange", "_head_bytes", "_headers", "_looked_at",
         "_num_sent", "_num_written", "_parser", "_raw_bytes", "_server", "_state", "_stuck_ns", "_transport",
         "_upgrades", "_url", "paused",
     )  # fmt: skip
@@ -105,18 +105,16 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._state = ConnectionState.IDLE
         self._exchange: Exchange | None = None
-        self._client = ""
+        self._client, self.paused = "", False
         self._deadline_ns: int | None = None
-        self._num_written = self._num_sent = 0
-        self._stuck_ns = 0
-        self.paused = False
+        self._num_written = self._num_sent = self._stuck_ns = 0
+        self._looked_at: RequestHead | None = None  # By the application, in this turn of the event loop.
         self._reset()
 
     def _reset(self) -> None:
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
-        self._head_bytes = 0
-        self._raw_bytes = 0
+        self._head_bytes = self._raw_bytes = 0
         self._upgrades = False
         self._body = bytearray()
 
@@ -146,6 +144,7 @@ class Connection(asyncio.Protocol):
             if data.strip(b"\r\n"):  # Some clients end a body with a stray line break.
                 self._pipelined()
             return
+        self._looked_at = None  # Keys may end while a body comes.
         if not self._reads() or not self._within_bounds(len(data)):
             return
         was_idle = self._state is ConnectionState.IDLE
@@ -244,12 +243,14 @@ class Connection(asyncio.Protocol):
         if fault := self._head_fault():
             self._fail(fault)
             return
-        if self._has_body() and (refusal := self._server.app.refuse(self._head(), self._client)):
-            self._refuse(refusal)
-            return
-        if self._parser.should_upgrade() and self._has_body():
-            self._upgrades = True  # `_after_upgrade` goes on.
-            return
+        if self._has_body():
+            self._looked_at = head = self._head()
+            if refusal := self._server.app.refuse(head, self._client):
+                self._refuse(refusal)
+                return
+            if self._parser.should_upgrade():
+                self._upgrades = True  # `_after_upgrade` goes on.
+                return
         self._move(ConnectionState.BODY)
         self._wait(self._server.limits.body_timeout_s)
         if b"expect" in self._headers:
@@ -368,7 +369,7 @@ class Connection(asyncio.Protocol):
         return RequestHead(method=method, path=path, query=query, headers=self._headers, version=version)
 
     def _open_exchange(self, head: RequestHead | None = None) -> Exchange:
-        head = head or self._head()
+        head = head or self._looked_at or self._head()
         exchange = Exchange(
             head,
             self,

@@ -99,6 +99,8 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
     query: str = ""
     headers: Mapping[bytes, bytes]
     version: str = "1.1"
+    seen: object = None
+    """What the application made of it a moment ago, before the body was read."""
 
 
 _FORGOTTEN = RequestHead(method="", path="", headers={})

@@ -45,6 +45,13 @@ class WireLimits:
     """A client that takes none of the bytes that wait for it for this long is cut off; 0 never."""
     heartbeat_s: float = 15.0
     """A stream that has sent nothing for this long sends an SSE comment; 0 never."""
+    spare_files: int = 512
+    """File descriptors that are needed beside one per connection."""
+
+    @property
+    def open_files(self) -> int:
+        """As many must be allowed."""
+        return self.connections_max + self.spare_files
 
 
 WIRE_LIMITS = WireLimits()

@@ -19,6 +19,7 @@ from penstock.config.routing import RoutingConfig
 from penstock.errors import ConfigError, InvalidRequest, NotFound, WorkerUnavailable
 from penstock.fleet.registry import RouteWorkers
 from penstock.gateway.models.rollouts import Assigned, RolloutTable
+from penstock.policy.admission.gate import ModelFacts
 from penstock.policy.placement.pick import ComplexityChoice
 from penstock.policy.tenant import (
     ANONYMOUS,
@@ -365,3 +366,17 @@ def _choose_auto(routing: RoutingConfig, created_s: int) -> "AutoModels":
     from penstock.gateway.models import auto_model  # Absent unless configured.
 
     return auto_model.AutoModels(routing, created_s=created_s)
+
+
+def model_facts(models: Mapping[ModelName, ServedModel], name: str) -> ModelFacts | None:
+    """The facts that admission decides on; None if no model of this name is served."""
+    model = models.get(ModelName(name))
+    if model is None:
+        return None
+    info = model.workers.info
+    return ModelFacts(
+        max_model_len=info.max_model_len if info is not None else 0,
+        adapters=model.workers.adapters,
+        capabilities=model.workers.capabilities,
+        kinds=model.workers.kinds,
+    )

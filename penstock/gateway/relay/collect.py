@@ -45,15 +45,13 @@ class PassedSink(TextSink):
         super().__init__(reply, chunks, index, chunks.role())
         self._chunks = chunks
 
-    def on_delta(self, delta: Delta) -> None:
-        """More output."""
-        if delta.thought:
-            if not self._began:
-                self._begin()
-            self.release()
-            self._exchange.write(self._chunks.thought(delta.thought))
-            self._reply.thought(len(delta.token_ids))
-        super().on_delta(delta)
+    def _think(self, delta: Delta) -> None:
+        """Reasoning goes out in front of the text beside it."""
+        if not self._began:
+            self._begin()
+        self.release()
+        self._exchange.write(self._chunks.thought(delta.thought))
+        self._reply.thought(len(delta.token_ids))
 
 
 class ChatSink(TextSink):

@@ -231,16 +231,21 @@ class TextSink:
 
     def on_delta(self, delta: Delta) -> None:
         """More output. The first leaves at once."""
-        if not self._began:
+        text, is_first = delta.text, not self._began
+        if delta.thought:
+            self._think(delta)
+        if is_first and not self._began:
             self._begin()
-            if delta.text:
-                self._exchange.write(self._prefix + _encode(delta.text) + self._suffix)
-        elif delta.text:
-            if self._exchange.holds:
-                self._hold(_encode(delta.text)[1:-1])
+        if text:
+            exchange = self._exchange
+            if exchange.holds and not is_first:
+                self._hold(_encode(text)[1:-1])
             else:
-                self._exchange.write(self._prefix + _encode(delta.text) + self._suffix)
+                exchange.write(self._prefix + _encode(text) + self._suffix)
         self._reply.count(len(delta.token_ids))
+
+    def _think(self, delta: Delta) -> None:
+        """Reasoning that a worker tells apart: shown where the model's has a place."""
 
     def release(self) -> None:
         """Write what is held back, as one event."""

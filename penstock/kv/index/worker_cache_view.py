@@ -125,7 +125,7 @@ TABLE: Mapping[tuple[StreamState, StreamInput], StreamState] = MappingProxyType(
 """What is not here cannot happen."""
 
 
-class Audit:
+class CacheAudit:
     """Predicted against actual, in blocks, over all answers of one worker."""
 
     __slots__ = ("num_expected", "num_hit", "num_unexpected")
@@ -150,7 +150,7 @@ class WorkerCacheView:
         """Restarts of this worker that were seen."""
         self.wanted: int | None = None
         """From which batch on everything must be sent again; None: nothing is missing."""
-        self.audited = Audit()
+        self.audited = CacheAudit()
         self.trust = 1.0
         """How much of what was expected of this worker lately came true, 0 to 1."""
         self.num_unreported = 0

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.policy.placement.score import RequestFacts, Score, ScorePolicy, WorkerFacts, score_policy
+from penstock.policy.placement.score import Score, ScoredRequest, ScorePolicy, WorkerFacts, score_policy
 from penstock.policy.terms import PlacementTerms
 from penstock.types import RequestId
 
@@ -70,7 +70,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     route: str
     at_ns: int
     config: PlacementTerms
-    request: RequestFacts
+    request: ScoredRequest
     candidates: tuple[WorkerFacts, ...]
     draws: tuple[int, ...]
     choice: Choice
@@ -84,13 +84,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def score_all(
-    policy: ScorePolicy, request: RequestFacts, candidates: Sequence[WorkerFacts]
+    policy: ScorePolicy, request: ScoredRequest, candidates: Sequence[WorkerFacts]
 ) -> list[Score | None]:
     """Every candidate's score; None for those that were filtered."""
     return [None if worker.filtered else policy.score(request, worker) for worker in candidates]
 
 
-def choose_only(request: RequestFacts, worker: WorkerFacts) -> Choice:
+def choose_only(request: ScoredRequest, worker: WorkerFacts) -> Choice:
     """What `choose` says where there is one candidate, whatever it would score."""
     if worker.filtered or not worker.has_room:
         return _NONE if worker.filtered else _NOT_YET
@@ -106,7 +106,7 @@ _AVOID, _RELEASED, _ONLY = Choice(0, "avoid"), Choice(0, "released"), Choice(0, 
 def choose(
     policy: ScorePolicy,
     config: PlacementTerms,
-    request: RequestFacts,
+    request: ScoredRequest,
     candidates: Sequence[WorkerFacts],
     scores: Sequence[Score | None],
     draw: Draw,

@@ -31,7 +31,7 @@ from penstock.kv.index.prefix_index import NOTHING_HELD, Held
 from penstock.policy.estimates import Ran, Speeds
 from penstock.policy.placement.adapters import AdapterPlacement
 from penstock.policy.placement.pick import Choice, Decision, DecisionLog, Draw, choose, choose_only, score_all
-from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
+from penstock.policy.placement.score import ScoredRequest, WorkerFacts, score_policy
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import (
     CapacityTable,
@@ -350,12 +350,12 @@ class Router:
             choice = choose(policy, config, request, candidates, scores, self._drawing)
         return self._decision(look, request, candidates, choice, looked_up=True)
 
-    def _request(self, look: "_Look") -> RequestFacts:
+    def _request(self, look: "_Look") -> ScoredRequest:
         """What is known of the request; and who else waits for which worker, if anybody does."""
         work = look.work
         if self._held:
             look.waiting = self._count_held(look.now_ns)
-        return RequestFacts(
+        return ScoredRequest(
             prompt_tokens=work.prompt_tokens,
             output_tokens=work.output_tokens,
             streams=work.streams,
@@ -367,7 +367,7 @@ class Router:
     def _decision(
         self,
         look: "_Look",
-        request: RequestFacts,
+        request: ScoredRequest,
         candidates: list[WorkerFacts],
         choice: Choice,
         *,

@@ -23,7 +23,7 @@ _NEXT_STREAM = 1.0
 """Streams that must end before a worker without KV room has some, as far as anybody can tell."""
 
 
-class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class ScoredRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is to be placed."""
 
     prompt_tokens: int
@@ -111,7 +111,7 @@ class ScorePolicy(Protocol):
         """1: people read a total as it is; -1: they read its negative, of which more is better."""
         ...
 
-    def score(self, request: RequestFacts, worker: WorkerFacts) -> Score:
+    def score(self, request: ScoredRequest, worker: WorkerFacts) -> Score:
         """What sending the request there costs."""
         ...
 
@@ -120,7 +120,7 @@ class ScorePolicy(Protocol):
         ...
 
 
-def pressure(request: RequestFacts, worker: WorkerFacts) -> float:
+def pressure(request: ScoredRequest, worker: WorkerFacts) -> float:
     """The odds x / (1 - x) of full memory, where x is the share of KV memory in use once the request and its
     answer are there.
 
@@ -133,7 +133,7 @@ def pressure(request: RequestFacts, worker: WorkerFacts) -> float:
     return full / (1 - full) if full < _FULL_MAX else _FULL_MAX / (1 - _FULL_MAX)
 
 
-def _waits_s(request: RequestFacts, worker: WorkerFacts, backlog_s: float) -> tuple[float, float]:
+def _waits_s(request: ScoredRequest, worker: WorkerFacts, backlog_s: float) -> tuple[float, float]:
     """Until the prompt is begun there, and of that until it can be sent there, where streams must end first.
 
     One of n streams ends in a n-th of the time that they take. What is there already takes `backlog_s`.
@@ -151,7 +151,7 @@ def _waits_s(request: RequestFacts, worker: WorkerFacts, backlog_s: float) -> tu
 
 
 def _times_s(
-    config: PlacementTerms, request: RequestFacts, worker: WorkerFacts
+    config: PlacementTerms, request: ScoredRequest, worker: WorkerFacts
 ) -> tuple[float, float, float, float, float]:
     """Wait, reload, prefill and adapter load; and of the wait, that for room."""
     speed, running, host_tokens = worker.speed, worker.running, worker.host_tokens
@@ -181,7 +181,7 @@ class TtftScore:
         self._others = config.ttft.others_weight
         self._pressure_s = config.ttft.pressure_ms / 1000
 
-    def score(self, request: RequestFacts, worker: WorkerFacts) -> Score:
+    def score(self, request: ScoredRequest, worker: WorkerFacts) -> Score:
         """See `ScorePolicy`."""
         wait_s, reload_s, prefill_s, adapter_s, room_wait_s = _times_s(self._config, request, worker)
         ttft_s = wait_s + reload_s + prefill_s + adapter_s
@@ -207,7 +207,7 @@ class WeightedScore:
     def __init__(self, config: PlacementTerms) -> None:
         self._config, self._weights = config, config.weighted
 
-    def score(self, request: RequestFacts, worker: WorkerFacts) -> Score:
+    def score(self, request: ScoredRequest, worker: WorkerFacts) -> Score:
         """See `ScorePolicy`."""
         config, weights = self._config, self._weights
         wait_s, reload_s, prefill_s, adapter_s, room_wait_s = _times_s(config, request, worker)

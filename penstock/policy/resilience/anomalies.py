@@ -70,7 +70,7 @@ WEIGHTS = {_S.WELL: 1.0, _S.DOUBTED: 0.5, _S.EJECTED: 0.0, _S.RETURNING: 0.5}
 
 
 @dataclass(slots=True, frozen=True)
-class Change:
+class StandingChange:
     """A worker's standing is another one."""
 
     route: str
@@ -126,7 +126,7 @@ class Anomalies:
         self._groups: dict[str, Peers] = {}
         self._goldens = Goldens()
         self._window_ns = 0
-        self._changes: list[Change] = []
+        self._changes: list[StandingChange] = []
 
     # --- facts ---------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class Anomalies:
             self._workers[worker_id].probe_began_ns = now_ns
         return found
 
-    def tick(self, now_ns: int) -> list[Change]:
+    def tick(self, now_ns: int) -> list[StandingChange]:
         """What has changed since the last call. Every second or so."""
         if not self._window_ns:
             self._window_ns = now_ns + WINDOW_NS
@@ -367,4 +367,4 @@ class Anomalies:
             found.num_right = 0
         if (peers := self._groups.get(found.group)) is not None:
             peers.trust(worker_id, trusted=found.standing is Standing.WELL)
-        self._changes.append(Change(found.route, worker_id, found.standing, found.cause, why))
+        self._changes.append(StandingChange(found.route, worker_id, found.standing, found.cause, why))

@@ -15,7 +15,7 @@ import enum
 import msgspec
 
 from penstock.policy.rollout.cohorts import BUCKETS
-from penstock.policy.rollout.evidence import Evidence, Metric, Observation, Reading, Verdict
+from penstock.policy.rollout.evidence import Evidence, Observation, Reading, RolloutMetric, RolloutVerdict
 
 STEPS_MAX = 20
 STEP_S_MAX = 7 * 24 * 3600.0
@@ -105,14 +105,14 @@ class Rollout(msgspec.Struct, kw_only=True):
 
     def readings(self) -> list[Reading]:
         """Of every metric."""
-        return [self.evidence.read(metric) for metric in Metric]
+        return [self.evidence.read(metric) for metric in RolloutMetric]
 
     def judge(self, now_ns: int) -> bool:
         """Decide what can be decided; whether anything has changed but `why`."""
         if not self.is_live:
             return False
         readings = self.readings()
-        worse = [each for each in readings if each.verdict is Verdict.WORSE]
+        worse = [each for each in readings if each.verdict is RolloutVerdict.WORSE]
         if worse:
             self._end(RolloutState.ROLLED_BACK, "; ".join(map(_said, worse)))
             return True
@@ -148,10 +148,10 @@ class Rollout(msgspec.Struct, kw_only=True):
         wanted = self.plan.requests_min
         if min(canary, control) < wanted:
             return f"{wanted} requests of each cohort; the canary has {canary}, control {control}"
-        if all(each.verdict is Verdict.FINE for each in readings):
+        if all(each.verdict is RolloutVerdict.FINE for each in readings):
             return ""
         left_s = self.plan.step_s - (now_ns - self.step_began_ns) / 1e9
-        unsure = ", ".join(each.metric for each in readings if each.verdict is not Verdict.FINE)
+        unsure = ", ".join(each.metric for each in readings if each.verdict is not RolloutVerdict.FINE)
         if left_s > 0:
             return f"certainty about {unsure}, for {left_s:.0f} s at most"
         unknown = [each.metric for each in readings if each.difference is None]
@@ -170,7 +170,7 @@ class Rollout(msgspec.Struct, kw_only=True):
 
 
 def _is_bad(reading: Reading) -> bool:
-    two_sided = reading.metric in (Metric.LENGTH, Metric.CUT_OFF)
+    two_sided = reading.metric in (RolloutMetric.LENGTH, RolloutMetric.CUT_OFF)
     return two_sided or (reading.difference or 0.0) > 0
 
 

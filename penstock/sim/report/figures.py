@@ -234,7 +234,7 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: Spread
 
 
-class Window(msgspec.Struct, frozen=True, kw_only=True):
+class GoodputWindow(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of the course over time; requests count where they came."""
 
     begins_s: float
@@ -289,7 +289,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which fewer requests were good than promised."""
     objective: Objective
     tenants: dict[str, TenantFigures]
-    windows: list[Window]
+    windows: list[GoodputWindow]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -383,7 +383,9 @@ def _tenants(run: Run, is_good: IsGood) -> dict[str, TenantFigures]:
     return found
 
 
-def _windows(records: Sequence[RequestRecord], is_good: IsGood, begins: int, seconds: float) -> list[Window]:
+def _windows(
+    records: Sequence[RequestRecord], is_good: IsGood, begins: int, seconds: float
+) -> list[GoodputWindow]:
     count = max(1, min(WINDOWS, int(seconds / WINDOW_MIN_S)))
     width = max(1, round(seconds * NS_PER_S / count))
     came: list[list[RequestRecord]] = [[] for _ in range(count)]
@@ -399,13 +401,13 @@ def _windows(records: Sequence[RequestRecord], is_good: IsGood, begins: int, sec
         left = record.at_ns + record.queue_ns if record.attempts else record.end_ns
         queued[place(record.at_ns)] += 1
         queued[place(left)] -= 1
-    windows: list[Window] = []
+    windows: list[GoodputWindow] = []
     waiting = 0
     for index, each in enumerate(came):
         waiting += queued[index]
         ttft = Spread.of([record.ttft_ns for record in each if record.first_ns >= 0])
         windows.append(
-            Window(
+            GoodputWindow(
                 begins_s=index * width / NS_PER_S,
                 arrived=len(each),
                 good=sum(is_good(record) for record in each),

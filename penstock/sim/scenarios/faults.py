@@ -39,15 +39,15 @@ from penstock.sim.traffic.workload import (
     even,
     merged,
 )
-from penstock.sim.world.faults import Fault, FaultKind
+from penstock.sim.world.faults import FaultKind, InjectedFault
 
 BEGINS, ENDS, RECOVERED = 15, 30, 40
 """Seconds: when the fault begins and is over, and from when on everything must be well again."""
 
 
-def fault(kind: FaultKind, *, target: int = 0, amount: float = 1.0, until: int = ENDS) -> Fault:
+def fault(kind: FaultKind, *, target: int = 0, amount: float = 1.0, until: int = ENDS) -> InjectedFault:
     """A failure at the usual time; with `until` 0 nothing ends it."""
-    return Fault(kind, BEGINS * NS_PER_S, until * NS_PER_S, target, amount)
+    return InjectedFault(kind, BEGINS * NS_PER_S, until * NS_PER_S, target, amount)
 
 
 def late_share(played: Played) -> float:
@@ -312,7 +312,9 @@ def _spells(knobs: Knobs, *, hedged: bool) -> Setup:
     source = chat(knobs, 0.4, 8, callers=Callers(tenants=even(8)))
     seconds = knobs.seconds or _SECONDS
     faults = [
-        Fault(FaultKind.WORKER_SLOW, int(at * NS_PER_S), int((at + _LASTS) * NS_PER_S), 5 * number, 20.0)
+        InjectedFault(
+            FaultKind.WORKER_SLOW, int(at * NS_PER_S), int((at + _LASTS) * NS_PER_S), 5 * number, 20.0
+        )
         for number, at in enumerate(5 + _EVERY * i for i in range(int((seconds - 8) / _EVERY)))
     ]
     return setup(knobs, [pool(knobs, workers=8)], [source], seconds=_SECONDS, faults=faults)

@@ -28,7 +28,7 @@ from penstock.sim.report.figures import Figures, Objective, Spread
 from penstock.sim.scenarios.setup import Knobs, Played, Setup, play, promised
 from penstock.sim.traffic.prompts import RequestRecord
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, TrafficSource, even
-from penstock.sim.world.faults import Fault
+from penstock.sim.world.faults import InjectedFault
 from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 
 
@@ -202,7 +202,7 @@ def kind_of(placed: Placed) -> str:
 
 def setup(
     knobs: Knobs, pools: Sequence[PoolSpec], sources: Sequence[TrafficSource], *, seconds: float,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[InjectedFault] = (),
     objective: Objective | None = None, **world: object,
 ) -> Setup:  # fmt: skip
     """A setup with the knobs applied: `world` goes to `WorldSpec`."""

@@ -24,7 +24,7 @@ from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.sim.report.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of
 from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 from penstock.sim.traffic.workload import TrafficSource, merged
-from penstock.sim.world.faults import Chaos, Fault
+from penstock.sim.world.faults import Chaos, InjectedFault
 from penstock.sim.world.run import PoolSpec, SimResult, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 
@@ -78,7 +78,7 @@ class Setup:
 
     world: WorldSpec
     sources: tuple[TrafficSource, ...]
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[InjectedFault, ...] = ()
     seconds: float
     """Of arrivals; the run goes on until everything has ended."""
     objective: Objective = field(default_factory=Objective)

@@ -238,7 +238,7 @@ class LazyTokens(Sequence[int]):
         return iter(prompt_tokens(self._segments))
 
 
-class BlockNames:
+class PromptBlockNames:
     """Names the blocks of prompts as the workers of one hasher do, in the namespaces of tenants."""
 
     __slots__ = ("_hasher", "_roots")

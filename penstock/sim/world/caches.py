@@ -17,7 +17,7 @@ from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.queueing.capacity import LeastLoaded, Placement
 from penstock.policy.terms import PlacementTerms
-from penstock.sim.traffic.prompts import BlockNames, SimRequest
+from penstock.sim.traffic.prompts import PromptBlockNames, SimRequest
 from penstock.sim.world.messages import KVUpdate
 from penstock.types import WorkerId
 
@@ -31,15 +31,15 @@ class Chains:
     __slots__ = ("_names",)
 
     def __init__(self) -> None:
-        self._names: dict[BlockHasher, BlockNames] = {}
+        self._names: dict[BlockHasher, PromptBlockNames] = {}
 
-    def of(self, hasher: BlockHasher) -> BlockNames:
+    def of(self, hasher: BlockHasher) -> PromptBlockNames:
         """Of the workers that go by it."""
         found = self._names.get(hasher)
         if found is None:
             if len(self._names) >= _HASHERS_MAX:
                 del self._names[next(iter(self._names))]
-            found = self._names[hasher] = BlockNames(hasher)
+            found = self._names[hasher] = PromptBlockNames(hasher)
         return found
 
 

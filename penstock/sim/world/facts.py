@@ -14,7 +14,7 @@ from penstock.policy.flow import UsageRecord
 from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.policy.queueing.capacity import Placement
 from penstock.policy.request import Request
-from penstock.policy.resilience.anomalies import Anomalies, Change
+from penstock.policy.resilience.anomalies import Anomalies, StandingChange
 from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked
@@ -185,7 +185,7 @@ class SpeedWatch:
     def __init__(self, anomalies: Anomalies) -> None:
         self._anomalies = anomalies
         self._reports: dict[WorkerId, Report] = {}
-        self.standings: list[tuple[int, Change]] = []
+        self.standings: list[tuple[int, StandingChange]] = []
         """What became of workers that were slow, and when."""
 
     def weight(self, now_ns: int, report: Report, again: Callable[[Report], None]) -> float:

@@ -27,7 +27,7 @@ from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.policy.request import Request
-from penstock.policy.terms import part_of_rows
+from penstock.policy.terms import part_of
 from penstock.sim.traffic.prompts import LazyTokens, RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches
 from penstock.sim.world.facts import Facts, Network, RunRecorder, SpeedWatch, Ticket, ticket_of
@@ -184,7 +184,7 @@ class SimGateway:
         is_shared = processes > 1 and not spec.is_external
         view = WorkerView(
             ready=ready and weight > 0,
-            max_running=part_of_rows(rows, processes) if spec.is_external else rows,
+            max_running=part_of(rows, processes) if spec.is_external else rows,
             running=report.running if report is not None and is_shared else 0,
             waiting=report.waiting if report is not None and is_shared else 0,
             kv_blocks_total=report.blocks_total if report is not None else 0,

@@ -26,7 +26,7 @@ from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import waiting_queue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
-from penstock.sim.traffic.prompts import EOS, BlockNames, Segment, content_tokens, prompt_tokens
+from penstock.sim.traffic.prompts import EOS, PromptBlockNames, Segment, content_tokens, prompt_tokens
 from penstock.sim.world.adapters import SimAdapters
 from penstock.sim.world.messages import (
     Began,
@@ -115,7 +115,7 @@ class SimWorker:
         self._timeline, self._listener = timeline, listener
         self.clock = LocalClock()
         hasher = BlockHasher(key=hash_key, identity=self.identity)
-        self._names = BlockNames(hasher)
+        self._names = PromptBlockNames(hasher)
         manager = KVManager.with_prefix_cache(spec.num_blocks, hasher)
         if not spec.engine.prefix_cache:
             manager = KVManager.without_prefix_cache(spec.num_blocks)
