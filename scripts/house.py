@@ -70,7 +70,7 @@ ROWS = {
 
 
 def count_sources(root: Path) -> dict[str, object]:
-    """What can be counted by reading: modules, lines, names, widths."""
+    """The figures that can be counted by reading: modules, lines, names, widths."""
     package = sorted((root / "penstock").rglob("*.py"))
     native = [path for path in (root / "penstock").rglob("*") if path.suffix in NATIVE]
     names: collections.Counter[str] = collections.Counter()
