@@ -27,7 +27,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 MODEL, KEY = "penstock-demo-mini", "sk-counting-the-house"
 COLUMNS_MAX, FUNCTION_LINES_MAX = 110, 70
-IDLE_S, SETTLED_S, PATIENCE_S = 12.0, 1.5, 120.0
+IDLE_S, SETTLED_S, PATIENCE_S = 40.0, 1.5, 120.0
 NUM_STREAMS = 16
 """Streams that are open at once while objects are counted."""
 CHECKED = ("penstock", "tests", "bench", "training")
