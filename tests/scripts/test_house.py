@@ -48,7 +48,11 @@ def test_only_what_a_request_runs_is_on_its_way(house: ModuleType) -> None:
         "gateway": ran(("clock.py", "now"), ("app.py", "beat"), ("app.py", "handle"), ("hash.py", "of")),
         "worker": ran(("hash.py", "of"), ("core.py", "step")),
     }
-    ways = house._ways(idle, request)
+    beaten = {
+        **request,
+        "gateway": ran(("clock.py", "now"), ("hash.py", "of"), ("app.py", "handle"), ("alerts.py", "look")),
+    }
+    ways = house._ways(idle, [request, beaten])
     assert ways["files"] == {"gateway": ["app.py", "hash.py"], "worker": ["core.py", "hash.py"]}
     assert ways["files_on_a_requests_way"] == 3
 
