@@ -155,13 +155,13 @@ class WorkerBusy(Overloaded):
 
 
 class WorkerEjected(Overloaded):
-    """The worker computes wrongly or slowly, so what runs there goes on elsewhere. Whoever ejected it has
-    blamed it: as an end of an attempt this is no failure of the worker's.
+    """The worker computes wrongly or slowly, so its requests continue elsewhere. The code that ejected it
+    has blamed it: as an end of an attempt this is no failure of the worker's.
     """
 
 
 class IdentityUnavailable(Overloaded):
-    """Who is calling cannot be checked now, because the identity provider is not there."""
+    """The caller cannot be checked now, because the identity provider is not there."""
 
 
 class WorkerError(PenstockError):
@@ -199,12 +199,12 @@ class StreamBroken(WorkerError):
 
 
 class EngineFault(WorkerError):
-    """The engine failed this one request (for example NaN logits); others go on."""
+    """The engine failed this one request (for example NaN logits); others continue."""
 
 
 class WeightsDamaged(WorkerError):
     """The weights in an engine's memory have changed: its process ends, so that the next one loads them
-    anew.
+    again.
     """
 
 
@@ -213,7 +213,7 @@ class DeviceFault(WorkerError):
 
 
 class OperatorError(PenstockError):
-    """Whoever runs the server must mend something before it can start."""
+    """The operator must mend something before it can start."""
 
 
 class ConfigError(OperatorError):

@@ -18,7 +18,7 @@ from penstock.clock import NS_PER_S
 
 
 class Beat(enum.Enum):
-    """What to do after a beat."""
+    """The next action after a beat."""
 
     NOTHING = "nothing"
     ASK = "ask"

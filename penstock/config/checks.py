@@ -140,7 +140,7 @@ _IPC = re.compile(r"ipc://[^\x00]{1,100}")
 
 
 def _kv_event_problems(engine: EngineConfig, key: str, listening: dict[str, str]) -> Iterator[str]:
-    """What is wrong with the ZeroMQ addresses; `listening` says which key has taken an address already."""
+    """Problems of the ZeroMQ addresses; `listening` says which key has taken an address already."""
     events = engine.kv_events
     if not events.endpoint:
         if events.replay_endpoint:

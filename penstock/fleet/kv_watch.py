@@ -60,8 +60,8 @@ class KVEventSubscriber:
         log: Log,
         worker: str,
     ) -> None:
-        """`events` and `replay` are ZeroMQ addresses; with an empty `replay` nobody can be asked for what was
-        missed.
+        """`events` and `replay` are ZeroMQ addresses; with an empty `replay` missed events cannot be asked
+        for.
 
         Raises:
             ConfigError: pyzmq is not installed, or an address is none.

@@ -101,7 +101,7 @@ class Gateway:
         self.notes = Notes(clock, watch.keep)
         """For the audit trail."""
         self.tenancy = Tenancy(config, clock=clock, log=log, notes=self.notes if peers is None else None)
-        """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
+        """The callers; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
         self._adapters = AdapterKeeper(registry, log, places=peers is None or peers.index == 0)
@@ -334,7 +334,7 @@ class Gateway:
     # --- inside ----------------------------------------------------------------------------------
 
     def _rows_at(self, worker_id: str) -> int:
-        """What a worker said last of how many requests it computes together."""
+        """A worker's last report of how many requests it computes together."""
         worker = self._registry.get(WorkerId(worker_id))
         stats = None if worker is None else worker.backend.status.stats
         return 0 if stats is None else stats.running
@@ -404,7 +404,7 @@ class Gateway:
                 self._dispatcher.heartbeat(ticks)
 
     def _tell_of_rollouts(self) -> None:
-        """What ended of them goes to who decides."""
+        """Outcomes of its requests go to the process that decides."""
         if not (seen := self._services.models.rollouts.take()):
             return
         if self._leader is not None:

@@ -42,7 +42,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EmbeddingRequestOutput:
-    """What became of one text."""
+    """The result of one text."""
 
     request_id: str
     outputs: EmbeddingOutput

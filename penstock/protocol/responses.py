@@ -52,7 +52,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
-    """What a called function gave back."""
+    """The result of a called function."""
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +139,7 @@ CHAT_WORDS = {
     "reasoning.effort": "reasoning_effort",
     "include": "logprobs",
 }
-"""What a chat calls the same."""
+"""The chat's name for the same."""
 FullResponseRequest = msgspec.defstruct(
     "FullResponseRequest",
     [
@@ -187,7 +187,7 @@ class MessageItem(msgspec.Struct, kw_only=True):
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True):
-    """What the model thought. It is shown as it was: there is no summary, and nothing is encrypted."""
+    """The model's reasoning. It is shown as it was: there is no summary, and nothing is encrypted."""
 
     id: str
     type: str = "reasoning"

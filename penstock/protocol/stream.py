@@ -22,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class StreamHead(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What all chunks of one answer have in common."""
+    """The common fields of all chunks of one answer."""
 
     id: str
     created: int
@@ -65,7 +65,7 @@ class ChatChunks:
         self._delta_head = b'%b[{"index":%d,"delta":' % (head.opening(self.KIND), index)
         self._end = b"]%b" % head.closing
         self.prefix = b'%b{"content":' % self._delta_head
-        """What goes before the JSON string of a plain piece of text, and `suffix` after it."""
+        """The bytes before the JSON string of a plain piece of text, and `suffix` those after it."""
         self.suffix = b'},"logprobs":null,"finish_reason":null}%b' % self._end
 
     def role(self) -> bytes:
@@ -113,7 +113,7 @@ class CompletionChunks:
     def __init__(self, head: StreamHead, index: int) -> None:
         self._end = b"]%b" % head.closing
         self.prefix = b'%b[{"index":%d,"text":' % (head.opening(self.KIND), index)
-        """What goes before the JSON string of a plain piece of text, and `suffix` after it."""
+        """The bytes before the JSON string of a plain piece of text, and `suffix` those after it."""
         self.suffix = b',"logprobs":null,"finish_reason":null}%b' % self._end
 
     def text(self, text: str) -> bytes:
@@ -157,8 +157,8 @@ class EventReader:
     r"""Cuts a stream of bytes, as it comes, into the data of its events.
 
     Comments, event names and ids are dropped; several `data:` lines of one event are joined by newlines.
-    Lines may end in LF, CR LF or CR. What was looked through once is not looked through again, however small
-    the pieces are.
+    Lines may end in LF, CR LF or CR. Bytes that were looked through once are not looked through again,
+    however small the pieces are.
     """
 
     __slots__ = ("_after_cr", "_events_max_bytes", "_rest", "_seen")

@@ -26,7 +26,7 @@ _Texts = str | list[str]
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What they have in common."""
+    """The common fields."""
 
     model: str
     truncate_prompt_tokens: Truncation | None = None
@@ -220,7 +220,7 @@ def _refuse(message: str, param: str, code: str = "invalid_value") -> NoReturn:
     raise InvalidRequest(message, param=param, code=code)
 
 
-# What is done with vectors: float32, little-endian.
+# The work on vectors: float32, little-endian.
 
 
 def numbers(vector: bytes) -> list[float]:

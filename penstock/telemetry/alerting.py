@@ -43,7 +43,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     labels: dict[str, str]
     """Model and band, where it is about one; of a burn rate its factor and long window."""
     since: int
-    """When it began, in seconds since the Unix epoch; burn rates begin anew with the server."""
+    """When it began, in seconds since the Unix epoch; burn rates start again with the server."""
     ended: int = 0
     """When it ended; 0: it fires."""
     why: str
@@ -127,7 +127,7 @@ class Alerts:
         return [*self._over(found), *self._begun(found, now_ns)]
 
     def report(self) -> AlertsReport:
-        """What there is to show, as of the last evaluation."""
+        """The alerts, as of the last evaluation."""
         firing = [each.alert for each in self._active.values() if each.alert is not None]
         return AlertsReport(
             now=self._wall_s(),
@@ -185,8 +185,8 @@ class Alerts:
         return found
 
     def _grown(self, wanted: SeriesSum, labels: tuple[tuple[str, str], ...], now_ns: int) -> float:
-        """What a counter grew by in the window. A lower value means that it began again at 0; of one that all
-        gateway processes share, that the process which counted most is gone.
+        """The growth of a counter in the window. A lower value means that it began again at 0; of one that
+        all gateway processes share, that the process which counted most is gone.
         """
         is_shared = wanted.name.encode() in SHARED
         since_ns, grown, before = now_ns - wanted.window_s * NS_PER_S, 0.0, None

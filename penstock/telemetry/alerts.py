@@ -114,7 +114,7 @@ class Rule:
     name: str
     severity: Severity
     summary: str
-    """What it means, for who is paged."""
+    """Its meaning, for the operator who is paged."""
     tests: tuple[Test, ...]
     for_s: int = 0
     """How long the tests must hold."""

@@ -38,7 +38,7 @@ class OutcomeLabel(enum.StrEnum):
 
 
 class BlockState(enum.StrEnum):
-    """What a KV block is doing. The three sum to the pool."""
+    """The state of a KV block. The three sum to the pool."""
 
     FREE = "free"
     USED = "used"
@@ -65,7 +65,7 @@ class Metric:
 
     @property
     def needed_by(self) -> str:
-        """Who reads it, in words."""
+        """The readers of it, in words."""
         if self.name.startswith("DCGM"):
             return "on call; capacity"
         return next(who for prefix, who in NEEDED_BY if self.name.startswith(f"penstock_{prefix}"))

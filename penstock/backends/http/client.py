@@ -5,10 +5,10 @@ arrive.
                                                                       └──────── any failure ──────> on_failure
 
 Knows nothing of models. `start` neither blocks nor awaits, and no task runs per exchange once it is
-connected, so a relayed token costs no task switch (docs/design/002). What is bounded: connections, idle ones,
-the size of heads and bodies, and every wait: to connect, for the answer's head, between two signs of
-progress, and in all. Progress is what the handler says it is (`HttpExchange.touch`), so that a peer cannot
-hold a stream open with bytes that mean nothing.
+connected, so a relayed token costs no task switch (docs/design/002). Bounds: connections, idle ones, the size
+of heads and bodies, and every wait: to connect, for the answer's head, between two signs of progress, and in
+all. Progress is what the handler says it is (`HttpExchange.touch`), so that a peer cannot hold a stream open
+with bytes that mean nothing.
 
 A caller that has too much of an answer may pause it: the connection is not read, TCP's window fills and the
 peer waits. That time is no silence of the peer's.

@@ -40,7 +40,7 @@ _decode_ids = msgspec.json.Decoder(tuple[str, tuple[int, ...]]).decode_lines
 
 
 class Envelopes:
-    """What stands around the text, or the ids, of one answer's events."""
+    """The text around the deltas, or the ids, of one answer's events."""
 
     __slots__ = ("_before", "_behind", "_between", "_middle", "_num_trials", "_prefix", "_reader")
 
@@ -57,8 +57,8 @@ class Envelopes:
         self._num_trials = 0 if reader.is_steady else _TRIALS_MAX
 
     def sort(self, block: bytes, *, joins: bool) -> Iterator[bytes | Piece]:
-        """Whole events (`EventReader.whole`) in their order: what those say that are alike, runs of them as
-        one if it `joins`; the data of others. What is learned of one goes for those behind it.
+        """Whole events (`EventReader.whole`) in their order: similar ones decoded, runs of them as one if it
+        `joins`; others as their data. A pattern that one event teaches serves those behind it.
         """
         at, runs = 0, joins
         while at < len(block):
@@ -80,7 +80,7 @@ class Envelopes:
                 yield event
 
     def only(self, block: bytes) -> Piece | None:
-        """What a block says that is one run of events that are alike, as nearly all are; None: `sort` it."""
+        """The content of a block that is one run of similar events, as nearly all are; None: `sort` it."""
         before, behind = self._before, self._behind
         if not before or not block.startswith(before) or not block.endswith(behind):
             return None

@@ -8,10 +8,10 @@
       │        └─ abort (the client left): the connection is closed, which ends it on every engine
       └─ a status: the errors of dialects/base.py
 
-Whose count is believed, in this order: token ids that the worker sends; its log-probabilities, one for each
-token; its `usage`, for workers that send text alone (what came is counted with our tokenizer until then).
-Text is made from ids where there are ids, so that it does not depend on how a worker holds back parts of
-characters; stop strings, stop tokens and the answer's length are watched here for every engine.
+The count that is believed, in this order: token ids that the worker sends; its log-probabilities, one for
+each token; its `usage`, for workers that send text alone (what came is counted with our tokenizer until
+then). Text is made from ids where there are ids, so that it does not depend on how a worker holds back parts
+of characters; stop strings, stop tokens and the answer's length are watched here for every engine.
 """
 
 from array import array
@@ -73,7 +73,7 @@ class StreamOwner(Protocol):
 
 
 class StreamContext(NamedTuple):
-    """What all streams of one worker have in common."""
+    """The common context of all streams of one worker."""
 
     tokenizer: Tokenizer
     pieces: PieceTokens

@@ -1,4 +1,4 @@
-"""`penstock sleep`: let a model give its memory back until somebody wants it."""
+"""`penstock sleep`: release a model's memory until a request needs it."""
 
 import argparse
 import asyncio
@@ -28,7 +28,7 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     """Add this command."""
     parser = commands.add_parser(
         "sleep",
-        help="let a model give its memory back until somebody wants it",
+        help="release a model's memory until a request needs it",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=Help,

@@ -1,4 +1,4 @@
-"""What answers with numbers: `/v1/embeddings`, `/v1/rerank` and `/v1/score`.
+"""The endpoints that answer with numbers: `/v1/embeddings`, `/v1/rerank` and `/v1/score`.
 
 Each reads its request, finds the model, makes tokens of all texts, and submits them to the dispatcher as
 one stream, whose worker computes them in its own batches. A cross-encoder reads two texts together and has a
@@ -66,7 +66,7 @@ _SCORE = _Kind(Endpoint.SCORE, SCORE_ID, Capability.SCORES)
 
 
 class _Texts(NamedTuple):
-    """What is to be computed, and how the answer is made of it."""
+    """The texts to compute, and how the answer is made of them."""
 
     tokens: Sequence[TextTokens]
     wording: Wording

@@ -175,7 +175,7 @@ class CollectSink:
 
     @property
     def text(self) -> str:
-        """What was generated so far."""
+        """The text so far."""
         return "".join(item.text for item in self.events if isinstance(item, Text))
 
     def on_delta(self, delta: Delta) -> None:
@@ -202,7 +202,7 @@ class CollectSink:
         """The end."""
         finish = self._reply.ended(finish)
         self.reason = finish.reason
-        if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may go on.
+        if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may continue.
             self.events += self._reply.guarded(self._parser.finish) or ()
         elif not self._began:
             self.prompt_logprobs.clear()  # Another attempt tells them again.

@@ -37,12 +37,12 @@ from penstock.protocol.stream import DONE, HEARTBEAT, ChatChunks, CompletionChun
 from penstock.types import FinishReason
 
 LOWEST = -9999.0
-"""What OpenAI writes for a probability of zero, which JSON has no logarithm of."""
+"""OpenAI's value for a probability of zero, which JSON has no logarithm of."""
 
 
 @dataclass(slots=True, frozen=True)
 class Echo:
-    """What is shown of a prompt in front of its answers."""
+    """The part of a prompt that is shown in front of its answers."""
 
     text: str = ""
     first: TextLogprob | None = None
@@ -159,7 +159,9 @@ class StreamReply(Reply):
         return self._is_held
 
     def _caught_up(self) -> None:
-        """The client took what was written. Workers go on when it has taken what was held back, too."""
+        """The client took what was written. Workers also continue once it has taken the text that was held
+        back.
+        """
         self._release_all()
         if self._is_held and not self.exchange.is_behind:
             self._is_held = False

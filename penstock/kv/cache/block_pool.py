@@ -248,7 +248,7 @@ class BlockPool:
             held.append(block)
 
     def end_epoch(self, epoch: Epoch) -> int:
-        """Whatever `epoch` stands for touches nothing any more. Returns how many blocks may be reused now."""
+        """The holder of `epoch` touches nothing any more. Returns how many blocks may be reused now."""
         reusable = 0
         for block in self._held_by.pop(epoch):
             self._num_holds[block] -= 1
