@@ -152,6 +152,8 @@ class EngineCore:
         self._busy_since_ns = 0
         """While there is a request: up to when that time was counted and shared out."""
         self._unshared_ns = 0
+        self._kv_held_tokens, self._block_tokens = 0, self._runner.info.block_tokens
+        """The first is summed over steps."""
 
     @property
     def info(self) -> ModelInfo:
@@ -321,6 +323,7 @@ class EngineCore:
             self._waited_ns += now_ns - waiting_ns
             self._in_flight -= 1
             self._scheduler.count_drafts(result)
+            self._kv_held_tokens += self._scheduler.kv.pool.num_used * self._block_tokens
             if self._floor is not None:
                 self._floor.count(_shape(self._scheduler.oldest))
             self._share_time(now_ns)
@@ -366,6 +369,7 @@ class EngineCore:
             timed_kv_read=now.sums.kv_read,
             timed_pairs=now.sums.pairs,
             timed_ns=now.sums.ns,
+            kv_held_tokens=self._kv_held_tokens,
         )
 
     def _share_time(self, now_ns: int) -> None:

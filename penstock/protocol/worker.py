@@ -340,6 +340,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     timed_kv_read: int = 0
     timed_pairs: int = 0
     timed_ns: int = 0
+    kv_held_tokens: int = 0
+    """Tokens that the KV blocks in use could hold, summed over steps: beside `timed_kv_read`, how much of the
+    KV memory holds context. 0: it does not tell."""
     readings: DeviceReadings | None = None
     """Of its device, some seconds old; None: it does not tell."""
 

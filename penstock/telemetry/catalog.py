@@ -247,6 +247,14 @@ CATALOG = (
         "penstock_engine_accepted_tokens_total", "counter",
         "Of penstock_engine_drafted_tokens_total, those that became tokens of answers.", MODEL, shared=True,
     ),
+    Metric(
+        "penstock_engine_kv_held_tokens_total", "counter",
+        "Tokens that the KV blocks in use could hold, summed over engine steps.", MODEL, shared=True,
+    ),
+    Metric(
+        "penstock_engine_kv_read_tokens_total", "counter",
+        "Tokens of context of the requests in each engine step, summed over steps.", MODEL, shared=True,
+    ),
     Metric("penstock_engine_preemptions_total", "counter", "Preempted requests.", MODEL, shared=True),
     Metric("penstock_engine_restarts_total", "counter", "Restarts of the engine process.", MODEL,
         shared=True),

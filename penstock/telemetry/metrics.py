@@ -375,6 +375,8 @@ class ModelMetrics:
             "host_ns": Followed(table.counter("penstock_engine_host_seconds_total").labels(model), NS_PER_S),
             "drafted_tokens": Followed(table.counter("penstock_engine_drafted_tokens_total").labels(model)),
             "accepted_tokens": Followed(table.counter("penstock_engine_accepted_tokens_total").labels(model)),
+            "kv_held_tokens": Followed(table.counter("penstock_engine_kv_held_tokens_total").labels(model)),
+            "timed_kv_read": Followed(table.counter("penstock_engine_kv_read_tokens_total").labels(model)),
             "preemptions": Followed(table.counter("penstock_engine_preemptions_total").labels(model)),
         }
         """By the field of `Stats`."""
