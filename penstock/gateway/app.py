@@ -93,7 +93,7 @@ class Gateway:
         Workers that share `hash_key` name their KV blocks with it; `tail` gives the last lines of those that
         were launched. Raises ConfigError: the keys file cannot be read, or does not go with the tiers.
         """
-        assert names_callers(config.auth), "whoever wires the gateway makes a key"
+        assert names_callers(config.auth), "the wiring of the gateway makes a key"
         metrics, clock, ids, log = tools.metrics, tools.clock, tools.ids, tools.log
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         watch = peers or Watch(config, clock, log, lambda: self._inspect.rendered(), tail)
@@ -453,7 +453,7 @@ def _access_line(exchange: Exchange, record: RequestMeasurement | None, now_ns: 
 
 
 class _Entered(NamedTuple):
-    """Who may go where, as a request's head said."""
+    """The route and the caller of a request's head."""
 
     handler: Handler
     caller: Caller | None

@@ -91,7 +91,7 @@ class Envelopes:
             return None
 
     def _run(self, block: bytes) -> tuple[int, Piece] | None:
-        """What the events that are alike at its beginning say, and where they end; None: not all of them are
+        """The content of similar events at its beginning, and where they end; None: not all of them are
         what they seem.
         """
         holes = block[len(self._before) :].split(self._between)

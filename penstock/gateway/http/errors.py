@@ -54,7 +54,7 @@ from penstock.protocol.openai import ErrorAnswer, ErrorBody
 from penstock.telemetry.decision_files import Failure
 
 RETRY_AFTER_S = 1.0
-"""The wait that a client is told where no better one is known."""
+"""A client's wait where no better one is known."""
 
 
 class HttpFault(ClientError):

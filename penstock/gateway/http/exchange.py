@@ -100,7 +100,7 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
     headers: Mapping[bytes, bytes]
     version: str = "1.1"
     seen: object = None
-    """What the application made of it a moment ago, before the body was read."""
+    """The application's result for the head, from before the body was read."""
 
 
 _FORGOTTEN = RequestHead(method="", path="", headers={})
