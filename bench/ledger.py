@@ -8,7 +8,6 @@ very same number of bytes to a file with one `os.write` for each request. "all t
 the delivery to SQLite as well.
 """
 
-import argparse
 import asyncio
 import os
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from provenance import write_result
+from harness import command_line, write_result
 
 from penstock.clock import SystemClock, sleep
 from penstock.config.ledger import LedgerConfig
@@ -143,12 +142,9 @@ def encode_us(num: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--directory", help="where to write (default: a temporary directory)")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
         directory = Path(name)
@@ -170,8 +166,8 @@ def main() -> None:
                 f"{label:42} {median(values):8.1f} us   {median(ratios):6.2f} x bare "
                 f"({min(ratios):.2f} to {max(ratios):.2f})"
             )
-        if args.out:
-            write_result(args.out, {"requests": args.requests, "us_per_request": rounds})
+        if args.json:
+            write_result(args.json, {"requests": args.requests, "us_per_request": rounds})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ request, at fixed times. Attempts are those of the ledger; "own again" is when, 
 the first request was answered by its own model.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -30,7 +29,7 @@ from pathlib import Path
 
 import load_and_sim
 import msgspec
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock.clock import NS_PER_S
 from penstock.config.routing import ModelRoute, RoutingConfig
@@ -260,13 +259,10 @@ def worker_of(pid: int) -> int:
 
 def main() -> None:
     """Run all, and print what each side counted."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--seed", type=int, default=1)
     names = ["failing route", "slow route", "worker crash", *load_and_sim.LOADS]
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="SCENARIO")
-    add_json_option(parser)
     args = parser.parse_args()
     found: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="both-", ignore_cleanup_errors=True) as name:

@@ -1,4 +1,5 @@
-"""What is printed and where: answers and tables on standard output, everything else on standard error.
+"""The console: where output is printed: answers and tables on standard output, everything else on standard
+error.
 
 Colours only on a terminal, and none with NO_COLOR (rich sees to both).
 
@@ -22,7 +23,7 @@ from rich.text import Text
 from penstock.errors import ConfigError
 
 PIPE_COLUMNS = 120
-"""Width of tables when nobody's terminal says otherwise."""
+"""Width of tables where no terminal says otherwise."""
 
 
 def out() -> Console:

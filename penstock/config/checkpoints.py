@@ -56,7 +56,7 @@ def gguf_in(directory: Path) -> Path | None:
     firsts: list[str] = []
     for name in found:
         part = _SPLIT.search(name[: -len(GGUF_SUFFIX)])
-        # The part of a model that sees lies beside it, under this name.
+        # The vision part of a model is in the same directory, under this name.
         if not name.lower().startswith("mmproj") and (part is None or int(part[1]) == 1):
             firsts.append(name)
     if len(firsts) > 1:
@@ -192,7 +192,7 @@ def _here(path: str) -> Path | None:
 
 
 def _demo(name: str) -> Path:
-    """A wheel has the demo models within the package, a checkout beside it."""
+    """A wheel has the demo models within the package, a checkout in its root."""
     for place in _demo_places():
         if (place / name / "config.json").is_file():
             return place / name
@@ -252,8 +252,8 @@ def _from_s3(url: str) -> Path:
     return path_of(directory)
 
 
-# What of the models a running server takes from a new configuration: who computes them, their adapters, and
-# nothing else.
+# The models' settings that a running server takes from a new configuration: who computes them, their
+# adapters, and nothing else.
 
 MEMBERS = ("replicas", "workers", "discover", "adapters")
 """Fields of a model that say who its workers are, and which adapters they have."""

@@ -147,7 +147,7 @@ _IPC = re.compile(r"ipc://[^\x00]{1,100}")
 
 
 def _kv_event_problems(engine: EngineConfig, key: str, listening: dict[str, str]) -> Iterator[str]:
-    """What is wrong with the ZeroMQ addresses; `listening` says which key has taken an address already."""
+    """Problems of the ZeroMQ addresses; `listening` says which key has taken an address already."""
     events = engine.kv_events
     if not events.endpoint:
         if events.replay_endpoint:
@@ -181,7 +181,7 @@ def _fleet_problems(config: Config) -> Iterator[str]:
     for i, model in enumerate(config.models):
         count += model.replicas + len(model.workers)
         if not model.replicas and not model.workers and not model.discover:
-            yield f"models[{i}].replicas: 0, and there are no workers: nobody would answer"
+            yield f"models[{i}].replicas: 0, and there are no workers: no worker would answer"
         for j, discover in enumerate(model.discover):
             yield from discover_problems(discover, f"models[{i}].discover[{j}]")
         if model.replicas > 1 and model.engine.kv_events.endpoint:

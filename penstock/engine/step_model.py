@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class Computing:
-    """What computes a model, and in which precision."""
+    """The code that computes a model, and the precision."""
 
     native: NativeLibrary | None
     """None: torch."""
@@ -110,10 +110,10 @@ class StepModel(Protocol):
     """A decoder with its attention: what the runner computes steps with."""
 
     kernels: str
-    """What computes, for people: "torch", or "native" and the instruction set."""
+    """The name of the kernels, for people: "torch", or "native" and the instruction set."""
 
     weights: Callable[[], list[Tensor]]
-    """What it computes with, as it lies in memory."""
+    """The weights that it computes with, as they lie in memory."""
 
     draft: Callable[[PsDraft], None] | None
     """Runs several steps in one native call, each with what the one before has drawn; None: it cannot."""
@@ -248,13 +248,13 @@ def reserved_bytes(spec: DecoderSpec, num_bytes: int, computing: Computing, limi
 
 
 def _beside_bytes(spec: DecoderSpec, limits: DecoderLimits, *, itemsize: int, native: bool) -> int:
-    """What a decoder holds beside its weights as they are read: tables of the rotation, a step's logits, and
+    """A decoder's memory beside its weights as they are read: tables of the rotation, a step's logits, and
     what the native kernels widen to float32.
     """
     max_len, logits = limits.max_model_len, limits.max_samples * spec.output_size * 4
     kinds = len({spec.layer_rope(layer) for layer in range(spec.num_layers)})
     rotation = kinds * max_len * spec.head_dim * (4 if native else 8)
-    if not native:  # A head that is the table too is kept in another order beside it.
+    if not native:  # A head that is the table too is kept a second time in another order.
         logits += limits.max_samples * spec.output_size * itemsize
         tied = spec.tied_head and not spec.embeds
         return rotation + logits + tied * spec.vocab_size * spec.hidden_size * itemsize

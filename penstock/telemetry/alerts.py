@@ -73,7 +73,7 @@ class Test:
 
     left: SeriesSum | Ratio
     op: Literal[">", "<", ">=", "=="]
-    right: float | SeriesSum
+    right: float | SeriesSum | Ratio
     said: str = ""
     """In words, with `value` and `limit`; empty: not worth saying."""
 
@@ -81,12 +81,12 @@ class Test:
 
     def promql(self) -> str:
         """For Prometheus."""
-        right = self.right.promql() if isinstance(self.right, SeriesSum) else f"{self.right:g}"
+        right = f"{self.right:g}" if isinstance(self.right, float | int) else self.right.promql()
         return f"{self.left.promql()} {self.op} {right}"
 
     def holds(self, read: Callable[[SeriesSum], Vector]) -> dict[tuple[str, ...], str]:
         """For which labels it holds, and what there is to say of that."""
-        limits = self.right.value(read) if isinstance(self.right, SeriesSum) else None
+        limits = None if isinstance(self.right, float | int) else self.right.value(read)
         found = dict[tuple[str, ...], str]()
         for key, value in self.left.value(read).items():
             limit = self.right if isinstance(self.right, float | int) else (limits or {}).get(key)
@@ -114,7 +114,7 @@ class Rule:
     name: str
     severity: Severity
     summary: str
-    """What it means, for who is paged."""
+    """Its meaning, for the operator who is paged."""
     tests: tuple[Test, ...]
     for_s: int = 0
     """How long the tests must hold."""
@@ -151,6 +151,9 @@ class Burn:
     short_s: int
 
 
+KV_GROWTH, KV_HELD = 1.25, 1.25
+"""Memory per token of context: so many times that of the last two hours is a trend, and below so much it does
+no harm."""
 BURNS = (
     Burn("page", 14.4, HOUR_S, 5 * MINUTE_S),
     Burn("page", 6.0, 6 * HOUR_S, 30 * MINUTE_S),
@@ -226,6 +229,13 @@ def _faults(kind: str) -> SeriesSum:
     return SeriesSum("penstock_worker_faults_total", match=(("kind", kind),), window_s=10 * MINUTE_S)
 
 
+def _held_per_token(window_s: int, factor: float = 1.0) -> Ratio:
+    held, read = (
+        SeriesSum(f"penstock_engine_kv_{each}_tokens_total", window_s=window_s) for each in ("held", "read")
+    )
+    return Ratio(held, read, factor)
+
+
 _READY = _in_state("ready")
 _BUSY = Ratio(
     SeriesSum("penstock_engine_step_seconds_total", window_s=15 * MINUTE_S), _READY, 1 / (15 * MINUTE_S)
@@ -280,7 +290,7 @@ _SYMPTOMS = (
     Rule(
         "WeightsDamaged",
         "page",
-        "Weights in a worker's memory have changed: it has loaded them anew, and its memory is not sound.",
+        "Weights in a worker's memory have changed: it has loaded them again, and its memory is not sound.",
         (Test(_faults("weights"), ">", 0.0, "{value:.0f} in 10m"),),
     ),
     Rule(
@@ -292,7 +302,7 @@ _SYMPTOMS = (
     Rule(
         "WorkerSlow",
         "page",
-        "A worker's steps take longer than its peers' at the same load, and go on doing so.",
+        "A worker's steps take longer than its peers' at the same load, and stay so.",
         (Test(_found("slow"), ">", 0.0, "{value:.0f} workers are slow"),),
     ),
     Rule(
@@ -319,6 +329,17 @@ _SYMPTOMS = (
         "ticket",
         "The workers of a model compute more than 95 % of the time: nothing is left for a burst.",
         (Test(_BUSY, ">", 0.95, "busy {value:.0%} of the time, limit {limit:.0%}"),),
+        for_s=15 * MINUTE_S,
+    ),
+    Rule(
+        "KvFragmentation",
+        "ticket",
+        "KV memory holds fewer tokens of context than it did: blocks are emptier, less shared, or not freed.",
+        (
+            Test(_held_per_token(15 * MINUTE_S), ">", _held_per_token(2 * HOUR_S, KV_GROWTH),
+                 "{value:.2f} tokens' memory for each token of context in 15m, limit {limit:.2f}"),
+            Test(_held_per_token(15 * MINUTE_S), ">", KV_HELD),
+        ),
         for_s=15 * MINUTE_S,
     ),
     Rule(

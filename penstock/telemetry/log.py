@@ -106,11 +106,11 @@ class Log:
         return self._access and self._level <= logging.INFO
 
     def debug(self, message: str, **fields: Field) -> None:
-        """What only someone hunting a bug wants to see."""
+        """Details for hunting a bug."""
         self._write(logging.DEBUG, message, fields)
 
     def info(self, message: str, **fields: Field) -> None:
-        """What happened, as it should."""
+        """An event, as it should be."""
         self._write(logging.INFO, message, fields)
 
     def warning(self, message: str, **fields: Field) -> None:
@@ -175,7 +175,9 @@ def _ms(ns: int) -> float:
 
 
 class _Hidden:
-    """What must not be shown: fields by their name, and text by its look or because it is a known key."""
+    """The texts that must not be shown: fields by their name, and text by its look or because it is a known
+    key.
+    """
 
     def __init__(self, secrets: Iterable[str]) -> None:
         known = [
@@ -198,7 +200,9 @@ class _Hidden:
 
 
 class _Lines(logging.Formatter):
-    """What both formats share: the stamp, the message and the fields of a record, nothing secret in them."""
+    """The common parts of both formats: the stamp, the message and the fields of a record, nothing secret in
+    them.
+    """
 
     def __init__(self, clock: Clock, hidden: _Hidden) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """The numbers behind /metrics: typed handles for the parts that count, and their exposition.
 
 Each `Metrics` has a registry of its own. Label children are resolved once, where things are wired, so that
-counting on the hot path is one method call; nothing here is called per token. What is counted of workers that
-are not ours is by engine.
+counting on the hot path is one method call; nothing here is called per token. Counts of workers that are not
+ours are by engine.
 
 Only those tenants have a name in metrics that use most, so that no number of tenants makes many series. A
 tenant gets its name once it has used `1 / TENANTS_MAX` of all tokens of this process, and keeps it; what it
@@ -219,7 +219,7 @@ class Metrics:
         self._store_gateways.set(num_gateways)
 
     def traces(self, exported: int, dropped: int) -> None:
-        """What became of traces since the start."""
+        """The fate of traces since the start."""
         self._traces["exported"].follow(exported)
         self._traces["dropped"].follow(dropped)
 
@@ -269,15 +269,15 @@ class Metrics:
         self._retries.labels(model).inc()
 
     def timed_out(self, model: str) -> None:
-        """An attempt gave no first token in time, and the request goes on elsewhere."""
+        """An attempt gave no first token in time, and the request continues elsewhere."""
         self._timeouts.labels(model).inc()
 
     def breaker(self, model: str, worker: str, state: int) -> None:
-        """What a worker's circuit breaker lets through: `BreakerState`."""
+        """The attempts that a worker's circuit breaker lets through: `BreakerState`."""
         self._breakers.labels(model, worker).set(state)
 
     def accelerator_costs(self, by_model: Mapping[str, Costs]) -> None:
-        """What each model's workers have cost since the start."""
+        """The cost of each model's workers since the start."""
         for model, costs in by_model.items():
             for part in ("busy", "idle", "reserve", "charged", "floor"):
                 followed = self._costs.get((model, part))
@@ -299,7 +299,7 @@ class Metrics:
         self._hedges.labels(model, outcome).inc()
 
     def migrated(self, model: str) -> None:
-        """A stream lost its worker and waits to go on."""
+        """A stream lost its worker and waits to continue."""
         self._migrations.labels(model).inc()
 
     def predicted(self, model: str, error: float) -> None:
@@ -375,6 +375,8 @@ class ModelMetrics:
             "host_ns": Followed(table.counter("penstock_engine_host_seconds_total").labels(model), NS_PER_S),
             "drafted_tokens": Followed(table.counter("penstock_engine_drafted_tokens_total").labels(model)),
             "accepted_tokens": Followed(table.counter("penstock_engine_accepted_tokens_total").labels(model)),
+            "kv_held_tokens": Followed(table.counter("penstock_engine_kv_held_tokens_total").labels(model)),
+            "timed_kv_read": Followed(table.counter("penstock_engine_kv_read_tokens_total").labels(model)),
             "preemptions": Followed(table.counter("penstock_engine_preemptions_total").labels(model)),
         }
         """By the field of `Stats`."""
@@ -413,7 +415,7 @@ class ModelMetrics:
     def engine_stats(self, by_worker: Mapping[str, Stats | None]) -> None:
         """Take over what the engines say (None: nothing now); gauges are their sums.
 
-        Their counters may start again at 0; ours go on. A worker that is not named any more is forgotten.
+        Their counters may start again at 0; ours continue. A worker that is not named any more is forgotten.
         """
         known = {worker: stats for worker, stats in by_worker.items() if stats is not None}
         engines = known.values()
@@ -431,7 +433,7 @@ class ModelMetrics:
         self._by_worker.follow(by_worker)
 
     def worker_facts(self, facts: Mapping[str, WorkerLabels]) -> None:
-        """What runs where, by worker."""
+        """The labels of each worker."""
         self._by_worker.tell(facts)
 
     def mbu(self, worker: str) -> float | None:
@@ -439,7 +441,7 @@ class ModelMetrics:
         return self._by_worker.mbu.get(worker)
 
     def model_info(self, info: ModelInfo, adapters: Mapping[str, int]) -> None:
-        """What its workers say of themselves, and how many of them have each adapter loaded."""
+        """Its workers' facts of themselves, and how many of them have each adapter loaded."""
         self.block_tokens(info.block_tokens)
         self._adapter_slots.set(info.adapter_slots)
         for adapter in self._adapters - set(adapters):
@@ -453,5 +455,5 @@ class ModelMetrics:
         self._block_tokens.set(count)
 
     def engine_restarted(self) -> None:
-        """An engine's process was started anew."""
+        """An engine's process was started again."""
         self._restarts.inc()

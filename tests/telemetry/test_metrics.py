@@ -191,6 +191,8 @@ def stats(step: int, preemptions: int = 0) -> Stats:
         preemptions=preemptions,
         step_ns=step * 10 * MS,
         host_ns=step * MS,
+        kv_held_tokens=step * 480,
+        timed_kv_read=step * 400,
     )
 
 
@@ -206,6 +208,8 @@ def test_engine_stats_are_followed_across_a_restart() -> None:
     assert value(metrics, "penstock_host_kv_blocks", model="m") == 7
     assert value(metrics, "penstock_engine_step_seconds_total", model="m") == pytest.approx(1.6)
     assert value(metrics, "penstock_engine_host_seconds_total", model="m") == pytest.approx(0.16)
+    assert value(metrics, "penstock_engine_kv_held_tokens_total", model="m") == 160 * 480
+    assert value(metrics, "penstock_engine_kv_read_tokens_total", model="m") == 160 * 400
     assert value(metrics, "penstock_engine_running", model="m") == 3
     assert value(metrics, "penstock_engine_waiting", model="m") == 2
     blocks = {

@@ -61,7 +61,7 @@ class CheckState(enum.StrEnum):
 
 
 class DoctorCheck(msgspec.Struct, frozen=True):
-    """What one check found. `hint` says what to do; empty if there is nothing to do."""
+    """The result of one check. `hint` says what to do; empty if there is nothing to do."""
 
     name: str
     state: CheckState
@@ -248,7 +248,7 @@ def check_native() -> DoctorCheck:
 
 
 def _native_remedy() -> str:
-    """What gives the native kernels: only a checkout has their sources."""
+    """The remedy that gives the native kernels: only a checkout has their sources."""
     if (REPOSITORY / "pyproject.toml").is_file():
         return "build them with: python -m penstock.engine.native.build"
     return "a wheel for linux_x86_64 has them, one for any machine does not"

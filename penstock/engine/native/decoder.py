@@ -132,8 +132,8 @@ class _Packer:
         return pack(self._kernels, self._matrix(gate, biases[0]), self._matrix(up, biases[1]), self._gate)
 
     def router(self, weight: _Piece, bias: Tensor | None) -> PackedWeight:
-        """What chooses experts: small, and never rounded, since a wrong choice costs more than a wrong
-        digit.
+        """The weights that choose experts: small, and never rounded, since a wrong choice costs more than a
+        wrong digit.
         """
         assert not isinstance(weight, tuple), "it is one"
         return pack(self._kernels, exact(dense(weight, self.dtype), bias))
@@ -206,7 +206,7 @@ class NativeDecoder:
         self._kernels = kernels
         self._kept: list[
             Tensor | PackedWeight | Array[Layer] | Array[PsMlp]
-        ] = []  # What the structs point into.
+        ] = []  # The memory that the structs point into.
         embedding = dense(weights.take_parts("embedding")[0], cache.dtype)
         packer = _Packer(kernels, precision, spec.activation, embedding.dtype)
         angles = self._angles(spec, limits.max_model_len)
@@ -274,7 +274,7 @@ class NativeDecoder:
         self._kernels.draft(self._struct, job)
 
     def weights(self) -> list[Tensor]:
-        """What it computes with, as it lies in memory."""
+        """The weights that it computes with, as they lie in memory."""
         found = list[Tensor]()
         for each in self._kept:
             if isinstance(each, PackedWeight):

@@ -31,7 +31,7 @@ class Type(IntEnum):
 
 
 class Epilogue(IntEnum):
-    """What becomes of a product's sums; a gate and its up share panels and give `act(gate) * up`."""
+    """The fate of a product's sums; a gate and its up share panels and give `act(gate) * up`."""
 
     PLAIN = 0
     SILU_MUL = 1
@@ -40,7 +40,7 @@ class Epilogue(IntEnum):
 
 
 STEP_PARTS = ("norm", "qkv", "rope", "attention", "o", "gate_up", "down", "head", "rest")
-"""Whose nanoseconds `PsStep.part_ns` counts, in the order of `PsPart`."""
+"""The parts whose nanoseconds `PsStep.part_ns` counts, in the order of `PsPart`."""
 
 
 class PsWeight(Structure):
@@ -192,7 +192,7 @@ class PsSample(Structure):
 
 
 class PsLookup(Structure):
-    """`PsLookup`: guesses of how rows go on."""
+    """`PsLookup`: guesses of rows' next tokens."""
 
     _fields_ = [
         ("token_ids", c_void_p), ("rows", c_void_p), ("known", c_void_p), ("most", c_void_p),
@@ -202,7 +202,7 @@ class PsLookup(Structure):
 
 
 class PsDraft(Structure):
-    """`PsDraft`: guesses of how rows go on, by a model."""
+    """`PsDraft`: guesses of rows' next tokens, by a model."""
 
     _fields_ = [
         ("token_ids", c_void_p), ("rows", c_void_p), ("firsts", c_void_p), ("counts", c_void_p),

@@ -105,7 +105,7 @@ class Placements:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GatewayPolicies:
-    """What decides about this gateway's requests, and what keeps it in touch with the world."""
+    """The policies for this gateway's requests, and their connections to the world."""
 
     dispatcher: Dispatcher
     prober: Prober
@@ -163,14 +163,14 @@ class GatewayPolicies:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GatewayTools:
-    """What every part of a gateway process uses."""
+    """The tools of every part of a gateway process."""
 
     metrics: Metrics
     clock: Clock
     ids: IdSource
     log: Log
     sleeper: Sleeper | None = None
-    """Who puts models to sleep, where that is this process."""
+    """Puts models to sleep, where that is this process."""
 
 
 def make_policies(
@@ -205,7 +205,7 @@ def make_policies(
     if config.ledger.enabled:
         kept = DecisionKeeper(DecisionFiles(ledger.directory / "decisions", clock), log)
         placements.decisions.hand_on(kept.decided, kept.chose)
-    if not may_have_tenants(config):  # Then nobody could use a row that stays free for another tenant.
+    if not may_have_tenants(config):  # Then no other tenant could use a row that stays free.
         config = msgspec.structs.replace(config, queue=msgspec.structs.replace(config.queue, headroom=0.0))
     policies = build_policies(
         config,

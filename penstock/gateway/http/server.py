@@ -85,7 +85,7 @@ class HttpServer:
             connection.close_after_answer()
 
     def close_listeners(self) -> None:
-        """Accept nothing new. What comes waits for whoever else has the socket."""
+        """Accept nothing new. New connections wait for another process that has the socket."""
         for listener in self._listeners:
             listener.close()
 
@@ -142,7 +142,7 @@ class _Refusing:
 
 
 async def refuse_the_rest(listeners: Sequence[socket.socket], config: ServerConfig, clock: Clock) -> None:
-    """The end of sockets that nobody accepts from any more: what waits there, or is about to, is answered
+    """The end of sockets that no process accepts from any more: what waits there, or is about to, is answered
     with 503 `draining`, and then they close.
 
     Closed at once they would reset those connections, which the kernel has accepted for us.

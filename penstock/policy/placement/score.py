@@ -1,4 +1,4 @@
-"""What sending a request to a worker is worth: two policies behind one interface, from facts to terms to one
+"""The worth of sending a request to a worker: two policies behind one interface, from facts to terms to one
 number.
 
     ttft       wait + reload + prefill + adapter + others + lambda * TPOT penalty + mu * x / (1 - x), least
@@ -24,7 +24,7 @@ _NEXT_STREAM = 1.0
 
 
 class ScoredRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What is to be placed."""
+    """The request that is to be placed."""
 
     prompt_tokens: int
     output_tokens: int
@@ -76,7 +76,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, gc=False):
     kv_blocks_used: int = 0
     """By what runs, and what was sent there just now."""
     adapter_s: float = 0.0
-    """What it would wait there for its adapter; 0: it is there, or needs none."""
+    """The wait there for its adapter; 0: it is there, or needs none."""
     speed: Speed = Speed()
 
 
@@ -112,7 +112,7 @@ class ScorePolicy(Protocol):
         ...
 
     def score(self, request: ScoredRequest, worker: WorkerFacts) -> Score:
-        """What sending the request there costs."""
+        """The cost of sending the request there."""
         ...
 
     def margin(self, best: float, share: float) -> float:
@@ -136,7 +136,8 @@ def pressure(request: ScoredRequest, worker: WorkerFacts) -> float:
 def _waits_s(request: ScoredRequest, worker: WorkerFacts, backlog_s: float) -> tuple[float, float]:
     """Until the prompt is begun there, and of that until it can be sent there, where streams must end first.
 
-    One of n streams ends in a n-th of the time that they take. What is there already takes `backlog_s`.
+    One of n streams ends in a n-th of the time that they take. The work that is there already takes
+    `backlog_s`.
     """
     running = worker.running
     each_s = worker.speed.service_s / max(1, running)

@@ -1,4 +1,4 @@
-"""What is known of two versions, and whether it is enough to say that the new one is worse, or is not.
+"""The evidence about two versions, and whether it is enough to say that the new one is worse, or is not.
 
 Every number is looked at every second, and a test that may be looked at once would cry wolf. So intervals
 are confidence sequences, which hold at all times together: those of a mixture of normal distributions over
@@ -41,7 +41,7 @@ FAILED_GROUPS_MIN = 3
 
 
 class RolloutMetric(enum.StrEnum):
-    """What is compared."""
+    """The compared figures."""
 
     TPOT = "time per token"
     PREFILL = "prefill per uncached token"
@@ -57,7 +57,7 @@ MARGINS = {
     RolloutMetric.CUT_OFF: 0.05,
     RolloutMetric.FAILED: 0.002,
 }
-"""What counts as worse: above. Times and lengths are logarithms."""
+"""The size of a difference that counts as worse: above. Times and lengths are logarithms."""
 _TWO_SIDED = (RolloutMetric.LENGTH, RolloutMetric.CUT_OFF)
 """Less is as suspicious as more."""
 _LOGARITHMS = (RolloutMetric.TPOT, RolloutMetric.PREFILL, RolloutMetric.LENGTH)
@@ -164,7 +164,7 @@ class Evidence(msgspec.Struct):
         return total(self._groups(canary, RolloutMetric.FAILED)).n
 
     def read(self, metric: RolloutMetric) -> Reading:
-        """What can be said of a metric."""
+        """The evidence about a metric."""
         canary, control = self._groups(True, metric), self._groups(False, metric)
         reading = Reading(
             metric=metric,

@@ -6,7 +6,7 @@
        └──(an operator says so)───────> aborted
 
 A step ends as soon as every metric is surely fine, or when its time is over, if nothing looks worse by then
-and enough requests have ended; else it goes on, and says what it waits for. Whatever is worse ends the
+and enough requests have ended; else it continues, and says what it waits for. A metric that is worse ends the
 rollout at once, in any step.
 """
 
@@ -22,7 +22,7 @@ STEP_S_MAX = 7 * 24 * 3600.0
 
 
 class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an operator asks for."""
+    """An operator's order."""
 
     model: str
     """The name without a version, by which clients ask."""
@@ -40,7 +40,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """All conversations get it by themselves behind the last step, without a word from an operator."""
 
     def faults(self) -> str:
-        """What is wrong with it; empty: nothing."""
+        """Its problems; empty: nothing."""
         if not self.steps or len(self.steps) > STEPS_MAX:
             return f"'steps' must be 1 to {STEPS_MAX} percentages"
         # Above a half there is no control cohort of the same size.
@@ -143,7 +143,7 @@ class Rollout(msgspec.Struct, kw_only=True):
         self._end(RolloutState.ABORTED, why)
 
     def _lacks(self, now_ns: int, readings: list[Reading]) -> str:
-        """What the step waits for; empty: nothing."""
+        """The evidence that the step waits for; empty: nothing."""
         canary, control = (now - before for now, before in zip(self._requests(), self.before, strict=True))
         wanted = self.plan.requests_min
         if min(canary, control) < wanted:

@@ -202,7 +202,7 @@ def _draw_requests(seed: int, shape: CaseShape, per_s: float) -> tuple[SimReques
                 band=_BANDS[tenant % len(_BANDS)],
                 region=f"region{random.randrange(shape.regions)}",
                 public_tokens=random.choice((0, 32)),
-                # Every client leaves at some time: a stream of which nothing is heard would wait for ever.
+                # Every client leaves at some time: a stream without any output would wait for ever.
                 cancel_at_ns=at_ns + random.choice((1, 30, 60)) * NS_PER_S,
                 patience_ns=random.choice((0, 5 * NS_PER_S)),
             )

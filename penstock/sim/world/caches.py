@@ -1,4 +1,4 @@
-"""What a simulated gateway knows of its workers' KV caches: the real index, fed by the real block pools'
+"""A simulated gateway's view of its workers' KV caches: the real index, fed by the real block pools'
 events.
 """
 
@@ -22,11 +22,11 @@ from penstock.sim.world.messages import KVUpdate
 from penstock.types import WorkerId
 
 _HASHERS_MAX = 256
-"""Whose names are kept: every worker that computes something else has one."""
+"""The hashers whose names are kept: every worker that computes something else has one."""
 
 
 class Chains:
-    """What names the blocks of prompts, by hasher: one for each identity that workers have announced."""
+    """The names of the blocks of prompts, by hasher: one for each identity that workers have announced."""
 
     __slots__ = ("_names",)
 
@@ -99,7 +99,7 @@ class Caches:
         return router
 
     def keys(self, route: str, request: SimRequest, salt: bytes) -> PromptKeys | None:
-        """Of a tenant's request; None where nobody asks for them."""
+        """Of a tenant's request; None where they are not used."""
         return SegmentKeys(self.locality.maker(route), self._chains, request, salt) if self.is_on else None
 
     def joined(self, worker: WorkerId, route: str, identity: str) -> None:
@@ -127,7 +127,7 @@ class Caches:
         return self._ask(worker, cache_view)
 
     def heard_again(self, worker: WorkerId, asked: Asked, batches: Sequence[Numbered]) -> Asked | None:
-        """What it could say again; the same."""
+        """The events that it could send again; the same."""
         cache_view = self.locality.get(worker)
         if cache_view is None or self._asked.get(worker) is not asked:
             return None

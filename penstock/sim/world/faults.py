@@ -18,7 +18,7 @@ from penstock.sim.world.world import WORLD, World
 
 
 class FaultKind(enum.StrEnum):
-    """What can go wrong."""
+    """The faults that can happen."""
 
     WORKER_CRASH = "worker-crash"
     """A worker is gone at once; another is started in its place."""
@@ -27,22 +27,22 @@ class FaultKind(enum.StrEnum):
     GRAY = "gray-failure"
     """It reports that all is well, and fails every request that it is given."""
     STUCK = "stuck-stream"
-    """Nothing is heard any more of the next request that it is given, until that one is aborted."""
+    """The next request that it is given sends nothing any more, until that one is aborted."""
     LATE = "late-messages"
     """Messages to and from it take `amount` milliseconds more."""
     LINK_RESET = "link-reset"
     """A gateway loses its connection to a worker, and what streams over it; both are well."""
     NO_REPORTS = "lost-metrics"
-    """What it says of itself is lost."""
+    """Its reports of itself are lost."""
     KV_GAP = "kv-event-gap"
-    """What it says of its cache is lost, until it is heard again: what the gateways miss then they are told,
-    or ask for (`KVEventChannel`)."""
+    """Its reports of its cache are lost, until it is connected again: the gateways get what they missed then,
+    or ask for it (`KVEventChannel`)."""
     STORE_LOSS = "store-loss"
     """The store of shared limits does not answer; with `amount` over 1 it comes back empty."""
     REGION_LOSS = "region-loss"
     """Gateways and workers of a region are gone; clients go elsewhere."""
     SPOT = "spot-revocation"
-    """A worker will be taken away at the end of the fault, and is told so at its begin."""
+    """A worker will be taken away at the end of the fault, and is notified at its begin."""
     BAD_ROLLOUT = "bad-rollout"
     """A part of the workers gets a version with steps `amount` times as long, or, below 1, with answers that
     are not numbers."""
@@ -202,7 +202,7 @@ class Chaos:
                 pass
 
     def _members(self, fault: InjectedFault) -> list[Member]:
-        """Whom it hits: one that is there, or for a rollout about half."""
+        """The workers that it hits: one that is there, or for a rollout about half."""
         members = [each for each in self._world.members.values() if not each.worker.is_gone]
         if not members:
             return []
