@@ -54,7 +54,7 @@ KEYS: dict[str, str] = {}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     place = tmp_path_factory.mktemp("ensembles")
     (place / "steps").mkdir()
-    found = re.search(r"```python\n# steps/support.py\n(.*?)```", PAGE, re.DOTALL)
+    found = re.search(r"```python\n# The module `support`, in ./steps.\n(.*?)```", PAGE, re.DOTALL)
     assert found
     (place / "steps" / "support.py").write_text(found[1])
     (place / "steps" / "tricks.py").write_text(TRICKS)
