@@ -285,7 +285,8 @@ class Gateway:
     def handle(self, exchange: Exchange) -> None:
         """Start answering. One task per request; none per token."""
         exchange.id = self._ids.take("req")
-        self._traces.begin(exchange)
+        if self._traces.exports or b"traceparent" in exchange.head.headers:
+            self._traces.begin(exchange)
         if isinstance(seen := exchange.head.seen, _Entered):
             handler, caller = seen
         else:
