@@ -1,15 +1,15 @@
-"""What instrumentation costs: CPU of the gateway per request and of the engine's thread per step, with and
+"""The cost of instrumentation: CPU of the gateway per request and of the engine's thread per step, with and
 without.
 
     python bench/instrumentation.py [--streams 400] [--tokens 80] [--turns 30] [--rounds 5] [--instructions]
         [--model DIR] [--json FILE]
 
 Both sides run the same program: waves of requests of one gateway in turn, steps of one batch in turn (with
-`--rounds`, two gateways at the same time besides, which differ by more than what is measured).
-"Without" replaces, in this process only, what is there to be looked at: metrics, history, recent requests,
-decisions and traces in the gateway; the shares of time, the cost floor and the sums of steps in the engine.
-What a request pays for and what its answer needs stays: the ledger, limits, placement. Traces are exported
-to a collector of this script that takes everything, before the next wave begins.
+`--rounds`, two gateways at the same time besides, which differ by more than what is measured). "Without"
+replaces, in this process only, what is there to be looked at: metrics, history, recent requests, decisions
+and traces in the gateway; the shares of time, the cost floor and the sums of steps in the engine. Work that a
+request pays for or its answer needs stays: the ledger, limits, placement. Traces are exported to a collector
+of this script that takes everything, before the next wave begins.
 
 Prints one JSON object: of each round or turn both sides; the median of what instrumentation adds, and the
 best rounds. `--instructions` counts the processor's instructions per request too (valgrind's cachegrind, the
@@ -82,7 +82,7 @@ class NoMetrics:
 
 
 def nothing(*_: object, **__: object) -> None:
-    """What is called in place of what counts."""
+    """Called in place of the code that counts."""
 
 
 def no_gateway_instruments() -> None:

@@ -6,7 +6,7 @@
       attempt 1 of MODEL              at one worker (client span; its id is the worker's parent)
         prefill                       until its first output
         decode
-      attempt 2 ...                   what follows a failure (retry, migration), or runs beside it (hedge)
+      attempt 2 ...                   what follows a failure (retry, migration), or runs with it (hedge)
       relay                           what is written to the client after the last attempt
 
 A request that arrives with a `traceparent` continues that trace, and external workers get a `traceparent` of
