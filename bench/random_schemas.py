@@ -11,7 +11,6 @@ but `time`, for which it takes no time zone). Fails if an answer that ended with
 ended in an error.
 """
 
-import argparse
 import json
 import re
 import subprocess
@@ -24,7 +23,7 @@ from typing import Any
 
 import jsonschema
 import msgspec
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
@@ -195,7 +194,7 @@ def keyword_of(refusal: str) -> str:
 
 
 class Tally:
-    """What became of the schemas so far."""
+    """The results of the schemas so far."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -239,11 +238,10 @@ class Tally:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--schemas", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--drawn-by", metavar="PYTHON")
-    add_json_option(parser)
     args = parser.parse_args()
     tally, random = Tally(args.seed), stream(args.seed, "schemas")
     schemas = (

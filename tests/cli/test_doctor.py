@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.commands import doctor
-from penstock.cli.commands.doctor import Check, CheckState
+from penstock.cli.commands.doctor import CheckState, DoctorCheck
 from penstock.cli.commands.probe import TorchFacts
 from penstock.cli.main import main
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
@@ -60,7 +60,7 @@ def test_a_missing_part_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_missing_packages_are_named() -> None:
     check = doctor.check_packages("x", ("rich", "no-such-distribution"), "do this")
-    assert check == Check("x", CheckState.FAIL, "missing: no-such-distribution", "do this")
+    assert check == DoctorCheck("x", CheckState.FAIL, "missing: no-such-distribution", "do this")
 
 
 def test_native_kernels_tell_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ _plans = msgspec.json.Decoder(RolloutPlan)
 
 
 class RolloutsAdmin:
-    """The endpoints. Who decides is in this process, or in the parent of several."""
+    """The endpoints. The deciding process is this one, or the parent of several."""
 
     def __init__(self, leader: RolloutLeader | None, peers: GatewayPeers | None) -> None:
         self._leader, self._peers = leader, peers

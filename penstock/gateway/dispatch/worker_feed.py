@@ -9,9 +9,9 @@ the model's queue. The bounds are the queue's own: how many requests and bytes, 
 and how long (`queue.no_worker_wait_s`).
 
 `WakeCalls` wakes models that requests wait for, and ends those that wait for one that cannot be woken. A
-request for a model that is asleep waits in its queue like any other. Whoever accepts one says so (`wanted`),
-and the models that are asleep are looked at now and then, for a request that ran elsewhere may come back to a
-queue (`look`).
+request for a model that is asleep waits in its queue like any other. The code that accepts one says so
+(`wanted`), and the models that are asleep are looked at now and then, for a request that ran elsewhere may
+come back to a queue (`look`).
 """
 
 import asyncio
@@ -89,8 +89,8 @@ class WorkerFeed:
             self._on_news()
 
     def _is_nearly_full(self, worker: Worker) -> bool:
-        """Whether streams may have to end there for the sake of others that run there: nobody need wait for
-        that.
+        """Whether streams may have to end there for the sake of others that run there: no request need wait
+        for that.
         """
         stats = worker.backend.status.stats
         return stats is not None and stats.blocks_used > self._shed_kv_above * stats.blocks_total > 0
@@ -181,7 +181,7 @@ def _rows(info: ModelInfo | None, stats: Stats | None) -> int:
 
 
 class _Line:
-    """Who waits for one model, in the order in which they came."""
+    """The requests that wait for one model, in the order in which they came."""
 
     __slots__ = ("by_tenant", "num_bytes", "waiting")
 
@@ -281,7 +281,7 @@ class WakeCalls:
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
     def wanted(self, route: str) -> None:
-        """Somebody waits for this model, which sleeps, or would have: wake it."""
+        """A request waits for this model, which sleeps, or would have: wake it."""
         if self.sleeper is None or route in self._under_way:
             return
         task = asyncio.get_running_loop().create_task(self._wake(self.sleeper, route), name=f"wake {route}")
