@@ -6,7 +6,7 @@
       attempt 1 of MODEL              at one worker (client span; its id is the worker's parent)
         prefill                       until its first output
         decode
-      attempt 2 ...                   what follows a failure (retry, migration), or runs beside it (hedge)
+      attempt 2 ...                   what follows a failure (retry, migration), or runs with it (hedge)
       relay                           what is written to the client after the last attempt
 
 A request that arrives with a `traceparent` continues that trace, and external workers get a `traceparent` of
@@ -34,7 +34,9 @@ PENDING_MAX = 2048
 """Traces that wait for the exporter."""
 BATCH_MAX = 256
 """Traces of one export."""
-EVERY_S = 1.0
+EVERY_S = 5.0
+"""Between two exports, as in OpenTelemetry's batch processor, unless a batch is full before: an export costs
+as much as some twenty traces."""
 ATTEMPTS_MAX = 16
 """Attempts of one trace; of more the oldest count."""
 STATE_BYTES_MAX = 512
@@ -105,7 +107,7 @@ class Attempt(msgspec.Struct, gc=False):
 class RequestTrace:
     """One request's, while it runs: what the gateway tells it, for spans that are made at the end.
 
-    Its ids follow from one draw, and are written out where somebody reads them: most traces are never sent.
+    Its ids follow from one draw, and are written out where they are read: most traces are never sent.
     """
 
     __slots__ = ("_bits", "_is_ours", "attempts", "is_sampled", "parent")
@@ -161,7 +163,7 @@ class RequestTrace:
             attempt.first_ns = now_ns
 
     def keep_attempt(self, now_ns: int, number: int) -> None:
-        """Of two attempts this one goes on; the other is aborted."""
+        """Of two attempts this one is kept; the other is aborted."""
         for each in self.attempts:
             if each.number != number and each.ended_ns < 0:
                 self.end_attempt(now_ns, each.number, "superseded")
@@ -214,7 +216,7 @@ class TraceKeeper:
 
     def __init__(self, config: TracesConfig, exporter: Exporter, log: Log) -> None:
         self._config, self._exporter, self._log = config, exporter, log
-        # Not from the system for each request: ids must differ, and nobody gains by guessing them.
+        # Not from the system for each request: ids must differ, and guessing them gains nothing.
         self._draw = stream(fresh_seed(), "traces").getrandbits
         self._sampled_below = round(config.share * (SHARE_MAX + 1))
         self._slow_ns = config.slow_ms * 1_000_000
@@ -223,7 +225,9 @@ class TraceKeeper:
         self.exported = 0
         self.dropped = 0
         """Traces that did not fit, or that the collector did not take."""
-        self._is_failing, self._is_closing = False, asyncio.Event()
+        self._is_failing = self._is_closing = False
+        self._wake = asyncio.Event()
+        """A batch is full, or the last one is to be sent."""
 
     def begin(self, parent: TraceContext | None) -> RequestTrace:
         """A request has come."""
@@ -239,6 +243,8 @@ class TraceKeeper:
             self.dropped += 1
             return
         self._pending.append(trace)
+        if len(self._pending) == BATCH_MAX:
+            self._wake.set()
 
     def start(self) -> None:
         """Begin to export."""
@@ -246,7 +252,8 @@ class TraceKeeper:
 
     async def stop(self) -> None:
         """Export what is left, unless the collector takes nothing."""
-        self._is_closing.set()
+        self._is_closing = True
+        self._wake.set()
         if self._is_failing:
             await asyncio.to_thread(self._exporter.close)
         if self._task is not None:
@@ -256,11 +263,12 @@ class TraceKeeper:
         await asyncio.to_thread(self._exporter.close)
 
     async def _run(self) -> None:
-        while not self._is_closing.is_set():
+        while not self._is_closing:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S):
-                    await self._is_closing.wait()
-            while self._pending and not self._is_closing.is_set():
+                    await self._wake.wait()
+            self._wake.clear()
+            while self._pending and not self._is_closing:
                 await self._export()
 
     async def _export(self) -> None:

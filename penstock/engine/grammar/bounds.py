@@ -1,13 +1,14 @@
-"""What compiling a schema costs, and the bounds on it: llguidance would take some schemas of a few bytes for
+"""The cost of compiling a schema, and the bounds on it: llguidance would take some schemas of a few bytes for
 hours.
 
 The bounds are counts, which do not depend on the machine or its load, so that it is no matter of chance
-whether an ordinary schema is refused. What they do not know is stopped by the trial's time (trial.py).
+whether an ordinary schema is refused. The trial's time (trial.py) stops schemas that the bounds do not know.
 """
 
 import json
 import math
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NoReturn, cast
 from urllib.parse import unquote
@@ -38,6 +39,8 @@ PATTERNS_MAX = 8
 MULTIPLE_MAX = 1000
 """Of `multipleOf`, in units of its last digit: the automaton has as many states, and so has that of the least
 common multiple of several."""
+EXACT_EXPONENT_MAX = 22
+"""The largest power of ten that a float holds exactly."""
 LITERALS = ("enum", "const", "default", "examples")
 """Keywords whose values are no schemas."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -65,6 +68,8 @@ def check_schemas(schemas: Sequence[dict[str, Any]]) -> None:
             multiples.add(step.numerator if step.denominator == 1 else _digits(value))
             if math.lcm(*multiples) > MULTIPLE_MAX:
                 _refuse(f"'multipleOf' at {path} is {value}, which is too large to be enforced")
+        if keyword in ("const", "enum"):
+            _check_literal(path, keyword, value)
     if (cost := sum(map(_cost, schemas))) > COST_MAX:
         _refuse(
             f"it is too large: {cost} units, and {COST_MAX} is the bound (a property is 1, a value with a "
@@ -203,7 +208,7 @@ def _cost_of_object(node: dict[str, Any], num_properties: int, *, is_pattern: bo
 
 
 class _Crossings:
-    """What holds together at one place: of how many alternatives, and with how many patterns."""
+    """Rules that cross at one place: of how many alternatives, and with how many patterns."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
@@ -274,8 +279,41 @@ def _num_keys(literal: object) -> int:
     return count
 
 
+def _numbers(literal: object) -> Iterator[int | float]:
+    """All that are in a value."""
+    todo = [literal]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, list):
+            todo += cast(list[object], each)
+        elif isinstance(each, dict):
+            todo += cast(dict[str, object], each).values()
+        elif isinstance(each, int | float):
+            yield each
+
+
+def _check_literal(path: str, keyword: str, value: object) -> None:
+    """Refuse numbers that would be written as other ones."""
+    for number in _numbers(value):
+        if not _is_written_exactly(number):
+            _refuse(f"'{keyword}' at {path} has the number {number!r:.40}, which cannot be written exactly")
+
+
+def _is_written_exactly(number: float) -> bool:
+    """Whether llguidance writes a literal as it is given: it reads numbers as floats, and those of many
+    digits or with large exponents not to the last bit (serde_json without `float_roundtrip`).
+    """
+    if not math.isfinite(number) or abs(number) >= 1 << 63:
+        return False
+    if isinstance(number, int):
+        return int(float(number)) == number
+    _, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
+    value = int("".join(map(str, digits)))
+    return value <= 1 << 53 and isinstance(exponent, int) and abs(exponent) <= EXACT_EXPONENT_MAX
+
+
 def _referred(schema: object, pointer: str) -> object:
-    """What a reference within the schema points to; None if nothing is there."""
+    """The target of a reference within the schema; None if nothing is there."""
     for part in unquote(pointer).removeprefix("#").split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         found: object = cast(dict[str, object], schema).get(name) if isinstance(schema, dict) else None
