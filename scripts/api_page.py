@@ -22,6 +22,7 @@ from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.rollouts import RolloutsAdmin
+from penstock.gateway.api.scaling import ScaleAdmin
 from penstock.gateway.api.routes import Answers, Handler, Orders, Routes
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
@@ -156,7 +157,7 @@ def endpoints() -> Iterator[list[str]]:
     """Every endpoint, whom it is for and what its handler says that it does."""
     # The handlers are only looked at, so the classes do as well as what is made of them.
     answers: Any = Answers(*(cast(Any, each) for each in (Generate, Responses, VectorEndpoints)))
-    kinds = (AdaptersAdmin, SleepAdmin, CostsAdmin, RolloutsAdmin)
+    kinds = (AdaptersAdmin, SleepAdmin, CostsAdmin, RolloutsAdmin, ScaleAdmin)
     orders: Any = Orders(*(cast(Any, each) for each in kinds))
     others = (Inspect, Admin, TenantsAdmin, Console)
     parts: list[Any] = [answers, *others, orders]

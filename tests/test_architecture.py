@@ -50,6 +50,7 @@ ROOMS = {
         "limits": ".",
         "resilience": ".",
         "rollout": ".",
+        "capacity": ".",
         "queueing": "estimates .",
         "placement": "queueing estimates .",
         "admission": "queueing limits estimates .",
