@@ -19,8 +19,8 @@ from penstock.fleet.scale_trail import replay
 from penstock.policy.capacity.autoscaler import Decision
 
 DESCRIPTION = """\
-Show how many workers each model has and is to have, and why. With --to so many, for a while, whatever the
-load; with --auto the load decides again."""
+Show how many workers each model has and is to have, and why. With --to so many, for a while, whatever
+the load; with --auto the load decides again."""
 EPILOG = """\
 Which models scale, and between which bounds, is in the configuration (models[].scale);
 docs/autoscaling.md has the story. --replay takes the file of decisions that a server keeps beside its
