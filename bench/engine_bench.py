@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 import uvloop
+from harness import command_line
 from peers.engines import (
     OUT,
     STREAMS_MAX,
@@ -70,7 +71,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure our engine beside vLLM and llama.cpp.")
+    parser = command_line(__doc__)
     parser.add_argument("--models", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)} (default: all)")
     parser.add_argument(
         "--engines", help="engines (ours, vllm, llama.cpp) or variants (ours:int8); default: all"
@@ -85,7 +86,6 @@ def parse_arguments() -> argparse.Namespace:
         "--skip-long", action="store_true", help="no shared prefix and no arriving long prompt"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here as well")
     parser.add_argument(
         "--show", type=Path, metavar="FILE", help="measure nothing: print the tables of such a file"
     )

@@ -37,7 +37,7 @@ from pathlib import Path
 import live_totals
 import msgspec
 import psutil
-from provenance import write_result
+from harness import command_line, write_result
 
 from penstock import rng
 from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimits, EndpointError
@@ -335,7 +335,7 @@ async def run(args: argparse.Namespace, place: Path) -> int:
         if not verdict.wrong
         else f"{len(verdict.wrong)} WRONG"
     )
-    if args.out:
+    if args.json:
         asked = {
             "requests": args.requests,
             "concurrency": args.concurrency,
@@ -348,20 +348,17 @@ async def run(args: argparse.Namespace, place: Path) -> int:
             "counts": verdict.counts,
             "wrong": verdict.wrong,
         }
-        write_result(args.out, asked | found)
+        write_result(args.json, asked | found)
     return 1 if verdict.wrong else 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--model", default="penstock-demo-mini")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         return asyncio.run(run(args, Path(name)))

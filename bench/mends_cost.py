@@ -34,7 +34,7 @@ from typing import Any
 
 import msgspec
 import uvloop
-from provenance import write_result
+from harness import command_line, write_result
 from relay_process import Process, build, free_port
 
 sys.path.insert(0, str(Path(__file__).parent / "relay"))
@@ -452,12 +452,8 @@ def show(results: dict[str, list[Round]], simulated: list[Round]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = command_line(__doc__, rounds=7)
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--show", type=Path, metavar="FILE", help="the tables of a run again")
     parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)

@@ -1,6 +1,6 @@
 """A runner that computes nothing and takes the time that a law says: the engine's other half stays real.
 
-Named by worker processes that bench/sim_fidelity.py and bench/spike.py start
+Named by worker processes that bench/sim_fidelity.py and bench/load_and_sim.py start
 (`runner="modelled_runner:build_runner"`, this directory on PYTHONPATH). What is modelled is in the
 environment, as JSON of `Modelled`: `environment` writes it.
 """

@@ -45,8 +45,8 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from harness import command_line, write_result
 from open_load import MANNERS, Asked, Kind, OpenLoad, Sender
-from provenance import add_json_option, write_result
 
 from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.load import percentile
@@ -468,9 +468,7 @@ def summary(repeats: list[dict[str, Any]]) -> dict[str, object]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--loads", type=lambda text: [float(word) for word in text.split(",")], default=[2, 5, 20]
     )
@@ -481,7 +479,6 @@ def main() -> None:
     parser.add_argument(
         "--server", default=sys.executable, metavar="PYTHON", help="the interpreter whose penstock serves"
     )
-    add_json_option(parser)
     args = parser.parse_args()
     repeats: list[dict[str, Any]] = []
     with contextlib.suppress(KeyboardInterrupt):

@@ -12,7 +12,6 @@ What the new version does worse is laid over the canary's requests. It is judged
 the product every second, which intervals that hold at all times do not mind.
 """
 
-import argparse
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import msgspec
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock.clock import NS_PER_S
 from penstock.policy.flow import Outcome
@@ -160,13 +159,10 @@ def trial(requests: Sequence[Ended], change: Change, number: int) -> Rollout:
 
 def main() -> None:
     """Print a table, and write JSON if asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--hours", type=float, default=1.15, help="of simulated requests")
     parser.add_argument("--noise", type=float, default=0.3, help="standard deviation of a time's logarithm")
-    add_json_option(parser)
     args = parser.parse_args()
     requests = recorded(args.hours * 3600, args.noise)
     print(f"{len(requests)} requests of {len({each.session for each in requests})} conversations")

@@ -15,7 +15,6 @@ fast memory is written that was not had before is told beside (`fresh_gb_per_s`)
 another checkout, built, wakes in turn with ours, and the ratio of the two is told.
 """
 
-import argparse
 import mmap
 import os
 import statistics
@@ -29,8 +28,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from harness import REPOSITORY, command_line, write_result
 from peers.shapes import SHAPES, make_model
-from provenance import REPOSITORY, add_json_option, write_result
 
 sys.path.insert(0, str(REPOSITORY / "tests" / "doubles"))
 from raw_worker import REAL, Client, launch_line, submit
@@ -211,12 +210,10 @@ def measure(model: Path, quantization: str, rounds: int, before_root: Path | Non
 
 def main() -> None:
     """Measure every form of every shape."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--shapes", nargs="*", choices=sorted(SHAPES), default=["494m"])
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=FORMS)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout, with kernels built")
-    add_json_option(parser)
     args = parser.parse_args()
     found: list[dict[str, Any]] = []
     for shape in args.shapes:

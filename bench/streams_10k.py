@@ -15,7 +15,6 @@ that never end memory grows.) The gateway has every feature on (bench/relay/gate
 for half an hour.
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -26,7 +25,7 @@ import threading
 import time
 from pathlib import Path
 
-from provenance import write_result
+from harness import command_line, write_result
 from relay.stand_in_worker import Steps
 from relay_peers import Shape, request_bytes, wait_answers
 from relay_process import HERE, Process, build, free_port
@@ -137,9 +136,7 @@ def summary(lines: list[dict[str, float]], watch: Watch, settle_s: float) -> dic
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--streams", type=int, default=10_000)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--period-ms", type=int, default=1000)
@@ -147,7 +144,6 @@ def main() -> None:
     parser.add_argument("--answer-tokens", type=int, default=256)
     parser.add_argument("--settle", type=int, default=SETTLE_S, metavar="SECONDS")
     parser.add_argument("--features", default="all", help="as of bench/relay/gateway.py")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     period_us = args.period_ms * 1000
     with tempfile.TemporaryDirectory(prefix="streams-") as name:
@@ -185,8 +181,8 @@ def main() -> None:
     }
     result = asked | summary(lines, watch, args.settle)
     print(json.dumps({key: value for key, value in result.items() if key != "over_time"}, indent=1))
-    if args.out:
-        write_result(args.out, result)
+    if args.json:
+        write_result(args.json, result)
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ class Served:
         """Begin one streamed chat request and return after its first bytes."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
         body = {"model": MODEL, "stream": True, "messages": [{"role": "user", "content": "Count."}]}
-        body |= {"max_tokens": 200, "ignore_eos": True, "temperature": 0, **fields}
+        body |= {"max_tokens": 800, "ignore_eos": True, "temperature": 0, **fields}
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()

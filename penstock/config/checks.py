@@ -141,7 +141,7 @@ _IPC = re.compile(r"ipc://[^\x00]{1,100}")
 
 
 def _kv_event_problems(engine: EngineConfig, key: str, listening: dict[str, str]) -> Iterator[str]:
-    """What is wrong with the ZeroMQ addresses; `listening` says which key has taken an address already."""
+    """Problems of the ZeroMQ addresses; `listening` says which key has taken an address already."""
     events = engine.kv_events
     if not events.endpoint:
         if events.replay_endpoint:
@@ -176,7 +176,7 @@ def _fleet_problems(config: Config) -> Iterator[str]:
         count += (model.scale.max or model.replicas) + len(model.workers)
         yield from scale_problems(model.scale, model.replicas, f"models[{i}].scale")
         if not (model.replicas or model.scale.max or model.workers or model.discover):
-            yield f"models[{i}].replicas: 0, and there are no workers: nobody would answer"
+            yield f"models[{i}].replicas: 0, and there are no workers: no worker would answer"
         for j, discover in enumerate(model.discover):
             yield from discover_problems(discover, f"models[{i}].discover[{j}]")
         most = model.scale.max or model.replicas

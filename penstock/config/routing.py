@@ -14,7 +14,7 @@ Weight = Annotated[float, Meta(ge=0, le=1)]
 
 
 TTFT_TARGET_MS, TPOT_TARGET_MS = 500.0, 50.0
-"""What is promised to every request, unless the configuration says otherwise."""
+"""The promise to every request, unless the configuration says otherwise."""
 
 
 class TtftTarget(Branch, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class AdmissionConfig(Branch, frozen=True, kw_only=True):
 
 
 class ModelRoute(Branch, frozen=True, kw_only=True):
-    """What one model may be replaced by."""
+    """The models that may replace one model."""
 
     model: str
     """Its name, as clients use it."""

@@ -1,7 +1,7 @@
 """Which requests are traced, and what their traces say of them (telemetry/traces.py).
 
-Requests to the API are: `traces.endpoint` says where their spans go. Without one, a caller's trace goes on to
-external workers as if this gateway were not there.
+Requests to the API are: `traces.endpoint` says where their spans go. Without one, a caller's trace is passed
+to external workers as if this gateway were not there.
 """
 
 from collections.abc import Sequence

@@ -82,7 +82,7 @@ def _amount(progress: Progress) -> tuple[int, int, int]:
 
 
 def recovered(opened: UsageRecord, progress: Progress | None) -> UsageRecord:
-    """What stays of a request whose process died."""
+    """The record of a request whose process died."""
     record = msgspec.structs.replace(opened, outcome=Outcome.FAILED, error=CRASHED, recovered=True)
     if progress is None:
         return record
@@ -158,7 +158,7 @@ def recover_abandoned(directory: Path, sink: LedgerSink, log: Log) -> int:
             except SinkError:
                 raise
             except LedgerError as error:
-                # A newer version's, after a rollback: that one will read it. Serving goes on.
+                # A newer version's, after a rollback: that one will read it. Serving continues.
                 log.error("a dead gateway's journal stays: this version cannot read it", error=error)
                 claims.pop(0).release(remove=False)
             else:
@@ -212,7 +212,7 @@ GROUPS: Mapping[str, str] = {
     "outcome": "outcome",
     "price_version": "price_version",
 }
-"""What usage can be summed up by, and how the database says it."""
+"""The keys by which usage can be summed up, and their columns."""
 BUSY_S = 10.0
 
 
@@ -245,7 +245,7 @@ def total_of(rows: Sequence[LedgerRow]) -> Totals:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Query:
-    """What is asked. Times are nanoseconds since the epoch: `since_ns` included, `until_ns` not."""
+    """The question. Times are nanoseconds since the epoch: `since_ns` included, `until_ns` not."""
 
     by: tuple[str, ...] = ("tenant", "model", "day")
     since_ns: int | None = None
@@ -306,7 +306,7 @@ class LedgerReader:
         return rows
 
     def spent(self, wall_ns: int) -> list[Spent]:
-        """What every tenant has spent in the day and month of `wall_ns`, by gateway process.
+        """The spending of every tenant in the day and month of `wall_ns`, by gateway process.
 
         Raises:
             LedgerError: the database cannot be read.

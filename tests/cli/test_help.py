@@ -42,6 +42,7 @@ GOLDEN = Path(__file__).parent / "golden"
         "quantize",
         "generate",
         "scale",
+        "cache",
         "completion",
     ],
 )

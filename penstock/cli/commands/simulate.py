@@ -33,7 +33,7 @@ TENANTS_SHOWN = 10
 
 
 def scenario_list(scenarios: Mapping[str, Scenario]) -> Table:
-    """What there is, and what each answers."""
+    """The scenarios that exist, and the question that each answers."""
     table = Table(title="scenarios", show_lines=False, title_justify="left")
     table.add_column("name", style="bold", no_wrap=True)
     table.add_column("question")
@@ -43,7 +43,7 @@ def scenario_list(scenarios: Mapping[str, Scenario]) -> Table:
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """What was checked, and whether it passes."""
+    """The checks, and whether each passes."""
     table = Table("checked", title="criterion", title_justify="left")
     for column in ("found", "bound", ""):
         table.add_column(column, justify="right")

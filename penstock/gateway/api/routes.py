@@ -42,7 +42,7 @@ def is_poll(method: str, path: str, status: int) -> bool:
 
 @dataclass(slots=True, frozen=True)
 class Route:
-    """What one path does."""
+    """The behaviour of one path."""
 
     access: Access
     handlers: Mapping[str, Handler]
@@ -71,7 +71,7 @@ class Route:
             )
 
     def handler(self, method: str) -> Handler:
-        """What answers this verb; HEAD is a GET whose body is not sent.
+        """The handler of this verb; HEAD is a GET whose body is not sent.
 
         Raises:
             MethodNotAllowed: nothing does.

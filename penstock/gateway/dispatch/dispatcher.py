@@ -313,7 +313,7 @@ class Dispatcher:
     # --- inside ----------------------------------------------------------------------------------
 
     def _leave_ejected(self, now_ns: int) -> None:
-        """What runs on workers that are ejected goes on at others. At one that is only slow it stays until
+        """Requests on workers that are ejected continue on others. At one that is only slow it stays until
         another one has room: to wait would be slower still.
         """
         for worker_id, cause in self.anomalies.ejected():

@@ -54,7 +54,7 @@ from penstock.protocol.openai import ErrorAnswer, ErrorBody
 from penstock.telemetry.decision_files import Failure
 
 RETRY_AFTER_S = 1.0
-"""What a client is told when nobody knows better."""
+"""A client's wait where no better one is known."""
 
 
 class HttpFault(ClientError):
@@ -102,7 +102,7 @@ _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status of an error; 500 for whatever nobody expected."""
+    """The HTTP status of an error; 500 for an unexpected error."""
     if isinstance(error, HttpFault):
         return error.status
     return next((status for kind, status, _ in _STATUS if isinstance(error, kind)), 500)

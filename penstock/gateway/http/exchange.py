@@ -4,7 +4,7 @@ An exchange is answered once: by `respond`, or by `begin_stream`, any number of 
 client leaves before that, `on_disconnect` is called at once and everything written later goes nowhere.
 It knows how a response is framed; sockets, parsing and timeouts belong to `connection.py`.
 
-Which model answered, and why, as the client is told: in headers, and once more in a stream's last usage
+The model that answered, and why, as the client reads it: in headers, and once more in a stream's last usage
 chunk.
 
     x-penstock-model: small                     the model that answers; the body's `model` says the same
@@ -42,7 +42,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class _Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the last usage chunk has under `penstock`."""
+    """The content of `penstock` in the last usage chunk."""
 
     model: str
     requested_model: str = ""
@@ -53,7 +53,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Who answers a request, and why."""
+    """The model that answers a request, and why."""
 
     model: str
     requested: str
@@ -66,7 +66,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     route: str = ""
     """How it was chosen, if it was: `Choice.explain()`."""
     assigned: object = None
-    """What a rollout has dealt its conversation (`gateway.models.rollouts.Assigned`)."""
+    """The version that a rollout has assigned to its conversation (`gateway.models.rollouts.Assigned`)."""
 
 
 def _value(name: str) -> bytes:
@@ -99,6 +99,8 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
     query: str = ""
     headers: Mapping[bytes, bytes]
     version: str = "1.1"
+    seen: object = None
+    """The application's result for the head, from before the body was read."""
 
 
 _FORGOTTEN = RequestHead(method="", path="", headers={})
@@ -123,7 +125,7 @@ class Ending(enum.StrEnum):
 
 
 class Wire(Protocol):
-    """What an exchange needs of its connection."""
+    """The part of its connection that an exchange needs."""
 
     paused: bool
     """The client does not keep up; the transport is buffering."""
@@ -171,17 +173,17 @@ class Exchange:
         self.client, self.body, self.id = client, b"", ""
         self.trace: RequestTrace | None = None  # If it is traced, or its caller traces it.
         self.served: Served | None = None
-        """Set by handlers that generate. What it says goes with whatever the response is."""
+        """Set by handlers that generate. Its headers go with the response, whatever that is."""
         self.request: Request | None = None
         """Since flow control accepted it."""
         self.outcome: OutcomeLabel | None = None
         self.error: Exception | None = None
-        """What it ended with, after its caller was known."""
+        """The error that it ended with, after its caller was known."""
         self.started_ns = 0
         self.first_ns: int | None = None
         """When the first output of any choice came."""
         self.first_usage: Usage | None = None
-        """What its worker told with it, of a request that is one stream."""
+        """The worker's report with it, of a request that is one stream."""
         self.limits_ns: int | None = None
         """When its prompt was made, and limits were asked."""
         self.ended_ns: int | None = None
@@ -225,7 +227,7 @@ class Exchange:
         self.migration = self.migrated = ""
 
     def used(self) -> Usage:
-        """What its streams used until now."""
+        """The usage of its streams until now."""
         return self.request.used() if self.request is not None else Usage()
 
     def usage(self) -> UsageBody:
@@ -277,7 +279,7 @@ class Exchange:
         self._keep_alive = False
 
     def forget_request(self) -> None:
-        """Nobody reads body and headers any more: they may be megabytes, and the stream long."""
+        """Body and headers are not read any more: they may be megabytes, and the stream long."""
         self.body = b""
         self.head = _FORGOTTEN
 
@@ -344,7 +346,7 @@ class Exchange:
             self._full()
 
     def let_go(self) -> None:
-        """What was held back is about to be written."""
+        """Text that was held back is about to be written."""
         self._held_bytes = 0
 
     def fell_behind(self) -> None:
@@ -420,7 +422,7 @@ class Exchange:
         self.on_disconnect = self.on_caught_up = self.on_full = None
 
     def served_facts(self) -> bytes:
-        """Who answers, and how it goes, as JSON: for clients that do not see headers."""
+        """The model that answers, and the state of the request, as JSON, for clients that see no headers."""
         served = self.served
         assert served is not None, "a model answers"
         return msgspec.json.encode(

@@ -2,10 +2,10 @@
 
 Which leading tokens of a prompt are public: what an operator declared in `models[].public_prefixes`.
 
-Tenants' KV caches are apart, so that nobody learns from a fast answer what others have asked. A system prompt
-that the operator himself publishes is no such secret: KV blocks that hold nothing but its tokens are shared
-by all. Only tokens that equal the operator's, from the very first one, are ever called public, whatever a
-caller sends.
+Tenants' KV caches are apart, so that no tenant learns from a fast answer what others have asked. A system
+prompt that the operator himself publishes is no such secret: KV blocks that hold nothing but its tokens are
+shared by all. Only tokens that equal the operator's, from the very first one, are ever called public,
+whatever a caller sends.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from penstock.config.routing import RoutingConfig
 from penstock.errors import ConfigError, InvalidRequest, NotFound, WorkerUnavailable
 from penstock.fleet.registry import RouteWorkers
 from penstock.gateway.models.rollouts import Assigned, RolloutTable
+from penstock.policy.admission.gate import ModelFacts
 from penstock.policy.placement.pick import ComplexityChoice
 from penstock.policy.tenant import (
     ANONYMOUS,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.gateway.models.auto_model import AutoModels
 
 _TASKS = {"": "generate", "scores": "score"}
-"""What a model is for, by how it pools."""
+"""The task of a model, by how it pools."""
 _BEGINNING_BYTES = 4096
 """Of a conversation that has no name: as many of its first messages tell it from others."""
 _CHUNK = 256
@@ -127,12 +128,12 @@ class ServedModel:
     tool_format: ToolFormat = HERMES
     """How it calls tools."""
     reasoning: ReasoningMarks | None = None
-    """What stands around its reasoning; None: it does not reason."""
+    """The marks around its reasoning; None: it does not reason."""
     declared_len: int = 0
     """Tokens of its context as the configuration or the checkpoint says, until a worker has said it; 0:
     neither does."""
     public_prefixes: PublicPrefixes = NO_PUBLIC_PREFIXES
-    """What prompts may begin with that is no tenant's secret."""
+    """The beginnings of prompts that are no tenant's secret."""
     prompts: ChatPrompts = field(init=False)
     """Makes the token ids of chats."""
 
@@ -147,7 +148,7 @@ class ServedModel:
         object.__setattr__(self, "prompts", prompts)  # It is frozen for everybody else.
 
     def info(self) -> ModelInfo:
-        """What holds for any of its workers.
+        """Facts that hold for any of its workers.
 
         Raises:
             WorkerUnavailable: none has been ready yet.
@@ -180,7 +181,7 @@ class ServedModel:
 
 
 class Resolved(NamedTuple):
-    """What a request asks for."""
+    """The model that a request asks for."""
 
     model: ServedModel
     adapter: str = ""
@@ -188,7 +189,7 @@ class Resolved(NamedTuple):
     choice: ComplexityChoice | None = None
     """How it was chosen, if the request asks for "auto"."""
     assigned: Assigned | None = None
-    """What a rollout has dealt its conversation."""
+    """The version that a rollout has assigned to its conversation."""
 
 
 class ModelTable:
@@ -218,7 +219,7 @@ class ModelTable:
         return is_auto or name in self._models or name in self._first
 
     def cards(self, tenant: Tenant) -> list[ModelCard]:
-        """What `/v1/models` lists for a tenant: their adapters and "auto" after the models themselves."""
+        """The entries of `/v1/models` for a tenant: their adapters and "auto" after the models themselves."""
         mine = [model for model in self if may_use_model(tenant, model.name)]
         found = [model.card() for model in mine]
         found += [_alias(name, model) for name in self._first if (model := self._serving(name)) in mine]
@@ -257,8 +258,8 @@ class ModelTable:
         needs: frozenset[str] = frozenset(),
         session: str = "",
     ) -> "Resolved":
-        """What a request asks for: a model, an adapter of one, or "auto": one that can do what is needed, if
-        there is one. Of a model in a rollout, the version that the conversation gets.
+        """Find the model that a request asks for: a model, an adapter of one, or "auto": one that can do what
+        is needed, if there is one. Of a model in a rollout, the version that the conversation gets.
 
         Raises:
             NotFound: there is no such model.
@@ -286,7 +287,7 @@ class ModelTable:
         assigned = self.rollouts.assign(request.model, lambda: conversation_of(request, tenant, session))
         if assigned is None or (model := self._models.get(ModelName(assigned.version))) is None:
             return None
-        # A version that has no worker, or is not the tenant's, is nobody's canary.
+        # A version that has no worker, or is not the tenant's, is no canary.
         can_answer = model.workers.is_ready or model.workers.is_expected
         return (
             Resolved(model, assigned=assigned) if can_answer and may_use_model(tenant, model.name) else None
@@ -361,7 +362,21 @@ def _limits_of(tenant: Tenant) -> CallerLimits:
 
 
 def _choose_auto(routing: RoutingConfig, created_s: int) -> "AutoModels":
-    """What answers for `model: "auto"`."""
+    """The chooser for `model: "auto"`."""
     from penstock.gateway.models import auto_model  # Absent unless configured.
 
     return auto_model.AutoModels(routing, created_s=created_s)
+
+
+def model_facts(models: Mapping[ModelName, ServedModel], name: str) -> ModelFacts | None:
+    """The facts that admission decides on; None if no model of this name is served."""
+    model = models.get(ModelName(name))
+    if model is None:
+        return None
+    info = model.workers.info
+    return ModelFacts(
+        max_model_len=info.max_model_len if info is not None else 0,
+        adapters=model.workers.adapters,
+        capabilities=model.workers.capabilities,
+        kinds=model.workers.kinds,
+    )

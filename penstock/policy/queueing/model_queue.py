@@ -29,7 +29,7 @@ from penstock.types import RequestId, Usage, WorkerId
 _HEADROOM_ROWS = 8
 """With fewer rows one row is too much to leave free."""
 _OVER = 1.5
-"""Times its part: more is over it. Who is about at its part is not held back."""
+"""Times its part: more is over it. A tenant near its part is not held back."""
 _PACE = 8
 """The mean time between two starts follows the last so many."""
 _LOST_WAIT_S = 30.0
@@ -39,7 +39,7 @@ _NOBODY: Collection[WorkerId] = ()
 
 
 class ModelQueue:
-    """What waits for one model, and who could run it."""
+    """The requests that wait for one model, and the workers that could run them."""
 
     __slots__ = (
         "_apart", "_config", "_deployments", "_down_ns", "_found", "_health", "_holds", "_last_ns",
@@ -97,7 +97,7 @@ class ModelQueue:
         return min((room.view.wake_ns for room in self.rooms if room.view.wake_ns), default=0)
 
     def waiting(self) -> Iterator[Work]:
-        """What waits, band by band, in the order in which it came."""
+        """The waiting requests, band by band, in the order in which they came."""
         for band in self.queue.bands:
             yield from band.waiting.values()
 
@@ -155,7 +155,7 @@ class ModelQueue:
             self._deployments.started(now_ns, work, room)
 
     def place_hedge(self, now_ns: int, work: Work, worker: WorkerId) -> WorkerCapacity | None:
-        """Where a request that runs at `worker` could be started a second time: only if nobody waits, and
+        """Where a request that runs at `worker` could be started a second time: only if no request waits, and
         there is room for it in another worker's batch. Books nothing.
         """
         if self.queue.num_waiting:
@@ -260,7 +260,8 @@ class ModelQueue:
         if holds:
             times.append(holds[0][0])
         if self.queue.num_waiting:
-            # What is over by now has been looked at: a time in the past would be asked for again and again.
+            # Deadlines that are over by now have been looked at: a time in the past would be asked for again
+            # and again.
             again = [self._health.due_ns(self.route), self.pace.next_overdue_ns()]
             if self._deployments is not None:
                 again.append(self._deployments.due_ns)
@@ -295,8 +296,8 @@ class ModelQueue:
             requests_ahead = band.ahead_of(work.tenant, work.weight)
             ahead = sum(len(higher.waiting) for higher in above) + requests_ahead
         tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
-        # A protected band goes first, so it has the model's pace. Others have what those above leave them,
-        # which is seen in their own.
+        # A protected band goes first, so it has the model's pace. Others have the rest, which is seen in
+        # their own.
         each_ns = self.gap_ns if band.config.protected else band.gap_ns(now_ns)
         return RouteLoad(
             route=self.route,
@@ -315,11 +316,11 @@ class ModelQueue:
         )
 
     def _share(self) -> float | None:
-        """The streams that one tenant may run of the last rows; None while there are more, or nobody else is
-        here.
+        """The streams that one tenant may run of the last rows; None while there are more, or no other tenant
+        is here.
 
-        Whoever runs much more than its part leaves `headroom` (and the credit, which is no row yet) to the
-        others: their next request starts at once, and not when a stream of that tenant happens to end.
+        A tenant that runs much more than its part leaves `headroom` (and the credit, which is no row yet) to
+        the others: their next request starts at once, and not when a stream of that tenant happens to end.
         """
         rooms = self.rooms
         rows = rooms.num_slots - rooms.num_spare
@@ -366,7 +367,7 @@ class ModelQueue:
             # goes where there is room.
             work.hold_ns = max(now_ns, 1)
             found = self._place(now_ns, work, avoid, blocked)
-            assert not isinstance(found, Hold), "nobody is held twice"
+            assert not isinstance(found, Hold), "no request is held twice"
         self._found = found
         return found is not None
 
@@ -398,12 +399,12 @@ class ModelQueue:
         return None
 
     def _is_held(self, work: Work, blocked: Collection[WorkerId]) -> bool:
-        """Whether it goes on waiting for the warm worker: that is still there, and still has no room."""
+        """Whether it continues to wait for the warm worker: that is still there, and still has no room."""
         room = self.rooms.get(work.hold_for)
         return room is not None and room.view.ready and room.id not in blocked and not room.fits(work)
 
     def _held_fits(self, now_ns: int) -> tuple[Work | None, WorkerCapacity | None]:
-        """Keep a worker free for whoever was passed over too long, until it fits there."""
+        """Keep a worker free for the request that was passed over too long, until it fits there."""
         if self.held is not None:
             kept = self.rooms.held
             if not self.queue.waits(self.held) or kept is None or kept.id in self._blocked(now_ns, self.held):
@@ -422,7 +423,7 @@ class ModelQueue:
 
     def _start_on(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """The placement decides as ever, where one worker is all that there is: so it knows what is cached
-        there, and who asks why the request went there is told.
+        there, and can explain why the request went there.
         """
         self._unhold()
         work.hold_ns, work.matched_tokens = max(1, work.hold_ns), 0
@@ -430,8 +431,8 @@ class ModelQueue:
         self.placement.place(now_ns, work, self.rooms, _NOBODY, others)
 
     def _pass_held(self, now_ns: int, held: Work) -> tuple[Work | None, WorkerCapacity | None]:
-        """Nobody of its band or below takes the worker that is kept free; those above may, until its band is
-        starved.
+        """No request of its band or below takes the worker that is kept free; those above may, until its band
+        is starved.
         """
         room, band = self.rooms.held, self.queue.band_of(held)
         if room is None or room.num_free < 1 or now_ns - held.aside_ns >= band.starvation_ns:
@@ -450,14 +451,14 @@ class ModelQueue:
         self.rooms.unhold()
 
     def _oldest(self) -> Work | None:
-        """Who has waited longest, while there is no worker to wait for."""
+        """The request that has waited longest, while there is no worker to wait for."""
         if self.rooms.num_ready:
             return None
         firsts = [next(iter(band.waiting.values())) for band in self.queue.bands if band.waiting]
         return min(firsts, key=lambda work: (work.queued_ns, work.number), default=None)
 
     def _no_worker_until(self, oldest: Work) -> int:
-        # What is asleep may take as long again as it is thought to.
+        # A model that is asleep may take twice the expected time.
         return max(self._down_ns, oldest.queued_ns) + self._no_worker_ns + 2 * self.wake_ns
 
     def _pace(self, now_ns: int) -> None:

@@ -39,15 +39,15 @@ from penstock.sim.traffic.workload import (
     even,
     merged,
 )
-from penstock.sim.world.faults import Fault, FaultKind
+from penstock.sim.world.faults import FaultKind, InjectedFault
 
 BEGINS, ENDS, RECOVERED = 15, 30, 40
 """Seconds: when the fault begins and is over, and from when on everything must be well again."""
 
 
-def fault(kind: FaultKind, *, target: int = 0, amount: float = 1.0, until: int = ENDS) -> Fault:
+def fault(kind: FaultKind, *, target: int = 0, amount: float = 1.0, until: int = ENDS) -> InjectedFault:
     """A failure at the usual time; with `until` 0 nothing ends it."""
-    return Fault(kind, BEGINS * NS_PER_S, until * NS_PER_S, target, amount)
+    return InjectedFault(kind, BEGINS * NS_PER_S, until * NS_PER_S, target, amount)
 
 
 def late_share(played: Played) -> float:
@@ -74,8 +74,8 @@ def _check_crash(played: Played, _: Played | None) -> Sequence[Finding]:
 def worker_crash(knobs: Knobs) -> Setup:
     """One of three workers crashes: what is lost, and is the rest served?
 
-    What had no token yet starts elsewhere, streams move and go on behind their last token; the queue holds
-    what the two others cannot take at once; a new worker comes.
+    Requests without a token start elsewhere, streams move and continue behind their last token; the queue
+    holds what the two others cannot take at once; a new worker comes.
     """
     source = chat(knobs, 0.55, 3, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.WORKER_CRASH)]
@@ -133,7 +133,7 @@ def _check_slow(played: Played, _: Played | None) -> Sequence[Finding]:
 def slow_worker(knobs: Knobs) -> Setup:
     """One of four workers (a provider's route) becomes five times slower: do others take over?
 
-    A slow worker keeps its rows longer, so it is given less: late binding gives work to whoever has room.
+    A slow worker keeps its rows longer, so it is given less: late binding gives work to workers with room.
     """
     source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.WORKER_SLOW, amount=5.0)]
@@ -193,7 +193,7 @@ def _check_gray(played: Played, _: Played | None) -> Sequence[Finding]:
 def gray_failure(knobs: Knobs) -> Setup:
     """One of four workers says that all is well and fails every request at once: does it swallow the traffic?
 
-    Whoever fails fast always has room, so it would get nearly everything. Its breaker opens after ten
+    A worker that fails fast always has room, so it would get nearly everything. Its breaker opens after ten
     attempts; those are tried again elsewhere while the retry budget lasts; probes find when it is well again.
     """
     source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
@@ -291,8 +291,8 @@ def _check_poison(played: Played, _: Played | None) -> Sequence[Finding]:
 def poison_request(knobs: Knobs) -> Setup:
     """One request brings down every worker that computes it: does it take the fleet with it?
 
-    Whoever was starting when the first worker died starts again alone, so the second death has one cause,
-    which is refused. Streams that were beside it move and go on, and workers come back.
+    A request that was starting when the first worker died starts again alone, so the second death has one
+    cause, which is refused. Streams that ran there too move and continue, and workers come back.
     """
     source = chat(knobs, 0.5, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.POISON, target=100)]
@@ -312,7 +312,9 @@ def _spells(knobs: Knobs, *, hedged: bool) -> Setup:
     source = chat(knobs, 0.4, 8, callers=Callers(tenants=even(8)))
     seconds = knobs.seconds or _SECONDS
     faults = [
-        Fault(FaultKind.WORKER_SLOW, int(at * NS_PER_S), int((at + _LASTS) * NS_PER_S), 5 * number, 20.0)
+        InjectedFault(
+            FaultKind.WORKER_SLOW, int(at * NS_PER_S), int((at + _LASTS) * NS_PER_S), 5 * number, 20.0
+        )
         for number, at in enumerate(5 + _EVERY * i for i in range(int((seconds - 8) / _EVERY)))
     ]
     return setup(knobs, [pool(knobs, workers=8)], [source], seconds=_SECONDS, faults=faults)
@@ -344,8 +346,8 @@ def _check(played: Played, beside: Played | None) -> Sequence[Finding]:
 def slow_spells(knobs: Knobs) -> Setup:
     """One of eight workers after the other is twenty times slower for a second and a half: who waits for it?
 
-    Breakers learn too late of what is over so soon. Whoever has no output for longer than 98 of 100 requests
-    like it is started on a second worker too (`health.hedge_share`), at most two in a hundred.
+    Breakers learn too late of what is over so soon. A request that has no output for longer than 98 of 100
+    requests like it is started on a second worker too (`health.hedge_share`), at most two in a hundred.
     """
     return _spells(knobs, hedged=True)
 
@@ -366,8 +368,8 @@ def _check_recovers(after_s: float) -> Check:
 def cold_start(knobs: Knobs) -> Setup:
     """Load doubles and a new worker takes 30 seconds to load: do requests wait, or time out?
 
-    The queue holds them (nobody leaves within 40 s); the fleet grows by schedule, as an autoscaler would ask
-    for it 5 s after the step.
+    The queue holds them (no client leaves within 40 s); the fleet grows by schedule, as an autoscaler would
+    ask for it 5 s after the step.
     """
     source = replace(
         chat(knobs, 0.8, 2, callers=Callers(tenants=even(8), patience_s=40.0)),
@@ -396,8 +398,8 @@ def rolling_restart(knobs: Knobs) -> Setup:
 def spot_revocation(knobs: Knobs) -> Setup:
     """Half of the fleet is spot capacity and is taken back with a notice: is anything lost?
 
-    Two of four workers drain at 15 s, others are there 20 s later; what runs goes on, what waits goes
-    elsewhere.
+    Two of four workers drain at 15 s, others are there 20 s later; running requests continue, waiting ones
+    move elsewhere.
     """
     source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     main = replace(pool(knobs, workers=4, cold_start_s=15), schedule=((15 * NS_PER_S, 2), (20 * NS_PER_S, 4)))

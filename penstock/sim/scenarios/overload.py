@@ -434,15 +434,15 @@ def goodput_of(played: Played) -> tuple[float, float]:
 
 
 def drained_s(played: Played) -> float:
-    """How long after the load the last first token came, or the last request that waited left: streams may go
-    on.
+    """How long after the load the last first token came, or the last request that waited left: streams may
+    continue.
     """
     ends = (r.at_ns + r.queue_ns if r.first_ns >= 0 else r.end_ns for r in played.records if not r.is_retry)
     return max(0.0, max(ends, default=0) / NS_PER_S - played.setup.seconds)
 
 
 def served(played: Played, of: Callable[[RequestRecord], str]) -> Mapping[str, float]:
-    """What classes of requests were served as promised, as the queue counts service
+    """The classes of requests that were served as promised, as the queue counts service
     (policy/queueing/band.py): per second.
     """
     found: Counter[str] = Counter()

@@ -2,7 +2,7 @@
 
 A scenario is a function from `Knobs` to `Setup`; its docstring is the question. Its check says, of one run,
 what was found and whether that passes. Where the answer is a comparison (with the spike, without it) the
-scenario names the setup that runs beside it on the same seed.
+scenario names the setup that runs on the same seed for comparison.
 
 Its fleet is described as an operator describes one: `described` takes it through the parsing and the checks
 of `penstock serve`, to the names and engines that come out. A model's directory is called by the shape that
@@ -28,7 +28,7 @@ from penstock.sim.report.figures import Figures, Objective, Spread
 from penstock.sim.scenarios.setup import Knobs, Played, Setup, play, promised
 from penstock.sim.traffic.prompts import RequestRecord
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, TrafficSource, even
-from penstock.sim.world.faults import Fault
+from penstock.sim.world.faults import InjectedFault
 from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 
 
@@ -95,7 +95,7 @@ def at_least(words: str, value: float, bound: float) -> Finding:
 
 Build = Callable[[Knobs], Setup]
 Check = Callable[[Played, Played | None], Sequence[Finding]]
-"""Of the run, and of the one beside it."""
+"""Of the run, and of the one to compare with."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Scenario:
     build: Build
     check: Check
     beside: Build | None = None
-    """What the run is held against, on the same seed."""
+    """The setup that the run is compared with, on the same seed."""
 
     @property
     def question(self) -> str:
@@ -202,7 +202,7 @@ def kind_of(placed: Placed) -> str:
 
 def setup(
     knobs: Knobs, pools: Sequence[PoolSpec], sources: Sequence[TrafficSource], *, seconds: float,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[InjectedFault] = (),
     objective: Objective | None = None, **world: object,
 ) -> Setup:  # fmt: skip
     """A setup with the knobs applied: `world` goes to `WorldSpec`."""
@@ -230,13 +230,13 @@ def setup(
     )
 
 
-# What scenarios have in common: the registry, the default chat, and what is looked at in a run.
+# The parts that scenarios have in common: the registry, the default chat, and what is looked at in a run.
 
 SCENARIOS: dict[str, Scenario] = {}
 
 QUESTION, ANSWER = LengthDistribution(250, 0.7, maximum=4096), LengthDistribution(60, 0.7, maximum=512)
 WORKER_RPS = 6.0
-"""What one default worker is given at full load."""
+"""The load of one default worker."""
 
 
 def scenario(
