@@ -27,7 +27,7 @@ from functools import partial
 from statistics import mean, stdev
 from typing import Any
 
-from provenance import add_json_option, write_result
+from harness import add_json_option, write_result
 
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig

@@ -90,7 +90,7 @@ class ScaleConfig(Branch, frozen=True, kw_only=True):
 
 
 def scale_problems(scale: ScaleConfig, replicas: int, key: str) -> Iterator[str]:
-    """What contradicts itself in a model's scaling, which stands at `key`."""
+    """One line for each contradiction in a model's scaling, which stands at `key`."""
     if not scale.max:
         if scale != ScaleConfig():
             yield f"{key}.max: 0, so nothing scales and the other keys of {key} are of no use"

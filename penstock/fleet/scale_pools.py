@@ -156,7 +156,7 @@ class LaunchedPool:
         return sum(self._registry.get(name) is None for name in self._asked_ns)
 
     def _forget_lost(self) -> None:
-        """Who was taken out of service, or will not come up, has no place here any more."""
+        """A worker that was taken out of service, or will not come up, has no place here any more."""
         for name in list(self._asked_ns):
             worker = self._registry.get(name)
             if self._is_held(name):

@@ -1,4 +1,4 @@
-"""What operators see of capacity, and what they may order: `GET` and `POST /admin/scale`."""
+"""Capacity as operators see it, and their orders: `GET` and `POST /admin/scale`."""
 
 import msgspec
 
@@ -18,7 +18,7 @@ class ScaleOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ScaleAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway process asks whoever decides; `by` is the id of the key."""
+    """A question or an order, from a gateway process to the one that decides; `by` is the id of the key."""
 
     model: str = ""
     order: ScaleOrder | None = None
@@ -77,7 +77,7 @@ class ScaleReport(msgspec.Struct, frozen=True, kw_only=True):
     decision: Decision | None
     """The last one; None: there was none yet."""
     signals: Signals | None
-    """What it was made from."""
+    """The facts that it was made from."""
     moves: list[Decision]
     """The last ones that changed something, or would have; the newest first."""
     points: list[ScalePoint]

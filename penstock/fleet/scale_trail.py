@@ -23,7 +23,7 @@ LINE_BYTES_MAX = 4 * 1024 * 1024
 
 
 class TrailBegin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
-    """What decisions of a model go on from."""
+    """The state before a model's first decision in the file."""
 
     model: str
     scale: ScaleConfig

@@ -1,8 +1,8 @@
 """Carries capacity decisions out: hears what came and how workers are, decides every five seconds.
 
-One for each server: in the gateway that is alone, or in the parent of several gateway processes. What was
-decided, with all that it was decided by, is on record (scale_trail.py); what changed is in the audit trail
-too. What was learned (what a worker can do, how long one takes to start, when work comes) is kept over a
+One for each server: in the gateway that is alone, or in the parent of several gateway processes. Every
+decision, with all that it was made from, is on record (scale_trail.py); changes are in the audit trail too.
+The learned state (the rate of a worker, its cold start, the times at which work comes) is kept over a
 restart.
 """
 
@@ -62,7 +62,7 @@ class Leadership:
 
     @property
     def leader(self) -> str:
-        """Who decides; empty: this server, or nobody knows."""
+        """The server that decides; empty: this one, or none that is known."""
         return ""
 
     async def renew(self) -> None:
@@ -92,7 +92,7 @@ class ModelScale:
 
 
 class Kept(msgspec.Struct, kw_only=True):
-    """What is in the file, of one model."""
+    """The state of one model, as it is in the file."""
 
     state: ScaleState
     override: Override | None = None
@@ -278,7 +278,7 @@ class ScaleLeader:
         return not any(state.ready or state.pending for state in model.states())
 
     def _urgency(self, model: ModelScale, waiting: Mapping[str, int]) -> float:
-        """Who is first where a budget does not suffice for all: whose answers are latest."""
+        """The order in which models share a budget that does not suffice: the latest answers come first."""
         counts = model.counts
         late = counts.ttft_late / counts.ttft_due if counts.ttft_due else 0.0
         return late + counts.outcomes.get("shed", 0) + waiting.get(model.model, 0) / 100

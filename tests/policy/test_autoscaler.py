@@ -217,7 +217,8 @@ def test_when_all_spot_is_revoked_the_steady_pool_carries_what_goes_first() -> N
         return scaler.decide(
             Signals(
                 now_ns=now_s * NS_PER_S, wall_ns=now_s * NS_PER_S, window_s=5,
-                pools=pools(firm, spot, trouble), arrived=20, answered=20, work=2000.0, protected_share=0.4, due=20,
+                pools=pools(firm, spot, trouble), arrived=20, answered=20, work=2000.0,
+                protected_share=0.4, due=20,
             )
         )  # fmt: skip
 

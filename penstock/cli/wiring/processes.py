@@ -92,7 +92,7 @@ class ProcessStats:
         self._last: dict[object, Snapshot] = {}
         self._gone = b""
         self.more: Callable[[], bytes] = bytes
-        """What else stands on the page of metrics."""
+        """More lines for the page of metrics."""
 
     def __len__(self) -> int:
         return len(self._last)

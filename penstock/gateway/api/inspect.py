@@ -222,7 +222,7 @@ class Inspect:
         self._started_ns = services.clock.now_ns()
         self._restarts: dict[str, dict[str, int]] = {}
         self.num_connections = 0
-        self.more: Callable[[], bytes] = bytes  # What else stands on the page of metrics.
+        self.more: Callable[[], bytes] = bytes  # More lines for the page of metrics.
         self.auth = not services.config.auth.disabled
 
     async def list_models(self, exchange: Exchange, caller: Caller) -> None:

@@ -25,7 +25,7 @@ class WantedWorkers(msgspec.Struct, frozen=True):
 
 
 class ScaleAdmin:
-    """The endpoints. Who decides is in this process, or in the parent of several."""
+    """The endpoints. The leader is in this process, or in the parent of several."""
 
     def __init__(self, leader: ScaleLeader | None, peers: GatewayPeers | None) -> None:
         self._leader, self._peers = leader, peers

@@ -62,7 +62,7 @@ def steady_workers(scale: ScaleConfig, protected_work: float, safe: float) -> in
 
 
 def per_hour(scale: ScaleConfig, pools: Sequence[PoolState]) -> float:
-    """What the workers that are there, or start, cost."""
+    """The cost of the workers that are there, or start."""
     return sum(
         (pool.ready + pool.pending + pool.draining) * pool_config(scale, pool.name).price for pool in pools
     )

@@ -47,7 +47,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The same by pool; a model without pools has one without a name."""
     opinions: tuple[Opinion, ...]
     held_by: str = ""
-    """What kept it from doing more: a bound, a budget, a launcher; empty: nothing did."""
+    """The bound, budget or launcher that kept it from doing more; empty: none did."""
     safe_rate: float = 0.0
     """Work per second that is safe for one worker; 0: not known yet."""
     rate: float = 0.0
@@ -69,7 +69,7 @@ class ScaleState(msgspec.Struct, kw_only=True):
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What the budgets of the whole fleet leave for one model."""
+    """The room that budgets of the whole fleet leave for one model."""
 
     workers: int = 1 << 30
     """That may be added."""
@@ -157,7 +157,7 @@ class Autoscaler:
     def _plan(
         self, seen: Signals, aim: int, room: Room, *, ordered: bool, steady: int
     ) -> tuple[dict[str, int], Move, str, str]:
-        """What each pool is to have, the direction, why if that is not what is wanted, and what holds it."""
+        """The target of each pool, the direction, a reason of its own if there is one, and what holds it."""
         targets = {pool.name: pool.ready + pool.pending for pool in seen.pools}
         there = sum(targets.values())
         firm = sum(num for name, num in targets.items() if not pool_config(self.scale, name).spot)

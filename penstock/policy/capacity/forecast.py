@@ -25,7 +25,7 @@ _DAMPING_S = 300.0
 _RATIO = (0.5, 2.0)
 """Today is taken for this much less or more than usual, at most."""
 _KEEP = 0.5
-"""What earlier days count beside the last one."""
+"""The weight of earlier days beside the last one."""
 _ERROR_S = 1800.0
 _CHECKS_MAX = 256
 Kind = Literal["seasonal", "trend", "last"]
@@ -61,7 +61,7 @@ class Demand(msgspec.Struct, kw_only=True):
     """By part of the season; below 0: nothing is known."""
     today: float = 0.0
     usual: float = 0.0
-    """What came lately, and what was usual at these times."""
+    """The rate of late, and the usual one at these times."""
     at_s: float = -1.0
     bucket: int = -1
     bucket_work: float = 0.0
@@ -88,7 +88,7 @@ class Demand(msgspec.Struct, kw_only=True):
         self.at_s = at_s
 
     def expected(self, ahead_s: float) -> Expected:
-        """What will come per second, `ahead_s` from the last look."""
+        """The work per second that will come, `ahead_s` from the last look."""
         assert ahead_s >= 0, "a forecast is of what comes"
         mean = max(0.0, self._mean(ahead_s))
         return Expected(mean, mean + self.error)
@@ -109,7 +109,7 @@ class Demand(msgspec.Struct, kw_only=True):
         return self.level + self.trend * damped_s
 
     def _usual(self, at_s: float) -> float:
-        """What came per second at that time of earlier seasons; below 0: unknown."""
+        """The work per second at that time of earlier seasons; below 0: unknown."""
         if not self.season:
             return -1.0
         place = at_s % self.season_s / self.season_s * BUCKETS - 0.5

@@ -1,4 +1,4 @@
-"""What one worker can do while promises are kept, and how long a new one takes: measured, never configured.
+"""The rate of one worker that keeps promises, and the cold start of a new one: measured, never configured.
 
 `ServiceRate` looks at half minutes in which nothing joined or left, so what a cold worker does is no sample:
 
@@ -39,7 +39,7 @@ class ServiceRate(msgspec.Struct, kw_only=True):
     good: float = 0.0
     """The most that was done in time."""
     full: float = 0.0
-    """What full workers do; 0: none was full yet."""
+    """The rate of full workers; 0: none was full yet."""
     guess: float = 0.0
     """By the busy rows."""
     workers: int = -1
@@ -54,7 +54,7 @@ class ServiceRate(msgspec.Struct, kw_only=True):
 
     @property
     def safe(self) -> float:
-        """What one worker may be given; 0: nothing is known."""
+        """The rate that one worker may be given; 0: nothing is known."""
         if self.full:
             return min(max(self.good, SAFE * self.full), SAFE_MAX * self.full)
         return max(self.good, self.guess)
@@ -98,7 +98,7 @@ class ServiceRate(msgspec.Struct, kw_only=True):
 
 
 class ColdStarts(msgspec.Struct, kw_only=True):
-    """What the last workers took, from being asked for to being ready."""
+    """The times of the last workers, from being asked for to being ready."""
 
     seconds: list[float] = []
 
@@ -109,7 +109,7 @@ class ColdStarts(msgspec.Struct, kw_only=True):
 
     @property
     def expected_s(self) -> float:
-        """What the next one will take: more than most of the last ones."""
+        """The time that the next one will take: longer than most of the last ones."""
         if not self.seconds:
             return COLD_START_S
         ordered = sorted(self.seconds)

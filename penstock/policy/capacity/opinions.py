@@ -1,4 +1,4 @@
-"""What three advisers want, each with its reason: the load as it is, the load to come, and the least number.
+"""Three advisers, each with its reason: the load as it is, the load to come, and the least number.
 
     reactive   what comes now, and what waits, at the rate that is safe for one worker; one more if answers
                are late, or KV memory is nearly full, whatever that rate is thought to be
@@ -20,7 +20,7 @@ from penstock.policy.capacity.signals import Signals
 from penstock.policy.capacity.week import scheduled, spans_of
 
 DRAIN_S = 30.0
-"""What waits is to be gone after so long."""
+"""The requests that wait are to be gone after so long."""
 ROUNDED = 0.05
 """Of a worker: a load that is so little over what some can do needs no further one."""
 KV_FULL = 0.9
@@ -44,7 +44,7 @@ class Opinion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Learned(msgspec.Struct, kw_only=True):
-    """What is known of a model, kept over a restart."""
+    """The learned state of a model, kept over a restart."""
 
     demand: Demand = msgspec.field(default_factory=Demand)
     rate: ServiceRate = msgspec.field(default_factory=ServiceRate)

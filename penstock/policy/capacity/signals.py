@@ -28,7 +28,7 @@ class PoolState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator has ordered: so many workers, whatever the load, until then."""
+    """An operator's order: so many workers, whatever the load, until then."""
 
     workers: int
     until_ns: int
@@ -37,7 +37,7 @@ class Override(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Signals(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of one model since the last look (`window_s`), and how things are now."""
+    """One model since the last look (`window_s`), and as it is now."""
 
     now_ns: int
     """Never goes back."""
@@ -69,7 +69,7 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True):
     kv_use: float = 0.0
     """Share of the ready workers' KV blocks that requests hold."""
     cold_starts_s: tuple[float, ...] = ()
-    """What workers took that got ready since the last look, from being asked for."""
+    """The times of workers that got ready since the last look, from being asked for."""
     override: Override | None = None
 
     @property

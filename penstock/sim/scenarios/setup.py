@@ -86,7 +86,7 @@ class Setup:
     prices: Mapping[str, float] = field(default_factory=dict[str, float])
     """Per hour of a worker, by `WorkerSpec.kind`."""
     scaling: ScalingSpec | None = None
-    """Who scales the pools by their load; None: nobody."""
+    """How the pools scale by their load; None: they do not."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The autoscaler over a simulated fleet: what it sees every five seconds, and carrying out what it decides.
 
 The same `Autoscaler` as in `penstock serve`, or, for comparisons, any other `Decider`. Workers take their
-cold start, drawn between two bounds; who leaves is drained, the least loaded first. What goes wrong with
-machines is data: a pool that is revoked or lost at some time, and gets no new machines for a while.
+cold start, drawn between two bounds; who leaves is drained, the least loaded first. Failures of
+machines are data: a pool that is revoked or lost at some time, and gets no new machines for a while.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ _CRASH_NS = 1
 
 
 class Decider(Protocol):
-    """Whoever decides how many workers there are."""
+    """Decides how many workers there are."""
 
     def decide(self, seen: Signals) -> Decision:
         """Called every five seconds."""
@@ -53,7 +53,7 @@ class Outage:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ScalingSpec:
-    """Who scales what, beside a world."""
+    """The scaling of a world's pools."""
 
     scale: ScaleConfig
     pools: tuple[str, ...] = ("",)
