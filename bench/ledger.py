@@ -1,4 +1,4 @@
-"""What the usage ledger costs the event loop for each request, beside a bare loop of `os.write`.
+"""The event loop's cost of the usage ledger for each request, beside a bare loop of `os.write`.
 
     python bench/ledger.py [--requests 20000] [--directory DIR] [--out FILE]
 

@@ -25,6 +25,7 @@
     │   │   ├── KeyRejected            it does not accept this server's key for it    (503)
     │   │   └── AttemptTimeout         no first token in time                         (503)
     │   ├── StreamBroken           tokens were already sent: resume, never restart    (502)
+    │   ├── EnsembleFailed         a step before or after the model failed            (500)
     │   ├── EngineFault            the engine failed this request alone (NaN logits)  (500)
     │   ├── WeightsDamaged         what it computes with is not what was loaded: it ends
     │   └── DeviceFault            its device or its machine's memory is lost: it ends
@@ -196,6 +197,10 @@ class AttemptTimeout(WorkerUnavailable):
 
 class StreamBroken(WorkerError):
     """The worker went away in the middle of an answer: it may be resumed, never restarted."""
+
+
+class EnsembleFailed(WorkerError):
+    """A step of an ensemble failed, or took too much time or memory; the message names its entry point."""
 
 
 class EngineFault(WorkerError):

@@ -62,7 +62,7 @@ def convert(folder: Path, target: Path) -> None:
 
 
 def stored_tensors(path: Path) -> Iterator[StoredTensor]:
-    """What a safetensors file holds, in file order."""
+    """The tensors of a safetensors file, in file order."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))

@@ -7,7 +7,7 @@ from penstock.config.checkpoints import plain_name, served_name
 from penstock.config.fleet import WORKERS_MAX, discover_problems, worker_problems
 from penstock.config.flow import queue_problems, shared_problems
 from penstock.config.ledger import price_problems
-from penstock.config.routing import AUTO, routing_problems
+from penstock.config.routing import AUTO, ensemble_problems, routing_problems
 from penstock.config.scale import scale_problems
 from penstock.config.tenancy import access_problems, host_problems, tenant_problems
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig
@@ -34,6 +34,7 @@ def check(config: Config) -> None:
         *_model_problems(config),
         *_fleet_problems(config),
         *routing_problems(config.routing, config.admission, [served_name(model) for model in config.models]),
+        *_ensemble_problems(config),
         *price_problems(config.prices),
         *_trace_problems(config.traces.endpoint),
         *_webhook_problems(config.slo.webhook),
@@ -115,6 +116,12 @@ def _model_problems(config: Config) -> Iterator[str]:
                 f"models[{i}].engine.step_tokens: {engine.step_tokens} is below max_running "
                 f"({engine.max_running}): every running request needs a token of each step"
             )
+
+
+def _ensemble_problems(config: Config) -> Iterator[str]:
+    models = {name: None for model in config.models for name in (served_name(model), plain_name(model))}
+    adapters = [name for model in config.models for name in model.adapters]
+    yield from ensemble_problems(config.ensembles, list(models), adapters)
 
 
 def _adapter_problems(config: Config, i: int, model: ModelConfig) -> Iterator[str]:

@@ -32,6 +32,7 @@ from penstock.fleet.scaling import ScaleLeader
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
 from penstock.gateway.api.costs import CostsAdmin
+from penstock.gateway.api.ensembles import Ensembles
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect, model_numbers
 from penstock.gateway.api.responses import Responses
@@ -117,7 +118,7 @@ class Gateway:
         self._dispatcher, self._entrance = self._policies.dispatcher, Entrance(self.tenancy, config.server)
         self._services = Services(
             config=config,
-            models=ModelTable(models, config.routing),
+            models=ModelTable(models, config.routing, config.ensembles),
             ids=ids,
             clock=clock,
             tokenize=TokenizePool(metrics, log),
@@ -183,10 +184,11 @@ class Gateway:
         admin = Admin(services, self._inspect, registry, members, watch, self._trails)
         nights = SleepAdmin(services)
         self._console = Console(services, self._inspect, admin)
+        self._ensembles = Ensembles(self._config)
         self._responses = Responses(services, generate := Generate(services))
         tenants = TenantsAdmin(services, self.tenancy)
         adapters = AdaptersAdmin(services, self._adapters)
-        answers = Answers(generate, self._responses, VectorEndpoints(services))
+        answers = Answers(generate, self._responses, VectorEndpoints(services), self._ensembles.around)
         console, costs = self._console, CostsAdmin(services)
         rollouts = RolloutsAdmin(self._leader, services.peers)
         orders = Orders(adapters, nights, costs, rollouts, ScaleAdmin(scaler, services.peers))
@@ -211,8 +213,9 @@ class Gateway:
         `listeners` are sockets that listen already, shared with other processes.
 
         Raises:
-            ConfigError: the address cannot be listened on.
+            ConfigError: the address cannot be listened on, or a step of an ensemble cannot be imported.
         """
+        await self._ensembles.start()
         await self._policies.start()
         if self._watch is not None:
             await self._watch.start(self._recorder.take)
@@ -262,6 +265,7 @@ class Gateway:
         await self._until(lambda: not (self._dispatcher or begun & self._tasks), drain_s)
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         await self._responses.close()
+        await self._ensembles.close()
         await self._server.finish(LAST_BYTES_S if self._hurried.is_set() else LAST_ANSWERS_S)
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()
@@ -303,7 +307,8 @@ class Gateway:
     def handle(self, exchange: Exchange) -> None:
         """Start answering. One task per request; none per token."""
         exchange.id = self._ids.take("req")
-        self._traces.begin(exchange)
+        if self._traces.exports or b"traceparent" in exchange.head.headers:
+            self._traces.begin(exchange)
         if isinstance(seen := exchange.head.seen, _Entered):
             handler, caller = seen
         else:

@@ -32,6 +32,7 @@ from penstock.errors import (
     ClientError,
     CrashingRequest,
     Draining,
+    EnsembleFailed,
     Evicted,
     Forbidden,
     IdentityUnavailable,
@@ -98,6 +99,7 @@ _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
     (NoMemory, "no_memory"),
     (WorkerUnavailable, "worker_unavailable"),
     (StreamBroken, "stream_broken"),
+    (EnsembleFailed, "ensemble_failed"),
 )
 
 
