@@ -1,5 +1,5 @@
-"""What `make bench-engine` runs: our engine beside vLLM and llama.cpp, on the same model directories, in one
-run.
+"""The benchmark of `make bench-engine`: our engine beside vLLM and llama.cpp, on the same model directories,
+in one run.
 
     python bench/engine_bench.py [--quick] [--models 28m,494m] [--engines ours,vllm,llama.cpp] [--rounds 3]
     [--json FILE]
@@ -54,7 +54,7 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` writes: every run as measured, so that the tables can be made again from it."""
+    """The document that `--json` writes: every run, so that the tables can be made again from it."""
 
     schema: str
     started_at: str
@@ -120,7 +120,7 @@ def chosen(engines: str | None, *, quick: bool) -> list[Variant]:
 
 
 def usable(variants: list[Variant]) -> tuple[list[Variant], dict[str, str]]:
-    """What can run here, and why the rest cannot."""
+    """The variants that can run here, and why the rest cannot."""
     skipped = {one.name: why for one in variants if (why := missing(one))}
     for name, why in skipped.items():
         console.print(f"[yellow]without {name}[/]: {why}")

@@ -95,7 +95,7 @@ class Load:
         return "".join(pieces)
 
     async def learn(self) -> None:
-        """What every request answers when nothing happens."""
+        """The answer to every request when nothing happens."""
         for number in range(2 * len(PROMPTS)):
             self.expected[number] = await self.ask(number)
 

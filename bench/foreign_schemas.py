@@ -24,7 +24,7 @@ MODEL = HERE.parent / "models" / "penstock-demo-mini"
 
 
 def why_of(message: str) -> str:
-    """What refused a schema, in few words: the keyword, if it is one."""
+    """The cause of a schema's refusal, in few words: the keyword, if it is one."""
     for pattern, why in (
         (r"bytes, and \d+ is the bound", "over 256 KiB"),
         (r"too large: \d+ units", "over the bound on cost"),

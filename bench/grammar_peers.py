@@ -36,7 +36,7 @@ FORMS = {kind: form for kind, form in KINDS.items() if kind != "long_keys"}
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked for."""
+    """The load."""
 
     model: Path
     batch: int

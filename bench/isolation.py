@@ -1,4 +1,4 @@
-"""What one tenant's flood does to another tenant, over sockets: a real gateway and the real engine with a
+"""The effect of one tenant's flood on another tenant, over sockets: a real gateway and the real engine with a
 demo model, 16 rows unless said otherwise.
 
     python bench/isolation.py [--neighbours streams waves deaf crowd] [--rounds 3] [--seconds 10] [--rows 16]
@@ -55,7 +55,7 @@ from provider_process import ProviderProcess
 
 @dataclass
 class Window:
-    """What was seen while one neighbour was there."""
+    """The measurements while one neighbour was there."""
 
     ttft_ms: list[float] = field(default_factory=list[float])
     tokens: int = 0

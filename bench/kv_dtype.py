@@ -1,4 +1,4 @@
-"""What a KV cache in int8 costs in quality, by how far into the context a token is.
+"""The cost of a KV cache in int8 in quality, by how far into the context a token is.
 
     python bench/kv_dtype.py [MODEL_DIR ...] [--sequences 8] [--tokens 64] [--json FILE]
 

@@ -1,5 +1,5 @@
-"""What the router's KV index costs: looking a prompt up, applying events, memory; beside a naive index in the
-same run.
+"""The cost of the router's KV index: looking a prompt up, applying events, memory; beside a naive index in
+the same run.
 
     python bench/kv_index.py [--entries 1000000] [--workers 64] [--rounds 7] [--json FILE]
 
@@ -35,7 +35,7 @@ LOOKUP_GOAL_US, APPLY_GOAL_PER_S, MEMORY_GOAL_MB = 20.0, 1e6, 140.0
 
 
 class Index(Protocol):
-    """What both kinds can do."""
+    """The operations of both kinds."""
 
     def stored(self, worker: int, keys: Sequence[int]) -> None: ...
     def removed(self, worker: int, keys: Sequence[int]) -> None: ...

@@ -1,11 +1,11 @@
-"""What rate limits and budgets cost a request in CPU time: reserve, renew, headers, settle; alone and with
-leases.
+"""The cost of rate limits and budgets per request in CPU time: reserve, renew, headers, settle; alone and
+with leases.
 
     python bench/limits.py [--requests 20000] [--rounds 7] [--json FILE]
 
 Beside each figure stands its ratio to a bare loop that does for each request what no limiter can do without:
-one dictionary look-up, one object with four fields, and two integer comparisons. What limits are of a whole
-request's CPU is told by `bench/relay_peers.py --features`.
+one dictionary look-up, one object with four fields, and two integer comparisons. The share of limits in a
+whole request's CPU is measured by `bench/relay_peers.py --features`.
 """
 
 import time
@@ -42,7 +42,7 @@ Work = Callable[[int], int]
 
 
 class Bare:
-    """What is made for each request in the bare loop."""
+    """The objects made for each request in the bare loop."""
 
     __slots__ = ("a", "b", "c", "d")
 

@@ -1,4 +1,4 @@
-"""What a model takes in memory after loading: on paper, by the loader's arithmetic, and measured.
+"""The memory of a model after loading: on paper, by the loader's arithmetic, and measured.
 
     python bench/model_memory.py [--shapes 494m] [--json FILE]
 
@@ -110,7 +110,7 @@ def measure(case: Case) -> dict[str, Any]:
     small = load_runner(
         DEMO.with_name("penstock-demo-mini"), settings(case), lambda _stage, _done, _total: None
     )
-    del small  # What a first load sets up once and for all is not the model's.
+    del small  # Memory that a first load sets up once and for all is not the model's.
     before = anonymous_bytes()
     runner = load_runner(case.directory, config, lambda _stage, _done, _total: None)
     grown = anonymous_bytes() - before

@@ -102,7 +102,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What one kind of step took on one side; ratios are torch's time over its own (above 1: it is
+    """The time of one kind of step on one side; ratios are torch's time over its own (above 1: it is
     faster).
     """
 

@@ -47,7 +47,7 @@ WORK = REPOSITORY / "bench" / "out" / "quantized"
 PUBLISHED = {"int4": "gptq-int4", "int8": "int8"}
 """Format by the ending of a directory in models/."""
 IN_REPOSITORY = "penstock-demo-mini"
-"""Whose directories those are: the larger model's would add a third to the repository."""
+"""The owner of those directories: the larger model's would add a third to the repository."""
 CALIBRATION_SEED = 404
 CALIBRATION_TOKENS = 65_536
 BATCH = 32

@@ -194,7 +194,7 @@ def keyword_of(refusal: str) -> str:
 
 
 class Tally:
-    """What became of the schemas so far."""
+    """The results of the schemas so far."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

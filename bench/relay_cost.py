@@ -1,4 +1,4 @@
-"""What the relay costs: CPU of the gateway process per chunk that it sends, beside a plain baseline.
+"""The cost of the relay: CPU of the gateway process per chunk that it sends, beside a plain baseline.
 
     python bench/relay_cost.py [--streams 400] [--rate 10] [--seconds 4] [--rounds 3] [--out FILE]
 

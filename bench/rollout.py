@@ -7,9 +7,8 @@ workers of which every step is computed). In each trial conversations are dealt 
 anew, as the gateway deals them, and the plan's steps are walked through with the product's own policy
 (policy/rollout): so what load does, and what requests of one conversation have in common, is that of the run.
 Over every request's times noise is laid (log-normal, `--noise`), for real steps scatter and modelled ones do
-not.
-What the new version does worse is laid over the canary's requests. It is judged every `LOOK_S` seconds; in
-the product every second, which intervals that hold at all times do not mind.
+not. The new version's faults are laid over the canary's requests. It is judged every `LOOK_S` seconds; in the
+product every second, which intervals that hold at all times do not mind.
 """
 
 from bisect import bisect_right
@@ -92,7 +91,7 @@ def recorded(seconds: float, noise: float) -> list[Ended]:
 
 
 Change = Callable[[Observation, int, Stream], Observation]
-"""What the new version does to the canary's request of this number."""
+"""The new version's effect on the canary's request of this number."""
 
 
 def _same(seen: Observation, _: int, __: Stream) -> Observation:

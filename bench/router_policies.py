@@ -1,4 +1,4 @@
-"""What placement is worth: prefix hit rate and time to first token on four workers, by policy.
+"""The worth of placement: prefix hit rate and time to first token on four workers, by policy.
 
     python bench/router_policies.py [--json] [--seeds N] [--seconds S] [--trace FILE [--speed X] [--limit N]]
 

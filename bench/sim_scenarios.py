@@ -20,7 +20,7 @@ from penstock.sim.scenarios.setup import Knobs
 
 
 def found(name: str, seed: int) -> dict[str, Any]:
-    """What one scenario comes to."""
+    """The result of one scenario."""
     clock = SystemClock()
     began_ns = clock.now_ns()
     verdict = run_scenario(SCENARIOS[name], Knobs(), seed)

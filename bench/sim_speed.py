@@ -132,7 +132,7 @@ def simulate(load: Load, *, fast_forwards: bool = True, num_blocks: int = 16_384
 
 
 def figures(load: Load, result: SimResult, spent_s: float) -> dict[str, float]:
-    """What is said of a run."""
+    """The figures of a run."""
     counters = result.counters
     heap_s = result.num_events * statistics.fmean(load.heap_s)
     return {

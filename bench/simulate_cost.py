@@ -1,4 +1,4 @@
-"""What deciding costs for each request, held against other builds: `penstock simulate steady`, in which
+"""The cost of deciding for each request, compared with other builds: `penstock simulate steady`, in which
 the gateway's driver, queues and placement and the engine's scheduler and blocks do all of the work.
 
     python bench/simulate_cost.py [--rounds 7] [--seconds 120] [--instructions] --tree . OLD [--json FILE]

@@ -1,4 +1,4 @@
-"""What a sleeping model gives back, and how long it takes to come back.
+"""The memory that a sleeping model gives back, and the time to come back.
 
     python bench/sleep_wake.py [--shapes 494m] [--forms none int8 int4] [--rounds 5] [--before DIR]
                                [--json FILE]
@@ -10,7 +10,8 @@ and the first steps. It is held against the least that moving the bytes could ta
 bandwidth with which this machine copies memory, which is measured before each round; and against the other
 design, ending the process and starting a new one, measured in the same way from its start to `Ready`.
 
-What the kernel gives a process is zeroed first, and on a virtual machine perhaps fetched from the host: how
+Memory that the kernel gives a process is zeroed first, and on a virtual machine perhaps fetched from the
+host: how
 fast memory is written that was not had before is told beside (`fresh_gb_per_s`). With `--before` a worker of
 another checkout, built, wakes in turn with ours, and the ratio of the two is told.
 """
@@ -45,7 +46,7 @@ PROMPT = tuple(range(20, 276))
 FORMS = ("none", "int8", "int4")
 """`engine.quantization`: whole weights, and rounded while they are loaded."""
 ALLOWANCE_S = 0.5
-"""What waking may take beyond the bytes."""
+"""The time that waking may take beyond the bytes."""
 
 
 class Process:

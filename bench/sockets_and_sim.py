@@ -81,7 +81,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def counted_of_route(seen: Sequence[Seen]) -> dict[str, float]:
-    """What a route in trouble did to the requests."""
+    """The effect of a route in trouble on the requests."""
     after = [each.at_s - ENDS_S for each in seen if each.at_s >= ENDS_S and each.model == "big"]
     return {
         "requests": len(seen),
@@ -95,7 +95,7 @@ def counted_of_route(seen: Sequence[Seen]) -> dict[str, float]:
 
 
 def counted_of_crash(seen: Sequence[Seen], tokens: int) -> dict[str, float]:
-    """What a worker that dies did to the streams."""
+    """The effect of a worker's death on the streams."""
     return {
         "streams": len(seen),
         "failed": sum(each.outcome != "finished" for each in seen),

@@ -1,4 +1,4 @@
-"""What speculation is worth: tokens per second of the engine core with `engine.speculation` and without.
+"""The worth of speculation: tokens per second of the engine core with `engine.speculation` and without.
 
     python bench/speculation.py MODEL_DIR [--speculation ngram|DRAFT_DIR] [--batch 1 32] [--rounds 5]
     [--quantization none] [--json FILE]

@@ -7,8 +7,8 @@ time.
 The streams come from a stand-in worker over one Unix socket, so the gateway needs one descriptor per client.
 As the rows of 40 workers do, they step in 40 batches spread over the period (of 250 streams each, one every
 25 ms); `--workers 1` lets all of them step together, which no fleet does: one burst of as many chunks as
-there are streams. What is reported as added is the time from when the worker sent a token to when the client
-had it, gateway, kernel and client included; it counts from when every stream has begun. A stream that ends is
+there are streams. The added time that is reported is from when the worker sent a token to when the client had
+it, gateway, kernel and client included; it counts from when every stream has begun. A stream that ends is
 followed by the next on its connection; the first ones end at random places, so that later ones begin evenly.
 (The gateway keeps the tokens of running answers, four bytes each, to be able to go on elsewhere: with answers
 that never end memory grows.) The gateway has every feature on (bench/relay/gateway.py). `make soak` runs it
@@ -39,7 +39,8 @@ INTERVAL_S = 60
 ADDED_P99_MS = 50.0
 RSS_MB = 200.0
 GROWTH_MB = 5.0
-"""What "flat" allows between the first and the last tenth of the time, for an allocator's whims."""
+"""The growth that "flat" allows between the first and the last tenth of the time, for an allocator's
+whims."""
 
 
 class Watch:
@@ -97,7 +98,7 @@ def stream(place: Path, port: int, shape: Shape, seconds: float) -> list[dict[st
 
 
 def summary(lines: list[dict[str, float]], watch: Watch, settle_s: float) -> dict[str, object]:
-    """What came of it. Memory and the share of a core count from when the streams have begun."""
+    """The summary of a run. Memory and the share of a core count from when the streams have begun."""
     *minutes, seen = lines
     if not seen["tokens_timed"]:
         sys.exit(f"not every stream began within the time: a longer --settle may do; {seen}")

@@ -66,12 +66,13 @@ ROOMS = {
     },
     "gateway": {
         "http": "",
+        "ensembles": "",
         "shared": "",
         "models": "",
         "identity": "http",
         "relay": "http",
         "dispatch": "relay models shared http",
-        "api": "dispatch relay identity models shared http",
+        "api": "ensembles dispatch relay identity models shared http",
         ".": "api dispatch relay identity models shared http",
     },
     "sim": {

@@ -20,7 +20,7 @@ from penstock.config.fleet import (
 )
 from penstock.config.flow import LimitsConfig, QueueConfig, SharedConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
-from penstock.config.routing import AdmissionConfig, RoutingConfig
+from penstock.config.routing import AdmissionConfig, EnsembleConfig, RoutingConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
 
 MODEL_LEN_MIN = 2
@@ -272,6 +272,8 @@ class Config(Branch, frozen=True, kw_only=True):
     limits: LimitsConfig = LimitsConfig()
     admission: AdmissionConfig = AdmissionConfig()
     routing: RoutingConfig = RoutingConfig()
+    ensembles: Annotated[tuple[EnsembleConfig, ...], Meta(max_length=64)] = ()
+    """Models with steps of your own before and after them."""
     queue: QueueConfig = QueueConfig()
     fleet: FleetConfig = FleetConfig()
     health: HealthConfig = HealthConfig()

@@ -94,7 +94,7 @@ class Bed:
     def rest(self, mailbox: Mailbox, server: WorkerServer, feed: KVEventPublisher) -> bool:
         """Wait until a request needs an answer; False: it is to end.
 
-        No request comes while it sleeps. It is told of adapters again when it is awake.
+        No request comes while it sleeps. It gets the list of adapters again when it is awake.
         """
         is_woken = False
         while not is_woken:

@@ -120,7 +120,7 @@ class KVEventSubscriber:
             raise ConfigError(f"{self._worker}: {key}: {address}: {error.strerror}") from error
         return made
 
-    # --- what is heard ---------------------------------------------------------------------------------
+    # --- received messages ------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
         zmq = self._zmq

@@ -31,6 +31,7 @@ from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, rollouts_file
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
 from penstock.gateway.api.costs import CostsAdmin
+from penstock.gateway.api.ensembles import Ensembles
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
@@ -93,7 +94,7 @@ class Gateway:
         Workers that share `hash_key` name their KV blocks with it; `tail` gives the last lines of those that
         were launched. Raises ConfigError: the keys file cannot be read, or does not go with the tiers.
         """
-        assert names_callers(config.auth), "whoever wires the gateway makes a key"
+        assert names_callers(config.auth), "the wiring of the gateway makes a key"
         metrics, clock, ids, log = tools.metrics, tools.clock, tools.ids, tools.log
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         watch = peers or Watch(config, clock, log, lambda: self._inspect.rendered(), tail)
@@ -115,7 +116,7 @@ class Gateway:
         self._dispatcher, self._entrance = self._policies.dispatcher, Entrance(self.tenancy, config.server)
         self._services = Services(
             config=config,
-            models=ModelTable(models, config.routing),
+            models=ModelTable(models, config.routing, config.ensembles),
             ids=ids,
             clock=clock,
             tokenize=TokenizePool(metrics, log),
@@ -161,10 +162,11 @@ class Gateway:
         admin = Admin(services, self._inspect, registry, members, watch, self._trails)
         nights = SleepAdmin(services)
         self._console = Console(services, self._inspect, admin)
+        self._ensembles = Ensembles(self._config)
         self._responses = Responses(services, generate := Generate(services))
         tenants = TenantsAdmin(services, self.tenancy)
         adapters = AdaptersAdmin(services, self._adapters)
-        answers = Answers(generate, self._responses, VectorEndpoints(services))
+        answers = Answers(generate, self._responses, VectorEndpoints(services), self._ensembles.around)
         console, costs = self._console, CostsAdmin(services)
         rollouts = RolloutsAdmin(self._leader, services.peers)
         orders = Orders(adapters, nights, costs, rollouts)
@@ -189,8 +191,9 @@ class Gateway:
         `listeners` are sockets that listen already, shared with other processes.
 
         Raises:
-            ConfigError: the address cannot be listened on.
+            ConfigError: the address cannot be listened on, or a step of an ensemble cannot be imported.
         """
+        await self._ensembles.start()
         await self._policies.start()
         if self._watch is not None:
             await self._watch.start(self._recorder.take)
@@ -240,6 +243,7 @@ class Gateway:
         await self._until(lambda: not (self._dispatcher or begun & self._tasks), drain_s)
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         await self._responses.close()
+        await self._ensembles.close()
         await self._server.finish(LAST_BYTES_S if self._hurried.is_set() else LAST_ANSWERS_S)
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()
@@ -281,7 +285,8 @@ class Gateway:
     def handle(self, exchange: Exchange) -> None:
         """Start answering. One task per request; none per token."""
         exchange.id = self._ids.take("req")
-        self._traces.begin(exchange)
+        if self._traces.exports or b"traceparent" in exchange.head.headers:
+            self._traces.begin(exchange)
         if isinstance(seen := exchange.head.seen, _Entered):
             handler, caller = seen
         else:
@@ -453,7 +458,7 @@ def _access_line(exchange: Exchange, record: RequestMeasurement | None, now_ns: 
 
 
 class _Entered(NamedTuple):
-    """Who may go where, as a request's head said."""
+    """The route and the caller of a request's head."""
 
     handler: Handler
     caller: Caller | None

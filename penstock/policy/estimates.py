@@ -76,7 +76,7 @@ def nearest_rank(amounts: Sequence[int], share: float) -> int:
     count = len(amounts)
     assert count, "no amounts have no quantile"
     rank = -int(-share * count // 1)
-    return amounts[min(count, max(1, rank)) - 1]
+    return amounts[(rank if rank < count else count) - 1 if rank > 1 else 0]
 
 
 _SAMPLES_MIN = 8

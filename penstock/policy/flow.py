@@ -227,9 +227,9 @@ class Start(msgspec.Struct, frozen=True, gc=False):
     attempt: int
     takes_row: bool = False
     """Its tenant runs nothing else of the model: our engine lets it have a row of another one."""
-    beside: bool = False
-    """The attempt before it runs on: tell `won` which of them has output first, or `lost` which of them
-    failed."""
+    is_hedge: bool = False
+    """The attempt before it keeps running: the first of the two that has output leads, and the other one is
+    aborted."""
 
 
 class Abort(msgspec.Struct, frozen=True, gc=False):

@@ -120,7 +120,7 @@ RESPONSES = (
     )),
     *SHARED,
     refused("background", False, instead="ask with 'stream', or wait for the answer"),
-    refused("conversation", instead="'previous_response_id' goes on with a response that was stored"),
+    refused("conversation", instead="'previous_response_id' continues a response that was stored"),
     refused("prompt", instead="there are no stored prompts here; give 'instructions' and 'input'"),
     refused("max_tool_calls", instead="it bounds built-in tools, which this server does not have"),
     refused("truncation", "disabled", instead="what does not fit the model's context is an error"),

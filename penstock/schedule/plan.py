@@ -187,7 +187,7 @@ class RequestOutput(msgspec.Struct, gc=False):
 
     def take(self, later: "RequestOutput") -> None:
         """Tell what came of the request behind this in the same step; neither has log-probabilities."""
-        assert self.finish is None, f"{self.request_id} goes on behind its end"
+        assert self.finish is None, f"{self.request_id} continues behind its end"
         self.token_ids += later.token_ids
         self.finish, self.stop_token_id = later.finish, later.stop_token_id
         self.error, self.usage = later.error, later.usage

@@ -207,7 +207,7 @@ class PromptShare:
         self._model, self._load, self._limit_ns = model, decoding, limit_ns
         self._num_prompts, self._tokens_min = num_prompts, tokens_min
         self._base_ns = model.predict_ns(decoding)
-        self._cautious = UNTRUSTED_TOKENS * num_prompts  # What the step may still take without trust.
+        self._cautious = UNTRUSTED_TOKENS * num_prompts  # Tokens that the step may take without trust.
         self._ending = 0  # Prompts that end in this step: any other one closes the share.
         self.closed = False
         """Whether no further prompt gets anything."""

@@ -427,7 +427,7 @@ class VictimChoice:
 
     def choose(self, running: Sequence[Request]) -> Request:
         """One of the running requests, which are in order and at least one. O(rows x log blocks)."""
-        assert running, "nobody runs who could give way"
+        assert running, "no request runs that could give way"
         if len(running) == 1:
             return running[0]
         others, least = running[1:], dict[int, int]()

@@ -42,7 +42,7 @@ class Flight:
     def count_in(self) -> None:
         """Let every request know what this step will do for it."""
         epoch, num_decoding = self.epoch, self.num_decoding
-        assert num_decoding <= len(self.requests) == len(self.plan.work), "every row's work is somebody's"
+        assert num_decoding <= len(self.requests) == len(self.plan.work), "every row's work is a request's"
         for request in self.requests[:num_decoding]:
             request.num_planned += 1
             request.num_drawing += 1
@@ -246,7 +246,7 @@ class StepBuilder:
     ) -> Flight:
         """The finished plan, ready to be handed to the runner."""
         new_rows, work = tuple(self._new_rows), tuple(self._work)
-        assert len(self._requests) == len(work), "every row's work is somebody's"
+        assert len(self._requests) == len(work), "every row's work is a request's"
         plan = StepPlan(step, new_rows, work, freed_rows, self.planned_ns, copies.out, copies.into)
         flight = Flight(plan, tuple(self._requests), self._num_decoding, epoch, self.load())
         flight.num_drafts = self._num_drafts

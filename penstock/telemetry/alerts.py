@@ -290,7 +290,7 @@ _SYMPTOMS = (
     Rule(
         "WeightsDamaged",
         "page",
-        "Weights in a worker's memory have changed: it has loaded them anew, and its memory is not sound.",
+        "Weights in a worker's memory have changed: it has loaded them again, and its memory is not sound.",
         (Test(_faults("weights"), ">", 0.0, "{value:.0f} in 10m"),),
     ),
     Rule(
@@ -302,7 +302,7 @@ _SYMPTOMS = (
     Rule(
         "WorkerSlow",
         "page",
-        "A worker's steps take longer than its peers' at the same load, and go on doing so.",
+        "A worker's steps take longer than its peers' at the same load, and stay so.",
         (Test(_found("slow"), ">", 0.0, "{value:.0f} workers are slow"),),
     ),
     Rule(

@@ -56,7 +56,7 @@ class LedgerTerms(LedgerConfig, frozen=True, kw_only=True):
     """The section, and how often the journal is synced."""
 
     fsync_ms: int = 100
-    """The most that a power failure may cost; a process that is killed loses nothing."""
+    """The largest loss by a power failure; a process that is killed loses nothing."""
 
 
 class Ledger:

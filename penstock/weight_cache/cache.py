@@ -9,7 +9,7 @@
     PLACE/latest/NAME                       the version that the source had last, for when it cannot be asked
 
 Least recently used models go when room is wanted, never one that is in use. Locks are the kernel's (`flock`):
-whoever ends, in whatever way, holds none.
+a process that ends, in whatever way, holds none.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ Tell = Callable[[str, int, int], None]
 
 
 def say_nothing(_what: str, _done: int, _total: int) -> None:
-    """For whoever does not watch."""
+    """For callers that do not watch."""
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class StoredModel(msgspec.Struct, frozen=True):
-    """What `model.json` says."""
+    """The content of `model.json`."""
 
     name: str
     version: str
@@ -123,7 +123,7 @@ class WeightCache:
         self._pin(directory)
         if self._whole(directory) is None:
             with self._turn(source.name):
-                if self._whole(directory) is None:  # Nobody has fetched it while we waited.
+                if self._whole(directory) is None:  # No other process has fetched it while we waited.
                     self._download(source, listing, directory)
         (self.place / "latest" / _plain(source.name)).write_text(listing.version)
         return self._checked(source.name, directory, digest)
@@ -148,7 +148,7 @@ class WeightCache:
 
     def verify(self, entry: Entry) -> list[str]:
         """Read all files of a model again. Returns what is wrong; such a file is deleted, and the next
-        `fetch` brings it anew.
+        `fetch` brings it again.
         """
         assert entry.model is not None, "only what is whole can be verified"
         wrong: list[str] = []
@@ -178,7 +178,7 @@ class WeightCache:
         return self.place / "locks" / directory.name
 
     def _latest(self, name: str) -> Path | None:
-        """What was fetched from there last, if it is still whole."""
+        """The last fetched directory, if it is still whole."""
         try:
             version = (self.place / "latest" / _plain(name)).read_text()
         except FileNotFoundError:
@@ -243,7 +243,7 @@ class WeightCache:
         transfer = Transfer(source, directory, count, pause_s=self._pause_s)
         (directory / _MODEL.parent).mkdir(parents=True, exist_ok=True)
         for file in left:
-            note(is_whole=False)  # Whoever goes on after a crash begins with the file that is not here.
+            note(is_whole=False)  # A fetch that continues after a crash begins with the missing file.
             files[file.name] = StoredFile(file.name, file.size, transfer.fetch(file))
         note(is_whole=True)
 
@@ -276,7 +276,7 @@ class WeightCache:
 
     @contextlib.contextmanager
     def _alone(self, directory: Path) -> Generator[bool]:
-        """Whether nobody uses the model; nobody begins to meanwhile."""
+        """Whether no process uses the model; none begins to meanwhile."""
         with self._lock_of(directory).open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 """The Hugging Face hub, by its HTTP API: a repository's files at a commit, each with its digest.
 
-`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and `HF_HUB_OFFLINE` mean what they mean to others. What their cache has
-already (`~/.cache/huggingface/hub`) is used where it lies.
+`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and `HF_HUB_OFFLINE` mean what they mean to others. The content of their
+cache (`~/.cache/huggingface/hub`) is used where it lies.
 """
 
 import contextlib

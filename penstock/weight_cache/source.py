@@ -27,7 +27,7 @@ class SourceUnreachable(SourceError):
 
 @dataclass(slots=True, frozen=True)
 class Digest:
-    """What a file's bytes hash to, by the source's own word."""
+    """The hash of a file's bytes, by the source's own word."""
 
     algorithm: Algorithm
     hex: str
@@ -77,7 +77,7 @@ class Source(Protocol):
 
         Raises:
             SourceError: there is no such model, or it is not ours to read.
-            SourceUnreachable: nobody answered.
+            SourceUnreachable: no server answered.
         """
         ...
 
@@ -88,7 +88,7 @@ class Source(Protocol):
 
         Raises:
             SourceError: it is not there any more.
-            SourceUnreachable: nobody answered.
+            SourceUnreachable: no server answered.
         """
         ...
 

@@ -22,7 +22,7 @@ PAUSE_S = 1.0
 """Before the second attempt; twice as long before each further one."""
 PAUSE_S_MAX = 30.0
 OnBytes = Callable[[int], None]
-"""Called with bytes that have come, or that were there; with fewer than none where a file begins anew."""
+"""Called with bytes that have come, or that were there; with fewer than none where a file begins again."""
 
 
 class Transfer:
@@ -115,7 +115,7 @@ class Transfer:
 
 
 def _size(part: Path, size_max: int) -> int:
-    """What is there of a file; a part that is longer than the whole is another file's."""
+    """The size of a part that is there; a part that is longer than the whole is another file's."""
     try:
         size = part.stat().st_size
     except FileNotFoundError:

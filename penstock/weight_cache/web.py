@@ -34,7 +34,7 @@ def get(url: str, headers: dict[str, str]) -> Generator[http.client.HTTPResponse
 
     Raises:
         SourceError: the server says no.
-        SourceUnreachable: nobody answers, or the server asks to come back.
+        SourceUnreachable: no server answers, or the server asks to come back.
     """
     request = urllib.request.Request(url, headers=headers)
     try:

@@ -471,7 +471,7 @@ class EngineBackend:
 
     def _change(self, phase: Phase, stage: str) -> None:
         if self._draining and phase is not Phase.DOWN:
-            phase = Phase.DRAINING  # Whatever it reports itself: it is given nothing more.
+            phase = Phase.DRAINING  # The worker may report otherwise: it is given nothing more.
         self._status.phase, self._status.stage = phase, stage
         self.on_phase()
         self.on_change()

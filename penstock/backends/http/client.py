@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import httptools
 
-from penstock.backends.http.address import HttpAddress, HttpLimits, reason_of, tls_context
+from penstock.backends.http.address import HttpAddress, HttpLimits, head_lines, reason_of, tls_context
 from penstock.backends.http.handler import (
     IGNORING_HANDLER,
     FailureKind,
@@ -31,7 +31,6 @@ from penstock.backends.http.handler import (
 )
 from penstock.backends.silence import Gaps
 from penstock.clock import NS_PER_S, Clock
-from penstock.errors import ConfigError
 
 HEAD_BYTES_MAX = 64 * 1024
 """Of an answer."""
@@ -79,6 +78,11 @@ class HttpExchange:
         if self._fires_ns > self._deadline_ns:
             self._arm()  # Streams may be silent for less long than when it was set.
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the answer was read."""
+        return self._connection is not None and self._connection.is_whole
+
     def pause_reading(self) -> None:
         """Read no more of the answer until `resume_reading`; the handler still gets what was read already.
 
@@ -124,7 +128,7 @@ class HttpExchange:
         """
         if not self._over:
             self.handler = IGNORING_HANDLER
-            if self._connection is not None and self._connection.is_whole:
+            if self.is_whole:
                 return  # It ends as soon as what was read has been passed on.
             self.resume_reading()
             self._touched_ns = 0
@@ -255,18 +259,7 @@ class HttpClient:
         self._ssl = tls_context(config) if address.scheme == "https" else None
         self._idle: list[_Connection] = []
         self._exchanges: set[HttpExchange] = set()
-        lines = {
-            "host": address.authority,
-            "user-agent": "penstock",
-            "accept-encoding": "identity",
-            **(headers or {}),
-        }
-        for name, value in lines.items():
-            if not value.isascii() or not value.isprintable():
-                raise ConfigError(
-                    f"the header '{name}' for {address} holds characters that a header cannot carry"
-                )
-        self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self._headers = head_lines(address, headers or {})
 
     @property
     def num_exchanges(self) -> int:

@@ -49,10 +49,8 @@ from penstock.text.detokenizer import IncrementalDetokenizer, PieceTokens, StopC
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, TokenLogprob, Usage
 
-USAGE_WAIT_S = 2.0
-"""After the finish: how long its usage may take."""
-_OVERRUN_FACTOR = 4
-"""Text without token ids is counted by our tokenizer, which may see more tokens in it than the worker's."""
+USAGE_WAIT_S = 2.0  # After the finish: how long its usage may take.
+_OVERRUN_FACTOR = 4  # Text is counted by our tokenizer, which may see more tokens in it than the worker's.
 _BAD_EVENT = (msgspec.DecodeError, UnicodeDecodeError)
 
 
@@ -121,19 +119,16 @@ class HttpStream:
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._detokenizer: IncrementalDetokenizer | None = None
         self._exchange: HttpExchange | None = None
-        self._status = 0
         self._headers: Mapping[bytes, bytes] = {}
-        self._body: bytearray | None = None
-        """Of an answer that is no stream."""
+        self._body: bytearray | None = None  # Of an answer that is no stream.
         self._started_ns, self._first_ns = self._clock.now_ns(), 0
-        self._count = self._num_logprobs = 0
+        self._count = self._num_logprobs = self._status = 0
         self._text_tokens_max = request.sampling.max_tokens * _OVERRUN_FACTOR + SLACK_TOKENS
         self._has_ids = self._has_output = self._done = False
         self._finish: FinishReason | None = None
         self._stopped_by: str | int | None = None
         self._reported: ReportedUsage | None = None
-        self._token_ids = array("i", request.resumed)
-        """The answer so far, as far as it came as ids."""
+        self._token_ids = array("i", request.resumed)  # The answer so far, as far as it came as ids.
         if request.resumed:
             self._prime(request.resumed)
 
@@ -288,10 +283,16 @@ class HttpStream:
         """Nothing but text, or ids, of events like one that was looked at."""
         if self._done or self._finish is not None:
             return
-        if piece.token_ids:
-            self._take_ids(piece)
-        elif self._stop is not None or self._said_before or not self._has_output:
+        if self._stop is not None or self._said_before or not self._has_output:
             self._take(piece)
+        elif ids := piece.token_ids:
+            count = self._count + len(ids)
+            if count > self._request.sampling.max_tokens or not self._stop_ids.isdisjoint(ids):
+                self._take_ids(piece)
+            else:
+                self._count = count
+                self._token_ids.extend(ids)
+                self._sink.on_delta(Delta(self._text_of(ids), ids))
         elif text := piece.text:
             ids = self._pieces.of_all(piece.parts) if piece.parts else self._pieces.of(text)
             self._count += len(ids)
@@ -392,8 +393,7 @@ class HttpStream:
             if self._done:
                 return  # The sink left.
         self._count += len(ids)
-        if not self._first_ns:
-            self._first_ns = self._clock.now_ns()
+        self._first_ns = self._first_ns or self._clock.now_ns()
         self._has_output = True
         calls, thought = ((), "") if piece is None else (piece.tool_calls, piece.thought)
         text, matched = (text, None) if self._stop is None else self._stop.push(text)
@@ -417,7 +417,7 @@ class HttpStream:
         if text:
             self._has_output = True
             self._sink.on_delta(Delta(text, ()))
-        if not self._done and self._exchange is not None:
+        if not self._done and self._exchange is not None and not self._exchange.is_whole:
             self._exchange.wait("the usage", USAGE_WAIT_S)
 
     # --- ends ------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """How many tokens an answer had: what a worker that is not ours reports, and what was counted here. Pure.
 
-Whose count is believed: backends/http/stream.py.
+backends/http/stream.py says which count is believed.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ _PROMPT_FACTOR = 8
 
 
 class Counted(NamedTuple):
-    """What was counted here."""
+    """The counts of this side."""
 
     prompt: int
     given: int
@@ -49,7 +49,7 @@ def mismatch(reported: ReportedUsage, ours: Counted, *, is_full: bool) -> str:
 
 
 def believed(reported: ReportedUsage, ours: Counted, *, prefill_ns: int, decode_ns: int) -> Usage:
-    """What counts."""
+    """The usage that counts."""
     prompt, completion = ours.prompt, ours.exact
     if ours.trusts_prompt and reported.prompt_tokens is not None:
         # Ours is an estimate; but no tokenizer is that much finer.

@@ -14,7 +14,7 @@ from penstock.weight_cache.fetch import machine_cache
 DESCRIPTION = """\
 Show, verify or delete models that were fetched from the hub or from object storage (`s3://`).
 
-They are fetched once, whoever asks, one at a time; a download that broke off is resumed;
+They are fetched once for all processes, one at a time; a download that broke off is resumed;
 every file must have its source's digest. The least recently used make room for others."""
 
 EPILOG = """\

@@ -305,7 +305,7 @@ def _with_trace(scenario: Scenario, path: Path, speed: float) -> Scenario:
         left = played.result.counters.arrived - len(played.records)
         return (Finding(words="requests without an end", value=left, bound=0),)
 
-    return replace(scenario, build=build, beside=None, check=check)
+    return replace(scenario, build=build, baseline=None, check=check)
 
 
 def _write(setup: Setup, args: argparse.Namespace) -> int:

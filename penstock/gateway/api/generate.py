@@ -197,7 +197,7 @@ class Generate:
         name = adapter or model.name
         served = Served(
             model=name,
-            requested=request.model or name,
+            requested=exchange.asked or request.model or name,
             counted_model=model.name,
             endpoint=endpoint,
             tenant=tenant,
@@ -324,7 +324,7 @@ class Generate:
         head = StreamHead(
             id=job.answer_id,
             created=services.clock.wall_ns() // NS_PER_S,
-            model=job.adapter or job.model.name,
+            model=job.exchange.asked or job.adapter or job.model.name,
             fingerprint=job.model.fingerprint(),
             include_usage=bool(options and options.include_usage),
         )

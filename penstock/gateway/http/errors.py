@@ -32,6 +32,7 @@ from penstock.errors import (
     ClientError,
     CrashingRequest,
     Draining,
+    EnsembleFailed,
     Evicted,
     Forbidden,
     IdentityUnavailable,
@@ -54,7 +55,7 @@ from penstock.protocol.openai import ErrorAnswer, ErrorBody
 from penstock.telemetry.decision_files import Failure
 
 RETRY_AFTER_S = 1.0
-"""The wait that a client is told where no better one is known."""
+"""A client's wait where no better one is known."""
 
 
 class HttpFault(ClientError):
@@ -98,6 +99,7 @@ _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
     (NoMemory, "no_memory"),
     (WorkerUnavailable, "worker_unavailable"),
     (StreamBroken, "stream_broken"),
+    (EnsembleFailed, "ensemble_failed"),
 )
 
 

@@ -100,7 +100,7 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
     headers: Mapping[bytes, bytes]
     version: str = "1.1"
     seen: object = None
-    """What the application made of it a moment ago, before the body was read."""
+    """The application's result for the head, from before the body was read."""
 
 
 _FORGOTTEN = RequestHead(method="", path="", headers={})
@@ -151,10 +151,10 @@ class Exchange:
     """A request in the hands of a handler, and the way back to the client."""
 
     __slots__ = (
-        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "client", "cors",
+        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "asked", "body", "client", "cors",
         "ended_ns", "ending", "error", "first_ns", "first_usage", "head", "headers", "holds", "id",
         "idle_ticks", "is_open", "limits_ns", "method", "migrated", "migration", "on_caught_up",
-        "on_disconnect", "on_full", "outcome", "path", "queue_ns", "reasoning_tokens", "request",
+        "on_disconnect", "on_full", "outcome", "path", "queue_ns", "reasoning_tokens", "request", "rewrite",
         "served", "started_ns", "status", "streaming", "terms", "trace", "version",
     )  # fmt: skip
 
@@ -172,6 +172,10 @@ class Exchange:
         self.method, self.path, self.version = head.method, head.path, head.version
         self.client, self.body, self.id = client, b"", ""
         self.trace: RequestTrace | None = None  # If it is traced, or its caller traces it.
+        self.asked = ""
+        """The ensemble that was asked for; empty: none."""
+        self.rewrite: Callable[[Response], None] | None = None
+        """Takes a whole answer that went well, and responds with another one later."""
         self.served: Served | None = None
         """Set by handlers that generate. Its headers go with the response, whatever that is."""
         self.request: Request | None = None
@@ -288,6 +292,10 @@ class Exchange:
         if not self.is_open:
             return
         assert not self.streaming, "the response has started"
+        if self.rewrite is not None and response.status == http.HTTPStatus.OK:
+            rewrite, self.rewrite = self.rewrite, None
+            rewrite(response)
+            return
         self.status = response.status
         head = self._head(response.status, response.content_type, response.headers)
         length = b"" if response.status == 204 else b"content-length: %d\r\n" % len(response.body)
@@ -419,7 +427,7 @@ class Exchange:
         """They lead to the reply, which leads here: without them all of the request is freed at its end, not
         by the collector.
         """
-        self.on_disconnect = self.on_caught_up = self.on_full = None
+        self.on_disconnect = self.on_caught_up = self.on_full = self.rewrite = None
 
     def served_facts(self) -> bytes:
         """The model that answers, and the state of the request, as JSON, for clients that see no headers."""

@@ -184,7 +184,7 @@ class Tenancy:
             try:
                 check(merged)  # Again: what runs may go with the old settings and not with the new ones.
                 if not names_callers(merged.auth):
-                    raise ConfigError("auth: it names nobody, so nobody could call any more")
+                    raise ConfigError("auth: it names no caller, so none could call any more")
                 table = await asyncio.to_thread(self._read, merged)
                 self._check_shrinking(merged, table)
                 await asyncio.to_thread(_check_token_library, merged)

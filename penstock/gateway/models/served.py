@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from penstock.config.routing import RoutingConfig
-from penstock.errors import ConfigError, InvalidRequest, NotFound, WorkerUnavailable
+from penstock.config.routing import EnsembleConfig, RoutingConfig
+from penstock.errors import ConfigError, InvalidRequest, NotFound, Unsupported, WorkerUnavailable
 from penstock.fleet.registry import RouteWorkers
 from penstock.gateway.models.rollouts import Assigned, RolloutTable
 from penstock.policy.admission.gate import ModelFacts
@@ -199,6 +199,7 @@ class ModelTable:
         self,
         models: Mapping[ModelName, ServedModel],
         routing: RoutingConfig = RoutingConfig(),  # noqa: B008 - it is frozen.
+        ensembles: Sequence[EnsembleConfig] = (),
     ) -> None:
         self._models = dict(models)
         self._first: dict[str, ServedModel] = {}
@@ -209,6 +210,7 @@ class ModelTable:
         self.rollouts = RolloutTable()
         created_s = max((model.created_s for model in models.values()), default=0)
         self._auto = _choose_auto(routing, created_s) if routing.auto else None
+        self._ensembles = {each.name: each.model for each in ensembles}
 
     def __iter__(self):  # noqa: ANN204
         return iter(self._models.values())
@@ -216,7 +218,7 @@ class ModelTable:
     def takes(self, name: str) -> bool:
         """Whether a model, one without its version, or "auto" has this name, so that no adapter can."""
         is_auto = self._auto is not None and name == self._auto.name
-        return is_auto or name in self._models or name in self._first
+        return is_auto or name in self._models or name in self._first or name in self._ensembles
 
     def cards(self, tenant: Tenant) -> list[ModelCard]:
         """The entries of `/v1/models` for a tenant: their adapters and "auto" after the models themselves."""
@@ -228,6 +230,7 @@ class ModelTable:
             found += [model.adapter_card(name) for name in names if may_use_adapter(tenant, name)]
         if self._auto is not None and self._auto.may_use(tenant):
             found.append(self._auto.card())
+        found += [self._ensemble_card(name) for name in self._ensembles if may_use_model(tenant, name)]
         limits = _limits_of(tenant)
         return [msgspec.structs.replace(card, limits=limits) for card in found]
 
@@ -240,7 +243,21 @@ class ModelTable:
         """
         return msgspec.structs.replace(self._card(name, tenant), limits=_limits_of(tenant))
 
+    def _ensemble_card(self, name: str) -> ModelCard:
+        """The entry of an ensemble: its model's, under its own name."""
+        base = self._ensembles[name]
+        if self._auto is not None and base == self._auto.name:
+            return msgspec.structs.replace(self._auto.card(), id=name, root=base)
+        model = self._of_adapter(base) or self._models.get(ModelName(base)) or self._serving(base)
+        card = (
+            ModelCard(id=name, created=0) if model is None else model.card()
+        )  # An adapter that is not there yet.
+        return msgspec.structs.replace(card, id=name, root=base)
+
     def _card(self, name: str, tenant: Tenant) -> ModelCard:
+        if name in self._ensembles:
+            check_model(tenant, name)
+            return self._ensemble_card(name)
         if self._auto is not None and name == self._auto.name and self._auto.may_use(tenant):
             return self._auto.card()
         if (model := self._of_adapter(name)) is not None:
@@ -302,6 +319,11 @@ class ModelTable:
         if name is None and len(self._models) == 1:
             return next(iter(self._models.values()))
         model = self._models.get(ModelName(name or "")) or self._serving(name or "")
+        if name in self._ensembles:
+            raise Unsupported(
+                f"'{name}' is an ensemble, which answers /v1/chat/completions and /v1/completions only.",
+                param="model",
+            )
         if model is None:
             allowed = [known for known in self._models if may_use_model(tenant, known)]
             known = ", ".join(f"'{known}'" for known in allowed[:8]) or "none for you"

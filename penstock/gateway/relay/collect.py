@@ -46,7 +46,7 @@ class PassedSink(TextSink):
         self._chunks = chunks
 
     def _think(self, delta: Delta) -> None:
-        """Reasoning goes out in front of the text beside it."""
+        """Reasoning is sent before its text."""
         if not self._began:
             self._begin()
         self.release()

@@ -115,7 +115,7 @@ class RetryAfterSchedule:
         others_ns = min(self._until.get(everybody, 0), now_ns + 2 * wait_ns)
         at_ns = max(now_ns + wait_ns, self._until.get(who, 0), others_ns)
         at_ns = min(at_ns, now_ns + self._wait_ns_max)
-        assert now_ns <= at_ns, "nobody is told to have come before"
+        assert now_ns <= at_ns, "no client is asked to have come before"
         for key in (who, everybody):
             self._until.pop(key, None)  # To the end: the oldest is dropped first.
             self._until[key] = at_ns + each_ns

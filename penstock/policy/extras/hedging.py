@@ -275,7 +275,7 @@ class Hedging(Extra):
         request.hedged_ns, request.attempts = request.dispatched_ns, attempt
         self._health.started(now_ns, lane.route, room.id)
         order = lane.queue.order_of(request)
-        return Start(request.id, lane.route, room.id, order, attempt, beside=True)
+        return Start(request.id, lane.route, room.id, order, attempt, is_hedge=True)
 
 
 MARK = "~"

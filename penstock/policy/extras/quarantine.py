@@ -338,7 +338,7 @@ class CrashQuarantine(Extra):
         return request_id in self._apart
 
     def barred(self, route: str, request_id: RequestId) -> frozenset[WorkerId]:
-        """See `IsolatedStarts`: one that must be alone runs beside no other, and no other beside it."""
+        """See `IsolatedStarts`: one that must be alone shares a worker with no other."""
         if (tried := self._apart.get(request_id)) is None:
             return _NOWHERE
         others = [each for key, each in self._apart.items() if key != request_id and each.route == route]

@@ -336,7 +336,7 @@ class Driver:
         request = self.control.request(start.id)
         if request is None:  # A port ended it, as it carried out an action before this one.
             return
-        if start.beside:
+        if start.is_hedge:
             self._meters.started_beside(now_ns, request, start.worker_id)
         else:
             self._meters.started(now_ns, request)

@@ -23,7 +23,7 @@ class TokenSource(Protocol):
 
     @property
     def burst(self) -> int:
-        """The most that it can hold: more than this at once never passes."""
+        """Its capacity: more than this at once never passes."""
         ...
 
     def has(self, now_ns: int, amount: int) -> bool:
@@ -88,7 +88,7 @@ class Line:
         if self._end_ns > now_ns:
             end_ns = max(end_ns, min(self._end_ns + length_ns, now_ns + ahead_max_ns))
         self._end_ns = end_ns
-        assert end_ns - now_ns >= wait_ns, "nobody is told to come before there is enough"
+        assert end_ns - now_ns >= wait_ns, "no client is asked to come before there is enough"
         return end_ns - now_ns
 
 

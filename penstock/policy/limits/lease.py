@@ -179,7 +179,7 @@ class Leases:
         return self._seq
 
     def lease_max(self, rate: int, burst: int) -> int:
-        """The most that one gateway may have on lease, and on credit: a second's worth, or its part of a
+        """The largest lease of one gateway, with its credit: a second's worth, or its part of a
         quarter of the bucket.
         """
         worth = rate * self.lease_ns // UNIT
@@ -396,7 +396,7 @@ class LeasedBucket:
         self.recall = False
         assert not (owed and returned), "what is owed is not there to give back"
         self.balance += owed - returned
-        assert self.balance >= 0, "what was on credit is told to the store"
+        assert self.balance >= 0, "the amount on credit is reported to the store"
         self.pending = LeaseAsk(
             key=self.key,
             rate=self.rate,

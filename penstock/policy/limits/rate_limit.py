@@ -407,7 +407,7 @@ class Limiter:
         """
         gap_ns = max(1, (use.hold_ns or _FIRST_HOLD_NS) // max(1, use.tenant.concurrent_max))
         use.line_ns = min(max(use.line_ns, now_ns) + gap_ns, now_ns + ahead_max_ns)
-        assert use.line_ns >= now_ns, "nobody is told to have come before"
+        assert use.line_ns >= now_ns, "no client is asked to have come before"
         return use.line_ns - now_ns
 
     def _collect(self, now_ns: int) -> None:

@@ -220,7 +220,7 @@ def give_homes(
             holders[worker].names.append(name)
             holders[worker].tokens += demand[name].tokens / len(found)
         left -= len(found)
-        assert left >= 0, "nobody is given more than it has places"
+        assert left >= 0, "no adapter is given more places than there are"
         if found:
             homes[name] = tuple(found)
     return homes, {worker: tuple(holder.names) for worker, holder in holders.items()}

@@ -29,7 +29,7 @@ class FairCounters:
 
     def __init__(self, models: Sequence[str], lane: Callable[[str], ModelQueue | None]) -> None:
         """`lane` finds a model's queue; None if nothing has come for it yet."""
-        assert len(set(models)) == len(models), "what a model's tenants were served is told once"
+        assert len(set(models)) == len(models), "a model's service is reported once"
         self._models, self._lane = models, lane
 
     def take(self) -> tuple[ServedUnits, ...]:

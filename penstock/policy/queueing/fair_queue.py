@@ -293,7 +293,7 @@ class FairQueue:
             : band.level + 1
         ]:  # A request that lets a higher band start first is not passed over for its size.
             for aside in passed.aside:
-                aside.skips += aside.hold_ns <= now_ns  # Who is held for a warm worker waits by choice.
+                aside.skips += aside.hold_ns <= now_ns  # A held request waits for a warm worker by choice.
 
     def _in_turn(self, now_ns: int) -> Sequence[Band]:
         """Bands with work, by who goes next."""

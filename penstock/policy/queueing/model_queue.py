@@ -367,7 +367,7 @@ class ModelQueue:
             # goes where there is room.
             work.hold_ns = max(now_ns, 1)
             found = self._place(now_ns, work, avoid, blocked)
-            assert not isinstance(found, Hold), "nobody is held twice"
+            assert not isinstance(found, Hold), "no request is held twice"
         self._found = found
         return found is not None
 

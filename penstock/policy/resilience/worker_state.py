@@ -4,7 +4,7 @@
 
     STARTING ──> LOADING ──> WARMING ──> READY <──trusted── SUSPECT
        ^  (any of them may be skipped)     └────doubted───────^
-       └────────── lost, refused, started anew ── from all of these
+       └────────── lost, refused, started again ── from all of these
 
     SLEPT from all of them ──> ASLEEP ──> WAKING ──> READY
 

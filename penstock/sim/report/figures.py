@@ -75,8 +75,8 @@ def jain(tenants: Mapping[str, tuple[float, float, float]]) -> float:
 
 
 def largest_gap(records: Sequence[RequestRecord], weights: Mapping[str, float]) -> float:
-    """Over all times in which two tenants of one band and model both had requests queued: the most that one
-    was served more.
+    """Over all times in which two tenants of one band and model both had requests queued: the largest
+    difference in service.
 
     Each over its weight. 0 if never two waited at once. Prompts count when the first token came, answers
     evenly from then to their end; so a gap below the cost of the largest requests says nothing.

@@ -82,8 +82,8 @@ def worker_crash(knobs: Knobs) -> Setup:
     return setup(knobs, [pool(knobs, workers=3, cold_start_s=5)], [source], seconds=55, faults=faults)
 
 
-def _check_external_crash(played: Played, beside: Played | None) -> Sequence[Finding]:
-    assert beside is not None, "it is held against the run with engines that return text only"
+def _check_external_crash(played: Played, baseline: Played | None) -> Sequence[Finding]:
+    assert baseline is not None, "it is compared with the run with engines that return text only"
     moved = [record for record in played.records if record.migrations]
     asked = merged(played.setup.sources, played.seed, played.setup.seconds)
     lengths = {request.id: request.output_tokens for request in asked}
@@ -96,8 +96,8 @@ def _check_external_crash(played: Played, beside: Played | None) -> Sequence[Fin
             "moved streams with other tokens than their whole answer's",
             sum(r.outcome is Outcome.FINISHED and r.completion_tokens != lengths[r.id] for r in moved), 0,
         ),
-        at_least("failed share where engines return text only", failed_share(beside), 0.005),
-        at_most("streams that moved there", sum(r.migrations for r in beside.records), 0),
+        at_least("failed share where engines return text only", failed_share(baseline), 0.005),
+        at_most("streams that moved there", sum(r.migrations for r in baseline.records), 0),
         at_least("good share of requests that came 10 s after it was replaced", late_share(played), 0.95),
     )  # fmt: skip
 
@@ -109,7 +109,7 @@ def _external_crash(knobs: Knobs, *, resumes: bool) -> Setup:
     return setup(knobs, [main], [source], seconds=55, faults=[fault(FaultKind.WORKER_CRASH)])
 
 
-@scenario(_check_external_crash, beside=lambda knobs: _external_crash(knobs, resumes=False))
+@scenario(_check_external_crash, baseline=lambda knobs: _external_crash(knobs, resumes=False))
 def external_crash(knobs: Knobs) -> Setup:
     """One of three engines of others (vLLM, SGLang) dies in the middle of its streams: do they continue?
 
@@ -140,10 +140,10 @@ def slow_worker(knobs: Knobs) -> Setup:
     return setup(knobs, [pool(knobs, workers=4)], [source], seconds=55, faults=faults)
 
 
-def _check_slow_route(played: Played, beside: Played | None) -> Sequence[Finding]:
-    assert beside is not None, "it is held against the run without a fallback"
+def _check_slow_route(played: Played, baseline: Played | None) -> Sequence[Finding]:
+    assert baseline is not None, "it is compared with the run without a fallback"
     during = [r for r in played.records if BEGINS + 5 <= r.at_ns / NS_PER_S < ENDS]
-    alone = [r for r in beside.records if BEGINS + 5 <= r.at_ns / NS_PER_S < ENDS]
+    alone = [r for r in baseline.records if BEGINS + 5 <= r.at_ns / NS_PER_S < ENDS]
     good = sum(played.good(record) for record in during) / max(1, len(during))
     # The last probe that fails may begin just before the end: its breaker then waits for up to 12 s.
     back = [record for record in played.records if record.at_ns > (ENDS + 15) * NS_PER_S]
@@ -151,7 +151,7 @@ def _check_slow_route(played: Played, beside: Played | None) -> Sequence[Finding
         answered(played),
         at_most("failed requests", played.figures.outcomes.get(Outcome.FAILED.value, 0), 0),
         at_least("good share of requests from 5 s after it became slow", good, 0.9),
-        at_most("the same without a fallback", sum(map(beside.good, alone)) / max(1, len(alone)), 0.3),
+        at_most("the same without a fallback", sum(map(baseline.good, alone)) / max(1, len(alone)), 0.3),
         at_least("good share of requests that came 10 s after it was well", late_share(played), 0.95),
         at_least(
             "share that its own model answered, from 15 s after it was well",
@@ -171,7 +171,7 @@ def _slow_route(knobs: Knobs, *, fallback: str) -> Setup:
     return setup(knobs, pools, [source], seconds=60, faults=faults)
 
 
-@scenario(_check_slow_route, beside=lambda knobs: _slow_route(knobs, fallback=""))
+@scenario(_check_slow_route, baseline=lambda knobs: _slow_route(knobs, fallback=""))
 def slow_route(knobs: Knobs) -> Setup:
     """The only worker of a model, a provider's, becomes forty times slower: is it waited for?
 
@@ -328,21 +328,23 @@ def _p99_ms(played: Played) -> float:
     return Spread.of([record.ttft_ns for record in played.records if record.first_ns >= 0]).p99
 
 
-def _check(played: Played, beside: Played | None) -> Sequence[Finding]:
-    assert beside is not None
+def _check(played: Played, baseline: Played | None) -> Sequence[Finding]:
+    assert baseline is not None
     starts = sum(record.attempts for record in played.records)
     extra = sum(max(0, record.attempts - 1) for record in played.records)
     return (
         answered(played),
         no_failures(played),
         at_most(
-            "p99 of the time to first token over that without hedges", _p99_ms(played) / _p99_ms(beside), 0.9
+            "p99 of the time to first token over that without hedges",
+            _p99_ms(played) / _p99_ms(baseline),
+            0.9,
         ),
         at_most("second attempts per start", extra / max(1, starts), 0.02),
     )
 
 
-@scenario(_check, beside=_unhedged)
+@scenario(_check, baseline=_unhedged)
 def slow_spells(knobs: Knobs) -> Setup:
     """One of eight workers after the other is twenty times slower for a second and a half: who waits for it?
 

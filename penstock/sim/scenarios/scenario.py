@@ -105,7 +105,7 @@ class Scenario:
     name: str
     build: Build
     check: Check
-    beside: Build | None = None
+    baseline: Build | None = None
     """The setup that the run is compared with, on the same seed."""
 
     @property
@@ -125,7 +125,7 @@ class Verdict:
 
     scenario: Scenario
     played: Played
-    beside: Played | None
+    baseline: Played | None
     findings: Sequence[Finding]
 
     @property
@@ -138,9 +138,11 @@ def run_scenario(
     scenario: Scenario, knobs: Knobs, seed: int, *, on_arrival: Callable[[int], None] | None = None
 ) -> Verdict:
     """Play it and check it."""
-    beside = play(scenario.beside(knobs), seed) if scenario.beside is not None else None
+    baseline = play(scenario.baseline(knobs), seed) if scenario.baseline is not None else None
     played = play(scenario.build(knobs), seed, on_arrival=on_arrival)
-    return Verdict(scenario=scenario, played=played, beside=beside, findings=scenario.check(played, beside))
+    return Verdict(
+        scenario=scenario, played=played, baseline=baseline, findings=scenario.check(played, baseline)
+    )
 
 
 def find(name: str, known: Mapping[str, Scenario]) -> Scenario:
@@ -240,13 +242,13 @@ WORKER_RPS = 6.0
 
 
 def scenario(
-    check: Check, *, beside: Callable[[Knobs], Setup] | None = None
+    check: Check, *, baseline: Callable[[Knobs], Setup] | None = None
 ) -> Callable[[Callable[[Knobs], Setup]], Callable[[Knobs], Setup]]:
     """Register a function from knobs to a setup under its own name."""
 
     def register(build: Callable[[Knobs], Setup]) -> Callable[[Knobs], Setup]:
         name = build.__name__.replace("_", "-")
-        SCENARIOS[name] = Scenario(name=name, build=build, check=check, beside=beside)
+        SCENARIOS[name] = Scenario(name=name, build=build, check=check, baseline=baseline)
         return build
 
     return register
