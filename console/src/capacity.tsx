@@ -375,7 +375,7 @@ function Model({ of, send }: { of: ModelScale; send: (body: object) => void }): 
 }
 
 export function Capacity(): JSX.Element {
-  const { told, problem, again } = usePolled<Report>("/admin/scale", EVERY_MS);
+  const { told, problem, code, again } = usePolled<Report>("/admin/scale", EVERY_MS);
   const trouble = useSignal("");
   const send = async (body: object): Promise<void> => {
     try {
@@ -386,10 +386,10 @@ export function Capacity(): JSX.Element {
     }
     again();
   };
-  const found = told.value?.models;
+  const found = told.value?.models ?? (code.value === "unknown_path" ? [] : undefined);
   return (
     <Page title="Capacity" note={found ? format.plural(found.length, "model that scales", "models that scale") : undefined}>
-      {problem.value && <Problem message={problem.value} again={again} />}
+      {problem.value && !found && <Problem message={problem.value} again={again} />}
       {trouble.value && <Problem message={trouble.value} />}
       {!found && !problem.value && <Skeleton lines={4} />}
       {found && found.length === 0 && (
