@@ -128,11 +128,13 @@ class RouteWorkers:
 
     __slots__ = (
         "_abilities", "_adapters", "_adapters_told", "_declared", "_infos", "_ready", "_workers",
-        "adapter_digests", "adapters", "capabilities", "info", "kinds", "lacks_common", "name",
+        "adapter_digests", "adapters", "capabilities", "info", "kinds", "lacks_common", "name", "to_come",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.to_come = False
+        """It has no worker, and gets one when somebody asks for it."""
         self.info: ModelInfo | None = None
         """The model as its workers report it: of several contexts and vocabularies the smallest, for a
         request may go to any of them. Kept while there is no worker, so that requests can wait for one. None
@@ -187,6 +189,11 @@ class RouteWorkers:
     def sleeps(self) -> bool:
         """Whether none is ready and one sleeps or wakes: requests can wait for it. O(workers)."""
         return not self._ready and any(worker.sleeps for worker in self)
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether none is ready, and requests can wait for one that will be. O(workers)."""
+        return not self._ready and (self.to_come or self.sleeps)
 
     def add(self, worker: Worker) -> None:
         """For the registry."""

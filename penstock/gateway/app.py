@@ -28,15 +28,17 @@ from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, rollouts_file
+from penstock.fleet.scaling import ScaleLeader
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
 from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.ensembles import Ensembles
 from penstock.gateway.api.generate import Generate
-from penstock.gateway.api.inspect import Inspect
+from penstock.gateway.api.inspect import Inspect, model_numbers
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.rollouts import RolloutsAdmin
 from penstock.gateway.api.routes import Answers, Handler, Orders, Route, Routes, is_poll
+from penstock.gateway.api.scaling import ScaleAdmin
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
@@ -142,7 +144,7 @@ class Gateway:
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         self._recorder = Recorder(Promises(config.admission), metrics)
         self._left_alone = LeftAlone(partial(self._dispatcher.left_alone, rests=False), self.notes)
-        self._routes = self._make_routes(registry, members, watch)
+        self._routes = self._make_routes(registry, members, watch, self._join_scaler(tools.scaler))
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
 
@@ -154,8 +156,28 @@ class Gateway:
             new_id=lambda: self._ids.take("rollout"),
         )  # fmt: skip
 
+    def _join_scaler(self, scaler: ScaleLeader | None) -> ScaleLeader | None:
+        """Let who decides how many workers there are hear what it decides by."""
+        if scaler is not None and self._watch is not None:
+            services, metrics = self._services, self._metrics
+            scaler.notes, scaler.publish = self.notes, self.expect
+            scaler.waiting = lambda: {k: v.waiting for k, v in model_numbers(services, metrics).items()}
+            self._watch.history.on_rows, self._inspect.more = scaler.heard, scaler.page
+        return scaler
+
+    def expect(self, to_come: Mapping[str, float]) -> None:
+        """Requests may wait for these models although they have no worker: one comes in so many seconds."""
+        for model in self._services.models:
+            model.workers.to_come = model.name in to_come
+        self._services.cold.to_come = to_come
+        self._dispatcher.expect(to_come)
+
     def _make_routes(
-        self, registry: Registry, members: Members | None, watch: Watch | GatewayPeers
+        self,
+        registry: Registry,
+        members: Members | None,
+        watch: Watch | GatewayPeers,
+        scaler: ScaleLeader | None,
     ) -> Routes:
         services = self._services
         self._trails = WorkerTrails(registry, self._clock)
@@ -169,7 +191,7 @@ class Gateway:
         answers = Answers(generate, self._responses, VectorEndpoints(services), self._ensembles.around)
         console, costs = self._console, CostsAdmin(services)
         rollouts = RolloutsAdmin(self._leader, services.peers)
-        orders = Orders(adapters, nights, costs, rollouts)
+        orders = Orders(adapters, nights, costs, rollouts, ScaleAdmin(scaler, services.peers))
         return Routes(answers, self._inspect, admin, tenants, console, orders)
 
     @property
