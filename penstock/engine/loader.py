@@ -113,18 +113,9 @@ def load_weights(
         if matrix is None:
             return _read_tensor(part.name, files)
         try:
-            if (
-                keeps_float8
-                and (as_it_is := matrix.float8(lambda name: _read_tensor(name, files))) is not None
-            ):
-                return as_it_is
-            found = matrix.read(lambda name: _read_tensor(name, files))
+            return _read_stored(matrix, files, dtype, kept_bits, keeps_float8=keeps_float8)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
-        group = matrix.kept_group(kept_bits)
-        if isinstance(found, Tensor):
-            return found
-        return found.dense(dtype) if group is None else found.with_group(group)
 
     def whole(weight: Weight) -> Tensor:
         return fused(weight, read, dtype, device)
@@ -143,6 +134,27 @@ def load_weights(
 
     keeps = keeps_float8 or bool(kept_bits)
     return Weights(wanted, whole, parts, num_bytes, on_progress, keeps=keeps)
+
+
+def _read_stored(
+    matrix: StoredMatrix,
+    files: dict[str, _Stored],
+    dtype: torch.dtype,
+    kept_bits: frozenset[int],
+    *,
+    keeps_float8: bool,
+) -> Part:
+    """A quantized layer, as it is if kernels compute with that, else dense."""
+
+    def read(name: str) -> Tensor:
+        return _read_tensor(name, files)
+
+    if keeps_float8 and (kept := matrix.float8(read)) is not None:
+        return kept
+    found, group = matrix.read(read), matrix.kept_group(kept_bits)
+    if isinstance(found, Tensor):
+        return found
+    return found.dense(dtype) if group is None else found.with_group(group)
 
 
 def load_named(

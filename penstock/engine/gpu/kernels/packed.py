@@ -66,6 +66,77 @@ def _scale_of(scales, rows, group, num_groups, mask, SCALES: tl.constexpr):
 
 
 @triton.jit
+def _four_bits(
+    acc, words, from_x, scales, zeros, rows, is_row, is_token, span, n, word_stride, like: tl.constexpr,
+    GROUP: tl.constexpr, QUARTER: tl.constexpr, MIDDLE: tl.constexpr, OFFSET: tl.constexpr,
+    BF16: tl.constexpr, FP16: tl.constexpr,
+):  # fmt: skip
+    """Add the products of the tiles from `span[0]` to before `span[1]`: see `matmul`."""
+    first, last = span
+    # A tile of inputs is a group, or two of 32.
+    TILE: tl.constexpr = 4 * QUARTER
+    inner = tl.arange(0, QUARTER)
+    from_words = words + rows.to(tl.int64)[:, None] * word_stride + inner[None, :]
+    from_x += inner[:, None]
+    for tile in range(first, last):
+        word = tl.load(from_words + tile * QUARTER, mask=is_row[:, None], other=0)
+        x0 = tl.load(from_x + tile * TILE, mask=is_token[None, :], other=0.0)
+        x1 = tl.load(from_x + tile * TILE + QUARTER, mask=is_token[None, :], other=0.0)
+        x2 = tl.load(from_x + tile * TILE + 2 * QUARTER, mask=is_token[None, :], other=0.0)
+        x3 = tl.load(from_x + tile * TILE + 3 * QUARTER, mask=is_token[None, :], other=0.0)
+        w0, w1, w2, w3 = _quarters(word, like, BF16, FP16)
+        group = tile * (TILE // GROUP)
+        place = group * n + rows
+        centre = _centre(zeros, place, like, is_row, OFFSET, MIDDLE)
+        scale = tl.load(scales + place, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        part = tl.dot(w0 - centre, x0, input_precision="ieee")
+        part = tl.dot(w1 - centre, x1, part, input_precision="ieee")
+        if GROUP < TILE:
+            acc += part * scale
+            centre = _centre(zeros, place + n, like, is_row, OFFSET, MIDDLE)
+            scale = tl.load(scales + place + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+            part = tl.dot(w2 - centre, x2, input_precision="ieee")
+        else:
+            part = tl.dot(w2 - centre, x2, part, input_precision="ieee")
+        part = tl.dot(w3 - centre, x3, part, input_precision="ieee")
+        acc += part * scale
+        if OFFSET == 2:
+            early = tl.sum(x0.to(tl.float32), 0) + tl.sum(x1.to(tl.float32), 0)
+            late = tl.sum(x2.to(tl.float32), 0) + tl.sum(x3.to(tl.float32), 0)
+            shift = tl.load(zeros + place, mask=is_row, other=0.0)
+            if GROUP < TILE:
+                acc += shift[:, None] * early[None, :]
+                shift = tl.load(zeros + place + n, mask=is_row, other=0.0)
+                acc += shift[:, None] * late[None, :]
+            else:
+                acc += shift[:, None] * (early + late)[None, :]
+    return acc
+
+
+@triton.jit
+def _eight_bits(
+    acc, words, from_x, scales, rows, is_row, is_token, span, word_stride, scale_stride, like: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """As `_four_bits`, with a number in each word."""
+    first, last = span
+    inner = tl.arange(0, GROUP)
+    from_words = words + rows.to(tl.int64)[:, None] * word_stride + inner[None, :]
+    for group in range(first, last):
+        place = group * GROUP
+        weights = tl.load(from_words + place, mask=is_row[:, None], other=0.0).to(like)
+        inputs = tl.load(from_x + place + inner[:, None], mask=is_token[None, :], other=0.0)
+        if SCALES == 0:
+            acc = tl.dot(weights, inputs, acc, input_precision="ieee")
+        else:
+            scale = _scale_of(scales, rows, group, scale_stride, is_row, SCALES)
+            acc += tl.dot(weights, inputs, input_precision="ieee") * scale[:, None]
+    if SCALES == 0:
+        acc *= _scale_of(scales, rows, 0, scale_stride, is_row, SCALES)[:, None]
+    return acc
+
+
+@triton.jit
 def matmul(
     x, words, scales, zeros, bias, out, num_tokens, n, k, groups_per_split, word_stride, scale_stride,
     GROUP: tl.constexpr, QUARTER: tl.constexpr, MIDDLE: tl.constexpr, FOUR: tl.constexpr,
@@ -94,58 +165,15 @@ def matmul(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     from_x = x + tokens.to(tl.int64)[None, :] * k
     if FOUR:
-        # A tile of inputs is a group, or two of 32.
-        TILE: tl.constexpr = 4 * QUARTER
-        inner = tl.arange(0, QUARTER)
-        like = x.dtype.element_ty
-        from_words = words + rows.to(tl.int64)[:, None] * word_stride + inner[None, :]
-        from_x += inner[:, None]
-        for tile in range(first, last):
-            word = tl.load(from_words + tile * QUARTER, mask=is_row[:, None], other=0)
-            x0 = tl.load(from_x + tile * TILE, mask=is_token[None, :], other=0.0)
-            x1 = tl.load(from_x + tile * TILE + QUARTER, mask=is_token[None, :], other=0.0)
-            x2 = tl.load(from_x + tile * TILE + 2 * QUARTER, mask=is_token[None, :], other=0.0)
-            x3 = tl.load(from_x + tile * TILE + 3 * QUARTER, mask=is_token[None, :], other=0.0)
-            w0, w1, w2, w3 = _quarters(word, like, BF16, FP16)
-            group = tile * (TILE // GROUP)
-            place = group * n + rows
-            centre = _centre(zeros, place, like, is_row, OFFSET, MIDDLE)
-            scale = tl.load(scales + place, mask=is_row, other=0.0).to(tl.float32)[:, None]
-            part = tl.dot(w0 - centre, x0, input_precision="ieee")
-            part = tl.dot(w1 - centre, x1, part, input_precision="ieee")
-            if GROUP < TILE:
-                acc += part * scale
-                centre = _centre(zeros, place + n, like, is_row, OFFSET, MIDDLE)
-                scale = tl.load(scales + place + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-                part = tl.dot(w2 - centre, x2, input_precision="ieee")
-            else:
-                part = tl.dot(w2 - centre, x2, part, input_precision="ieee")
-            part = tl.dot(w3 - centre, x3, part, input_precision="ieee")
-            acc += part * scale
-            if OFFSET == 2:
-                early = tl.sum(x0.to(tl.float32), 0) + tl.sum(x1.to(tl.float32), 0)
-                late = tl.sum(x2.to(tl.float32), 0) + tl.sum(x3.to(tl.float32), 0)
-                shift = tl.load(zeros + place, mask=is_row, other=0.0)
-                if GROUP < TILE:
-                    acc += shift[:, None] * early[None, :]
-                    shift = tl.load(zeros + place + n, mask=is_row, other=0.0)
-                    acc += shift[:, None] * late[None, :]
-                else:
-                    acc += shift[:, None] * (early + late)[None, :]
+        acc = _four_bits(
+            acc, words, from_x, scales, zeros, rows, is_row, is_token, (first, last), n, word_stride,
+            x.dtype.element_ty, GROUP, QUARTER, MIDDLE, OFFSET, BF16, FP16,
+        )  # fmt: skip
     else:
-        inner = tl.arange(0, GROUP)
-        from_words = words + rows.to(tl.int64)[:, None] * word_stride + inner[None, :]
-        for group in range(first, last):
-            place = group * GROUP
-            weights = tl.load(from_words + place, mask=is_row[:, None], other=0.0).to(x.dtype.element_ty)
-            inputs = tl.load(from_x + place + inner[:, None], mask=is_token[None, :], other=0.0)
-            if SCALES == 0:
-                acc = tl.dot(weights, inputs, acc, input_precision="ieee")
-            else:
-                scale = _scale_of(scales, rows, group, scale_stride, is_row, SCALES)
-                acc += tl.dot(weights, inputs, input_precision="ieee") * scale[:, None]
-        if SCALES == 0:
-            acc *= _scale_of(scales, rows, 0, scale_stride, is_row, SCALES)[:, None]
+        acc = _eight_bits(
+            acc, words, from_x, scales, rows, is_row, is_token, (first, last), word_stride, scale_stride,
+            x.dtype.element_ty, GROUP, SCALES,
+        )  # fmt: skip
     place = tokens.to(tl.int64)[None, :] * n + rows[:, None]
     mask = is_row[:, None] & is_token[None, :]
     if SPLITS > 1:
