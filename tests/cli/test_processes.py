@@ -17,6 +17,7 @@ from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig, Te
 from penstock.errors import OperatorError
 from penstock.fleet.launchers.process import WorkerLogs, WorkerTails
 from penstock.fleet.registry import Registry
+from penstock.fleet.scaling import ScaleLeader
 from penstock.fleet.sleep import SleepKeeper
 from penstock.gateway.api.services import AllRequests, EndedRequest, RecentRequests
 from penstock.gateway.shared import peers as peers_module
