@@ -23,6 +23,7 @@ from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
 from penstock.fleet.adapters import AdapterKeeper
+from penstock.fleet.cells import cell_key
 from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
@@ -40,12 +41,13 @@ from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
 from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
 from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
+from penstock.gateway.cells.server import CellServer, CellTools
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts, WakeCalls
 from penstock.gateway.http.errors import error_response, failure_of
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import LAST_ANSWERS_S, LAST_BYTES_S, HttpServer, tick_s
-from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
+from penstock.gateway.http.terms import WIRE_LIMITS, RelayTerms, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import TokenizePool
@@ -140,9 +142,17 @@ class Gateway:
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         self._recorder = Recorder(Promises(config.admission), metrics)
         self._left_alone = LeftAlone(partial(self._dispatcher.left_alone, rests=False), self.notes)
-        self._routes = self._make_routes(registry, members, watch)
+        self._routes, self._cells = self._make_routes(registry, members, watch), self._make_cells(registry)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
+
+    def _make_cells(self, registry: Registry) -> CellServer | None:
+        config = self._config
+        if config.cells.own is None:
+            return None
+        terms = RelayTerms.of(config.server, self._limits)
+        tools = CellTools(services=self._services, registry=registry, terms=terms, on_finished=self.finished)
+        return CellServer(config.cells, cell_key(config.cells), tools)
 
     def _lead_rollouts(self) -> RolloutLeader:
         models = self._services.models
@@ -197,6 +207,8 @@ class Gateway:
             await self._leader.start()
         self._traces.start()
         self._kv.start()
+        if self._cells is not None:
+            await self._cells.start()
         address = await self._server.start(listeners)
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
@@ -220,6 +232,8 @@ class Gateway:
         """
         services, drain_s = self._services, self._config.server.drain_timeout_s
         services.leaving = True
+        if self._cells is not None:
+            self._cells.refresh()
         self._console.close()
         self._server.close_after_answers()
         if not listens:
@@ -239,6 +253,8 @@ class Gateway:
         await self._until(lambda: not (self._dispatcher or begun & self._tasks), drain_s)
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         await self._responses.close()
+        if self._cells is not None:
+            await self._cells.stop()
         await self._server.finish(LAST_BYTES_S if self._hurried.is_set() else LAST_ANSWERS_S)
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()

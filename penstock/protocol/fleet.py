@@ -13,7 +13,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """The name that clients use."""
     engine: str
-    """What computes there: "penstock", "vllm", "openai"..."""
+    """What computes there: "penstock", "vllm", "openai"..., or "cell": it is a peer cell."""
     state: str
     """See policy/resilience/worker_state.py."""
     stage: str = ""
@@ -42,6 +42,12 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int | None = None
     age_s: float | None = None
     """Since it was last heard of."""
+    cell: str = ""
+    """The peer cell that it is; empty: it is a worker of this one."""
+    rtt_ms: float | None = None
+    """To a peer cell and back."""
+    wait_ms: float | None = None
+    """What a request would wait in a peer cell, as that says."""
     adapters: list[str] = []
     """It takes requests for them."""
     adapters_loaded: list[str] = []

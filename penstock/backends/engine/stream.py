@@ -35,6 +35,7 @@ from penstock.errors import (
     Overloaded,
     PenstockError,
     StreamBroken,
+    WorkerBusy,
     WorkerUnavailable,
 )
 from penstock.protocol.worker import Output, RequestFinished
@@ -51,6 +52,8 @@ _KINDS: dict[str, type[PenstockError]] = {
         InvalidRequest,
         KVQuotaExceeded,
         Overloaded,
+        StreamBroken,
+        WorkerBusy,
         WorkerUnavailable,
     )
 }
