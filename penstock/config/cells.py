@@ -72,7 +72,7 @@ def cell_problems(cells: CellsConfig) -> Iterator[str]:
         yield f"cells.key_env: expected the name of an environment variable, got {cells.key_env[:80]!r}"
     if cells.all and cells.own is None:
         known = ", ".join(cell.name for cell in cells.all)
-        yield f"cells.here (PENSTOCK_CELL): there is no cell {cells.here[:80]!r} in cells.all; there are {known}"
+        yield f"cells.here (PENSTOCK_CELL): there is no cell {cells.here[:80]!r}; cells.all has {known}"
     if cells.here and not cells.all:
         yield "cells.all: empty, so there is no cell that cells.here could name"
     names: dict[str, int] = {}

@@ -40,7 +40,7 @@ def test_a_server_alone_has_no_place() -> None:
     [
         (
             ("here: east", "here: north"),
-            r"cells.here \(PENSTOCK_CELL\): there is no cell 'north' in cells.all",
+            r"cells.here \(PENSTOCK_CELL\): there is no cell 'north'",
         ),
         (
             ("key_env: OUR_KEY", "key_env: 'a b'"),

@@ -181,10 +181,21 @@ class GuestReply(Reply):
                 self._is_told, usage = True, self.first_usage()
         if not delta.token_ids and not delta.prompt_logprobs:
             return  # Text that was held back: it is made anew over there.
-        logprobs = tuple(map(_by_id, delta.logprobs)) or None
-        prompt = tuple(map(_by_id, delta.prompt_logprobs))
+        logprobs = tuple(map(_by_id, delta.logprobs, delta.token_ids)) or None
+        prompt = tuple(_by_id(each, each.token_id) for each in delta.prompt_logprobs)
         self._send(Output(self._name, delta.token_ids, logprobs, None, usage, prompt))
         self.count(len(delta.token_ids))
+
+    def hand_back(self, error: PenstockError) -> None:
+        """End it while it waits here: its cell may have another worker for it."""
+        if self._waiting:
+            self.fail(error)
+
+    def _break(self, error: PenstockError, *, can_resume: bool) -> None:
+        """Its worker failed: it goes back. Its cell alone knows all places where it could go on, and how
+        often it may.
+        """
+        self.fail(error)
 
     def on_finish(self, finish: Finish) -> None:
         """The end."""
@@ -229,6 +240,6 @@ def refuse(exchange: Exchange, error: Exception) -> None:
     exchange.end()
 
 
-def _by_id(each: TextLogprob) -> TokenLogprob:
+def _by_id(each: TextLogprob, token_id: int) -> TokenLogprob:
     top = tuple((i, value) for i, (_, _, value) in zip(each.top_ids, each.top, strict=False))
-    return TokenLogprob(each.token_id, each.logprob or 0.0, top, each.rank)
+    return TokenLogprob(token_id, each.logprob or 0.0, top, each.rank)

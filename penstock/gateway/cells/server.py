@@ -38,7 +38,6 @@ from penstock.protocol.stream import StreamHead
 from penstock.protocol.worker import (
     AbortRequest,
     Challenge,
-    Condition,
     FrameDecoder,
     Loading,
     Output,
@@ -169,7 +168,7 @@ class _Connection(asyncio.Protocol):
         self.cell = ""
         self._server, self._services = server, server.tools.services
         self._model: ServedModel | None = None
-        self._told: Condition | None = None
+        self._told: Ready | Loading | None = None
         self._living: dict[RequestId, GuestReply] = {}
         self._outputs: list[Output] = []
         self._decoder, self._nonce = FrameDecoder(), b""
@@ -236,6 +235,9 @@ class _Connection(asyncio.Protocol):
         if now != self._told:
             self._told = now
             self._send(encode(now))
+        if not isinstance(now, Ready) and not self._services.leaving:
+            for reply in list(self._living.values()):
+                reply.hand_back(WorkerUnavailable(now.stage))
 
     # --- inside --------------------------------------------------------------------------------------
 
@@ -282,7 +284,7 @@ class _Connection(asyncio.Protocol):
         """Workers of this cell that take requests."""
         return (each for each in model.workers if each.cell is None and each.is_ready)
 
-    def _condition(self, model: ServedModel) -> Condition:
+    def _condition(self, model: ServedModel) -> Ready | Loading:
         workers = list(self._workers(model))
         found = [each.backend.status for each in workers if each.backend.status.info is not None]
         infos = [each.info for each in found if each.info is not None]
