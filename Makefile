@@ -12,7 +12,7 @@ COVERED := protocol kv schedule policy sim
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help serve observe chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console test-cells console console-check check format bench bench-engine bench-relay bench-schemas soak train-demo clean
+.PHONY: help serve observe chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console test-cells console console-check check format bench bench-engine bench-ratchet bench-relay bench-schemas soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,6 +114,10 @@ bench-relay:  ## the gateway's CPU per 1,000 requests beside smg, vllm-router, E
 	@$(DEV)
 	@bench/relay/install_peers.sh
 	@$(BIN)/python bench/relay_peers.py $(ARGS)
+
+bench-ratchet:  ## ratios that were reached once, measured again: a worse one fails (a minute or two; ARGS="--update" records)
+	@$(DEV)
+	@$(BIN)/python bench/ratchet.py $(ARGS)
 
 soak:  ## ten thousand paced streams for half an hour: errors, delay per chunk, memory
 	@$(DEV)

@@ -1,4 +1,4 @@
-"""What penalties, bias and minimum lengths cost in one step: the table in docs/sampling.md.
+"""The cost of penalties, bias and minimum lengths in one step: the table in docs/sampling.md.
 
 python bench/adjustments_cost.py
 """

@@ -20,7 +20,7 @@ ENGINE = "{threads: 1, kv_memory_bytes: 33554432}"
 
 
 class Seen(NamedTuple):
-    """What a question found."""
+    """The answer to a question."""
 
     is_right: bool
     what: str

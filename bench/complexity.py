@@ -10,12 +10,12 @@ relative to giving everything to the large model (and to the small one), at the 
 request alike.
 """
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from harness import command_line
 
 from penstock.config.routing import AutoModel
 from penstock.policy.extras.complexity import ComplexityRouter, Features
@@ -124,14 +124,11 @@ def microseconds(router: ComplexityRouter, requests: Sequence[Labelled], rounds:
 
 def main() -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--part", choices=("held-out", "tuning", "all"), default="held-out")
     parser.add_argument(
         "--misses", action="store_true", help="show the wrong choices (of the tuning part only)"
     )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     requests, router = load(), default_router()
     if arguments.part != "all":

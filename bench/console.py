@@ -8,7 +8,6 @@ requests end. The gateway's side is the real feed over as many workers in this p
 making one event and writing it to `--watchers` streams. Needs what `scripts/install_console.sh` installs.
 """
 
-import argparse
 import asyncio
 import json
 import shutil
@@ -17,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from harness import command_line, write_result
 from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
-from provenance import write_result
 
 from penstock.clock import SystemClock
 from penstock.config.routing import AdmissionConfig
@@ -133,21 +132,18 @@ async def gateway_side(num_workers: int, num_watchers: int, ticks: int = 200) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--streams", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--watchers", type=int, default=4)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     result = {
         "gateway": asyncio.run(gateway_side(args.workers, args.watchers)),
         "browser": browser_side(args.workers, args.streams, args.seconds),
     }
     print(json.dumps(result, indent=1))
-    write_result(args.out, result)
+    write_result(args.json, result)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ does, and says what was seen and whether that is right. docs/design/019-a-look-f
 beside them.
 """
 
-import argparse
 import http.client
 import json
 import re
@@ -26,7 +25,7 @@ from typing import Any
 from checkout import ENGINE, KEY, Seen, Tree, code
 from defects_outside import OUTSIDE
 from defects_smaller import SMALLER
-from provenance import REPOSITORY, write_result
+from harness import REPOSITORY, command_line, write_result
 
 WHEEL_FLAGS = ("-q", "--no-deps", "--no-build-isolation")
 PYTEST_FLAGS = ("-q", "-p", "no:cacheprovider", "-n0")
@@ -243,12 +242,9 @@ QUESTIONS: dict[str, tuple[str, Callable[[Tree], Seen]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--tree", type=Path, default=REPOSITORY)
     parser.add_argument("--only", action="append", choices=QUESTIONS)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     tree = args.tree.resolve()
     done = subprocess.run(

@@ -1,4 +1,6 @@
-"""What a neighbour, a newcomer and an operator met (issue 15: 8 and 10), asked as `bench/defects.py` does."""
+"""The findings of a neighbour, a newcomer and an operator (issue 15: 8 and 10), asked as `bench/defects.py`
+does.
+"""
 
 import os
 import re
@@ -56,7 +58,7 @@ def _plain_proxy(port: int) -> Iterator[int]:
 
 
 def behind_proxy(tree: Tree) -> Seen:
-    """Who comes by a proxy that adds no forwarding header is not taken for the machine's own user."""
+    """A client behind a proxy that adds no forwarding header is not taken for the machine's own user."""
     with tree.serve(more=f"auth: {{keys: [{KEY}]}}") as server, _plain_proxy(server.port) as port:
         connection = HTTPConnection("127.0.0.1", port, timeout=20)
         connection.request("GET", "/status.json", headers={"Connection": "close"})
@@ -102,7 +104,7 @@ def readme_python(tree: Tree) -> Seen:
     """README's Python works after the commands above it."""
     before, _, rest = (tree.root / "README.md").read_text().partition("```python\n")
     extras = tomllib.loads((tree.root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    installed = " ".join(extras["engine"])  # What `make serve` installs.
+    installed = " ".join(extras["engine"])  # The packages that `make serve` installs.
     if not re.search(r"pip install [^`]*\bopenai\b", before) and "openai" not in installed:
         return Seen(False, "nothing above it installs `openai`, which it imports")
     with tree.serve(f"  - {{path: {tree.model}, name: penstock-demo}}", f"auth: {{keys: [{KEY}]}}") as server:

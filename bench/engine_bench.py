@@ -1,5 +1,5 @@
-"""What `make bench-engine` runs: our engine beside vLLM and llama.cpp, on the same model directories, in one
-run.
+"""The benchmark of `make bench-engine`: our engine beside vLLM and llama.cpp, on the same model directories,
+in one run.
 
     python bench/engine_bench.py [--quick] [--models 28m,494m] [--engines ours,vllm,llama.cpp] [--rounds 3]
     [--json FILE]
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 import uvloop
+from harness import command_line
 from peers.engines import (
     OUT,
     STREAMS_MAX,
@@ -53,7 +54,7 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` writes: every run as measured, so that the tables can be made again from it."""
+    """The document that `--json` writes: every run, so that the tables can be made again from it."""
 
     schema: str
     started_at: str
@@ -70,7 +71,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure our engine beside vLLM and llama.cpp.")
+    parser = command_line(__doc__)
     parser.add_argument("--models", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)} (default: all)")
     parser.add_argument(
         "--engines", help="engines (ours, vllm, llama.cpp) or variants (ours:int8); default: all"
@@ -85,7 +86,6 @@ def parse_arguments() -> argparse.Namespace:
         "--skip-long", action="store_true", help="no shared prefix and no arriving long prompt"
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here as well")
     parser.add_argument(
         "--show", type=Path, metavar="FILE", help="measure nothing: print the tables of such a file"
     )
@@ -120,7 +120,7 @@ def chosen(engines: str | None, *, quick: bool) -> list[Variant]:
 
 
 def usable(variants: list[Variant]) -> tuple[list[Variant], dict[str, str]]:
-    """What can run here, and why the rest cannot."""
+    """The variants that can run here, and why the rest cannot."""
     skipped = {one.name: why for one in variants if (why := missing(one))}
     for name, why in skipped.items():
         console.print(f"[yellow]without {name}[/]: {why}")

@@ -31,6 +31,7 @@ from statistics import median
 
 import openai
 import uvloop
+from harness import command_line
 
 from penstock.backends.base import Delta, Finish, GenerateRequest
 from penstock.backends.engine.backend import EngineBackend
@@ -94,7 +95,7 @@ class Load:
         return "".join(pieces)
 
     async def learn(self) -> None:
-        """What every request answers when nothing happens."""
+        """The answer to every request when nothing happens."""
         for number in range(2 * len(PROMPTS)):
             self.expected[number] = await self.ask(number)
 
@@ -298,9 +299,7 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     """Run and print; `--out` also writes the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="penstock-demo-mini")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--clients", type=int, default=8)
@@ -308,7 +307,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--scale-ins", type=int, default=50)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found = uvloop.run(measure(options))
     found["options"] = {name: value for name, value in vars(options).items() if name != "out"}

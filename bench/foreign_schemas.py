@@ -5,7 +5,6 @@ OpenAPI's own, Kubernetes, typed models of clients), which are installed, not co
 this process, for an accepted schema.
 """
 
-import argparse
 import json
 import re
 import subprocess
@@ -14,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens
 from penstock.errors import InvalidRequest
@@ -25,7 +24,7 @@ MODEL = HERE.parent / "models" / "penstock-demo-mini"
 
 
 def why_of(message: str) -> str:
-    """What refused a schema, in few words: the keyword, if it is one."""
+    """The cause of a schema's refusal, in few words: the keyword, if it is one."""
     for pattern, why in (
         (r"bytes, and \d+ is the bound", "over 256 KiB"),
         (r"too large: \d+ units", "over the bound on cost"),
@@ -47,10 +46,9 @@ def why_of(message: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--python", required=True, help="of the environment that has the packages")
     parser.add_argument("--show", action="store_true", help="print each refusal")
-    add_json_option(parser)
     args = parser.parse_args()
     command = [args.python, str(HERE / "foreign" / "collect.py")]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()

@@ -12,14 +12,13 @@ once with clients that take no for an answer, once with such as all obey `Retry-
 all come again after a second whatever they were told; shares are of the mean goodput at the knee.
 """
 
-import argparse
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import msgspec
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
@@ -95,14 +94,11 @@ def client_rows(loads: list[float], seeds: int, jobs: int) -> Iterator[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--loads", default="0.6,0.8,1,2,5,20")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--clients", action="store_true", help="by what refused clients do")
     parser.add_argument("--jobs", type=int, default=2, help="processes, with --clients")
-    add_json_option(parser)
     args = parser.parse_args()
     found: list[dict[str, object]] = []
     loads = [float(load) for load in args.loads.split(",")]

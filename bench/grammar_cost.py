@@ -1,24 +1,30 @@
 """Grammars beside free text, in paired rounds: time per token of 32 streams, time per character of a schema
 with long keys, and the CPU time of compiling a schema of 30 fields with patterns.
 
-    python bench/grammar_cost.py [MODEL_DIR] [--rounds 7] [--batch 32] [--json FILE]
+    python bench/grammar_cost.py [MODEL_DIR] [--rounds 7] [--turns 0] [--batch 32] [--shape 28m] [--json FILE]
 
 One engine in this process. Each round asks for free text and for each constrained kind, in turns, so that
-whatever else the machine does hits all of them. `gflop_per_s` is the arithmetic of the model's layers that
-was done, and what the goal for long keys would take of the machine. A batch is timed whole: rows begin one
-after the other, so those with long keys would be nearly done when the last one has begun.
+whatever else the machine does hits all of them. With `--turns`, two engines besides, of which one writes free
+text and one a constrained kind, eight steps each in turn: time per token where a tenth of a second of other
+work hits both. `--shape` takes a shape of peers/shapes.py with random weights.
+
+`gflop_per_s` is the arithmetic of the model's layers that was done, and what the goal for long keys would
+take of the machine. A batch is timed whole: rows begin one after the other, so those with long keys would be
+nearly done when the last one has begun.
 """
 
-import argparse
 import json
 import os
 import statistics
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
+from peers.engines import OUT
+from peers.shapes import SHAPES, make_model
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
@@ -78,8 +84,8 @@ class Engine:
             for kind, form in KINDS.items() if form is not None
         }  # fmt: skip
 
-    def round(self, kind: str, batch: int, number: int) -> dict[str, float]:
-        """One batch: its time, from its prompts to its last token, and what came out."""
+    def submit(self, kind: str, batch: int, number: int) -> None:
+        """One batch."""
         form, eos = KINDS[kind], self.tokens.eos_ids
         grammar = None if form is None else Grammar(form=msgspec.json.encode(form))
         prompt = token_array(self.tokens.tokenizer.encode("Write down what you know about rivers."))
@@ -93,6 +99,22 @@ class Engine:
                 grammar=grammar,
             )  # fmt: skip
             self.core.submit(0, message, CLOCK.now_ns(), self._compiled.get(kind))
+
+    def steps(self, num: int) -> tuple[int, float, float]:
+        """So many steps: tokens, seconds, and CPU seconds of this process."""
+        tokens, cpu_s, began = 0, time.process_time(), time.monotonic()
+        for _ in range(num):
+            tokens += sum(len(output.token_ids) for output in self.core.step().get(0, []))
+        return tokens, time.monotonic() - began, time.process_time() - cpu_s
+
+    def finish(self) -> None:
+        """Run until nothing is left."""
+        while self.core.has_work:
+            self.core.step()
+
+    def round(self, kind: str, batch: int, number: int) -> dict[str, float]:
+        """One batch: its time, from its prompts to its last token, and what came out."""
+        self.submit(kind, batch, number)
         token_ids: dict[str, list[int]] = {}
         began, cpu = CLOCK.now_ns(), time.process_time_ns()
         draws = 0  # Of what comes with a draw all but the first token is forced.
@@ -109,6 +131,39 @@ class Engine:
             "cpu_ms_per_token": (time.process_time_ns() - cpu) / 1e6 * batch / tokens,
             "forced_share": 1 - draws / tokens, "tokens": tokens,
         }  # fmt: skip
+
+
+BLOCK, WARM_STEPS = 8, 12
+"""Steps of an engine before it is the other one's turn, and those before the first turn: prompts."""
+
+
+def block_turns(free: Engine, held: Engine, kind: str, batch: int, turns: int) -> dict[str, object]:
+    """Time per token of a kind over that of free text, by blocks of steps that follow one another; the first
+    step of each does not count, for masks may have been computed while the other engine ran.
+    """
+    times, cpu = list[float](), list[float]()
+    for number in range(1000):
+        for engine, what in ((free, "free"), (held, kind)):
+            engine.submit(what, batch, number)
+            engine.steps(WARM_STEPS)
+        for block in range((TOKENS - 2 * WARM_STEPS) // (BLOCK + 1)):
+            told = dict[Engine, tuple[float, float]]()
+            for engine in (free, held) if block % 2 else (held, free):
+                engine.steps(1)
+                tokens, wall_s, cpu_s = engine.steps(BLOCK)
+                told[engine] = (wall_s / tokens, cpu_s / tokens)
+            times.append(told[held][0] / told[free][0])
+            cpu.append(told[held][1] / told[free][1])
+        free.finish()
+        held.finish()
+        if len(times) >= turns:
+            break
+    return {"turns": len(times), "token_time_to_free": quartiles(times), "cpu_to_free": quartiles(cpu)}
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": round(middle, 4), "low": round(low, 4), "high": round(high, 4)}
 
 
 def layer_flop(model: Path) -> int:
@@ -139,18 +194,12 @@ def spread(values: list[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path, nargs="?", default=DEMO)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--batch", type=int, default=32)
-    add_json_option(parser)
-    args = parser.parse_args()
-    engine = Engine(args.model, args.batch)
+def in_rounds(engine: Engine, args: Namespace) -> dict[str, object]:
+    """Each kind beside free text, batch by batch."""
     rounds = [
         {kind: engine.round(kind, args.batch, number) for kind in KINDS} for number in range(args.rounds + 1)
     ][1:]
-    report: dict[str, object] = {"batch": args.batch, "rounds": args.rounds, "cores": os.cpu_count()}
+    report = dict[str, object]()
     for kind in KINDS:
         free = [each["free"] for each in rounds]
         mine = [each[kind] for each in rounds]
@@ -178,6 +227,28 @@ def main() -> None:
         ),
     }
     report["compile_30_fields_cpu_ms"] = spread(compile_ms(engine, args.rounds))
+    return report
+
+
+def main() -> None:
+    parser = command_line(__doc__, rounds=7)
+    parser.add_argument("model", type=Path, nargs="?", default=DEMO)
+    parser.add_argument("--turns", type=int, default=0)
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--batch", type=int, default=32)
+    args = parser.parse_args()
+    if args.shape:
+        args.model = make_model(SHAPES[args.shape], OUT / "models" / args.shape)
+    engine = Engine(args.model, args.batch)
+    report: dict[str, object] = {"batch": args.batch, "rounds": args.rounds, "cores": os.cpu_count()}
+    report["model"] = args.shape or args.model.name
+    if args.turns:
+        other = Engine(args.model, args.batch)
+        report["in_turns"] = {
+            kind: block_turns(other, engine, kind, args.batch, args.turns) for kind in ("string", "list")
+        }
+    if args.rounds:
+        report |= in_rounds(engine, args)
     engine.compiler.close()
     print(msgspec.json.format(msgspec.json.encode(report)).decode())
     write_result(args.json, report)

@@ -10,7 +10,6 @@ round does not count. `--running` measures a server of the model that was starte
 bench/peers/install_vllm.sh.
 """
 
-import argparse
 import contextlib
 import http.client
 import json
@@ -24,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from grammar_cost import DEMO, KINDS
+from harness import command_line, write_result
 from peers.engines import OUT, Variant, launch, missing, versions
 from peers.servers import serving
 from peers.shapes import SHAPES, make_model
-from provenance import add_json_option, write_result
 from relay_process import free_port
 
 VARIANTS = (Variant("ours", "bf16", 16), Variant("vllm", "bf16", 16))
@@ -37,7 +36,7 @@ FORMS = {kind: form for kind, form in KINDS.items() if kind != "long_keys"}
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked for."""
+    """The load."""
 
     model: Path
     batch: int
@@ -123,15 +122,11 @@ def server_of(variant: Variant, model: Path, running: dict[str, int]) -> Iterato
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("--shape", choices=SHAPES, help="instead of the demo model")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--running", action="append", default=[], metavar="ENGINE=PORT")
-    add_json_option(parser)
     args = parser.parse_args()
     running = {engine: int(port) for engine, _, port in (each.partition("=") for each in args.running)}
     model = make_model(SHAPES[args.shape], OUT / "models" / args.shape) if args.shape else Path(DEMO)

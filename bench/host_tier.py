@@ -10,13 +10,12 @@ since its last token's logits are wanted and only full blocks are cached: so com
 of host tiers could reach, and reloaded / hit is what ours costs on top. The goal is 5x at every length.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
 from pathlib import Path
 
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
@@ -100,12 +99,10 @@ def one_round(core: EngineCore, name: str, length: int) -> tuple[float, float, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--model", choices=MODELS, default="28M")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0, help="0: every core")
-    add_json_option(parser)
     args = parser.parse_args()
     core = make_core(args.model, max(args.lengths), args.threads)
     one_round(core, "warm-up", max(args.lengths))  # Touches all memory once.

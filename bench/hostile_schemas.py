@@ -6,7 +6,6 @@ this process and in the trial process, per form. `--limit-ms` fails the run if o
 nothing to compile and with every form, one after the other, in turns.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
@@ -151,8 +150,7 @@ def gaps(compiler: GrammarCompiler) -> dict[str, object]:
 
 def main() -> None:
     global _trial_pid
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_json_option(parser)
+    parser = command_line(__doc__)
     parser.add_argument("--limit-ms", type=float, default=0)
     parser.add_argument("--stream", action="store_true")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What a relayed token costs the gateway inside a backend over HTTP, in microseconds of CPU, by engine.
+"""The gateway's cost of a relayed token inside a backend over HTTP, in microseconds of CPU, by engine.
 
 Answers as each engine sends them go straight into a connection (no socket), so what is counted is: HTTP,
 events, JSON, detokenizing, stop strings, the sink. The baseline, measured in the same run on the same bytes,

@@ -1,21 +1,23 @@
-"""What instrumentation costs: CPU of the gateway per request and of the engine's thread per step, with and
+"""The cost of instrumentation: CPU of the gateway per request and of the engine's thread per step, with and
 without.
 
-    python bench/instrumentation.py [--streams 400] [--tokens 80] [--rounds 5] [--instructions]
-        [--model DIR] [--out FILE]
+    python bench/instrumentation.py [--streams 400] [--tokens 80] [--turns 30] [--rounds 5] [--instructions]
+        [--model DIR] [--json FILE]
 
-Both sides run the same program: two gateways at the same time, steps of one batch in turn.
-"Without" replaces, in this process only, what is there to be looked at: metrics, history, recent requests,
-decisions and traces in the gateway; the shares of time, the cost floor and the sums of steps in the engine.
-What a request pays for and what its answer needs stays: the ledger, limits, placement. Traces are exported
-to a collector of this script that takes everything.
+Both sides run the same program: waves of requests of one gateway in turn, steps of one batch in turn (with
+`--rounds`, two gateways at the same time besides, which differ by more than what is measured). "Without"
+replaces, in this process only, what is there to be looked at: metrics, history, recent requests, decisions
+and traces in the gateway; the shares of time, the cost floor and the sums of steps in the engine. Work that a
+request pays for or its answer needs stays: the ledger, limits, placement. Traces are exported to a collector
+of this script that takes everything, before the next wave begins.
 
-Prints one JSON object: of each round both sides; the median of what instrumentation adds, and the best
-rounds. `--instructions` counts the processor's instructions per request too (valgrind's cachegrind, the
+Prints one JSON object: of each round or turn both sides; the median of what instrumentation adds, and the
+best rounds. `--instructions` counts the processor's instructions per request too (valgrind's cachegrind, the
 difference of two numbers of streams): the same whatever else the machine does, where seconds are not.
 """
 
-import argparse
+import asyncio
+import inspect
 import json
 import multiprocessing
 import statistics
@@ -29,24 +31,29 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import relay_cost
 import uvloop
-from provenance import write_result
+from harness import command_line, write_result
 from relay_cost import Load, run_client
 
+from penstock.backends.base import Finish
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import Config, EngineConfig, TracesConfig
 from penstock.gateway.api.services import RecentRequests
+from penstock.gateway.tracing import RequestTraces
 from penstock.kv.hashing import token_bytes
 from penstock.planning.roofline import CostFloor
 from penstock.policy.placement.pick import DecisionLog
 from penstock.protocol.worker import Stats, Submit
 from penstock.schedule.step import Flight
+from penstock.telemetry import metrics
 from penstock.telemetry.history import Recorder
-from penstock.types import RequestId, SamplingParams
+from penstock.telemetry.instruments import Counter, Gauge, Histogram
+from penstock.telemetry.traces import EVERY_S
+from penstock.types import FinishReason, RequestId, SamplingParams, Usage
 
 SIDES = ("with", "without")
 RATE = 50.0
@@ -75,7 +82,7 @@ class NoMetrics:
 
 
 def nothing(*_: object, **__: object) -> None:
-    """What is called in place of what counts."""
+    """Called in place of the code that counts."""
 
 
 def no_gateway_instruments() -> None:
@@ -84,7 +91,103 @@ def no_gateway_instruments() -> None:
         setattr(owner, name, nothing)
 
 
-# --- the gateway ---------------------------------------------------------------------------------
+# --- one gateway, waves in turn ------------------------------------------------------------------
+
+SETTLE_S = EVERY_S + 0.3
+"""Behind a wave, until its last traces are exported."""
+_HANDLES = ("model", "anomalies", "backend", "render", "mbu")
+"""Of metrics, what gives something back."""
+
+
+def instruments() -> list[tuple[type, str]]:
+    """What "without" replaces while the gateway runs."""
+    counts = [
+        (owner, name)
+        for owner in (metrics.Metrics, metrics.ModelMetrics)
+        for name, each in vars(owner).items()
+        if inspect.isfunction(each) and not name.startswith("_") and name not in _HANDLES
+    ]
+    values = [(kind, name) for kind in (Counter, Gauge, Histogram) for name in ("inc", "set", "observe")]
+    return [
+        *counts, *(each for each in values if hasattr(*each)), (Recorder, "ended"), (RecentRequests, "add"),
+        (DecisionLog, "add"), (RequestTraces, "begin"),
+    ]  # fmt: skip
+
+
+class Waves(relay_cost.Pusher):
+    """Pushes wave after wave; each is told with the CPU that it took, before the next one begins. Waves
+    without instruments are every other one, in the order of A B B A.
+    """
+
+    num_waves: ClassVar[int]
+    pipe: ClassVar[Connection]
+    """Both are set before the gateway starts."""
+
+    def __init__(self, load: Load) -> None:
+        super().__init__(load)
+        self._real = {each: getattr(*each) for each in instruments()}
+        self._number, self._told_s = 0, time.process_time()
+
+    def _end(self) -> None:
+        for sink in self._sinks:
+            sink.on_finish(Finish(reason=FinishReason.STOP, usage=Usage()))
+        self._sinks.clear()
+        asyncio.get_running_loop().call_later(SETTLE_S, self._settled)
+
+    def _settled(self) -> None:
+        used_s = time.process_time() - self._told_s
+        side = SIDES[self._side]
+        self._number += 1
+        for (owner, name), real in self._real.items():
+            setattr(owner, name, nothing if SIDES[self._side] == "without" else real)
+        if self._number == self.num_waves:
+            self.done.set()
+        self._told_s = time.process_time()
+        self.pipe.send((side, used_s / self._load.streams * 1e6))
+
+    @property
+    def _side(self) -> int:
+        return (self._number + 1) // 2 % 2
+
+
+def run_waves(load: Load, num_waves: int, collector: int, pipe: Connection) -> None:
+    endpoint = f"http://127.0.0.1:{collector}/v1/traces"
+    relay_cost.Config = partial(Config, traces=TracesConfig(endpoint=endpoint, slow_ms=0))
+    relay_cost.Pusher, Waves.num_waves, Waves.pipe = Waves, num_waves, pipe
+    uvloop.run(relay_cost.serve_gateway(load, pipe))
+
+
+def run_wave_clients(port: int, load: Load, num_waves: int, pipe: Connection) -> None:
+    for _ in range(num_waves):
+        pipe.recv()
+        run_client(port, load, pipe)
+
+
+def waves_us(load: Load, turns: int, collector: int) -> list[dict[str, float]]:
+    """CPU microseconds per request of one gateway, in turns of a wave with and one without. The first two
+    waves do not count.
+    """
+    context, num_waves = multiprocessing.get_context("spawn"), 2 * turns + 2
+    ours, theirs = context.Pipe()
+    server = context.Process(target=run_waves, args=(load, num_waves, collector, theirs))
+    server.start()
+    port = ours.recv()
+    near, far = context.Pipe()
+    client = context.Process(target=run_wave_clients, args=(port, load, num_waves, far))
+    client.start()
+    told = list[tuple[str, float]]()
+    for _ in range(num_waves):
+        near.send("begin")
+        events = near.recv()
+        assert events >= load.streams * load.ticks, f"{events} events arrived"
+        told.append(ours.recv())
+    client.join()
+    ours.recv()
+    server.join()
+    return [dict(told[i : i + 2]) for i in range(2, num_waves, 2)]
+
+
+# --- two gateways at once ------------------------------------------------------------------------
 
 
 class CpuPipe:
@@ -266,15 +369,25 @@ def paired(rounds: int, measure: Callable[[int], dict[str, float]]) -> dict[str,
     }
 
 
+def turns_report(turns: list[dict[str, float]]) -> dict[str, Any]:
+    """What turns say: each turn's two waves beside one another, and the quiet waves of each side."""
+    added = sorted(each["with"] / each["without"] - 1 for each in turns)
+    quiet = {side: statistics.quantiles([each[side] for each in turns], n=10)[0] for side in SIDES}
+    low, middle, high = statistics.quantiles(added, n=4)
+    return {
+        "turns": turns, "added_median": middle, "added_quartiles": [low, high],
+        "tenth_percentile": quiet | {"added": quiet["with"] / quiet["without"] - 1},
+    }  # fmt: skip
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--streams", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=80)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--engine-rounds", type=int, default=5)
     parser.add_argument("--instructions", action="store_true", help="with valgrind: minutes")
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[1] / "models" / "penstock-demo")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     load, port = Load(args.streams, RATE, args.tokens / RATE), collector_port()
     engine = Engine(args.model)
@@ -284,17 +397,19 @@ def main() -> int:
     def gateways(number: int) -> dict[str, float]:
         return gateways_us(load, port, SIDES if number % 2 else SIDES[::-1])
 
-    result = {
+    result: dict[str, Any] = {
         "engine_us_per_step": paired(args.engine_rounds, lambda _: engine.block()),
         "gateway_us_per_request": paired(args.rounds, gateways),
     }
+    if args.turns > 1:
+        result["gateway_in_turns_us_per_request"] = turns_report(waves_us(load, args.turns, port))
     if args.instructions:
         both = {side: gateway_instructions(side, args.tokens, port) for side in SIDES}
         added = {name: both["with"][name] / both["without"][name] - 1 for name in both["with"]}
         result["gateway_instructions_per_request"] = both | {"added": added}
     print(json.dumps(result))
-    if args.out:
-        write_result(args.out, result)
+    if args.json:
+        write_result(args.json, result)
     return 0
 
 

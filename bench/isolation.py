@@ -1,4 +1,4 @@
-"""What one tenant's flood does to another tenant, over sockets: a real gateway and the real engine with a
+"""The effect of one tenant's flood on another tenant, over sockets: a real gateway and the real engine with a
 demo model, 16 rows unless said otherwise.
 
     python bench/isolation.py [--neighbours streams waves deaf crowd] [--rounds 3] [--seconds 10] [--rows 16]
@@ -35,7 +35,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 from relay_process import free_port
 
 from penstock.bench.load import percentile
@@ -55,7 +55,7 @@ from provider_process import ProviderProcess
 
 @dataclass
 class Window:
-    """What was seen while one neighbour was there."""
+    """The measurements while one neighbour was there."""
 
     ttft_ms: list[float] = field(default_factory=list[float])
     tokens: int = 0
@@ -236,18 +236,14 @@ def run_round(tree: Path, args: argparse.Namespace) -> dict[str, dict[str, float
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("--neighbours", nargs="*", default=["streams", "waves", "deaf", "crowd"])
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--engine", choices=["penstock", "vllm", "openai", "sglang"], default="penstock")
     parser.add_argument("--model", default="penstock-demo-mini")
     parser.add_argument("--tree", nargs="*", type=Path, default=[HERE], help="served in turns")
-    add_json_option(parser)
     args = parser.parse_args()
     rounds: list[dict[str, object]] = []
     for number in range(args.rounds):

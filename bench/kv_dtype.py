@@ -1,4 +1,4 @@
-"""What a KV cache in int8 costs in quality, by how far into the context a token is.
+"""The cost of a KV cache in int8 in quality, by how far into the context a token is.
 
     python bench/kv_dtype.py [MODEL_DIR ...] [--sequences 8] [--tokens 64] [--json FILE]
 
@@ -10,7 +10,6 @@ the first other one. Sequences are as long as the model's context: conversations
 models were trained on, from another seed, and Python's own documentation.
 """
 
-import argparse
 import math
 import pydoc_data.topics
 import sys
@@ -22,7 +21,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from provenance import REPOSITORY, add_json_option, write_result
+from harness import REPOSITORY, command_line, write_result
 from torch import Tensor
 
 from penstock.clock import SystemClock
@@ -196,12 +195,11 @@ def free_running(directory: Path, sequences: Sequence[Sequence[int]], tokens: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     models = [recipe.folder for recipe in RECIPES.values()]
     parser.add_argument("models", type=Path, nargs="*", default=models, metavar="MODEL_DIR")
     parser.add_argument("--sequences", type=int, default=8, help="of each kind of text")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
-    add_json_option(parser)
     args = parser.parse_args()
     result: dict[str, object] = {}
     for directory in args.models:

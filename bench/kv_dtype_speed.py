@@ -7,20 +7,20 @@ next call's keys, in turns; CPU time of one thread, so that what else the machin
 figure is int8 over bfloat16 of each round: its median and its range; below 1 int8 is faster.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from kv_pages import NUM_LAYERS, SHAPES
-from provenance import add_json_option, write_result
+from harness import Spread, command_line, spread, write_result
 
 from penstock.engine.kv_cache import round_heads
 from penstock.engine.native import NativeLibrary
 from penstock.engine.native.ops import LayerCache, Rows, paged_attention
 from penstock.types import BLOCK_TOKENS
 
+NUM_LAYERS = 12
+SHAPES = {"0.5B (14 heads, 2 KV heads, 64)": (14, 2, 64), "1.7B (16 heads, 8 KV heads, 128)": (16, 8, 128)}
 STEPS = {
     "1 x 8192": (1, 8192, 1),
     "8 x 1024": (8, 1024, 1),
@@ -67,10 +67,16 @@ def ratios(
     return found[1:]
 
 
+def measure(rounds: int) -> dict[str, Spread]:
+    """For the ratchet: int8 over bfloat16."""
+    kernels = NativeLibrary()
+    kernels.set_threads(1)
+    (name, shape), step = next(iter(SHAPES.items())), "8 x 1024"
+    return {f"{name}, {step}": spread(ratios(kernels, shape, STEPS[step], rounds))}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    add_json_option(parser)
+    parser = command_line(__doc__, rounds=15)
     args = parser.parse_args()
     kernels = NativeLibrary()
     kernels.set_threads(1)
@@ -79,9 +85,7 @@ def main() -> None:
         for step_name, step in STEPS.items():
             found = ratios(kernels, shape, step, args.rounds)
             middle = statistics.median(found)
-            print(
-                f"{shape_name}, {step_name}: {middle:.2f} ({min(found):.2f} to {max(found):.2f})", flush=True
-            )
+            print(f"{shape_name}, {step_name}: {spread(found)}", flush=True)
             result.setdefault(shape_name, {})[step_name] = {"int8_over_bf16": found, "median": middle}
     write_result(args.json, {"isa": kernels.isa, "threads": 1, "steps": result})
 

@@ -1,5 +1,5 @@
-"""What the router's KV index costs: looking a prompt up, applying events, memory; beside a naive index in the
-same run.
+"""The cost of the router's KV index: looking a prompt up, applying events, memory; beside a naive index in
+the same run.
 
     python bench/kv_index.py [--entries 1000000] [--workers 64] [--rounds 7] [--json FILE]
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from harness import Spread, command_line
 
 from penstock.kv.events import BlockStored, decode_batch, encode_batch, stored_event
 from penstock.kv.hashing import CanonicalHasher, PromptKeyMaker, own_keys, token_bytes
@@ -34,7 +35,7 @@ LOOKUP_GOAL_US, APPLY_GOAL_PER_S, MEMORY_GOAL_MB = 20.0, 1e6, 140.0
 
 
 class Index(Protocol):
-    """What both kinds can do."""
+    """The operations of both kinds."""
 
     def stored(self, worker: int, keys: Sequence[int]) -> None: ...
     def removed(self, worker: int, keys: Sequence[int]) -> None: ...
@@ -186,6 +187,17 @@ def measure_lookups(
     )
 
 
+def measure(rounds: int) -> dict[str, Spread]:
+    """For the ratchet: a look-up over the naive index's."""
+    ours, naive = PrefixIndex(entries_max=1_000_000, predicted_max=100_000), NaiveIndex()
+    prompts = fill(ours, 100_000, 64)
+    fill(naive, 100_000, 64)
+    args = argparse.Namespace(rounds=rounds, workers=64)
+    found = measure_lookups(args, ours, naive, prompts).ratio
+    assert found is not None
+    return {"look-up": Spread(*found)}
+
+
 def measure_apply(args: argparse.Namespace, ours: PrefixIndex, naive: NaiveIndex) -> Measured:
     """Store and remove again: half of the operations each."""
     draw = random.Random(2)
@@ -273,11 +285,9 @@ def show(report: Report) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, rounds=7)
     parser.add_argument("--entries", type=int, default=1_000_000)
     parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     sizes = [memory_of(kind, args.entries, args.workers) for kind in ("ours", "naive")]
     memory = Measured(

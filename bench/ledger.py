@@ -1,4 +1,4 @@
-"""What the usage ledger costs the event loop for each request, beside a bare loop of `os.write`.
+"""The event loop's cost of the usage ledger for each request, beside a bare loop of `os.write`.
 
     python bench/ledger.py [--requests 20000] [--directory DIR] [--out FILE]
 
@@ -6,18 +6,22 @@ CPU time of the loop's own thread for open + slice + close, with a flush for eac
 happens in its iteration) and one for 32 (as many as a busy gateway handles in one). The baseline writes the
 very same number of bytes to a file with one `os.write` for each request. "all threads" has the syncing and
 the delivery to SQLite as well.
+
+"SQLite alone" is the obvious library in the journal's place: the same three facts of each request as rows of
+a database in WAL mode with `synchronous = NORMAL`, one transaction for each flush, on the loop's thread; the
+end is a row of the table that readers ask, so that nothing has to be delivered.
 """
 
-import argparse
 import asyncio
 import os
+import sqlite3
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 
 import msgspec
-from provenance import write_result
+from harness import command_line, write_result
 
 from penstock.clock import SystemClock, sleep
 from penstock.config.ledger import LedgerConfig
@@ -25,6 +29,7 @@ from penstock.config.tree import LogConfig
 from penstock.policy.flow import Outcome, UsageRecord
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.ledger_segment import Kind, LedgerLimits, Progress, encode, to_frame
+from penstock.telemetry.ledger_sink import columns
 from penstock.telemetry.log import Log
 
 CLOCK = SystemClock()
@@ -115,6 +120,40 @@ async def ledger_us(directory: Path, num: int, batch: int, *, deliver: bool) -> 
     return loop_ns / num / 1000, process_ns / num / 1000
 
 
+OPEN = "INSERT INTO live VALUES (?, ?)"
+END = "DELETE FROM live WHERE request_id = ?"
+
+
+def sqlite_us(directory: Path, num: int, batch: int) -> float:
+    """CPU of the loop's thread in microseconds per request."""
+    path = directory / f"alone-{batch}.db"
+    path.unlink(missing_ok=True)
+    database = sqlite3.connect(path, isolation_level=None)
+    run = database.execute
+    run("PRAGMA journal_mode = WAL")
+    run("PRAGMA synchronous = NORMAL")
+    run("CREATE TABLE live (request_id TEXT PRIMARY KEY, body BLOB) WITHOUT ROWID")
+    names = ", ".join(f"{name} {kind}" for name, kind in columns().items())
+    run(f"CREATE TABLE usage ({names})")
+    insert = f"INSERT INTO usage VALUES ({', '.join('?' * len(columns()))})"
+    facts = [(accepted(i), used(i), ended(i)) for i in range(num)]
+    begun_ns = time.thread_time_ns()
+    for first in range(0, num, batch):
+        some = facts[first : first + batch]
+        run("BEGIN")
+        for record, _, _ in some:
+            run(OPEN, (record.request_id, encode(record)))
+        run("COMMIT")
+        run("BEGIN")
+        for _, _, record in some:  # A slice that its end follows is not written: not by the journal either.
+            run(END, (record.request_id,))
+            run(insert, msgspec.structs.astuple(record))
+        run("COMMIT")
+    spent_ns = time.thread_time_ns() - begun_ns
+    database.close()
+    return spent_ns / num / 1000
+
+
 def bare_us(directory: Path, num: int) -> float:
     """CPU of writing as many bytes with one call for each request."""
     size = sum(
@@ -143,12 +182,9 @@ def encode_us(num: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--directory", help="where to write (default: a temporary directory)")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
         directory = Path(name)
@@ -163,6 +199,8 @@ def main() -> None:
                 own, process = asyncio.run(ledger_us(directory, args.requests, batch, deliver=True))
                 rounds.setdefault(f"  with SQLite behind it, flush per {batch}", []).append(own)
                 rounds.setdefault(f"  all threads, flush per {batch}", []).append(process)
+                own = sqlite_us(directory, args.requests, batch)
+                rounds.setdefault(f"SQLite alone, flush per {batch}", []).append(own)
         base = rounds["bare os.write"]
         for label, values in rounds.items():
             ratios = [value / bare for value, bare in zip(values, base, strict=True)]
@@ -170,8 +208,8 @@ def main() -> None:
                 f"{label:42} {median(values):8.1f} us   {median(ratios):6.2f} x bare "
                 f"({min(ratios):.2f} to {max(ratios):.2f})"
             )
-        if args.out:
-            write_result(args.out, {"requests": args.requests, "us_per_request": rounds})
+        if args.json:
+            write_result(args.json, {"requests": args.requests, "us_per_request": rounds})
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from pathlib import Path
 import live_totals
 import msgspec
 import psutil
-from provenance import write_result
+from harness import command_line, write_result
 
 from penstock import rng
 from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimits, EndpointError
@@ -70,7 +70,7 @@ CLOCK = SystemClock()
 
 @dataclass(slots=True)
 class Seen:
-    """What the client saw of one request."""
+    """The client's view of one request."""
 
     status: int = 0
     started: bool = False
@@ -201,14 +201,14 @@ class Load:
 
 @dataclass(slots=True)
 class Verdict:
-    """What was compared, and what is wrong."""
+    """The comparisons, and the errors."""
 
     counts: Counter[str] = field(default_factory=Counter[str])
     wrong: list[str] = field(default_factory=list[str])
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """What the ledger says of one request. Fields are columns."""
+    """The ledger's record of one request. Fields are columns."""
 
     user: str
     request_id: str
@@ -240,7 +240,7 @@ def read_records(ledger: Path) -> list[Record]:
 
 
 def compare(seen: dict[str, Seen], records: list[Record], verdict: Verdict) -> None:
-    """What the clients saw beside the ledger, request by request and in sum."""
+    """The clients' view beside the ledger, request by request and in sum."""
     prices = PriceList(PRICE)
     by_user: dict[str, list[Record]] = {}
     for record in records:
@@ -269,8 +269,9 @@ def compare(seen: dict[str, Seen], records: list[Record], verdict: Verdict) -> N
 
 
 def settle(lives: list[live_totals.Life], records: list[Record], verdict: Verdict) -> None:
-    """What limiters and budgets have settled, life by life, beside the ledger."""
-    # Who died between settling and closing, or between closing and saying so, is left out on both sides.
+    """The amounts that limiters and budgets have settled, life by life, beside the ledger."""
+    # A life that ended between settling and closing, or between closing and saying so, is left out on both
+    # sides.
     between = {life.settling for life in lives if life.settling}
     closed = [one for one in records if not one.recovered and one.request_id not in between]
     verdict.counts["killed while settling"] = len(between)
@@ -335,7 +336,7 @@ async def run(args: argparse.Namespace, place: Path) -> int:
         if not verdict.wrong
         else f"{len(verdict.wrong)} WRONG"
     )
-    if args.out:
+    if args.json:
         asked = {
             "requests": args.requests,
             "concurrency": args.concurrency,
@@ -348,20 +349,17 @@ async def run(args: argparse.Namespace, place: Path) -> int:
             "counts": verdict.counts,
             "wrong": verdict.wrong,
         }
-        write_result(args.out, asked | found)
+        write_result(args.json, asked | found)
     return 1 if verdict.wrong else 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--model", default="penstock-demo-mini")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         return asyncio.run(run(args, Path(name)))

@@ -1,20 +1,17 @@
-"""What rate limits and budgets cost a request in CPU time: reserve, renew, headers, settle; alone and with
-leases.
+"""The cost of rate limits and budgets per request in CPU time: reserve, renew, headers, settle; alone and
+with leases.
 
-    python bench/limits.py [--requests 20000] [--rounds 7] [--out FILE]
+    python bench/limits.py [--requests 20000] [--rounds 7] [--json FILE]
 
 Beside each figure stands its ratio to a bare loop that does for each request what no limiter can do without:
-one dictionary look-up, one object with four fields, and two integer comparisons. What limits are of a whole
-request's CPU is told by `bench/relay_peers.py --features`.
+one dictionary look-up, one object with four fields, and two integer comparisons. The share of limits in a
+whole request's CPU is measured by `bench/relay_peers.py --features`.
 """
 
-import argparse
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from provenance import write_result
+from harness import Spread, command_line, in_turns, ratio, spread, table, write_result
 
 from penstock.clock import NS_PER_MS, NS_PER_US
 from penstock.config.flow import LimitsConfig, SharedConfig
@@ -45,7 +42,7 @@ Work = Callable[[int], int]
 
 
 class Bare:
-    """What is made for each request in the bare loop."""
+    """The objects made for each request in the bare loop."""
 
     __slots__ = ("a", "b", "c", "d")
 
@@ -150,34 +147,42 @@ def lengths(num_requests: int) -> int:
     return time.process_time_ns() - start
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    works: dict[str, Work] = {
-        "bare loop": bare,
-        "reserve + settle": life("alone", headers=False),
-        "reserve + headers + settle": life("alone", headers=True),
-        "the same, 4 renewals": life("alone", headers=True, renewals=4),
-        "reserve + headers + settle, leases and store": life("leased", headers=True),
-        "a budget: reserve + slice + settle": budgets("alone"),
-        "the same, leases and store included": budgets("leased"),
-        "a refusal": refusals,
-        "expect + observe a length": lengths,
+WORKS: dict[str, Work] = {
+    "bare loop": bare,
+    "reserve + settle": life("alone", headers=False),
+    "reserve + headers + settle": life("alone", headers=True),
+    "the same, 4 renewals": life("alone", headers=True, renewals=4),
+    "reserve + headers + settle, leases and store": life("leased", headers=True),
+    "a budget: reserve + slice + settle": budgets("alone"),
+    "the same, leases and store included": budgets("leased"),
+    "a refusal": refusals,
+    "expect + observe a length": lengths,
+}
+
+
+def us_per_request(requests: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of CPU, by work and round."""
+    per_request = requests * NS_PER_US
+    return in_turns(rounds, {name: lambda w=work: w(requests) / per_request for name, work in WORKS.items()})
+
+
+def measure(rounds: int) -> dict[str, Spread]:
+    """For the ratchet: times the bare loop."""
+    times = us_per_request(5_000, rounds)
+    return {
+        name: ratio(times[name], times["bare loop"])
+        for name in ("reserve + headers + settle", "a budget: reserve + slice + settle")
     }
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(args.rounds):  # In turns, so that a noisy moment falls on all of them.
-        for name, work in works.items():
-            times[name].append(work(args.requests) / args.requests / NS_PER_US)
-    base = statistics.median(times["bare loop"])
-    print(f"{'per request':46}{'us (median)':>12}{'best':>8}{'x bare':>9}")
-    for name, values in times.items():
-        median = statistics.median(values)
-        print(f"{name:46}{median:12.2f}{min(values):8.2f}{median / base:9.1f}")
-    if args.out:
-        write_result(args.out, {"requests": args.requests, "us_per_request": times})
+
+
+def main() -> None:
+    parser = command_line(__doc__, rounds=7)
+    parser.add_argument("--requests", type=int, default=20_000)
+    args = parser.parse_args()
+    times = us_per_request(args.requests, args.rounds)
+    rows = [(name, spread(took), ratio(took, times["bare loop"])) for name, took in times.items()]
+    print(table(("per request", "us of CPU", "x bare"), rows))
+    write_result(args.json, {"requests": args.requests, "us_per_request": times})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock.bench.client import ApiAddress, Client
 
@@ -186,11 +186,9 @@ def table(outcomes: Sequence[Outcome]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("--gateways", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tree", type=Path, nargs="+", default=[HERE])
-    add_json_option(parser)
     args = parser.parse_args()
     if not RedisProcess.is_installed():
         sys.exit("redis-server is not installed")

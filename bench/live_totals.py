@@ -1,4 +1,4 @@
-"""What a gateway's limiter and budgets have settled, kept where kill -9 cannot take it: for
+"""The amounts that a gateway's limiter and budgets have settled, kept where kill -9 cannot take them: for
 bench/ledger_crash.py.
 
     python bench/live_totals.py DIRECTORY serve -c FILE        as `penstock serve -c FILE`, with a file of
@@ -38,7 +38,7 @@ class Life(msgspec.Struct, kw_only=True):
     micros: int = 0
     """That the budgets have settled."""
     restored_micros: int = 0
-    """What the budgets knew of the tenant's month when they began: the ledger's word."""
+    """The budgets' figure of the tenant's month when they began: the ledger's word."""
     settling: str = ""
     """The request whose settlement had begun and not ended."""
 

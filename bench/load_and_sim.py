@@ -74,7 +74,7 @@ them."""
 
 @dataclass
 class Asked:
-    """What became of one request."""
+    """The result of one request."""
 
     tenant: str
     at_s: float
@@ -87,7 +87,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is asked, and of which worker."""
+    """The load, and the worker."""
 
     sources: tuple[TrafficSource, ...]
     bands: Mapping[str, str]
@@ -127,7 +127,7 @@ LOADS = {
 
 
 def counted(scenario: Scenario, asked: Sequence[Asked]) -> dict[str, float]:
-    """What both sides tell. Names that end with "share" or "ms" have a tolerance."""
+    """The figures that both sides give. Names that end with "share" or "ms" have a tolerance."""
     found: dict[str, float] = {"requests": len(asked)}
     for tenant in scenario.bands:
         own = [each for each in asked if each.tenant == tenant]
@@ -254,7 +254,7 @@ async def load(
 ) -> list[Asked]:
     limits = ClientLimits(request_timeout_s=120)
     clients = {name: Client(ApiAddress.parse(url), key=key, limits=limits) for name, key in keys.items()}
-    for client in clients.values():  # What the first request of a process costs belongs to none of them.
+    for client in clients.values():  # The cost of the first request of a process belongs to none of them.
         await client.post(
             "/completions", json.dumps({"model": "m", "prompt": [400], "max_tokens": 1}).encode()
         )

@@ -1,5 +1,5 @@
-"""What adapters (LoRA) cost a decode step of the native kernels:
-`python bench/lora.py [--model 0.5B] [--against OLD.so] [--json FILE]`.
+"""The cost of adapters (LoRA) in a decode step of the native kernels: `python bench/lora.py [--model 0.5B]
+[--against OLD.so] [--json FILE]`.
 
 Random weights, and random adapters of all linears. In every round a step without adapters and one with them
 take turns, so a round gives one ratio; told are the median and the deciles of the rounds. The last figure is
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from harness import command_line, write_result
 from native_decoder import MODELS, Side
-from provenance import write_result
 
 from penstock.engine.adapters.compute import NativePacked, NativePacker
 from penstock.engine.adapters.files import AdapterWeights, LoraPart
@@ -112,17 +112,15 @@ def costs(build: Build, rows: int, count: int, byte_s: float, num_bytes: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, rounds=30)
     parser.add_argument("--model", choices=MODELS, default="0.5B")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--burst", type=int, default=3)
     parser.add_argument("--precision", default="native")
     parser.add_argument("--against", type=Path, help="another build of the library, of the same ABI")
     parser.add_argument("--cpu-time", action="store_true", help="of the calling thread: with --threads 1")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     spec = MODELS[args.model]

@@ -1,4 +1,4 @@
-"""What placing adapters on demand is worth: 200 adapters (Zipf) on four workers with room for 20 each.
+"""The worth of placing adapters on demand: 200 adapters (Zipf) on four workers with room for 20 each.
 
     python bench/lora_placement.py [--seeds N] [--seconds S] [--rate R] [--json FILE]
 

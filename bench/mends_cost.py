@@ -1,4 +1,4 @@
-"""What each check on a request's way costs: CPU microseconds per request, and its share of the gateway's CPU
+"""The cost of each check on a request's way: CPU microseconds per request, and its share of the gateway's CPU
 for the whole request, in one run.
 
     python bench/mends_cost.py [--rounds 7] [--requests 300] [--json FILE]
@@ -10,7 +10,7 @@ function of `CHECKS` is timed at every call, on what really comes: the mean of t
 something plain (Jinja's own sandbox, the plain tokenizer), that is timed in the same place and is told beside
 it. `apart` is rendered in the template's own process: the whole has the CPU of both.
 
-What only an overload exercises is timed in the simulator at twice the knee, which runs the same objects.
+Code that only an overload exercises is timed in the simulator at twice the knee, which runs the same objects.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from typing import Any
 
 import msgspec
 import uvloop
-from provenance import write_result
+from harness import command_line, write_result
 from relay_process import Process, build, free_port
 
 sys.path.insert(0, str(Path(__file__).parent / "relay"))
@@ -71,7 +71,7 @@ CHARGED, JINJA = "template, every step charged", "the same by Jinja's plain sand
 AS_TEXT, AS_TOKENS = "prompt, special tokens are text", "the same, they are tokens"
 
 Spot = tuple[Any, str]
-"""What holds a function, and its name there."""
+"""The holder of a function, and its name there."""
 
 CHECKS: dict[str, Sequence[Spot]] = {
     "prompt keys of the workers' identity": ((PromptKeyMaker, "keys"), (PromptKeys, "own")),
@@ -84,7 +84,7 @@ CHECKS: dict[str, Sequence[Spot]] = {
     "special tokens looked for": ((Markers, "occur"),),
     "Host and Origin": ((Entrance, "_check_same_origin"),),
 }
-"""What it is called, and the functions whose times are summed."""
+"""The name of a part, and the functions whose times are summed."""
 SIMULATED: dict[str, Sequence[Spot]] = {
     "verdict on the promise": ((Gate, "decide"),),
     "pace of starts, learnt": ((Pace, "started"), (Pace, "began"), (Pace, "ended")),
@@ -161,7 +161,7 @@ KINDS = (
 
 
 def request_bytes(kind: Kind, port: int) -> bytes:
-    """What the load client sends again and again."""
+    """The request that the load client sends again and again."""
     body = json.dumps({"model": "m", **kind.body}, separators=(",", ":")).encode()
     sender = (
         f"Authorization: Bearer {relay_gateway.KEY}" if kind.has_key else f"Origin: http://127.0.0.1:{port}"
@@ -196,14 +196,14 @@ class Times:
         return wrapper
 
     def own_ns(self) -> float:
-        """What timing adds to a call's own time."""
+        """The time that timing adds to a call's own."""
         nothing = self.timed("", lambda: None)
         for _ in range(2000):
             nothing()
         return median(self.calls.pop(""))
 
     def take(self) -> dict[str, list[int]]:
-        """What was timed since, which is forgotten."""
+        """The times since the last call, which are forgotten."""
         found = {name: list(calls) for name, calls in self.calls.items()}
         for calls in self.calls.values():
             calls.clear()
@@ -452,12 +452,8 @@ def show(results: dict[str, list[Round]], simulated: list[Round]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = command_line(__doc__, rounds=7)
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--show", type=Path, metavar="FILE", help="the tables of a run again")
     parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""What a model takes in memory after loading: on paper, by the loader's arithmetic, and measured.
+"""The memory of a model after loading: on paper, by the loader's arithmetic, and measured.
 
     python bench/model_memory.py [--shapes 494m] [--json FILE]
 
@@ -23,8 +23,8 @@ from typing import Any, cast
 
 import psutil
 import torch
+from harness import REPOSITORY, command_line, write_result
 from peers.shapes import SHAPES, make_model
-from provenance import REPOSITORY, add_json_option, write_result
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 
 from penstock.config.engine_settings import EngineSettings
@@ -110,7 +110,7 @@ def measure(case: Case) -> dict[str, Any]:
     small = load_runner(
         DEMO.with_name("penstock-demo-mini"), settings(case), lambda _stage, _done, _total: None
     )
-    del small  # What a first load sets up once and for all is not the model's.
+    del small  # Memory that a first load sets up once and for all is not the model's.
     before = anonymous_bytes()
     runner = load_runner(case.directory, config, lambda _stage, _done, _total: None)
     grown = anonymous_bytes() - before
@@ -183,10 +183,9 @@ def cases(shapes: list[str]) -> list[Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--shapes", nargs="*", choices=sorted(SHAPES), default=["494m"])
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    add_json_option(parser)
     args = parser.parse_args()
     if args.one is not None:
         print(json.dumps(measure(cases(args.shapes)[args.one])))

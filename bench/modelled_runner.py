@@ -1,8 +1,8 @@
 """A runner that computes nothing and takes the time that a law says: the engine's other half stays real.
 
-Named by worker processes that bench/sim_fidelity.py and bench/spike.py start
-(`runner="modelled_runner:build_runner"`, this directory on PYTHONPATH). What is modelled is in the
-environment, as JSON of `Modelled`: `environment` writes it.
+Named by worker processes that bench/sim_fidelity.py and bench/load_and_sim.py start
+(`runner="modelled_runner:build_runner"`, this directory on PYTHONPATH). The model is in the environment, as
+JSON of `Modelled`: `environment` writes it.
 """
 
 import os
@@ -49,7 +49,7 @@ class Linear(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Modelled(msgspec.Struct, frozen=True, kw_only=True):
-    """What is modelled."""
+    """The modelled parts."""
 
     speed: OnDevice | Linear
     num_blocks: int

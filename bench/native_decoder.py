@@ -13,10 +13,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
+from harness import command_line
 
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.attention.base import AttentionBatch
@@ -102,7 +102,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What one kind of step took on one side; ratios are torch's time over its own (above 1: it is
+    """The time of one kind of step on one side; ratios are torch's time over its own (above 1: it is
     faster).
     """
 
@@ -153,15 +153,13 @@ def figures(model: str, step: tuple[str, int, int], times: dict[str, list[float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, rounds=20)
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["28M"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--burst", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--cpu-time", action="store_true", help="processor time of the calling thread")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     kernels = NativeLibrary()

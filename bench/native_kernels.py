@@ -6,14 +6,13 @@ machine with `--threads 1 --best` the least CPU time; with medians the ratio has
 beside it.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from provenance import add_json_option, write_result
+from harness import Spread, command_line, spread, write_result
 from torch import Tensor
 
 from penstock.engine.native import NativeLibrary
@@ -89,14 +88,29 @@ def compare(
     return row
 
 
+def measure(rounds: int) -> dict[str, Spread]:
+    """For the ratchet: native over torch, of a layer's product at 1 and 32 rows; CPU of one thread."""
+    torch.set_num_threads(1)
+    kernels = NativeLibrary()
+    kernels.set_threads(1)
+    n, k = SHAPES["28M gate_up"]
+    found: dict[str, Spread] = {}
+    for m in (1, 32):
+        row = compare(kernels, (m, n, k), rounds, best=True)
+        for name in ("bf16", "int8", "int4"):
+            if (tenths := row.get(f"{name}_ratio")) is not None:
+                assert isinstance(tenths, list)
+                found[f"{name}, {m} rows"] = spread(1 / each for each in tenths)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 128, 512])
     parser.add_argument("--only", default="", help="shapes whose name contains this")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--best", action="store_true", help="least CPU time instead of medians; one thread")
-    add_json_option(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     kernels = NativeLibrary()

@@ -1,20 +1,21 @@
-"""Drawing a token: the native kernels against the torch sampler, milliseconds a row on one thread.
+"""Drawing a token: the native kernels against the torch sampler, milliseconds of CPU a row.
 
-python bench/native_sampler.py
+python bench/native_sampler.py [--rounds 15] [--json FILE]
 """
 
-from statistics import median
+import time
+from collections.abc import Collection
+from functools import partial
 
 import numpy as np
 import torch
+from harness import Spread, command_line, in_turns, ratio, spread, table, write_result
 
-from penstock.clock import SystemClock
 from penstock.engine.native import NativeLibrary
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler
 
 VOCAB_SIZE = 151_936
 ROWS = 4
-REPEATS = 15
 KINDS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {},
@@ -37,30 +38,44 @@ def sample_rows(given: dict[str, float]) -> SampleRows:
 
 
 def row_ms(sampler: TokenSampler, logits: torch.Tensor, rows: SampleRows) -> float:
-    clock = SystemClock()
-    started_ns = clock.now_ns()
+    started_ns = time.thread_time_ns()
     sampler.draw(logits, rows)
-    return (clock.now_ns() - started_ns) / 1e6 / ROWS
+    return (time.thread_time_ns() - started_ns) / 1e6 / ROWS
 
 
 @torch.inference_mode()
-def main() -> None:
+def milliseconds(rounds: int, kinds: Collection[str] = tuple(KINDS)) -> dict[str, dict[str, list[float]]]:
+    """Of a row: by distribution and kind of draw, then by sampler and round."""
     kernels = NativeLibrary()
     kernels.set_threads(1)
     torch.set_num_threads(1)
-    twin, ours = Sampler(VOCAB_SIZE), NativeSampler(kernels)
-    print(f"vocabulary of {VOCAB_SIZE:,}, {kernels.isa}; median of {REPEATS} (least, most)")
-    for kind, spread in (("flat", 0.3), ("peaked", 3.0)):
-        logits = torch.randn(ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * spread
-        for name, given in KINDS.items():
-            rows = sample_rows(given)
-            pairs = [(row_ms(twin, logits, rows), row_ms(ours, logits, rows)) for _ in range(REPEATS)]
-            ratios = [theirs / mine for theirs, mine in pairs]
-            theirs, mine = (median(column) for column in zip(*pairs, strict=True))
-            print(
-                f"{kind:7} {name:20} torch {theirs:7.2f}   native {mine:6.3f}   "
-                f"{median(ratios):5.1f}x ({min(ratios):.1f}-{max(ratios):.1f})"
-            )
+    samplers = {"torch": Sampler(VOCAB_SIZE), "native": NativeSampler(kernels)}
+    found: dict[str, dict[str, list[float]]] = {}
+    for shape, scale in (("flat", 0.3), ("peaked", 3.0)):
+        logits = torch.randn(ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * scale
+        for kind in kinds:
+            rows = sample_rows(KINDS[kind])
+            calls = {name: partial(row_ms, each, logits, rows) for name, each in samplers.items()}
+            found[f"{shape}, {kind}"] = in_turns(rounds, calls)
+    return found
+
+
+def measure(rounds: int) -> dict[str, Spread]:
+    """For the ratchet: native over torch."""
+    kinds = ("top_p 0.9", "temperature")
+    return {name: ratio(ms["native"], ms["torch"]) for name, ms in milliseconds(rounds, kinds).items()}
+
+
+def main() -> None:
+    args = command_line(__doc__, rounds=15).parse_args()
+    found = milliseconds(args.rounds)
+    rows = [
+        (name, spread(ms["torch"]), spread(ms["native"]), ratio(ms["torch"], ms["native"]))
+        for name, ms in found.items()
+    ]
+    print(f"vocabulary of {VOCAB_SIZE:,}, {NativeLibrary().isa}; milliseconds a row")
+    print(table(("draw", "torch", "native", "torch / native"), rows))
+    write_result(args.json, {"isa": NativeLibrary().isa, "ms_per_row": found})
 
 
 if __name__ == "__main__":

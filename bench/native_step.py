@@ -2,8 +2,8 @@
 `python bench/native_step.py [--model 28m] [--threads 1 2] [--against OLD.so]`.
 
 Random weights; every row has `--context` tokens behind it. For each part of a step: its median time (with
-`--best` the least), its share, and how many times longer it takes than reading its weights does. What reading
-takes is measured beside it: a loop of loads and nothing else over as many bytes, compiled here. With
+`--best` the least), its share, and how many times longer it takes than reading its weights does. The time of
+reading is measured beside it: a loop of loads and nothing else over as many bytes, compiled here. With
 `--against`, another build of the library takes turns with this one on weights of its own, and the last column
 is its time over ours (above 1: ours is faster).
 """

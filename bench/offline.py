@@ -9,7 +9,6 @@ All three take turns, in another order each round; figures are output tokens per
 round: their median and range.
 """
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from provenance import REPOSITORY, add_json_option, write_result
+from harness import REPOSITORY, command_line, write_result
 
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "doubles")]
 
@@ -120,14 +119,12 @@ def rate(run: Callable[[], list[str]], num_tokens: int) -> tuple[float, list[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--model", default="penstock-demo")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--words", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--loop", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    add_json_option(parser)
     args = parser.parse_args()
     prompts = prompts_of(args.prompts, args.words)
     with tempfile.TemporaryDirectory() as place:

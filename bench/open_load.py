@@ -70,7 +70,7 @@ class Asked:
     told: int = 0
     """Of the refusals, those with a `Retry-After`."""
     retry_after_s: float = 0.0
-    """What the first one said."""
+    """The time named by the first one."""
     first_ns: int = 0
     last_ns: int = 0
     end_ns: int = 0

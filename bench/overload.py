@@ -45,8 +45,8 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from harness import command_line, write_result
 from open_load import MANNERS, Asked, Kind, OpenLoad, Sender
-from provenance import add_json_option, write_result
 
 from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.load import percentile
@@ -169,7 +169,7 @@ class Judge:
     idle_tpot_ns: int
 
     def promise(self, asked: Asked) -> Promise:
-        """What the request was promised, on this machine."""
+        """The promise to the request, on this machine."""
         configured = Promises(self.admission).of(tier="", band=asked.sender.band)
         return configured.on(IDLE_FACTOR, self.idle_ttft_ns[asked.kind.name], self.idle_tpot_ns)
 
@@ -190,7 +190,7 @@ def spread(times_ns: list[int]) -> dict[str, float]:
 
 
 def group(asked: list[Asked], good: list[Asked], window_s: float) -> dict[str, object]:
-    """What the requests of one band, tenant or length class got; `good` are those that ended in the
+    """The results of the requests of one band, tenant or length class; `good` are those that ended in the
     window.
     """
     answered = [each for each in asked if each.ok]
@@ -206,7 +206,7 @@ def group(asked: list[Asked], good: list[Asked], window_s: float) -> dict[str, o
 
 
 def figures(load: OpenLoad, judge: Judge, rate: float) -> dict[str, Any]:
-    """What one stretch of load came to."""
+    """The results of one stretch of load."""
     seconds = (load.ended_ns - load.started_ns) / NS_PER_S
     from_ns = load.started_ns + round(seconds * WARM_SHARE * NS_PER_S)
     window_s = seconds * (1 - WARM_SHARE)
@@ -349,7 +349,7 @@ class Measurement:
         self.found["complete"] = True
 
     async def idle(self) -> Judge:
-        """What requests take alone, and so what is promised here."""
+        """The times of requests alone, and so the promises here."""
         admission = AdmissionConfig()
         idle = {kind.name: await self._alone(kind) for kind in KINDS}
         tpot_ns = round(statistics.median(each.tpot_ns for found in idle.values() for each in found))
@@ -468,9 +468,7 @@ def summary(repeats: list[dict[str, Any]]) -> dict[str, object]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--loads", type=lambda text: [float(word) for word in text.split(",")], default=[2, 5, 20]
     )
@@ -481,7 +479,6 @@ def main() -> None:
     parser.add_argument(
         "--server", default=sys.executable, metavar="PYTHON", help="the interpreter whose penstock serves"
     )
-    add_json_option(parser)
     args = parser.parse_args()
     repeats: list[dict[str, Any]] = []
     with contextlib.suppress(KeyboardInterrupt):
@@ -503,7 +500,7 @@ def main() -> None:
 
 
 def once(args: argparse.Namespace, seed: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    """One repetition with a server of its own. What an interrupted one has measured is kept in `repeats`."""
+    """One repetition with a server of its own. An interrupted one leaves its measurements in `repeats`."""
     with tempfile.TemporaryDirectory(prefix="overload-") as name:
         stack = Stack(Path(name), args.server, args.model)
         try:

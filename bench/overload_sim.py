@@ -1,7 +1,7 @@
 """Overload on virtual time: the simulator (penstock/sim) with the gateway's own queue before engines whose
 steps are modelled.
 
-    python bench/overload_sim.py [--json] [--seed N] [--seconds S] [--out FILE]
+    python bench/overload_sim.py [--seed N] [--seconds S] [--json FILE]
 
 Prints what a spike of one tenant does to the others, what overload does to goodput, how far apart backlogged
 tenants are served, and what `FlowControl` costs per request beside a loop that only pops the same events from
@@ -12,15 +12,12 @@ engine's own scheduler's business. Clients leave when no token came within their
 per second that met both promises (TTFT and TPOT), also in output tokens per second.
 """
 
-import argparse
-import json
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from pathlib import Path
 from random import Random
 from time import process_time_ns
 
-from provenance import write_result
+from harness import command_line, write_result
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.engine_settings import EngineSettings
@@ -269,13 +266,9 @@ def host_time(seed: int, num_requests: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true")
+    parser = command_line(__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=300, help="of virtual time")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     figures = {
         "spike_4_workers": spike(args.seed, args.seconds),
@@ -284,11 +277,7 @@ def main() -> None:
         "fairness": fairness(args.seed, min(args.seconds, 120)),
         "host_time": host_time(args.seed, 50_000),
     }
-    if args.out:
-        write_result(args.out, {"seed": args.seed, "virtual_seconds": args.seconds, **figures})
-    if args.json:
-        print(json.dumps(figures, indent=2))
-        return
+    write_result(args.json, {"seed": args.seed, "virtual_seconds": args.seconds, **figures})
     for name, values in figures.items():
         print(name)
         for key, value in values.items():

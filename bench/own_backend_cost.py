@@ -1,4 +1,4 @@
-"""What a relayed token costs the gateway inside `EngineBackend`, in microseconds of CPU.
+"""The gateway's cost of a relayed token inside `EngineBackend`, in microseconds of CPU.
 
 Frames as a worker sends them go straight into the link (no socket), so what is counted is: cut frames,
 decode, route to the stream, detokenize, watch for stop strings, call the sink. The baseline, measured

@@ -11,7 +11,6 @@ differs. With --publish, what PUBLISHED names of the smaller model is written to
 models/.
 """
 
-import argparse
 import json
 import math
 import shutil
@@ -22,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from provenance import REPOSITORY, add_json_option, write_result
+from harness import REPOSITORY, command_line, write_result
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -48,7 +47,7 @@ WORK = REPOSITORY / "bench" / "out" / "quantized"
 PUBLISHED = {"int4": "gptq-int4", "int8": "int8"}
 """Format by the ending of a directory in models/."""
 IN_REPOSITORY = "penstock-demo-mini"
-"""Whose directories those are: the larger model's would add a third to the repository."""
+"""The owner of those directories: the larger model's would add a third to the repository."""
 CALIBRATION_SEED = 404
 CALIBRATION_TOKENS = 65_536
 BATCH = 32
@@ -218,11 +217,10 @@ def study(recipe: Recipe, count: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", choices=sorted(RECIPES), default=sorted(RECIPES))
     parser.add_argument("--count", type=int, default=400, help="prompts per task, where it has so many")
     parser.add_argument("--publish", action="store_true", help=f"write models/{IN_REPOSITORY}-int4 and -int8")
-    add_json_option(parser)
     args = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {name: study(RECIPES[name], args.count) for name in args.models}

@@ -1,16 +1,19 @@
 """Random schemas at temperature 1.5: does every finished answer validate, how many schemas are refused, and
 how many of the others have an answer within 1,024 tokens?
 
-    python bench/random_schemas.py [--schemas 10000] [--seed 1] [--json FILE]
+    python bench/random_schemas.py [--schemas 10000] [--seed 1] [--drawn-by PYTHON] [--json FILE]
+
+Schemas of this script's own making, as people write them, or with `--drawn-by`, the Python of an environment
+with bench/foreign/requirements.txt, what hypothesis-jsonschema draws (bench/foreign/draw.py): odder ones.
 
 The demo model's engine in this process, 32 answers at once. `jsonschema` judges, with formats checked (all
 but `time`, for which it takes no time zone). Fails if an answer that ended with "stop" does not validate, or
 ended in an error.
 """
 
-import argparse
 import json
 import re
+import subprocess
 import sys
 import time
 from collections import Counter, deque
@@ -20,7 +23,7 @@ from typing import Any
 
 import jsonschema
 import msgspec
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
@@ -36,6 +39,7 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, SamplingParams
 
 MODEL = Path(__file__).parents[1] / "models" / "penstock-demo-mini"
+DRAW = Path(__file__).parent / "foreign" / "draw.py"
 BATCH, MAX_TOKENS, ROOT_DEPTH = 32, 1024, 3
 HANG_S = 300
 """An answer that takes longer counts as hanging; all of a batch share the time."""
@@ -175,6 +179,14 @@ class Answers:
             yield int(output.request_id), list(output.token_ids), output.finish
 
 
+def drawn(python: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """As many schemas of hypothesis-jsonschema's."""
+    command = [python, str(DRAW), str(count), str(seed)]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(lines) == count, f"{len(lines)} schemas were drawn"
+    return [json.loads(line) for line in lines]
+
+
 def keyword_of(refusal: str) -> str:
     """The keyword that a refusal names; the refusal's beginning if it names none."""
     found = _KEYWORD.search(refusal)
@@ -182,7 +194,7 @@ def keyword_of(refusal: str) -> str:
 
 
 class Tally:
-    """What became of the schemas so far."""
+    """The results of the schemas so far."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -226,13 +238,17 @@ class Tally:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--schemas", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    add_json_option(parser)
+    parser.add_argument("--drawn-by", metavar="PYTHON")
     args = parser.parse_args()
-    tally, random, answers = Tally(args.seed), stream(args.seed, "schemas"), Answers()
-    waiting = deque(enumerate([schema(random) for _ in range(args.schemas)]))
+    tally, random = Tally(args.seed), stream(args.seed, "schemas")
+    schemas = (
+        drawn(args.drawn_by, args.schemas, args.seed) if args.drawn_by
+        else [schema(random) for _ in range(args.schemas)]
+    )  # fmt: skip
+    waiting, answers = deque(enumerate(schemas)), Answers()
     running: dict[int, tuple[dict[str, Any], list[int], float]] = {}
     began = time.monotonic()
     while waiting or running:

@@ -1,4 +1,4 @@
-"""What the relay costs: CPU of the gateway process per chunk that it sends, beside a plain baseline.
+"""The cost of the relay: CPU of the gateway process per chunk that it sends, beside a plain baseline.
 
     python bench/relay_cost.py [--streams 400] [--rate 10] [--seconds 4] [--rounds 3] [--out FILE]
 
@@ -8,7 +8,6 @@ and the same on uvloop. In each, the same pusher hands every stream one token pe
 is measured too, with sinks that do nothing. Prints one JSON object; the ratios are within this run.
 """
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -20,10 +19,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import uvloop
-from provenance import write_result
+from harness import command_line, write_result
 
 from penstock.backends.base import BackendStatus, Delta, Finish, GenerateRequest, Phase, Sink, nothing
 from penstock.clock import SystemClock
@@ -349,12 +347,10 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, rounds=3)
     parser.add_argument("--streams", type=int, default=400)
     parser.add_argument("--rate", type=float, default=10.0, help="chunks per second of each stream")
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     load = Load(options.streams, options.rate, options.seconds)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in SERVERS}

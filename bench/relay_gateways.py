@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from provenance import installed
+from harness import installed
 
 HERE = Path(__file__).parent / "relay"
 PACKAGES = {

@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from provenance import write_result
+from harness import command_line, write_result
 from relay_gateways import HERE, Place, command_of, versions_of
 from relay_process import Process, build, free_port
 from relay_tables import FEATURE_VARIANTS, Results, feature_table, goal_table, peer_table
@@ -263,9 +263,7 @@ def show(results: Results, *, features: bool) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; with --features {FEATURE_ROUNDS}")
     parser.add_argument(
         "--only", default=PEERS, help="gateways; penstock-ledger+access is ours without these"
@@ -273,7 +271,6 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
     parser.add_argument("--features", action="store_true", help="ours, with features off one at a time")
     parser.add_argument("--peers", type=Path, default=Path("bench/out/relay-peers"))
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--show", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="a fifth of the requests, one round")
     args = parser.parse_args()
@@ -291,9 +288,9 @@ def main() -> None:
         results = run(gateways, shapes, args)
     show(results, features=args.features)
     print(f"\n{time.monotonic() - started:.0f} s in all")
-    if args.out:
+    if args.json:
         versions = versions_of(gateways, args.peers.absolute())
-        write_result(args.out, {"shapes": [vars(s) for s in shapes], "results": results}, versions)
+        write_result(args.json, {"shapes": [vars(s) for s in shapes], "results": results}, versions)
 
 
 if __name__ == "__main__":

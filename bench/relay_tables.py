@@ -13,7 +13,7 @@ Results = dict[str, dict[str, list[Round]]]
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure of ours should be at most."""
+    """The bound on a figure of ours."""
 
     shape: str
     most: float
@@ -34,7 +34,7 @@ FEATURES = (
     ("metrics", "penstock", "penstock-metrics"),
     ("all of these", "penstock", "penstock-bare"),
 )
-"""What it is, the gateway with it, the gateway without."""
+"""Its name, the gateway with it, the gateway without."""
 FEATURE_VARIANTS = tuple(dict.fromkeys(name for _, *pair in FEATURES for name in pair))
 
 
@@ -69,9 +69,7 @@ def quartiles(values: Sequence[float]) -> str:
 
 
 def added_us(results: Results, gateway: str) -> list[float]:
-    """What a request that is alone takes longer than it does without the gateway, at the median of a
-    round.
-    """
+    """The time that the gateway adds to a request that is alone, at the median of a round."""
     bare = figures(results, "upstream", "alone", "total_p50_us")
     alone = results.get(gateway, {}).get("alone", [])
     if not all("direct_p50_us" in round_ for round_ in alone) and not bare:
@@ -130,7 +128,7 @@ def goal_table(results: Results) -> list[str]:
 
 
 def feature_table(results: Results) -> list[str]:
-    """What each feature costs: with it less without it, round by round; the median and the quartiles."""
+    """The cost of each feature: with it less without it, round by round; the median and the quartiles."""
     shapes = [shape for shape in ("whole", "paced") if figures(results, "penstock", shape)]
     lines = [
         "| feature | " + " | ".join(f"`{shape}`, CPU-s per 1,000 | share" for shape in shapes) + " |",

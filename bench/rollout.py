@@ -7,12 +7,10 @@ workers of which every step is computed). In each trial conversations are dealt 
 anew, as the gateway deals them, and the plan's steps are walked through with the product's own policy
 (policy/rollout): so what load does, and what requests of one conversation have in common, is that of the run.
 Over every request's times noise is laid (log-normal, `--noise`), for real steps scatter and modelled ones do
-not.
-What the new version does worse is laid over the canary's requests. It is judged every `LOOK_S` seconds; in
-the product every second, which intervals that hold at all times do not mind.
+not. The new version's faults are laid over the canary's requests. It is judged every `LOOK_S` seconds; in the
+product every second, which intervals that hold at all times do not mind.
 """
 
-import argparse
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import msgspec
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock.clock import NS_PER_S
 from penstock.policy.flow import Outcome
@@ -93,7 +91,7 @@ def recorded(seconds: float, noise: float) -> list[Ended]:
 
 
 Change = Callable[[Observation, int, Stream], Observation]
-"""What the new version does to the canary's request of this number."""
+"""The new version's effect on the canary's request of this number."""
 
 
 def _same(seen: Observation, _: int, __: Stream) -> Observation:
@@ -160,13 +158,10 @@ def trial(requests: Sequence[Ended], change: Change, number: int) -> Rollout:
 
 def main() -> None:
     """Print a table, and write JSON if asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--hours", type=float, default=1.15, help="of simulated requests")
     parser.add_argument("--noise", type=float, default=0.3, help="standard deviation of a time's logarithm")
-    add_json_option(parser)
     args = parser.parse_args()
     requests = recorded(args.hours * 3600, args.noise)
     print(f"{len(requests)} requests of {len({each.session for each in requests})} conversations")

@@ -1,4 +1,4 @@
-"""What one placement decision costs in CPU: the router at 1, 64 and 1,000 workers, beside least-loaded.
+"""The cost of one placement decision in CPU: the router at 1, 64 and 1,000 workers, beside least-loaded.
 
     python bench/router_decision.py [--json] [--seconds S]
 

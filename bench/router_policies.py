@@ -1,4 +1,4 @@
-"""What placement is worth: prefix hit rate and time to first token on four workers, by policy.
+"""The worth of placement: prefix hit rate and time to first token on four workers, by policy.
 
     python bench/router_policies.py [--json] [--seeds N] [--seconds S] [--trace FILE [--speed X] [--limit N]]
 
@@ -25,7 +25,7 @@ from penstock.kv.index.worker_cache_view import KVIndexLimits
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, LeastLoaded, Placement, WorkerCapacity
 from penstock.policy.terms import QueueTerms
-from penstock.sim.traffic.prompts import BlockNames, Segment, SimRequest
+from penstock.sim.traffic.prompts import PromptBlockNames, Segment, SimRequest
 from penstock.sim.traffic.traces import Trace
 from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, Poisson, even, merged
 from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
@@ -117,7 +117,7 @@ def spec_of(policy: str, seed: int, worker: SimWorkerSpec) -> WorldSpec:
 
 def ideal_hit_rate(requests: Sequence[SimRequest]) -> float:
     """Of one cache that never forgets and knows every prompt as soon as it came, answers too."""
-    names, seen, hits, total = BlockNames(BlockHasher(key=KEY, identity="any")), set[int](), 0, 0
+    names, seen, hits, total = PromptBlockNames(BlockHasher(key=KEY, identity="any")), set[int](), 0, 0
     for request in requests:
         keys = own_keys(names.chain(request.prompt, salt=request.tenant.encode(), adapter=request.adapter))
         usable = keys[: (request.prompt_tokens - 1) // 16]

@@ -7,12 +7,12 @@ loop over the same rows that does nothing but append one token to each array, so
 be told from slow code.
 """
 
-import argparse
+import operator
 import statistics
 from array import array
 from collections.abc import Callable
 
-from provenance import add_json_option, write_result
+from harness import Spread, command_line, in_turns, ratio, write_result
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
@@ -86,12 +86,25 @@ def bare_loop(rows: int) -> Callable[[], int]:
     return once
 
 
+def measure(rounds: int) -> dict[str, Spread]:
+    """For the ratchet: a step of 64 rows over appending a token to each of 64 arrays."""
+
+    def step_ns() -> float:
+        return statistics.median(map(operator.add, *time_rows(64, 100)))
+
+    def bare_ns() -> float:
+        once = bare_loop(64)
+        return statistics.median(once() for _ in range(100))
+
+    found = in_turns(rounds, {"step": step_ns, "bare": bare_ns})
+    return {"64 rows": ratio(found["step"], found["bare"])}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--context", type=int, default=1024)
-    add_json_option(parser)
     args = parser.parse_args()
     print(
         f"{'rows':>5} {'schedule ms':>12} {'apply ms':>9} {'sum p50':>8} {'p10':>6} {'p90':>6} "

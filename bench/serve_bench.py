@@ -1,4 +1,4 @@
-"""What `make bench` runs: the server as users start it, under load, and the relay's cost beside it.
+"""The benchmark of `make bench`: the server as users start it, under load, and the relay's cost beside it.
 
     python bench/serve_bench.py [--concurrency 1,8,32] [--duration S | --requests N] [--skip-relay] [--
     MODEL --serve-flags]

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import msgspec
 import uvloop
+from harness import command_line
 from modelled_runner import VOCAB_SIZE, Modelled, OnDevice
 from relay_process import free_port
 
@@ -229,15 +230,12 @@ def verdicts(sim: dict[str, float], was: dict[str, float]) -> dict[str, tuple[fl
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=120, help="of arrivals (the goal is stated for 600)")
     parser.add_argument("--rate", type=float, default=3.0, help="requests per second of the made traffic")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--speed", type=float, default=1.0)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     sim = simulated(args)
     was = real(args)

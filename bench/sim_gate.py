@@ -11,8 +11,8 @@ decide that it is worth it:
 
     SLO attainment  0.02    fairness (Jain)  0.02    prefix hit rate  0.02    cost per 1M output tokens  5 %
 
-Each is of the mean over the seeds, per scenario. What got better by more than the margin is told too: record
-it. Exit status 1: worse than the baseline, or a scenario's own criterion fails.
+Each is of the mean over the seeds, per scenario. An improvement by more than the margin is reported too:
+record it. Exit status 1: worse than the baseline, or a scenario's own criterion fails.
 """
 
 import argparse
@@ -63,7 +63,7 @@ Measured = dict[str, dict[str, list[float]]]
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """What was recorded."""
+    """The recorded figures."""
 
     seeds: tuple[int, ...]
     measured: Measured
@@ -128,7 +128,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def judge(recorded: Baseline, now: Baseline) -> tuple[list[str], list[str]]:
-    """What got worse, and what better, by more than its margin; over the seeds that both have."""
+    """The figures that got worse, and better, by more than their margin; over the seeds that both have."""
     worse, better = list[str](), list[str]()
     shared = [seed for seed in now.seeds if seed in recorded.seeds]
     assert shared, "the baseline was recorded with other seeds"

@@ -53,9 +53,9 @@ def spike() -> dict[str, str]:
 
 def noisy() -> dict[str, str]:
     verdict = run("noisy-tenant")
-    assert verdict.beside is not None
+    assert verdict.baseline is not None
     shown = sorted(verdict.played.figures.tenants)
-    sides = (verdict.beside.figures, verdict.played.figures)
+    sides = (verdict.baseline.figures, verdict.played.figures)
     groups = [
         (name.removeprefix("small-"), [side.tenants[name].ttft_ms.p95 for side in sides]) for name in shown
     ]

@@ -5,13 +5,13 @@
 Exit status 1 if a scenario's criterion fails.
 """
 
-import argparse
 import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+from harness import command_line
 
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.sim.scenarios.catalogue import SCENARIOS
@@ -20,7 +20,7 @@ from penstock.sim.scenarios.setup import Knobs
 
 
 def found(name: str, seed: int) -> dict[str, Any]:
-    """What one scenario comes to."""
+    """The result of one scenario."""
     clock = SystemClock()
     began_ns = clock.now_ns()
     verdict = run_scenario(SCENARIOS[name], Knobs(), seed)
@@ -50,13 +50,10 @@ def found(name: str, seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--only", action="append", choices=sorted(SCENARIOS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(args.jobs) as pool:

@@ -13,7 +13,6 @@ that it had. `--against` runs another checkout in turn with this one, each time 
 how many.
 """
 
-import argparse
 import cProfile
 import json
 import os
@@ -27,6 +26,8 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 from pathlib import Path
 from time import process_time
+
+from harness import command_line
 
 from penstock import rng
 from penstock.clock import NS_PER_S
@@ -131,7 +132,7 @@ def simulate(load: Load, *, fast_forwards: bool = True, num_blocks: int = 16_384
 
 
 def figures(load: Load, result: SimResult, spent_s: float) -> dict[str, float]:
-    """What is said of a run."""
+    """The figures of a run."""
     counters = result.counters
     heap_s = result.num_events * statistics.fmean(load.heap_s)
     return {
@@ -228,9 +229,7 @@ def fleet(workers: int, minutes: float) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--profile", action="store_true")
@@ -238,7 +237,6 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="one run, as JSON")
     parser.add_argument("--fleet", type=int, default=0, help="workers of a large run, and nothing else")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     said: dict[str, object] = {}
     if args.fleet:

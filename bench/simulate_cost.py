@@ -1,4 +1,4 @@
-"""What deciding costs for each request, held against other builds: `penstock simulate steady`, in which
+"""The cost of deciding for each request, compared with other builds: `penstock simulate steady`, in which
 the gateway's driver, queues and placement and the engine's scheduler and blocks do all of the work.
 
     python bench/simulate_cost.py [--rounds 7] [--seconds 120] [--instructions] --tree . OLD [--json FILE]
@@ -11,7 +11,6 @@ are the difference, so that what starting costs is not in them.
     CPU           seconds of processor time, the trees in turns; ratios to the last tree of the same round
 """
 
-import argparse
 import json
 import os
 import re
@@ -21,7 +20,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 CHILD = '''
 import cProfile, io, json, pstats, sys, time
@@ -96,14 +95,10 @@ def instructions(tree: Path, first: float, last: float) -> int:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = command_line(__doc__, rounds=7)
     parser.add_argument("--seconds", type=float, default=120.0, help="simulated")
     parser.add_argument("--instructions", action="store_true", help="with valgrind: minutes for each tree")
     parser.add_argument("--tree", nargs="*", type=Path, default=[Path()], help="the last is held against")
-    add_json_option(parser)
     args = parser.parse_args()
     first, last = args.seconds / 10, args.seconds
     told: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""What a sleeping model gives back, and how long it takes to come back.
+"""The memory that a sleeping model gives back, and the time to come back.
 
     python bench/sleep_wake.py [--shapes 494m] [--forms none int8 int4] [--rounds 5] [--before DIR]
                                [--json FILE]
@@ -10,12 +10,12 @@ and the first steps. It is held against the least that moving the bytes could ta
 bandwidth with which this machine copies memory, which is measured before each round; and against the other
 design, ending the process and starting a new one, measured in the same way from its start to `Ready`.
 
-What the kernel gives a process is zeroed first, and on a virtual machine perhaps fetched from the host: how
+Memory that the kernel gives a process is zeroed first, and on a virtual machine perhaps fetched from the
+host: how
 fast memory is written that was not had before is told beside (`fresh_gb_per_s`). With `--before` a worker of
 another checkout, built, wakes in turn with ours, and the ratio of the two is told.
 """
 
-import argparse
 import mmap
 import os
 import statistics
@@ -29,8 +29,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from harness import REPOSITORY, command_line, write_result
 from peers.shapes import SHAPES, make_model
-from provenance import REPOSITORY, add_json_option, write_result
 
 sys.path.insert(0, str(REPOSITORY / "tests" / "doubles"))
 from raw_worker import REAL, Client, launch_line, submit
@@ -46,7 +46,7 @@ PROMPT = tuple(range(20, 276))
 FORMS = ("none", "int8", "int4")
 """`engine.quantization`: whole weights, and rounded while they are loaded."""
 ALLOWANCE_S = 0.5
-"""What waking may take beyond the bytes."""
+"""The time that waking may take beyond the bytes."""
 
 
 class Process:
@@ -211,12 +211,10 @@ def measure(model: Path, quantization: str, rounds: int, before_root: Path | Non
 
 def main() -> None:
     """Measure every form of every shape."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("--shapes", nargs="*", choices=sorted(SHAPES), default=["494m"])
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=FORMS)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout, with kernels built")
-    add_json_option(parser)
     args = parser.parse_args()
     found: list[dict[str, Any]] = []
     for shape in args.shapes:

@@ -13,7 +13,6 @@ request, at fixed times. Attempts are those of the ledger; "own again" is when, 
 the first request was answered by its own model.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -30,7 +29,7 @@ from pathlib import Path
 
 import load_and_sim
 import msgspec
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock.clock import NS_PER_S
 from penstock.config.routing import ModelRoute, RoutingConfig
@@ -39,7 +38,7 @@ from penstock.sim.report.figures import Objective
 from penstock.sim.scenarios.scenario import pool, setup
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.workload import Chat, LengthDistribution
-from penstock.sim.world.faults import Fault, FaultKind
+from penstock.sim.world.faults import FaultKind, InjectedFault
 from penstock.sim.world.run import RequestRecord
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "doubles"))
@@ -82,7 +81,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def counted_of_route(seen: Sequence[Seen]) -> dict[str, float]:
-    """What a route in trouble did to the requests."""
+    """The effect of a route in trouble on the requests."""
     after = [each.at_s - ENDS_S for each in seen if each.at_s >= ENDS_S and each.model == "big"]
     return {
         "requests": len(seen),
@@ -96,7 +95,7 @@ def counted_of_route(seen: Sequence[Seen]) -> dict[str, float]:
 
 
 def counted_of_crash(seen: Sequence[Seen], tokens: int) -> dict[str, float]:
-    """What a worker that dies did to the streams."""
+    """The effect of a worker's death on the streams."""
     return {
         "streams": len(seen),
         "failed": sum(each.outcome != "finished" for each in seen),
@@ -129,7 +128,7 @@ def simulated_route(kind: FaultKind, amount: float, seed: int) -> list[Seen]:
         prompt=LengthDistribution(60),
         output=LengthDistribution(8, maximum=8),
     )
-    fault = Fault(kind, int(BEGINS_S * NS_PER_S), int(ENDS_S * NS_PER_S), 0, amount)
+    fault = InjectedFault(kind, int(BEGINS_S * NS_PER_S), int(ENDS_S * NS_PER_S), 0, amount)
     objective = Objective(ttft_ms=20_000, tpot_ms=1000)
     made = setup(knobs, pools, [source], seconds=LASTS_S, faults=[fault], objective=objective)
     return [of_record(record) for record in play(made, seed).records]
@@ -141,7 +140,7 @@ def simulated_crash(seed: int) -> list[Seen]:
         prompt=LengthDistribution(60),
         output=LengthDistribution(TOKENS, sigma=0.0, maximum=TOKENS),
     )
-    fault = Fault(FaultKind.WORKER_CRASH, int(CRASH_S * NS_PER_S), 0, 0, 1.0)
+    fault = InjectedFault(FaultKind.WORKER_CRASH, int(CRASH_S * NS_PER_S), 0, 0, 1.0)
     objective = Objective(ttft_ms=20_000, tpot_ms=1000)
     pools = [pool(Knobs(), workers=2)]
     made = setup(Knobs(), pools, [source], seconds=30, faults=[fault], objective=objective)
@@ -260,13 +259,10 @@ def worker_of(pid: int) -> int:
 
 def main() -> None:
     """Run all, and print what each side counted."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--seed", type=int, default=1)
     names = ["failing route", "slow route", "worker crash", *load_and_sim.LOADS]
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="SCENARIO")
-    add_json_option(parser)
     args = parser.parse_args()
     found: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="both-", ignore_cleanup_errors=True) as name:

@@ -1,4 +1,4 @@
-"""What speculation is worth: tokens per second of the engine core with `engine.speculation` and without.
+"""The worth of speculation: tokens per second of the engine core with `engine.speculation` and without.
 
     python bench/speculation.py MODEL_DIR [--speculation ngram|DRAFT_DIR] [--batch 1 32] [--rounds 5]
     [--quantization none] [--json FILE]
@@ -12,12 +12,11 @@ would. The figure is the ratio on / off of each round: its median and its spread
     fresh   a question, answered at temperature 1 up to 96 tokens whether it ends or not: little is repeated
 """
 
-import argparse
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from provenance import add_json_option, write_result
+from harness import command_line, write_result
 
 from penstock import rng
 from penstock.clock import NS_PER_S, SystemClock
@@ -189,13 +188,11 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__, rounds=5)
     parser.add_argument("model", type=Path)
     parser.add_argument("--speculation", default="ngram")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=5)
-    add_json_option(parser)
     args = parser.parse_args()
     off, on = (build(args.model, name, args.quantization) for name in ("off", args.speculation))
     prompts = Prompts(off, Tokenizer.load(args.model))

@@ -7,15 +7,14 @@ time.
 The streams come from a stand-in worker over one Unix socket, so the gateway needs one descriptor per client.
 As the rows of 40 workers do, they step in 40 batches spread over the period (of 250 streams each, one every
 25 ms); `--workers 1` lets all of them step together, which no fleet does: one burst of as many chunks as
-there are streams. What is reported as added is the time from when the worker sent a token to when the client
-had it, gateway, kernel and client included; it counts from when every stream has begun. A stream that ends is
+there are streams. The added time that is reported is from when the worker sent a token to when the client had
+it, gateway, kernel and client included; it counts from when every stream has begun. A stream that ends is
 followed by the next on its connection; the first ones end at random places, so that later ones begin evenly.
 (The gateway keeps the tokens of running answers, four bytes each, to be able to go on elsewhere: with answers
 that never end memory grows.) The gateway has every feature on (bench/relay/gateway.py). `make soak` runs it
 for half an hour.
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -26,7 +25,7 @@ import threading
 import time
 from pathlib import Path
 
-from provenance import write_result
+from harness import command_line, write_result
 from relay.stand_in_worker import Steps
 from relay_peers import Shape, request_bytes, wait_answers
 from relay_process import HERE, Process, build, free_port
@@ -40,7 +39,8 @@ INTERVAL_S = 60
 ADDED_P99_MS = 50.0
 RSS_MB = 200.0
 GROWTH_MB = 5.0
-"""What "flat" allows between the first and the last tenth of the time, for an allocator's whims."""
+"""The growth that "flat" allows between the first and the last tenth of the time, for an allocator's
+whims."""
 
 
 class Watch:
@@ -98,7 +98,7 @@ def stream(place: Path, port: int, shape: Shape, seconds: float) -> list[dict[st
 
 
 def summary(lines: list[dict[str, float]], watch: Watch, settle_s: float) -> dict[str, object]:
-    """What came of it. Memory and the share of a core count from when the streams have begun."""
+    """The summary of a run. Memory and the share of a core count from when the streams have begun."""
     *minutes, seen = lines
     if not seen["tokens_timed"]:
         sys.exit(f"not every stream began within the time: a longer --settle may do; {seen}")
@@ -137,9 +137,7 @@ def summary(lines: list[dict[str, float]], watch: Watch, settle_s: float) -> dic
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--streams", type=int, default=10_000)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--period-ms", type=int, default=1000)
@@ -147,7 +145,6 @@ def main() -> None:
     parser.add_argument("--answer-tokens", type=int, default=256)
     parser.add_argument("--settle", type=int, default=SETTLE_S, metavar="SECONDS")
     parser.add_argument("--features", default="all", help="as of bench/relay/gateway.py")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     period_us = args.period_ms * 1000
     with tempfile.TemporaryDirectory(prefix="streams-") as name:
@@ -185,8 +182,8 @@ def main() -> None:
     }
     result = asked | summary(lines, watch, args.settle)
     print(json.dumps({key: value for key, value in result.items() if key != "over_time"}, indent=1))
-    if args.out:
-        write_result(args.out, result)
+    if args.json:
+        write_result(args.json, result)
 
 
 if __name__ == "__main__":

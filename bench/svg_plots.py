@@ -32,7 +32,7 @@ class Series:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Axes:
-    """What a plot is of."""
+    """The axes of a plot."""
 
     title: str
     x: str

@@ -12,23 +12,24 @@
     │   ├── MethodNotAllowed       the path exists, this verb on it does not        (405)
     │   ├── TooLarge               the body or the header is over its bound         (413)
     │   └── CrashingRequest          workers have died of its like                    (422)
-    ├── Overloaded             nobody is at fault; safe to retry later              (429/503)
+    ├── Overloaded             no one is at fault; safe to retry later              (429/503)
     │   ├── LimitReached           the tenant's own limit, for some seconds or more (429)
     │   │   └── BudgetExhausted        its money for this day or month is spent       (429)
     │   ├── Evicted                accepted, then dropped before it was finished    (503)
     │   ├── Draining               this server is going away                        (503)
     │   ├── WorkerBusy             a worker has no room, and may have said when     (429)
-    │   ├── WorkerEjected          its worker is not trusted: it goes on elsewhere  (503)
+    │   ├── WorkerEjected          its worker is not trusted: it moves elsewhere    (503)
     │   └── IdentityUnavailable    the identity provider cannot be asked            (503)
     ├── WorkerError            a worker's trouble; the caller may retry
     │   ├── WorkerUnavailable      nothing was sent yet: another worker may be tried  (503)
     │   │   ├── KeyRejected            it does not accept this server's key for it    (503)
     │   │   └── AttemptTimeout         no first token in time                         (503)
     │   ├── StreamBroken           tokens were already sent: resume, never restart    (502)
+    │   ├── EnsembleFailed         a step before or after the model failed            (500)
     │   ├── EngineFault            the engine failed this request alone (NaN logits)  (500)
     │   ├── WeightsDamaged         what it computes with is not what was loaded: it ends
     │   └── DeviceFault            its device or its machine's memory is lost: it ends
-    └── OperatorError          whoever runs the server must mend it
+    └── OperatorError          the operator must mend it
         ├── ConfigError            a config key or value
         ├── CheckpointError        a model directory that cannot be served
         └── LedgerError            the usage ledger's directory or database
@@ -155,13 +156,13 @@ class WorkerBusy(Overloaded):
 
 
 class WorkerEjected(Overloaded):
-    """The worker computes wrongly or slowly, so what runs there goes on elsewhere. Whoever ejected it has
-    blamed it: as an end of an attempt this is no failure of the worker's.
+    """The worker computes wrongly or slowly, so its requests continue elsewhere. The code that ejected it
+    has blamed it: as an end of an attempt this is no failure of the worker's.
     """
 
 
 class IdentityUnavailable(Overloaded):
-    """Who is calling cannot be checked now, because the identity provider is not there."""
+    """The caller cannot be checked now, because the identity provider is not there."""
 
 
 class WorkerError(PenstockError):
@@ -198,13 +199,17 @@ class StreamBroken(WorkerError):
     """The worker went away in the middle of an answer: it may be resumed, never restarted."""
 
 
+class EnsembleFailed(WorkerError):
+    """A step of an ensemble failed, or took too much time or memory; the message names its entry point."""
+
+
 class EngineFault(WorkerError):
-    """The engine failed this one request (for example NaN logits); others go on."""
+    """The engine failed this one request (for example NaN logits); others continue."""
 
 
 class WeightsDamaged(WorkerError):
     """The weights in an engine's memory have changed: its process ends, so that the next one loads them
-    anew.
+    again.
     """
 
 
@@ -213,7 +218,7 @@ class DeviceFault(WorkerError):
 
 
 class OperatorError(PenstockError):
-    """Whoever runs the server must mend something before it can start."""
+    """The operator must mend something before it can start."""
 
 
 class ConfigError(OperatorError):

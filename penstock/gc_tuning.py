@@ -19,7 +19,7 @@ a second."""
 
 
 def freeze_gc() -> None:
-    """What is here stays as long as the process: never look at it again, and rarely at what comes.
+    """The objects of now stay as long as the process: never look at it again, and rarely at what comes.
 
     For servers that have started.
     """

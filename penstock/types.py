@@ -35,7 +35,7 @@ class FinishReason(enum.StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is drawn, and when to stop. Ranges are checked where requests are parsed.
 
-    Stop *strings* are not here: whoever turns tokens into text watches for those.
+    Stop *strings* are not here: the code that turns tokens into text watches for those.
     """
 
     temperature: float = 1.0
@@ -85,7 +85,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request used, counted by whoever generated the tokens."""
+    """A request's usage, counted by the worker that generated the tokens."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -115,7 +115,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capability(enum.StrEnum):
-    """What a worker may be able to do beyond plain text.
+    """A capability of a worker beyond plain text.
 
     The values are wire format and words of the configuration.
 
@@ -161,21 +161,21 @@ COMMON_CAPABILITIES = frozenset({
     Capability.LOGPROBS, Capability.ECHO_LOGPROBS, Capability.LOGIT_BIAS, Capability.MIN_P,
     Capability.PRESENCE_PENALTY, Capability.MIN_TOKENS,
 })  # fmt: skip
-"""What an engine usually has. Whether a request needs one of these is looked at only where a worker lacks
-one."""
+"""The capabilities of a usual engine. Whether a request needs one of these is looked at only where a worker
+lacks one."""
 OWN_CAPABILITIES = COMMON_CAPABILITIES | {Capability.TOKEN_IDS}
-"""What our engine has everywhere."""
+"""Our engine's capabilities everywhere."""
 CPU_CAPABILITIES = OWN_CAPABILITIES | {Capability.BAD_WORDS, Capability.ALLOWED_TOKEN_IDS}
-"""What our engine has on a CPU without grammars."""
+"""Our engine's capabilities on a CPU without grammars."""
 GRAMMAR_CAPABILITIES = frozenset({
     Capability.JSON_OBJECT, Capability.JSON_SCHEMA, Capability.STRUCTURED_OUTPUTS,
     Capability.FORCED_TOOLS, Capability.STRICT_TOOLS, Capability.REASONING_BUDGET,
 })  # fmt: skip
-"""What an engine has whose answers can follow a grammar."""
+"""The capabilities of an engine whose answers can follow a grammar."""
 ENGINE_CAPABILITIES = CPU_CAPABILITIES | GRAMMAR_CAPABILITIES
-"""What our engine has on a CPU."""
+"""Our engine's capabilities on a CPU."""
 VECTOR_CAPABILITIES = frozenset({Capability.EMBEDDINGS, Capability.SCORES})
-"""What our engine has with a model that makes vectors."""
+"""Our engine's capabilities with a model that makes vectors."""
 ALL_CAPABILITIES = frozenset(Capability)
 
 PLACE = "in:"
@@ -189,7 +189,7 @@ def places_of(labels: Iterable[str]) -> frozenset[str]:
 
 
 PLATFORM = "platform"
-"""Whose requests those are that no tenant has sent: probes. As a tenant of theirs is called
+"""The tenant of requests that no tenant has sent: probes. As a tenant of theirs is called
 (`Submit.fairness_key`)."""
 VERSIONED = re.compile(r"(?P<name>.+)@(?P<version>[1-9][0-9]{0,9})")
 """A model's name with its version."""

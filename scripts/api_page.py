@@ -155,7 +155,9 @@ def tables() -> dict[str, str]:
 def endpoints() -> Iterator[list[str]]:
     """Every endpoint, whom it is for and what its handler says that it does."""
     # The handlers are only looked at, so the classes do as well as what is made of them.
-    answers: Any = Answers(*(cast(Any, each) for each in (Generate, Responses, VectorEndpoints)))
+    answers: Any = Answers(
+        *(cast(Any, each) for each in (Generate, Responses, VectorEndpoints)), lambda handler: handler
+    )
     kinds = (AdaptersAdmin, SleepAdmin, CostsAdmin, RolloutsAdmin)
     orders: Any = Orders(*(cast(Any, each) for each in kinds))
     others = (Inspect, Admin, TenantsAdmin, Console)

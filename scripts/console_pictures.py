@@ -1,5 +1,5 @@
-"""The pictures of docs/console: `python scripts/console_pictures.py` after the console has changed. It needs
-what scripts/install_console.sh installs. The fleet is the drawn one of the tests.
+"""The pictures of docs/console: `python scripts/console_pictures.py [NAME ...]` after the console has
+changed. It needs what scripts/install_console.sh installs. The fleet is the drawn one of the tests.
 """
 
 import shutil
@@ -15,11 +15,13 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "doubles"))
 from console_replay import Replay
 
+VERSIONS = ("chat-8b@1", "chat-8b@2", "support@1", "support@2")
 PICTURES = {
     "fleet": ("#/fleet", 12, (1320, 700), "light"),
     "map-dark": ("#/fleet/chat-70b-03", 64, (1440, 820), "dark"),
     "traffic": ("#/traffic", 12, (1320, 860), "light"),
     "request-dark": ("#/requests", 12, (1320, 860), "dark"),
+    "rollouts": ("#/rollouts", 12, (1320, 880), "light"),
     "alerts": ("#/alerts", 12, (1320, 880), "light"),
     "costs": ("#/costs", 12, (1320, 820), "light"),
     "phone": ("#/traffic", 12, (390, 844), "light"),
@@ -36,13 +38,17 @@ def report() -> Path:
 
 
 def main() -> None:
-    """Take all of them."""
+    """Take those that are named, or all of them."""
+    names = sys.argv[1:] or list(PICTURES)
     target = ROOT / "docs" / "console"
     target.mkdir(exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for name, (place, workers, (width, height), scheme) in PICTURES.items():
+        for name in names:
+            place, workers, (width, height), scheme = PICTURES[name]
             server = Replay(num_workers=workers, streams=40 * workers)
+            if name == "rollouts":
+                server.fleet.models += VERSIONS
             page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
             page.goto(f"{server.url}/console{place}")
             page.wait_for_timeout(2500)

@@ -21,13 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MODEL, KEY = "penstock-demo-mini", "sk-counting-the-house"
 COLUMNS_MAX, FUNCTION_LINES_MAX = 110, 70
 IDLE_S, SETTLED_S, PATIENCE_S = 12.0, 1.5, 120.0
+NUM_REQUESTS = 3
+"""A function that did not run for each of them belongs to a beat, not to a request."""
 NUM_STREAMS = 16
 """Streams that are open at once while objects are counted."""
 CHECKED = ("penstock", "tests", "bench", "training")
@@ -70,7 +72,7 @@ ROWS = {
 
 
 def count_sources(root: Path) -> dict[str, object]:
-    """What can be counted by reading: modules, lines, names, widths."""
+    """The figures that can be counted by reading: modules, lines, names, widths."""
     package = sorted((root / "penstock").rglob("*.py"))
     native = [path for path in (root / "penstock").rglob("*") if path.suffix in NATIVE]
     names: collections.Counter[str] = collections.Counter()
@@ -122,16 +124,18 @@ def trace_request(root: Path) -> dict[str, object]:
             server.chat(max_tokens=16)  # The first requests load what is loaded late.
             server.chat(max_tokens=16)
             server.window("idle", SETTLED_S)
-            idle = server.window("request", IDLE_S)
-            server.chat(max_tokens=16)
-            request = server.window("streams", SETTLED_S)
+            idle = server.window("request-0", IDLE_S)
+            requests: list[dict[str, Mapping[str, object]]] = []
+            for i in range(NUM_REQUESTS):
+                server.chat(max_tokens=16)
+                requests.append(server.window(f"request-{i + 1}", SETTLED_S))
             streams = [server.open_stream() for _ in range(NUM_STREAMS)]
             held = server.window("end", 0)
             for stream in streams:
                 assert b"[DONE]" in stream.read(), "a stream ended before its objects were counted"
         finally:
             server.stop()
-    return {**_ways(idle, request), **_objects(idle, held)}
+    return {**_ways(idle, requests), **_objects(requests[-1], held)}
 
 
 class Served:
@@ -166,7 +170,7 @@ class Served:
         """Begin one streamed chat request and return after its first bytes."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
         body = {"model": MODEL, "stream": True, "messages": [{"role": "user", "content": "Count."}]}
-        body |= {"max_tokens": 200, "ignore_eos": True, "temperature": 0, **fields}
+        body |= {"max_tokens": 800, "ignore_eos": True, "temperature": 0, **fields}
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
@@ -204,12 +208,18 @@ class Served:
 
 
 def _ways(
-    idle: Mapping[str, Mapping[str, object]], request: Mapping[str, Mapping[str, object]]
+    idle: Mapping[str, Mapping[str, object]], requests: Sequence[Mapping[str, Mapping[str, object]]]
 ) -> dict[str, object]:
-    """Per process the files with a function that ran during the request and not while idle."""
+    """Per process the files with a function that ran during each request and not while idle."""
     files = {
-        role: sorted({each[0] for each in _functions(request[role]) - _functions(idle[role])})
-        for role in request
+        role: sorted(
+            {
+                each[0]
+                for each in set.intersection(*(_functions(request[role]) for request in requests))
+                - _functions(idle[role])
+            }
+        )
+        for role in idle
     }
     return {
         "files_on_a_requests_way": len(set().union(*files.values())),

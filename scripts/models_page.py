@@ -45,7 +45,7 @@ def table() -> str:
 
 
 def gguf_name(family: str) -> str:
-    """What llama.cpp calls it: those that differ from Llama in nothing that it computes have one name."""
+    """llama.cpp's name of it: those that differ from Llama in nothing that it computes have one name."""
     if family == "MistralForCausalLM":
         return "llama"
     text = family.replace("ConditionalGeneration", "CausalLM").replace("Mistral3For", "MistralFor")

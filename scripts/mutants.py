@@ -63,13 +63,13 @@ class Candidate:
 
     @property
     def module(self) -> str:
-        """What is imported."""
+        """The imported module."""
         return module_of(self.path)
 
 
 @dataclass
 class Row:
-    """What became of a mutant, as it is written down."""
+    """The result of a mutant, as it is written down."""
 
     name: str
     where: str
@@ -249,7 +249,7 @@ def pytest(files: list[str], limit_s: float, mutant: Candidate | None = None) ->
 
 @dataclass
 class Result:
-    """What is written down."""
+    """The written result."""
 
     seed: int
     mutants: dict[str, Row] = field(default_factory=dict[str, Row])

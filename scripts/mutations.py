@@ -98,7 +98,7 @@ def _named(tree: ast.Module) -> Iterator[tuple[Mutation, _Site]]:
 
 
 def _sites(parent: ast.AST, function: str) -> Iterator[_Site]:
-    """What can be changed below a node."""
+    """The changes that are possible below a node."""
     for field, value in ast.iter_fields(parent):
         if field in SKIPPED_FIELDS or (isinstance(parent, ast.ClassDef) and field == "keywords"):
             continue
@@ -113,7 +113,7 @@ def _sites(parent: ast.AST, function: str) -> Iterator[_Site]:
             line = getattr(node, "lineno", 0)
             for kind, new in (*_of_place(parent, field, node), *_of_node(node)):
                 yield _Site(kind, inside, line, node, new, parent, field, index)
-            if not isinstance(node, ast.Raise):  # What is inside makes the error's text.
+            if not isinstance(node, ast.Raise):  # The expression inside makes the error's text.
                 yield from _sites(node, inside)
 
 

@@ -2,7 +2,7 @@
 `penstock serve` a question there.
 
 The directory is empty and no compiler is on the path. Says how long each part took; 0 if the answer was
-right. Whatever pip uses on this machine (indexes, mirrors, constraints) counts here as well.
+right. The settings of pip on this machine (indexes, mirrors, constraints) count here as well.
 """
 
 import os

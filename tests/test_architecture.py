@@ -22,7 +22,8 @@ ALLOWED = {
     "rng": "",
     "types": "",
     "errors": "",
-    "config": "types errors",
+    "weight_cache": "errors",
+    "config": "weight_cache types errors",
     "kv": "types errors",
     "models": "errors config",
     "schedule": "kv clock types errors config",
@@ -65,12 +66,13 @@ ROOMS = {
     },
     "gateway": {
         "http": "",
+        "ensembles": "",
         "shared": "",
         "models": "",
         "identity": "http",
         "relay": "http",
         "dispatch": "relay models shared http",
-        "api": "dispatch relay identity models shared http",
+        "api": "ensembles dispatch relay identity models shared http",
         "cells": "api dispatch relay models http",
         ".": "cells api dispatch relay identity models shared http",
     },
@@ -151,7 +153,7 @@ def test_the_page_draws_these_arrows() -> None:
     `->`.
     """
     floors = PAGE.read_text().partition("## Five floors")[2].partition("ground")[0]
-    ground = {"clock", "gc_tuning", "rng", "types", "errors", "config"}
+    ground = {"clock", "gc_tuning", "rng", "types", "errors", "config", "weight_cache"}
     drawn = dict(re.findall(r"^ {4}(?:\w+ +| {8})(\w+) {2,}\S.*?(?: {2,}-> (.*))?$", floors, re.MULTILINE))
     page = {package: set(arrows.split()) for package, arrows in drawn.items() if package not in EDGE}
     assert page == {

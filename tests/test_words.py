@@ -3,7 +3,7 @@
 import io
 import re
 import tokenize
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from penstock.config.load import RETIRED as RETIRED_SETTINGS
@@ -168,3 +168,68 @@ def test_pages_name_no_setting_that_is_gone() -> None:
         if key in gone
     ]
     assert not found, "\n".join(found)
+
+
+NOUNLESS = re.compile(
+    r"(?:\A|(?<=[.?!]\s)|(?<=[:;]\s))(?:What|Who|Whom|Whose|Whoever|Whomever|Whatever)\b[^.?!]*(?:[.?!]|\Z)"
+)
+HEADING = re.compile(r"\s*(?:#|\*\*|\| *What)")
+"""Headings may be such clauses ("What it costs"), also those in bold and those of tables."""
+NOUNLESS_MAX = 20
+"""A few get through while several people write at once; the next one who passes mends them."""
+
+
+def nounless(text: str) -> list[str]:
+    """Sentences that begin with What or Who in place of a noun, which is no English for a description:
+    "What a request used" is "Usage of a request". Questions may.
+    """
+    found = [match[0] for match in NOUNLESS.finditer(" ".join(text.split()))]
+    return [sentence for sentence in found if not sentence.endswith("?")]
+
+
+def prose(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every string and of every run of whole-line comments; comments behind code too."""
+    run: list[str] = []
+    begin = last = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            alone = not token.line[: token.start[1]].strip()
+            if not (run and alone and token.start[0] == last + 1):
+                if run:
+                    yield begin, " ".join(run)
+                run, begin = [], token.start[0]
+            run.append(token.string.lstrip("#: "))
+            last = token.start[0] if alone else 0
+        elif token.type == tokenize.STRING:
+            yield (
+                token.start[0],
+                re.sub(r"""\A[a-zA-Z]*(['"]{3}|['"])\\?|(['"]{3}|['"])\Z""", "", token.string),
+            )
+    if run:
+        yield begin, " ".join(run)
+
+
+def test_sentences_name_their_subject() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {sentence}"
+        for path in sorted((ROOT / "penstock").rglob("*.py"))
+        for line, text in prose(path.read_text())
+        for sentence in nounless(text)
+    ]
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]:
+        for paragraph in re.split(r"\n\s*\n|\n(?=[-*|#] ?)", page.read_text()):
+            if not HEADING.match(paragraph):
+                found += [f"{page.relative_to(ROOT)}: {each}" for each in nounless(paragraph.lstrip("-*| "))]
+    assert len(found) <= NOUNLESS_MAX, "\n".join(found)
+
+
+def test_questions_may_begin_so() -> None:
+    source = (
+        'def used():\n    """Answers. What a request used.\n\n    Why? Who asks?"""\n'
+        "    # It counts. Who\n    # asks pays.\n"
+    )
+    assert [sentence for _, text in prose(source) for sentence in nounless(text)] == [
+        "What a request used.",
+        "Who asks pays.",
+    ]
+    assert nounless("It says what it used, and who asked.") == []

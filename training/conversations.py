@@ -31,7 +31,7 @@ LONG_SHARE = 0.004
 
 @dataclass(frozen=True)
 class Conversation:
-    """What one training document holds."""
+    """The content of one training document."""
 
     messages: tuple[Message, ...]
     system: str

@@ -55,7 +55,7 @@ def score_table(scores: dict[str, Any]) -> str:
 
 
 def facts_table(facts: dict[str, Any]) -> str:
-    """What training took."""
+    """The facts of the training."""
     lines = [
         "| model | parameters | tokens | steps | wall time | CPU time | tokens/s |",
         "|---|---|---|---|---|---|---|",
@@ -79,7 +79,7 @@ def samples_text(scores: dict[str, Any]) -> str:
 
 
 def quantized_table(models: dict[str, Any]) -> str:
-    """What rounding costs: points lost by task, with their 95 % intervals, and how large the files are."""
+    """The cost of rounding: points lost by task, with their 95 % intervals, and how large the files are."""
     blocks: list[str] = []
     for name, found in models.items():
         dense, prompts = found["bf16"], found["prompts"]

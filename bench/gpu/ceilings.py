@@ -1,4 +1,4 @@
-"""What the device can do at all: a large copy and a large matrix product.
+"""The limits of the device: a large copy and a large matrix product.
 
 Everything else is compared with these.
 """

@@ -1,4 +1,6 @@
-"""What the sections share: the device, timing on it, model shapes, and figures that are on disk at once."""
+"""The shared parts of the sections: the device, timing on it, model shapes, and figures that are on disk at
+once.
+"""
 
 import json
 import statistics

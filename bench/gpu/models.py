@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20)
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """The measured sizes."""
 
     batches: tuple[int, ...]
     context: int

@@ -1,4 +1,4 @@
-"""What a client feels: `penstock serve` on the device and `penstock bench` over HTTP, as real processes.
+"""The client's view: `penstock serve` on the device and `penstock bench` over HTTP, as real processes.
 
 Shapes with random weights give speed; the trained demo model gives answers, which are held against the CPU's.
 """

@@ -43,7 +43,7 @@ class Case:
     """Places in the tables, tokens in the cache and new tokens, of each row."""
 
     def begin(self, ops: Ops) -> None:
-        """What comes before a step's layers, on the host and on the device."""
+        """The work before a step's layers, on the host and on the device."""
         ops.plan(*self.host, self.step.state)
         ops.prepare(self.step, self.slots_per_block)
 

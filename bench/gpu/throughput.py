@@ -30,7 +30,7 @@ def run(bench: Bench, report: Report) -> None:
     random = stream(0, "throughput")
     vocab_size = built.runner.info.vocab_size
     asked = [(random.randint(shortest, longest), random.randint(shortest, longest)) for _ in range(count)]
-    serve(core, [(8, 4)] * min(count, 8), vocab_size)  # What is compiled or captured at first use.
+    serve(core, [(8, 4)] * min(count, 8), vocab_size)  # Code that is compiled or captured at first use.
     start_ns = CLOCK.now_ns()
     tokens, steps = serve(core, asked, vocab_size)
     seconds = (CLOCK.now_ns() - start_ns) / 1e9

@@ -1,4 +1,4 @@
-"""What is compared: each engine in each of its precisions, and how its server is started with its best
+"""The compared variants: each engine in each of its precisions, and how its server is started with its best
 settings.
 """
 
@@ -65,7 +65,7 @@ class Launch:
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     files: dict[Path, str] = field(default_factory=dict)
-    """What must be on disk before, and its text."""
+    """The files that must be on disk before, and their text."""
 
 
 def missing(variant: Variant) -> str:

@@ -8,7 +8,7 @@ SIXTEEN_BITS = ("vllm bf16", "llama.cpp bf16", "llama.cpp f16")
 VLLM = ("vllm bf16",)
 FOUR_BITS = ("llama.cpp q4_0",)
 HOST_TIME_MS = {64: 0.4, 256: 0.8}
-"""What the scheduler may take of a step, by rows that decode."""
+"""The scheduler's part of a step, by rows that decode."""
 
 
 def goals() -> list[Goal]:

@@ -27,7 +27,7 @@ LONG_WORDS = 1000
 PREFIX_REPEATS = 3
 STREAMS = 8
 QUIET_TOKENS = 24
-"""What each stream receives before the long prompt is sent: the measure of undisturbed gaps."""
+"""The tokens that each stream receives before the long prompt is sent: the measure of undisturbed gaps."""
 STREAM_TOKENS_MAX = 1500
 TOGETHER_NS = NS_PER_MS // 2
 """Pieces closer than this came from one step, or waited together: between them there is no gap to speak
@@ -39,7 +39,7 @@ PROBE_WORDS = (8, 72)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one server is asked to do."""
+    """The work of one server."""
 
     seed: int
     levels: tuple[int, ...]

@@ -73,7 +73,7 @@ def footprint_table(runs: list[Run], model: str) -> Table:
 
 
 def goal_table(verdicts: Iterable[Verdict]) -> Table:
-    """What was asked for and what was measured."""
+    """The goals and the measurements."""
     table = _titled("Goals")
     for name in ("model", "figure", "ours", "against"):
         table.add_column(name)

@@ -1,7 +1,7 @@
 """A worker's own time for one request at a time, asked without a gateway: python bench/relay/direct.py SOCKET
 REQUESTS TOKENS.
 
-Prints JSON: the median from the submission to the finish in microseconds. What a gateway adds is measured
+Prints JSON: the median from the submission to the finish in microseconds. The gateway's addition is measured
 against it.
 """
 

@@ -80,7 +80,7 @@ class Uncounted:
 
 
 def features_off(names: str) -> frozenset[str]:
-    """What "all" (nothing), "bare" (all of it) or names joined by "+" switch off."""
+    """The features that "all" (nothing), "bare" (all of it) or names joined by "+" switch off."""
     off = frozenset(FEATURES) if names == "bare" else frozenset(names.split("+")) - {"all"}
     if unknown := off - frozenset(FEATURES):
         sys.exit(f"no such feature: {', '.join(sorted(unknown))}; there are {', '.join(FEATURES)}")

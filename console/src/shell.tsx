@@ -10,6 +10,7 @@ import { duration } from "./format";
 import { Playground } from "./playground";
 import { Reports } from "./reports";
 import { Requests } from "./requests";
+import { Rollouts } from "./rollouts";
 import { href, place } from "./route";
 import { type Role, hello, link, linkProblem, role, server, signIn, signOut } from "./store";
 import { Tenants } from "./tenants";
@@ -22,10 +23,14 @@ const PAGES: { id: string; name: string; page: () => JSX.Element; for: Role[] }[
   { id: "requests", name: "Requests", page: Requests, for: ["admin", "tenant"] },
   { id: "playground", name: "Playground", page: Playground, for: ["admin", "viewer", "tenant"] },
   { id: "tenants", name: "Tenants", page: Tenants, for: ["admin", "tenant"] },
+  { id: "rollouts", name: "Rollouts", page: Rollouts, for: ["admin"] },
   { id: "costs", name: "Costs", page: Costs, for: ["admin"] },
   { id: "alerts", name: "Alerts", page: Alerts, for: ["admin"] },
   { id: "reports", name: "Reports", page: Reports, for: ["admin", "viewer", "tenant"] },
 ];
+
+/** On a phone there is place for so many; the others are behind "More". */
+const PHONE_PAGES = ["fleet", "traffic", "requests", "playground", "alerts"];
 
 const LINKS = { connecting: "Connecting", live: "Live", lost: "Reconnecting", denied: "Signed out" };
 
@@ -148,8 +153,10 @@ function Denied(): JSX.Element {
 
 export function Shell(): JSX.Element {
   const first = useRef(true);
+  const open = useSignal(false);
   const { page } = place.value;
   useEffect(() => {
+    open.value = false;
     if (first.current) first.current = false;
     else document.getElementById("main")?.focus({ preventScroll: true });
     scrollTo(0, 0);
@@ -158,6 +165,7 @@ export function Shell(): JSX.Element {
   const mine = PAGES.filter((each) => !role.value || each.for.includes(role.value));
   const shown = mine.find((each) => each.id === page) ?? mine[0]!;
   const Shown = shown.page;
+  const isMore = (id: string): boolean => mine.length > PHONE_PAGES.length + 1 && !PHONE_PAGES.includes(id);
   return (
     <div class="frame">
       <a class="skip" href="#main" onClick={(event) => { event.preventDefault(); document.getElementById("main")?.focus(); }}>
@@ -165,13 +173,19 @@ export function Shell(): JSX.Element {
       </a>
       <div class="rail">
         <Brand />
-        <nav aria-label="Console">
+        <nav aria-label="Console" class={open.value ? "open" : undefined}>
           {mine.map((each) => (
-            <a key={each.id} href={href(each.id)} aria-current={each === shown ? "page" : undefined}>
+            <a key={each.id} class={isMore(each.id) ? "more" : undefined} href={href(each.id)} aria-current={each === shown ? "page" : undefined}>
               <Icon name={each.id} />
               <span>{each.name}</span>
             </a>
           ))}
+          {mine.some((each) => isMore(each.id)) && (
+            <button type="button" class={isMore(shown.id) ? "within" : undefined} aria-expanded={open.value} onClick={() => (open.value = !open.value)}>
+              <Icon name="more" />
+              <span>{isMore(shown.id) && !open.value ? shown.name : "More"}</span>
+            </button>
+          )}
         </nav>
         <Session />
       </div>

@@ -62,7 +62,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_chat: bool = False
     """`body` is a conversation; else a plain completion."""
     constraint: Constraint = NO_CONSTRAINT
-    """What the text must look like: for workers that say they can (`ModelInfo.capabilities`)."""
+    """The form that the text must have: for workers that say they can (`ModelInfo.capabilities`)."""
     inputs: tuple[int, ...] = ()
     """No text is wanted, but a vector of each of the texts of so many tokens that the prompt consists of:
     for workers that say they can (`ModelInfo.pooling`)."""
@@ -71,7 +71,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace_headers: tuple[tuple[str, str], ...] = ()
     """W3C's `traceparent` and `tracestate` of this attempt, if the request is traced."""
     guest: Guest | None = None
-    """What a peer cell is told of it."""
+    """For peer cells: the facts of its request."""
 
     @property
     def may_move(self) -> bool:
@@ -169,7 +169,7 @@ class Generation(Protocol):
 
     @property
     def usage(self) -> Usage | None:
-        """What the worker has told so far of what the stream used; None if it has told nothing."""
+        """The worker's latest report of what the stream used; None if it has told nothing."""
         ...
 
     def abort(self) -> None:
@@ -184,8 +184,8 @@ class Generation(Protocol):
 
         Idempotent; safe after the end.
 
-        What was read before still goes to the sink. False: this stream cannot be held, for it shares its
-        connection.
+        Output that was read before still goes to the sink. False: this stream cannot be held, for it shares
+        its connection.
         """
         ...
 
@@ -206,7 +206,7 @@ class Phase(enum.StrEnum):
     SUSPECT = "suspect"  # Connected, but silent: its streams may continue, it gets no new ones.
     LOST = "lost"  # It answered once, and cannot be reached now. Every stream was broken off.
     REFUSED = "refused"  # It answers, and is not what it should be; `stage` says why.
-    DRAINING = "draining"  # What it has may end; it takes nothing new.
+    DRAINING = "draining"  # Requests that it has may end; it takes nothing new.
     DOWN = "down"  # Final: it was stopped, or will not be restarted.
 
 
@@ -216,7 +216,7 @@ class Adapters(NamedTuple):
     served: frozenset[str] = frozenset()
     """It takes requests for them."""
     loaded: frozenset[str] = frozenset()
-    """Of those, the ones that it used last, as many as it keeps at hand: a request for another one has to
+    """Of those, the ones that it used last, as many as it keeps in memory: a request for another one has to
     wait for its load."""
     digests: Mapping[str, str] = MappingProxyType({})
     """Of those that it has told: which adapter it means by the name."""
@@ -227,7 +227,7 @@ class Adapters(NamedTuple):
     room: int = 0
     """How many can be loaded at once; 0: not known."""
     load_ns: int = 0
-    """What a load takes; 0: not known."""
+    """Time that a load takes; 0: not known."""
 
     def check(self, name: str, digest: str) -> None:
         """Whether a request for this adapter can be sent there; `digest` "" takes any.
@@ -245,7 +245,7 @@ NO_ADAPTERS = Adapters()
 
 
 def adapters_told(told: WorkerAdapters) -> Adapters:
-    """What a worker of ours has said of them."""
+    """Adapters as a worker of ours reported them."""
     sound = [each for each in told.adapters if not each.error]
     return Adapters(
         served=frozenset(each.name for each in sound),
@@ -271,7 +271,7 @@ class Note:
 
 @dataclass(slots=True)
 class BackendStatus:
-    """What is known of a worker now.
+    """The facts that are known of a worker now.
 
     Only its backend writes to it, and calls `Backend.on_change` afterwards.
     """
@@ -280,10 +280,11 @@ class BackendStatus:
     info: ModelInfo | None = None
     stats: Stats | None = None
     asleep: Asleep | None = None
-    """What it said when it fell asleep, until it is ready again."""
+    """Its report when it fell asleep, until it is ready again."""
     adapters: Adapters = NO_ADAPTERS
     static_capabilities: frozenset[str] | None = None
-    """What it can do beyond plain text, where that is known before it answers; None: its `info` says so."""
+    """Its capabilities beyond plain text, where they are known before it answers; None: its `info` says
+    so."""
     stage: str = "starting"
     """In words, for people: what it is doing, or why it is not ready."""
     done: int = 0
@@ -292,15 +293,15 @@ class BackendStatus:
     resumes: bool = True
     """It can continue a stream that another worker began."""
     faults: dict[str, FaultCount] = field(default_factory=dict[str, FaultCount])
-    """What was wrong with its machine or its memory, by kind: `protocol.worker.Fault`, and `weights`
-    that have changed."""
+    """Faults of its machine or its memory, by kind: `protocol.worker.Fault`, and `weights` that have
+    changed."""
     is_given_up: bool = False
     """Another process of this server launched it, and will not start it again."""
     notes: list[Note] = field(default_factory=list[Note])
 
     @property
     def capabilities(self) -> frozenset[str] | None:
-        """What it can do beyond plain text; None: it has not said yet."""
+        """Its capabilities beyond plain text; None: it has not said yet."""
         if self.static_capabilities is not None or self.info is None:
             return self.static_capabilities
         return self.info.capabilities
@@ -351,7 +352,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class LoadsAdapters(Protocol):
-    """A backend whose worker loads adapters while it runs. What came of it is in `BackendStatus.adapters`."""
+    """A backend whose worker loads adapters while it runs. The result is in `BackendStatus.adapters`."""
 
     @property
     def takes_adapters(self) -> bool:

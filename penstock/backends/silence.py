@@ -18,7 +18,7 @@ from penstock.clock import NS_PER_S
 
 
 class Beat(enum.Enum):
-    """What to do after a beat."""
+    """The next action after a beat."""
 
     NOTHING = "nothing"
     ASK = "ask"
@@ -99,25 +99,23 @@ class Gaps:
         self._faded_ns = 0
         """Up to when the longest gap has faded."""
 
-    def saw(self, now_ns: int, gap_ns: int, num_events: int = 1) -> None:
-        """So much time passed between two events of a stream, of which the second came now, with others
-        behind it.
+    def after(self, now_ns: int, gap_ns: int, num_events: int, most_ns: int) -> int:
+        """Of a stream, `num_events` came so long after the one before them: how long it may be silent now; at
+        most as the configuration says.
         """
         self._num += num_events
-        self._fade(now_ns)
-        self._longest_ns = max(gap_ns, self._longest_ns)
+        if now_ns - self._faded_ns >= NS_PER_S:
+            self._fade(now_ns)
+        self._longest_ns = max(self._longest_ns, gap_ns)
+        if self._num < _EVENTS_MIN:
+            return most_ns
+        bound_ns = FACTOR * self._longest_ns
+        return most_ns if bound_ns > most_ns else bound_ns if bound_ns > MIN_NS else min(MIN_NS, most_ns)
 
     def timed_out(self, now_ns: int, silent_ns: int) -> None:
         """A stream was given up after so much silence. Several that end together count as one."""
         self._fade(now_ns)
         self._longest_ns = max(self._longest_ns, 2 * silent_ns // FACTOR)
-
-    def bound_ns(self, now_ns: int, most_ns: int) -> int:
-        """How long a stream may be silent; at most as the configuration says."""
-        if self._num < _EVENTS_MIN:
-            return most_ns
-        self._fade(now_ns)
-        return min(most_ns, max(MIN_NS, FACTOR * self._longest_ns))
 
     def _fade(self, now_ns: int) -> None:
         if (elapsed_ns := now_ns - self._faded_ns) >= NS_PER_S:

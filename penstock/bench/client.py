@@ -103,7 +103,7 @@ class ApiResponse:
     status: int
     body: bytes
     retry_after_s: float = 0.0
-    """What a refusal says of when to come back; 0: it does not say, or not in seconds."""
+    """A refusal's time to come back; 0: it does not say, or not in seconds."""
 
 
 class _Answer:

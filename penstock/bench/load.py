@@ -37,7 +37,7 @@ SAMPLES_MAX = 1_000_000
 
 @dataclass(slots=True, frozen=True)
 class Distribution:
-    """What is reported of a set of samples; the unit is that of the samples. All zero if there are none."""
+    """Figures of a set of samples; the unit is that of the samples. All zero if there are none."""
 
     count: int
     mean: float
@@ -107,7 +107,7 @@ class LoadTally:
 
     seed: int
     promise: Promise = NO_PROMISE
-    """What a good request keeps."""
+    """The promise that a good request keeps."""
     sent: int = 0
     in_flight: int = 0
     ok: int = 0
@@ -240,7 +240,7 @@ class Stopwatch:
 
 
 REFUSED_PAUSE_S = 0.1
-"""What a closed-loop caller waits after a failure, so that instant refusals do not become a spin."""
+"""A closed-loop caller's pause after a failure, so that instant refusals do not become a spin."""
 
 
 class ProbeRefused(PenstockError):
@@ -249,7 +249,7 @@ class ProbeRefused(PenstockError):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestShape:
-    """What every request of a run has in common."""
+    """The shape that every request of a run has in common."""
 
     model: str
     output_tokens: int

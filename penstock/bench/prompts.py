@@ -1,8 +1,8 @@
 """Prompts for a load run: made from a seed, or read from a file.
 
 Made prompts are sentences of common words. Each starts with its own number, so no two share a prefix and
-a prefix cache cannot help, unless `shared_tokens` asks for a common beginning. Nobody knows the
-server's tokenizer here: lengths are set in words, and one probe request tells how many tokens a word takes.
+a prefix cache cannot help, unless `shared_tokens` asks for a common beginning. The server's tokenizer is not
+known here: lengths are set in words, and one probe request tells how many tokens a word takes.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ _decode_row = msgspec.json.Decoder(DatasetRow).decode
 
 @dataclass(slots=True, frozen=True)
 class Prompt:
-    """What one request sends. `max_tokens` is None where the run's own setting counts."""
+    """The content of one request. `max_tokens` is None where the run's own setting counts."""
 
     messages: tuple[dict[str, object], ...]
     max_tokens: int | None = None
@@ -76,7 +76,7 @@ class PromptPlan:
     shared_tokens: int
     tokens_per_word: float
     overhead_tokens: float
-    """What the chat template adds."""
+    """The tokens that the chat template adds."""
 
 
 def made(plan: PromptPlan) -> Iterator[Prompt]:

@@ -1,4 +1,4 @@
-"""What a run reports: a JSON document (`docs/bench.md` describes it) and a table for people.
+"""The report of a run: a JSON document (`docs/bench.md` describes it) and a table for people.
 
 Latencies are milliseconds. Every field of `Report` is part of the schema `penstock.bench/1`;
 fields may be added, never changed in meaning.
@@ -74,7 +74,7 @@ SCHEMA = "penstock.bench/1"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for."""
+    """The settings of the run."""
 
     seed: int
     prompt_tokens: int
@@ -84,7 +84,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool
     dataset: str | None = None
     ttft_promise_ms: float = 0.0
-    """What a good request keeps; 0: no bound."""
+    """The promise that a good request keeps; 0: no bound."""
     tpot_promise_ms: float = 0.0
 
 
@@ -210,7 +210,7 @@ def throughput_table(report: Report) -> Table:
 
 
 def goodput_heading(asked: Settings) -> str:
-    """What the table of goodput counts."""
+    """The heading over the table of goodput."""
     bounds = [
         f"{name} within {limit:g} ms"
         for name, limit in (("TTFT", asked.ttft_promise_ms), ("TPOT", asked.tpot_promise_ms))

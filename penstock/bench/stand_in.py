@@ -39,7 +39,7 @@ class Script:
     refuse_first: int = 0
     """Refuse only so many of them; 0: all."""
     retry_after_s: int = 0
-    """What refusals say of when to come back; 0: nothing."""
+    """The time to come back that refusals name; 0: nothing."""
     cut_after: int | None = None
     """Close the connection after this many tokens."""
     error_after: int | None = None

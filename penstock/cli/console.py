@@ -1,4 +1,5 @@
-"""What is printed and where: answers and tables on standard output, everything else on standard error.
+"""The console: where output is printed: answers and tables on standard output, everything else on standard
+error.
 
 Colours only on a terminal, and none with NO_COLOR (rich sees to both).
 
@@ -8,13 +9,12 @@ do, each row stacks.
 rich's own tables shorten cells instead, and a date or a number of which the end is missing is a wrong one.
 """
 
-import io
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, cast
+from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -23,7 +23,7 @@ from rich.text import Text
 from penstock.errors import ConfigError
 
 PIPE_COLUMNS = 120
-"""Width of tables when nobody's terminal says otherwise."""
+"""Width of tables where no terminal says otherwise."""
 
 
 def out() -> Console:
@@ -47,30 +47,6 @@ _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) n
 def printable(text: str) -> str:
     """`text` without control characters: a model's words must not steer the reader's terminal."""
     return text.translate(_CONTROL)
-
-
-class _CurrentStderr(io.TextIOBase):
-    """Writes to whatever `sys.stderr` is at that moment.
-
-    While a progress bar is shown, rich puts a stand-in there that prints lines above the bar.
-    """
-
-    def write(self, text: str, /) -> int:
-        """See `TextIOBase.write`."""
-        return sys.stderr.write(text)
-
-    def flush(self) -> None:
-        """See `TextIOBase.flush`."""
-        sys.stderr.flush()
-
-    def isatty(self) -> bool:
-        """Whether a person reads along."""
-        return sys.stderr.isatty() and "NO_COLOR" not in os.environ
-
-
-def current_stderr() -> TextIO:
-    """A stream that follows `sys.stderr`."""
-    return cast(TextIO, _CurrentStderr())
 
 
 # Where a command's result goes as a file: nowhere, a path, or `-`, which is standard output.

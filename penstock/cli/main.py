@@ -21,7 +21,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 COMMANDS = (
     "serve", "worker", "chat", "top", "drain", "sleep", "wake", "explain", "alerts", "bench", "doctor",
-    "rollout", "keys", "usage", "simulate", "plan", "quantize", "generate", "completion",
+    "rollout", "keys", "usage", "simulate", "plan", "quantize", "generate", "cache", "completion",
 )  # fmt: skip
 """The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser."""
 

@@ -1,4 +1,4 @@
-"""What every part of the config tree is made of."""
+"""The base class of every part of the config tree."""
 
 from typing import Annotated, TypeVar
 

@@ -24,9 +24,9 @@ class CellConfig(Branch, frozen=True, kw_only=True):
     """"tcp:HOST:PORT": where it listens for its peers. The port belongs on a private network or into a
     tunnel."""
     labels: Labels = ()
-    """What is true of its place ("eu", "hipaa"): tenants and requests may be bound to cells with a label."""
+    """Properties of its place ("eu", "hipaa"): tenants and requests may be bound to cells with a label."""
     egress_price: Annotated[float, Meta(ge=0, le=1_000_000)] = 0.0
-    """What sending it a million tokens costs, in the currency of the price list. Of cells that would answer
+    """The price of sending it a million tokens, in the currency of the price list. Of cells that would answer
     about as soon the cheapest is taken."""
 
     @property
@@ -93,14 +93,14 @@ def cell_problems(cells: CellsConfig) -> Iterator[str]:
 
 
 def label_problems(labels: tuple[str, ...], where: str) -> Iterator[str]:
-    """What is wrong with labels that stand at `where`."""
+    """Problems of labels that stand at `where`."""
     for i, label in enumerate(labels):
         if not LABEL.fullmatch(label):
             yield f"{where}[{i}]: expected 1 to 63 letters, digits and _.-, got {label[:80]!r}"
 
 
 def residency_problems(residency: tuple[str, ...], cells: CellsConfig, where: str) -> Iterator[str]:
-    """What is wrong with labels that a tenant is bound to."""
+    """Problems of labels that a tenant is bound to."""
     yield from label_problems(residency, where)
     if residency and not cells.all:
         yield f"{where}: there are no cells (cells.all), so no place has a label"

@@ -1,5 +1,5 @@
-"""Which directory or GGUF file a model argument means: a built-in demo model, a path, or a hub id; and what
-lies there that holds no model.
+"""Which directory or GGUF file a model argument means: a built-in demo model, a path, a hub id or `s3://`;
+and what lies there that holds no model.
 
 Looks at names, at `config.json` and at the first bytes of a file, never at weights. `models/loadable.py` says
 whether the engine reads the weights of one that passes.
@@ -16,12 +16,15 @@ from msgspec.structs import replace
 
 from penstock.config.tree import ModelConfig
 from penstock.errors import CheckpointError, ConfigError
+from penstock.weight_cache.fetch import fetched_from_hub, fetched_from_s3
+from penstock.weight_cache.source import SourceError
 
 GGUF_MAGIC = b"GGUF"
 JSON_BYTES_MAX = 16 * 1024 * 1024
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 BY_VLLM = "or let a vLLM worker serve it (`workers`, docs/backends.md)"
 GGUF_SUFFIX = ".gguf"
+S3 = "s3://"
 _SPLIT = re.compile(r"-(\d{5})-of-\d{5}$")
 _NAMES_SHOWN = 8
 
@@ -53,7 +56,7 @@ def gguf_in(directory: Path) -> Path | None:
     firsts: list[str] = []
     for name in found:
         part = _SPLIT.search(name[: -len(GGUF_SUFFIX)])
-        # The part of a model that sees lies beside it, under this name.
+        # The vision part of a model is in the same directory, under this name.
         if not name.lower().startswith("mmproj") and (part is None or int(part[1]) == 1):
             firsts.append(name)
     if len(firsts) > 1:
@@ -151,6 +154,7 @@ def plain_name(model: ModelConfig) -> str:
     if model.name:
         return model.name
     path = model.path.split("@")[0] if _HUB_ID.fullmatch(model.path) else model.path
+    path = path.partition("#")[0] if path.lower().startswith(S3) else path
     name = Path(path).name or Path(path).resolve().name
     if name.lower().endswith(GGUF_SUFFIX):
         name = _SPLIT.sub("", name[: -len(GGUF_SUFFIX)]) or name
@@ -158,12 +162,13 @@ def plain_name(model: ModelConfig) -> str:
 
 
 def resolve(path: str) -> Path:
-    """The directory that holds the model, or its GGUF file; fetches it from the hub if it is a hub id.
+    """The directory that holds the model, or its GGUF file; what lies at the hub or in object storage is
+    fetched (weight_cache/).
 
     A demo model's name means the demo model even where a directory has that name; write `./name` for that.
 
     Raises:
-        ConfigError: it is none of those, or the hub cannot give it.
+        ConfigError: it is none of those, or its source cannot give it.
         CheckpointError: the directory holds no model.
     """
     if path in DEMO_MODELS:
@@ -174,6 +179,8 @@ def resolve(path: str) -> Path:
         raise ConfigError(f"{path}: {error}") from error
     if found is not None:
         return found
+    if path.lower().startswith(S3):
+        return _from_s3(path)
     if path.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(path):
         raise ConfigError(_no_such_model(path))
     return _from_hub(path)
@@ -185,7 +192,7 @@ def _here(path: str) -> Path | None:
 
 
 def _demo(name: str) -> Path:
-    """A wheel has the demo models within the package, a checkout beside it."""
+    """A wheel has the demo models within the package, a checkout in its root."""
     for place in _demo_places():
         if (place / name / "config.json").is_file():
             return place / name
@@ -213,36 +220,40 @@ def _no_such_model(path: str) -> str:
 
 
 def _from_hub(hub_id: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    except ImportError:
-        raise ConfigError(
-            f"{hub_id}: no such directory; to fetch models by hub id install `penstock[hub]`"
-        ) from None
     named = _HUB_ID.fullmatch(hub_id)
     assert named is not None
     repo, file, revision = named["repo"], named["file"], named["revision"]
     # Of a file that was split, all parts.
     wanted = _WANTED if file is None else [re.sub(r"-00001-of-(\d{5}\.)", r"-*-of-\1", file)]
     try:
-        directory = Path(snapshot_download(repo, revision=revision, allow_patterns=wanted))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigError(f"{hub_id}: no such directory, and the hub does not give it: {reason}") from error
+        directory = fetched_from_hub(repo, revision, wanted)
+    except SourceError as error:
+        raise ConfigError(f"{hub_id}: no such directory, and the hub does not give it: {error}") from error
     if file is not None:
         if not (directory / file).is_file():
             raise ConfigError(f"{hub_id}: the hub's {repo} has no file {file}")
         return path_of(directory / file)
-    if directory.is_dir() and not (directory / "config.json").is_file():
+    if not (directory / "config.json").is_file():
         if (gguf := gguf_in(directory)) is not None:
             return path_of(gguf)
         raise ConfigError(f"{hub_id}: has no config.json; one of its GGUF files is {repo}/NAME{GGUF_SUFFIX}")
     return directory
 
 
-# What of the models a running server takes from a new configuration: who computes them, their adapters, and
-# nothing else.
+def _from_s3(url: str) -> Path:
+    url, _, fragment = url.partition("#")
+    digest = fragment.removeprefix("digest=")
+    if fragment and (digest == fragment or not digest):
+        raise ConfigError(f"{url}: expected #digest=HEX behind it, got #{fragment[:64]}")
+    try:
+        directory = fetched_from_s3(url, (*_WANTED, f"*{GGUF_SUFFIX}"), digest.lower())
+    except SourceError as error:
+        raise ConfigError(f"{url}: cannot be read: {error}") from error
+    return path_of(directory)
+
+
+# The models' settings that a running server takes from a new configuration: who computes them, their
+# adapters, and nothing else.
 
 MEMBERS = ("replicas", "workers", "discover", "adapters")
 """Fields of a model that say who its workers are, and which adapters they have."""

@@ -8,7 +8,7 @@ from penstock.config.checkpoints import plain_name, served_name
 from penstock.config.fleet import WORKERS_MAX, discover_problems, worker_problems
 from penstock.config.flow import queue_problems, shared_problems
 from penstock.config.ledger import price_problems
-from penstock.config.routing import AUTO, routing_problems
+from penstock.config.routing import AUTO, ensemble_problems, routing_problems
 from penstock.config.tenancy import access_problems, host_problems, tenant_problems
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig
 from penstock.config.web_address import is_address
@@ -35,6 +35,7 @@ def check(config: Config) -> None:
         *_model_problems(config),
         *_fleet_problems(config),
         *routing_problems(config.routing, config.admission, [served_name(model) for model in config.models]),
+        *_ensemble_problems(config),
         *price_problems(config.prices),
         *_trace_problems(config.traces.endpoint),
         *_webhook_problems(config.slo.webhook),
@@ -125,6 +126,12 @@ def _model_problems(config: Config) -> Iterator[str]:
             )
 
 
+def _ensemble_problems(config: Config) -> Iterator[str]:
+    models = {name: None for model in config.models for name in (served_name(model), plain_name(model))}
+    adapters = [name for model in config.models for name in model.adapters]
+    yield from ensemble_problems(config.ensembles, list(models), adapters)
+
+
 def _adapter_problems(config: Config, i: int, model: ModelConfig) -> Iterator[str]:
     for name, path in model.adapters.items():
         key = f"models[{i}].adapters.{name[:64]}"
@@ -149,7 +156,7 @@ _IPC = re.compile(r"ipc://[^\x00]{1,100}")
 
 
 def _kv_event_problems(engine: EngineConfig, key: str, listening: dict[str, str]) -> Iterator[str]:
-    """What is wrong with the ZeroMQ addresses; `listening` says which key has taken an address already."""
+    """Problems of the ZeroMQ addresses; `listening` says which key has taken an address already."""
     events = engine.kv_events
     if not events.endpoint:
         if events.replay_endpoint:
@@ -184,7 +191,7 @@ def _fleet_problems(config: Config) -> Iterator[str]:
         count += model.replicas + len(model.workers)
         has_others = bool(model.workers or model.discover or config.cells.peers)
         if not model.replicas and not has_others:
-            yield f"models[{i}].replicas: 0, and there are no workers: nobody would answer"
+            yield f"models[{i}].replicas: 0, and there are no workers: no worker would answer"
         for j, discover in enumerate(model.discover):
             yield from discover_problems(discover, f"models[{i}].discover[{j}]")
         if model.replicas > 1 and model.engine.kv_events.endpoint:

@@ -1,5 +1,5 @@
-"""An engine's settings as it runs: the section `engine`, what the rest of the configuration means for it, and
-the constants beside it, which only tests and simulations change.
+"""An engine's settings as it runs: the section `engine`, its meaning within the rest of the configuration,
+and the constants that only tests and simulations change.
 """
 
 from typing import Literal, TypeVar
@@ -12,7 +12,7 @@ from penstock.config.tree import Config, EngineConfig
 
 
 class EngineSettings(EngineConfig, frozen=True, kw_only=True):
-    """What a worker is launched with. Every field here is a constant in the product."""
+    """The settings that a worker is launched with. Every field here is a constant in the product."""
 
     overlap: Literal["auto", "on", "off"] = "auto"
     """Plan and launch a step while the one before computes. "auto": on for a GPU, off on the CPU."""
@@ -45,7 +45,7 @@ class EngineSettings(EngineConfig, frozen=True, kw_only=True):
 
     @property
     def configured(self) -> EngineConfig:
-        """What of it stands in the configuration."""
+        """The part of them that stands in the configuration."""
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.__struct_fields__})
 
 

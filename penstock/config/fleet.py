@@ -1,4 +1,4 @@
-"""Who computes a model, how they are reached, and what is done when they fail: `models[].workers` and
+"""The workers of a model, how they are reached, and how their failures are handled: `models[].workers` and
 `models[].discover`, and the sections `fleet`, `backends` and `health`.
 """
 
@@ -19,10 +19,10 @@ WORKERS_MAX = 1024
 
 
 class WorkerTraits(Branch, frozen=True, kw_only=True):
-    """What is said of workers that this server does not launch, at an address or found."""
+    """Traits of workers that this server does not launch, at an address or found."""
 
     engine: Engine
-    """What runs there. "openai": any server or provider with an OpenAI-compatible API."""
+    """The engine that runs there. "openai": any server or provider with an OpenAI-compatible API."""
     served_model: str = ""
     """The model's name over there; empty is the same as here."""
     kind: str = ""
@@ -36,20 +36,20 @@ class WorkerTraits(Branch, frozen=True, kw_only=True):
     """Streams that it runs at once; 0: not known, and it is given 64. It is never given more, gateway
     processes divide them, and with several tenants some stay free for one that arrives (docs/overload.md)."""
     order: Count = 0
-    """Smaller goes first: it is given what those of a smaller order cannot take now, or fail. Workers that
-    are launched here have 0."""
+    """Smaller goes first: it gets the requests that workers of a smaller order cannot take now, or fail.
+    Workers that are launched here have 0."""
     weight: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Its share of starts beside those of the same order, where their weights differ; else they share by
     load and by where prompts are cached."""
     rpm: Count = 0
-    """Requests a minute that each gateway process gives it at most; 0: no limit."""
+    """Requests a minute, of all gateway processes of this server together; 0: no limit."""
     tpm: Count = 0
-    """Tokens a minute, of prompts and answers; 0: no limit."""
+    """Tokens a minute in the same way, of prompts and answers; 0: no limit."""
     priorities: bool = False
     """It takes the request's priority (vLLM, SGLang and TensorRT-LLM, when they were started for it)."""
     lacks: tuple[Capability, ...] = ()
-    """What its engine can do and it cannot: "images" of a model that only reads, say. docs/api.md has the
-    names."""
+    """Capabilities of its engine that this worker does not have: "images" of a model that only reads, say.
+    docs/api.md has the names."""
     kv_events: Port | str = ""
     """ZeroMQ PUB address of its KV events ("tcp://host:port"), for engines that have them, or the port alone
     if the host is the worker's own."""
@@ -58,7 +58,7 @@ class WorkerTraits(Branch, frozen=True, kw_only=True):
 
 
 class WorkerConfig(WorkerTraits, frozen=True, kw_only=True):
-    """One worker that somebody else started."""
+    """One worker that was started elsewhere."""
 
     url: str
     """Where it listens: "http://host:port" or "https://host/path"; our own engine at "unix:/path" or
@@ -104,13 +104,13 @@ class FleetConfig(Branch, frozen=True, kw_only=True):
     ray_address: str = "auto"
     """The cluster: "host:6379", or "auto" for the one of this machine (or of RAY_ADDRESS)."""
     ray_resources: dict[str, Annotated[float, Meta(ge=0)]] = {}  # noqa: RUF012 - msgspec copies it.
-    """What Ray sets aside for one worker, by its own names ("CPU", 1 if not given, and "GPU") and those that
-    the cluster's machines were started with. With `engine.threads` 0 a worker computes on as many threads as
-    it has "CPU"."""
+    """The resources that Ray sets aside for one worker, by Ray's own names ("CPU", 1 if not given, and "GPU")
+    and those that the cluster's machines were started with. With `engine.threads` 0 a worker computes on as
+    many threads as it has "CPU"."""
     memory_bytes: Annotated[int, Meta(ge=0)] = 0
     """Memory that all `replicas` on this machine may take together. A model that does not fit beside the
     others is asleep; a request for it wakes it, and the idle model that was used longest ago sleeps instead.
-    What each takes is planned before it is loaded (docs/sleep.md). 0: no bound, all are loaded."""
+    Each model's memory is planned before it is loaded (docs/sleep.md). 0: no bound, all are loaded."""
     drain_timeout_s: Seconds = 600.0
     """A worker that is taken away while the server runs lets its streams end, up to so long; then they are
     aborted."""
@@ -132,12 +132,12 @@ class BackendsConfig(Branch, frozen=True, kw_only=True):
 
 
 class HealthConfig(Branch, frozen=True, kw_only=True):
-    """What is done about failures, beside what is always done."""
+    """The handling of failures, beside what is always done."""
 
     probe_s: Seconds = 30.0
     """Time between two probes of a worker of our engine: 16 tokens of a fixed prompt, whose log-probabilities
-    must be those of its peers. With that also its speed is held against theirs. Who is wrong or slow gets
-    less, then nothing (docs/failures.md); 0: neither is done."""
+    must be those of its peers. With that also its speed is held against theirs. A worker that is wrong or
+    slow gets less, then nothing (docs/failures.md); 0: neither is done."""
     migrations_max: Count = 3
     """Workers that one stream may lose and still continue behind its last token; 0: a stream ends with its
     worker."""
@@ -159,7 +159,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def discover_problems(discover: DiscoverConfig, key: str) -> Iterator[str]:
-    """What is wrong with a place where workers are looked for, which stands at `key`."""
+    """Problems of a place where workers are looked for, which stands at `key`."""
     kubernetes = discover.kubernetes
     if bool(discover.dns) == (kubernetes is not None):
         yield f"{key}: expected exactly one of dns and kubernetes"
@@ -186,7 +186,7 @@ def discover_problems(discover: DiscoverConfig, key: str) -> Iterator[str]:
 
 
 def worker_problems(worker: WorkerConfig, key: str) -> Iterator[str]:
-    """What is wrong with a worker at an address, which stands at `key`."""
+    """Problems of a worker at an address, which stands at `key`."""
     own = worker.engine == "penstock"
     if own and not _OWN.fullmatch(worker.url):
         yield f"{key}.url: engine penstock listens at unix:/PATH or tcp:HOST:PORT, got {worker.url!r}"

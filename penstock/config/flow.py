@@ -14,7 +14,7 @@ class BandConfig(Branch, frozen=True, kw_only=True):
     """One priority band. All its bounds are per model."""
 
     name: str
-    """What a tier or a tenant names as its `band`."""
+    """The name that a tier or a tenant gives as its `band`."""
     order: Annotated[int, Meta(ge=-1000, le=1000)]
     """Smaller goes first; also the priority that the engine is given. Running streams of bands below 0 are
     never stopped to make room in KV memory."""
@@ -66,8 +66,8 @@ class LimitsConfig(Branch, frozen=True, kw_only=True):
     n_max: Positive = 8
     """Choices of one request."""
     burst_s: Annotated[float, Meta(ge=1, le=86_400)] = 60.0
-    """What a tenant that was idle may spend at once, in seconds of its rate. 60: one minute's worth, as with
-    OpenAI."""
+    """The use that a tenant that was idle may make at once, in seconds of its rate. 60: one minute's worth,
+    as with OpenAI."""
     media_hosts: Annotated[tuple[str, ...], Meta(max_length=256)] = ()
     """Hosts from which workers may fetch images and videos that a message names by their URLs: "a.org",
     "*.a.org", or "*" for every public one. Data URLs need none."""

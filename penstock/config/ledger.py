@@ -12,7 +12,7 @@ Money = Annotated[float, Meta(ge=0, le=1_000_000_000)]
 
 
 class TokenPrices(Branch, frozen=True, kw_only=True):
-    """What tokens cost the caller."""
+    """The price of tokens for the caller."""
 
     input: Money | None = None
     """Per million prompt tokens; null is 0, and in a tier the model's own price."""
@@ -30,7 +30,7 @@ class PriceTier(TokenPrices, frozen=True, kw_only=True):
 
 
 class ModelPrice(TokenPrices, frozen=True, kw_only=True):
-    """What one model costs its callers."""
+    """The prices of one model for its callers."""
 
     model: str
     """The served name; "*" stands for every model that has no entry of its own."""
@@ -41,7 +41,7 @@ class ModelPrice(TokenPrices, frozen=True, kw_only=True):
 
 
 class PricesConfig(Branch, frozen=True, kw_only=True):
-    """What tokens and machines cost. Without entries every request costs 0."""
+    """The prices of tokens and machines. Without entries every request costs 0."""
 
     currency: str = "USD"
     """A label: nothing is converted."""
@@ -84,7 +84,7 @@ MICROS = 1_000_000
 
 
 def price_problems(prices: PricesConfig) -> Iterator[str]:
-    """What contradicts itself in the section `prices`."""
+    """Contradictions in the section `prices`."""
     seen: dict[str, int] = {}
     for i, model in enumerate(prices.models):
         if model.model in seen:

@@ -1,7 +1,8 @@
 """From YAML and the environment to a `Config`, and back to YAML.
 
-What an operator wrote wrong is said with the file, the line or the dotted key, before anything starts. What
-keys and values may be is in `tree.py` alone; settings that contradict each other are for `checks.py`.
+An operator's mistake is reported with the file, the line or the dotted key, before anything starts. The
+keys and values that are allowed are in `tree.py` alone; settings that contradict each other are for
+`checks.py`.
 """
 
 import ast
@@ -25,7 +26,7 @@ from penstock.config.tenancy import key_problem
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
 
-# What is wrong with a key or a value, in an operator's words.
+# Problems of a key or a value, in an operator's words.
 #
 # Works on any struct of the tree through msgspec's view of its types, so `tree.py` stays the only place
 # that says what settings there are.
@@ -123,7 +124,7 @@ class _Checker:
         return clean
 
     def _unknown(self, key: str, value: object, kind: inspect.StructType, path: str) -> str:
-        """Say which key is unknown, and which one was meant: one beside it, or one of another section."""
+        """Say which key is unknown, and which one was meant: one near it, or one of another section."""
         here = list(_paths(kind, "", depth=1))
         if near := difflib.get_close_matches(key, here, n=1):
             below = next(iter(cast(dict[object, object], value)), None) if isinstance(value, dict) else None
@@ -198,7 +199,7 @@ def retired(path: str, value: object, known: Mapping[str, str] = RETIRED) -> Ite
 
 
 def _sentence(path: str, known: Mapping[str, str]) -> str | None:
-    """What became of a key: its own sentence, else its section's."""
+    """The fate of a key: its own sentence, else its section's."""
     plain = re.sub(r"\[\d+\]", "[]", path)
     return known.get(plain) or known.get(f"{plain.rpartition('.')[0]}.*")
 
@@ -339,7 +340,7 @@ def dump_config(config: Config) -> str:
 
 def _branch_lines(branch: Branch, indent: str, notes: Notes) -> Iterator[str]:
     own = type(branch).__annotations__
-    # What a section says itself comes before what it shares with others: a tier's name before its limits.
+    # A section's own keys come before those that it shares with others: a tier's name before its limits.
     for field in sorted(msgspec.structs.fields(branch), key=lambda field: field.name not in own):
         value: object = getattr(branch, field.name)
         shared = (notes.get((kind.__name__, field.name)) for kind in type(branch).__mro__)

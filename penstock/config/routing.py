@@ -1,6 +1,7 @@
 """Which requests are let in, and which model answers: the sections `admission` and `routing`."""
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -8,13 +9,14 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from penstock.config.branch import Branch
+from penstock.types import VERSIONED
 
 Milliseconds = Annotated[float, Meta(ge=0, le=86_400_000)]
 Weight = Annotated[float, Meta(ge=0, le=1)]
 
 
 TTFT_TARGET_MS, TPOT_TARGET_MS = 500.0, 50.0
-"""What is promised to every request, unless the configuration says otherwise."""
+"""The promise to every request, unless the configuration says otherwise."""
 
 
 class TtftTarget(Branch, frozen=True, kw_only=True):
@@ -50,7 +52,7 @@ class AdmissionConfig(Branch, frozen=True, kw_only=True):
 
 
 class ModelRoute(Branch, frozen=True, kw_only=True):
-    """What one model may be replaced by."""
+    """The models that may replace one model."""
 
     model: str
     """Its name, as clients use it."""
@@ -92,6 +94,28 @@ class RoutingConfig(Branch, frozen=True, kw_only=True):
     """`model: "auto"`: the model is chosen by how complex the request looks (docs/routing.md), among these,
     from small to large. Empty: there is no "auto"."""
     placement: PlacementConfig = PlacementConfig()
+
+
+class EnsembleConfig(Branch, frozen=True, kw_only=True):
+    """A model with a step of your own before it, after it, or both, under a name like a model's.
+
+    docs/ensembles.md has an example.
+    """
+
+    name: str
+    """What clients ask for."""
+    model: str
+    """What answers: a model, or an adapter of one."""
+    before: str = ""
+    """`module:function`, called with the request; returns the one that the model gets."""
+    after: str = ""
+    """`module:function`, called with the answer and the request; returns the answer that the client gets."""
+    path: str = ""
+    """The directory with the modules; empty: they are installed."""
+    timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
+    """Each call may take so long; then its process is ended, and the request with 500."""
+    memory_bytes: Annotated[int, Meta(ge=1 << 20)] = 512 << 20
+    """What the steps may take beyond what importing them took."""
 
 
 AUTO = "auto"
@@ -166,6 +190,33 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> Iterator[str]:
         near = difflib.get_close_matches(name, known, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
         yield f"{key}: no model {name!r} here{meant}"
+
+
+_ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def ensemble_problems(
+    ensembles: Sequence[EnsembleConfig], models: Sequence[str], adapters: Sequence[str]
+) -> Iterator[str]:
+    """One line for each thing that is wrong; `models` and `adapters` are the names that there are."""
+    seen: set[str] = {*models, *adapters}
+    for i, ensemble in enumerate(ensembles):
+        key = f"ensembles[{i}]"
+        if not re.fullmatch(r"[^\s\x00-\x1f\x7f]{1,256}", ensemble.name) or VERSIONED.fullmatch(
+            ensemble.name
+        ):
+            wanted = "1 to 256 characters without white space or a version"
+            yield f"{key}.name: expected {wanted}, got {ensemble.name!r}"
+        elif ensemble.name in seen or ensemble.name == AUTO:
+            yield f"{key}.name: {ensemble.name!r} is the name of something else already"
+        seen.add(ensemble.name)
+        if ensemble.model != AUTO:
+            yield from _unknown(f"{key}.model", ensemble.model, [*models, *adapters])
+        if not ensemble.before and not ensemble.after:
+            yield f"{key}.before: neither before nor after is given, so it would be the model itself"
+        for field, entry in (("before", ensemble.before), ("after", ensemble.after)):
+            if entry and not _ENTRY.fullmatch(entry):
+                yield f"{key}.{field}: expected module:function, got {entry[:80]!r}"
 
 
 _PLACEMENT = "a constant of placement now (penstock/policy/terms.py)"

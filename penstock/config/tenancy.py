@@ -25,9 +25,9 @@ class JwtConfig(Branch, frozen=True, kw_only=True):
     """
 
     issuer: str = ""
-    """What a token's `iss` must be, to the letter; also where the provider's description is looked up."""
+    """The required `iss` of a token, to the letter; also where the provider's description is looked up."""
     audience: Annotated[tuple[str, ...], Meta(max_length=16)] = ()
-    """What a token's `aud` must have one of."""
+    """The values of which a token's `aud` must have one."""
     jwks_url: str = ""
     """Where the provider's public keys are; empty asks ISSUER/.well-known/openid-configuration."""
     tenant_claim: str = "sub"
@@ -41,7 +41,7 @@ class JwtConfig(Branch, frozen=True, kw_only=True):
 
 
 class AuthConfig(Branch, frozen=True, kw_only=True):
-    """Who may call."""
+    """Callers and their keys."""
 
     keys: tuple[str, ...] = ()
     """API keys that are accepted, each a tenant of its own without limits. Nothing here, in `keys_file` or in
@@ -63,12 +63,12 @@ class AuthConfig(Branch, frozen=True, kw_only=True):
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What no log line may show."""
+        """Secrets, which no log line may show."""
         return (*self.keys, *self.admin_keys, *self.scrape_keys, self.secret)
 
 
 class PartAllowance(Branch, frozen=True, kw_only=True):
-    """What each key, or each user, inside a tenant may use. A limit of 0 is no limit."""
+    """The use that each key, or each user, inside a tenant may make. A limit of 0 is no limit."""
 
     requests_per_minute: Count = 0
     """Of all models together."""
@@ -79,10 +79,10 @@ class PartAllowance(Branch, frozen=True, kw_only=True):
 
 
 class Allowance(Branch, frozen=True, kw_only=True):
-    """What a tenant may use, said by its tier or for itself. A limit of 0 is no limit.
+    """The use that a tenant may make, set by its tier or for itself. A limit of 0 is no limit.
 
-    What is null for a tenant is its tier's; what is null for a tier is the default: no limit, every model,
-    weight 1, the band `default`, degrade `allow`.
+    A value that is null for a tenant is its tier's; what is null for a tier is the default: no limit, every
+    model, weight 1, the band `default`, degrade `allow`.
     """
 
     requests_per_minute: Count | None = None
@@ -124,17 +124,18 @@ class Allowance(Branch, frozen=True, kw_only=True):
 
 
 class TierConfig(Allowance, frozen=True, kw_only=True):
-    """What the tenants of one tier may use."""
+    """The use that the tenants of one tier may make."""
 
     name: str
-    """What tenants, keys and tokens name."""
+    """The name that tenants, keys and tokens give."""
 
 
 class TenantConfig(Allowance, frozen=True, kw_only=True):
-    """One tenant. What is given here counts instead of its tier's."""
+    """One tenant. A value given here counts instead of its tier's."""
 
     id: str
-    """What keys and tokens name, and what the ledger says. 1 to 128 letters, digits and `_.:@/|+-`."""
+    """The name that keys and tokens give, and that the ledger records. 1 to 128 letters, digits and
+    `_.:@/|+-`."""
     tier: str = ""
     """Empty: no tier, so no limits but those given here."""
 
@@ -178,9 +179,9 @@ DEFAULT_TIERS = (FREE, PRO, INTERACTIVE, ENTERPRISE)
 
 
 ID = re.compile(r"[A-Za-z0-9_.:@/|+-]{1,128}")
-"""What a tenant may be called: it goes into headers, reports and log lines as it is."""
+"""The form of a tenant's name: it goes into headers, reports and log lines as it is."""
 KEY_TENANT = "key-"
-"""Tenants that are made of `auth.keys` begin so; nobody else's name may."""
+"""Tenants that are made of `auth.keys` begin so; no other tenant's name may."""
 SECRET_CHARS_MIN = 16
 """Of keys and secrets: what is shorter is guessed, and is a part of ordinary words, which the log would then
 hide."""
@@ -194,7 +195,7 @@ def names_callers(auth: AuthConfig) -> bool:
 
 
 def access_problems(auth: AuthConfig, host: str) -> Iterator[str]:
-    """What is wrong with who may call, for a server that listens on `host`."""
+    """Problems of the callers' settings, for a server that listens on `host`."""
     if auth.disabled and not is_loopback(host):
         yield f"auth.disabled: refused because server.host {host!r} is reachable from other machines"
     elif not names_callers(auth) and not is_loopback(host):
@@ -229,7 +230,7 @@ def key_problem(key: str) -> str:
 
 
 def host_problems(hosts: Sequence[str]) -> Iterator[str]:
-    """What is wrong with `server.hosts`."""
+    """Problems of `server.hosts`."""
     for i, host in enumerate(hosts):
         if not HOST.fullmatch(host):
             yield (
@@ -241,7 +242,7 @@ def host_problems(hosts: Sequence[str]) -> Iterator[str]:
 def tenant_problems(
     tenants: Sequence[TenantConfig], tiers: Sequence[TierConfig], auth: AuthConfig, bands: Sequence[str]
 ) -> Iterator[str]:
-    """What is wrong with tenants and tiers; `bands` are the queue's."""
+    """Problems of tenants and tiers; `bands` are the queue's."""
     names: dict[str, int] = {}
     for i, tier in enumerate(tiers):
         where = f"tiers[{i}]"
@@ -327,7 +328,7 @@ def _jwt_problems(jwt: JwtConfig) -> Iterator[str]:
 def url_problem(url: str) -> str:
     """Why keys may not be fetched there; empty if they may.
 
-    Over plain HTTP they could be anybody's; on this machine there is nobody in between.
+    Over plain HTTP they could be anybody's; on this machine no network lies in between.
     """
     try:
         parts = urlsplit(url)

@@ -21,7 +21,7 @@ from penstock.config.fleet import (
 )
 from penstock.config.flow import LimitsConfig, QueueConfig, SharedConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
-from penstock.config.routing import AdmissionConfig, RoutingConfig
+from penstock.config.routing import AdmissionConfig, EnsembleConfig, RoutingConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
 
 MODEL_LEN_MIN = 2
@@ -29,7 +29,7 @@ MODEL_LEN_MIN = 2
 
 
 class KVEventsConfig(Branch, frozen=True, kw_only=True):
-    """What the worker tells of its KV blocks, in vLLM's layout.
+    """The KV events that the worker publishes, in vLLM's layout.
 
     Off until there is an endpoint; see docs/engine.md.
     """
@@ -45,7 +45,7 @@ class KVEventsConfig(Branch, frozen=True, kw_only=True):
     topic: str = ""
     """First frame of every message; llm-d wants "kv@<pod>@<model>"."""
     token_ids: Literal["none", "public", "all"] = "public"
-    """Whose token ids the events hold: nobody's, those of the public prefixes, or every tenant's."""
+    """The token ids that the events hold: none, those of the public prefixes, or every tenant's."""
 
 
 Latency = Annotated[float, Meta(ge=0)]
@@ -73,8 +73,9 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     kernels: Literal["auto", "native", "torch"] = "auto"
     """"auto": the native kernels where they were built and can compute the model, else torch."""
     attention: Literal["auto", "triton", "flashinfer"] = "auto"
-    """Who attends on a GPU. "auto": our Triton kernels. "flashinfer": that package's (penstock[flashinfer]),
-    without CUDA graphs; for heads of 64, 128 or 256 in bfloat16. On the CPU only "auto"."""
+    """The attention kernels on a GPU. "auto": our Triton kernels. "flashinfer": that package's
+    (penstock[flashinfer]), without CUDA graphs; for heads of 64, 128 or 256 in bfloat16. On the CPU only
+    "auto"."""
     threads: Annotated[int, Meta(ge=0)] = 0
     """CPU threads for the model; 0 takes every core the process may use."""
     max_model_len: Annotated[int, Meta(ge=0)] = 0
@@ -90,10 +91,10 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     max_running: Positive = 64
     """Requests in one batch at most."""
     scheduling: Scheduling = "fair"
-    """Who starts next. "fair": by class, where waiting makes up for class, and in a class the tenant that was
-    served least; the default, because with one tenant it is "priority" and with several none can crowd out
-    the others. "priority": by class, and waiting makes up for class. "fcfs": strictly by class, then arrival:
-    lower classes may starve."""
+    """The order in which requests start. "fair": by class, where waiting makes up for class, and in a class
+    the tenant that was served least; the default, because with one tenant it is "priority" and with several
+    none can crowd out the others. "priority": by class, and waiting makes up for class. "fcfs": strictly by
+    class, then arrival: lower classes may starve."""
     kv_quota_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the KV cache that one tenant's running requests may hold; 1 is no quota. A tenant over it
     starts nothing new and is preempted first; a request that alone is over it is refused. 0 is automatic: 0.5
@@ -143,14 +144,15 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     """One model that is served."""
 
     path: str
-    """A Hugging Face model directory, a hub id, or the name of a built-in demo model."""
+    """A Hugging Face model directory, a GGUF file, a hub id, `s3://bucket/prefix`, or the name of a built-in
+    demo model (docs/models.md)."""
     name: str = ""
     """The name clients use; empty takes the last part of the path."""
     version: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Several versions of a model have one `name`, and clients name one of them as "name@2"; "name" alone is
     the version that stands first. 0: it has none."""
     public_prefixes: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
-    """Texts (of system prompts, of plain prompts) that are nobody's secret: all tenants share their cached
+    """Texts (of system prompts, of plain prompts) that are no tenant's secret: all tenants share their cached
     KV."""
     tool_format: Literal[
         "auto", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "phi", "functools", "gemma",
@@ -158,7 +160,7 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     ] = "auto"  # fmt: skip
     """How it calls tools; "auto": as its chat template says."""
     reasoning_marks: Annotated[str, Meta(pattern=r"^(auto|none|\S+ \S+)$", max_length=128)] = "auto"
-    """What stands around its reasoning, such as "<think> </think>"; "auto": what its chat template has, if
+    """The marks around its reasoning, such as "<think> </think>"; "auto": what its chat template has, if
     anything; "none": it does not reason."""
     replicas: Replicas = 1
     """Workers of our own engine that are launched for it; 0: none."""
@@ -214,7 +216,7 @@ class ServerConfig(Branch, frozen=True, kw_only=True):
 
 
 class LogConfig(Branch, frozen=True, kw_only=True):
-    """What goes to standard error."""
+    """The lines on standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lines below this level are left out."""
@@ -229,7 +231,7 @@ class TracesConfig(Branch, frozen=True, kw_only=True):
 
     endpoint: str = ""
     """The collector's OTLP/HTTP address for traces, "http://collector:4318/v1/traces"; empty: a caller's
-    `traceparent` goes on to external workers, and nothing is exported."""
+    `traceparent` is passed to external workers, and nothing is exported."""
     share: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Of the traces that begin here so many are exported, beside all of failed and slow requests; a caller
     with a `traceparent` has decided itself."""
@@ -266,11 +268,13 @@ class Config(Branch, frozen=True, kw_only=True):
     tenants: Annotated[tuple[TenantConfig, ...], Meta(max_length=10_000)] = ()
     """Tenants with something of their own; others are known from keys and tokens."""
     tiers: Annotated[tuple[TierConfig, ...], Meta(max_length=64)] = DEFAULT_TIERS
-    """What the tenants of each tier may use; a list of one's own replaces these."""
+    """The allowances of the tenants of each tier; a list of one's own replaces these."""
     auth: AuthConfig = AuthConfig()
     limits: LimitsConfig = LimitsConfig()
     admission: AdmissionConfig = AdmissionConfig()
     routing: RoutingConfig = RoutingConfig()
+    ensembles: Annotated[tuple[EnsembleConfig, ...], Meta(max_length=64)] = ()
+    """Models with steps of your own before and after them."""
     queue: QueueConfig = QueueConfig()
     fleet: FleetConfig = FleetConfig()
     health: HealthConfig = HealthConfig()

@@ -162,7 +162,7 @@ class Adjustments:
             or bool(sampling.bad_words or sampling.allowed_token_ids)
         )
         if not self._active[row]:
-            return  # What the row's last request left behind is not looked at.
+            return  # The values of the row's last request are not read.
         self._repetition[row] = sampling.repetition_penalty
         self._frequency[row] = sampling.frequency_penalty
         self._presence[row] = sampling.presence_penalty

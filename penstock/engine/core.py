@@ -37,7 +37,7 @@ from penstock.types import PLATFORM, FinishReason, RequestId, Usage
 _log = logging.getLogger(__name__)
 
 Outputs = dict[int, list[Output]]
-"""What there is to tell each owner."""
+"""The outputs for each owner."""
 
 HOST_LOADS_MAX = 256
 """KV blocks on their way back from host memory at once; more wait."""
@@ -47,11 +47,13 @@ bandwidth."""
 
 
 class StepRunner(Protocol):
-    """What computes. It holds weights, KV tensors and one table row per running request."""
+    """The interface of the code that computes. It holds weights, KV tensors and one table row per running
+    request.
+    """
 
     @property
     def info(self) -> ModelInfo:
-        """What was loaded, and how much of it fits."""
+        """The loaded model, and how much of it fits."""
         ...
 
     def warm_up(self) -> None:
@@ -90,7 +92,7 @@ class HoldsWeights(Protocol):
     """A runner whose weights can be read in idle time."""
 
     def weight_check(self, clock: Clock) -> Check:
-        """What reads them."""
+        """The reader of the weights."""
         ...
 
 
@@ -99,7 +101,7 @@ class TakesAdapters(Protocol):
     """A runner whose rows may have adapters."""
 
     adapters: Reads | None
-    """What reads them; None: it was configured to take none."""
+    """The reader of adapters; None: it was configured to take none."""
 
 
 @runtime_checkable
@@ -150,10 +152,12 @@ class EngineCore:
         self._busy_since_ns = 0
         """While there is a request: up to when that time was counted and shared out."""
         self._unshared_ns = 0
+        self._kv_held_tokens, self._block_tokens = 0, self._runner.info.block_tokens
+        """The first is summed over steps."""
 
     @property
     def info(self) -> ModelInfo:
-        """What the runner loaded."""
+        """The runner's model."""
         return self._runner.info
 
     @property
@@ -231,7 +235,7 @@ class EngineCore:
 
     @property
     def adapter_reader(self) -> Reads | None:
-        """What reads adapters for the runner; None: it takes none."""
+        """The reader of adapters for the runner; None: it takes none."""
         return self._runner.adapters if isinstance(self._runner, TakesAdapters) else None
 
     def use_adapters(self, manager: AdapterManager) -> None:
@@ -319,6 +323,7 @@ class EngineCore:
             self._waited_ns += now_ns - waiting_ns
             self._in_flight -= 1
             self._scheduler.count_drafts(result)
+            self._kv_held_tokens += self._scheduler.kv.pool.num_used * self._block_tokens
             if self._floor is not None:
                 self._floor.count(_shape(self._scheduler.oldest))
             self._share_time(now_ns)
@@ -364,6 +369,7 @@ class EngineCore:
             timed_kv_read=now.sums.kv_read,
             timed_pairs=now.sums.pairs,
             timed_ns=now.sums.ns,
+            kv_held_tokens=self._kv_held_tokens,
         )
 
     def _share_time(self, now_ns: int) -> None:
@@ -409,7 +415,7 @@ class EngineCore:
         self._outbox.setdefault(live.owner, []).append(reported)
 
     def _end_early(self, owner: int, request_id: RequestId) -> None:
-        """A request was aborted before the scheduler heard of it."""
+        """A request was aborted before it reached the scheduler."""
         finish = RequestFinished(reason=FinishReason.ABORT, usage=Usage())
         self._outbox.setdefault(owner, []).append(Output(request_id, (), None, finish))
 

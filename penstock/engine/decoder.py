@@ -39,14 +39,14 @@ class WeightSource(Protocol):
     def take_parts(self, key: str) -> tuple[Tensor | QuantizedMatrix, ...]:
         """The weight as the checkpoint has it, in one or more parts to be stacked; for who copies it at once.
 
-        What is handed out may lie in a mapped file: it must be neither changed nor kept.
+        The parts may lie in a mapped file: it must be neither changed nor kept.
         """
         ...
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DecoderLimits:
-    """What buffers are sized for."""
+    """The sizes of buffers."""
 
     step_tokens: int
     max_samples: int
@@ -82,7 +82,7 @@ class _Rows:
     q: Tensor
     attended: Tensor
     inner: tuple[Tensor, Tensor]
-    """What the feed-forward layer computes in: gate and up, and what passes the gate."""
+    """The memory that the feed-forward layer computes in: gate and up, and what passes the gate."""
 
 
 class Decoder:
@@ -121,12 +121,12 @@ class Decoder:
             spec.num_heads,
             spec.num_kv_heads,
         )
-        """What attention needs of the weights; runner.py passes it on."""
+        """The weights that attention needs; runner.py passes it on."""
         self._buffers = _buffers(spec, table, limits.step_tokens)
         self._samples = table.new_empty(2, limits.max_samples, spec.hidden_size)
         self._raw_logits = table.new_empty(limits.max_samples, spec.output_size)
         self.logits = torch.empty(limits.max_samples, spec.output_size, device=table.device)
-        """What `forward` writes to, from the first row on."""
+        """The rows that `forward` writes to, from the first one on."""
         capped = spec.logit_softcap and not spec.embeds
         self._finish = partial(soft_cap_, cap=spec.logit_softcap) if capped else _as_they_are
         self._views: dict[int, _Rows] = {}
@@ -217,7 +217,7 @@ def _norm_weight(spec: DecoderSpec, weights: WeightSource, key: str) -> Tensor:
 
 @dataclass(slots=True, frozen=True)
 class _Made:
-    """What layers are made from."""
+    """The parts that layers are made from."""
 
     spec: DecoderSpec
     weights: WeightSource

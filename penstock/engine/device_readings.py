@@ -1,9 +1,8 @@
-"""What a worker's device and its machine say of themselves: NVML's numbers of its GPU, and the kernel's of
-its process and its cgroup. Read every few seconds on a thread of its own, since a driver may be slow to
-answer.
+"""The readings of a worker's device and its machine: NVML's numbers of its GPU, and the kernel's of its
+process and its cgroup. Read every few seconds on a thread of its own, since a driver may be slow to answer.
 
-NVML is the driver's own library, loaded by name: without it there is no GPU to read. What a device does not
-support is left out.
+NVML is the driver's own library, loaded by name: without it there is no GPU to read. A reading that the
+device does not support is left out.
 """
 
 import ctypes

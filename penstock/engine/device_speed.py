@@ -1,4 +1,4 @@
-"""What a worker's device is called, and how fast it moves bytes and multiplies: measured once, when the
+"""The name of a worker's device, and how fast it moves bytes and multiplies: measured once, when the
 model is loaded.
 
 A few milliseconds each, the best of a few tries: other work on the machine only makes a device look slower,

@@ -12,7 +12,7 @@ them:
 All passes are one native call. Guesses are drawn as the target draws, with the same parameters and the
 randomness of the same place: so both draw the same token more often the closer they are, at any temperature.
 
-What its KV holds is known token by token: those of wrong guesses are no longer the row's tokens, and are
+The content of its KV is known token by token: those of wrong guesses are no longer the row's tokens, and are
 computed again with all behind them. A mistake here could cost time, and could change no answer.
 """
 
@@ -65,7 +65,7 @@ class _Round:
     blocks: Int32Array
 
     def drafting(self, took_ns: int) -> Drafting:
-        """What it computed."""
+        """The draft computation."""
         ends, passes = self.firsts + self.counts, np.maximum(self.most, 1)
         later = np.maximum(self.most - 1, 0)
         chunks = self.counts > 1

@@ -1,8 +1,8 @@
 """Watches the worker's machine: NVIDIA's Xids in the kernel's log, and kills for lack of memory in the
 worker's cgroup. A thread of the worker's process.
 
-What an Xid means for the worker follows NVIDIA's catalog of Xids by class. A number that is not in it is
-taken for the worst: a device that says what nobody knows is not computed on.
+The meaning of an Xid for the worker follows NVIDIA's catalog of Xids by class. A number that is not in it is
+taken for the worst: a device with an unknown fault is not computed on.
 
 A kill of the worker itself is its launcher's to see (fleet/launchers/process.py). Another process of the same
 cgroup that is killed means that the worker may be next: in a cgroup of its own it ends in order, so that its
@@ -24,15 +24,15 @@ from penstock.config.machine import CgroupMemory
 
 
 class Remedy(enum.StrEnum):
-    """What the worker on the device does."""
+    """The remedy for the worker on the device."""
 
     END = "end"
     """Its process ends, its streams move, and it is not started again: the device wants a reset or is
     gone."""
     RESTART = "restart"
-    """Its process ends, its streams move, and it is started anew."""
+    """Its process ends, its streams move, and it is started again."""
     NOTE = "note"
-    """It goes on; people are told."""
+    """It continues; operators are notified."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,7 +68,7 @@ _LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)(.*)")
 
 
 def parse_xid(line: str) -> Xid | None:
-    """What a line of the kernel's log says of a device; None if it is about something else."""
+    """The Xid in a line of the kernel's log; None if it is about something else."""
     found = _LINE.search(line)
     if found is None:
         return None
@@ -97,7 +97,7 @@ class KernelLog:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._rest = b""
         try:
-            os.lseek(self._descriptor, 0, os.SEEK_END)  # What was before this worker is not about it.
+            os.lseek(self._descriptor, 0, os.SEEK_END)  # Earlier lines are not about this worker.
             if os.path.isdir(path):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except OSError:

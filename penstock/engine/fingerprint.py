@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as two digests that are made in milliseconds, however large it is.
+"""The content of a checkpoint, as two digests that are made in milliseconds, however large it is.
 
     checkpoint   config.json, the header of every safetensors file (names, types, shapes, offsets), and a page
                  of bytes from the middle of each tensor, or, where there are more than 1,024, of that many
@@ -153,7 +153,7 @@ def _gguf_fingerprint(path: Path, random_seed: int | None) -> Fingerprint:
 
 
 def _weights(paths: Sequence[Path]) -> Iterator[bytes]:
-    """What counts of the files of weights: their headers, then the samples."""
+    """The parts of the files of weights that count: their headers, then the samples."""
     return _samples(map(_SafetensorsFile, paths))
 
 
@@ -192,7 +192,7 @@ class _File(ABC):
 
     kind: str
     header: bytes
-    """What it says about its tensors."""
+    """The description of its tensors."""
     num_tensors: int
 
     def __init__(self, path: Path) -> None:

@@ -1,8 +1,8 @@
 """The engine in a thread of a program that asked for it, instead of in a process of its own.
 
 The same steps, socket and messages as in worker.py, without what only a process can do: it is not watched for
-steps that hang, ends nothing when its device fails, and reads no signals. What fails here is told as a
-worker's failure; the program goes on.
+steps that hang, ends nothing when its device fails, and reads no signals. A failure in here is reported as a
+worker's failure; the program continues.
 """
 
 import logging

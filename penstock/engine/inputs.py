@@ -1,5 +1,4 @@
-"""What the runner holds of every live request, in tables with stable row indices, and a step's inputs from
-them.
+"""The runner's view of every live request, in tables with stable row indices, and a step's inputs from them.
 
 A plan is a change against these tables. The tables are arrays with one row per request in the batch, so a
 decode step is a handful of vector operations however many rows there are; no token is looked at in Python.
@@ -49,7 +48,7 @@ class StepInputs:
     sample_positions: Int64Array
     """`[num_samples]` positions of the tokens to be drawn."""
     scored: list[ScoredChunk]
-    """Whose rows the latter are."""
+    """The rows of those that score."""
     batch: AttentionBatch
     fresh_blocks: list[int]
     """Blocks of this step that hold nothing of their row yet."""

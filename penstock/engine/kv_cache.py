@@ -164,7 +164,7 @@ class HostStore(Protocol):
     """Copies blocks between the device and host slots."""
 
     def start(self, plan: StepPlan) -> None:
-        """Begin the plan's copies. What earlier steps wrote is complete."""
+        """Begin the plan's copies. Writes of earlier steps are complete."""
         ...
 
     def collect(self, *, wait: bool) -> tuple[Copied, ...]:
@@ -210,7 +210,7 @@ class _Unit:
 
 
 class _Copier:
-    """What the copying thread knows.
+    """The state of the copying thread.
 
     It must not know the store: a store without references ends its thread.
     """
@@ -276,7 +276,7 @@ class _Copier:
 class ThreadHostStore:
     """Copies in a thread of its own, which sleeps while there is nothing to copy. Loads go before stores.
 
-    What is queued is bounded by the scheduler (`HOST_LOADS_MAX` and `HOST_STORES_MAX` blocks).
+    The queue is bounded by the scheduler (`HOST_LOADS_MAX` and `HOST_STORES_MAX` blocks).
     """
 
     def __init__(self, blocks: Tensor, slots: Tensor) -> None:

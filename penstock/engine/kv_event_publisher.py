@@ -183,7 +183,7 @@ class KVEventPublisher:
     """The events of one engine's blocks. Call `flush` after everything that may have changed them.
 
     An engine that falls asleep loses all of them (`forget`); awake it has a new manager (`follow`), and the
-    numbers go on.
+    numbers continue.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class KVEventPublisher:
             self._collect(kv)
 
     def forget(self) -> KVEvents | None:
-        """There are no blocks any more, which is told; None if nobody listens."""
+        """Publish that there are no blocks any more; None without subscribers."""
         if self._kv is not None:
             self._kv.pool.events = NO_KV_EVENTS
         self._kv = None
@@ -220,13 +220,14 @@ class KVEventPublisher:
         return self._message(self._number((AllBlocksCleared(),))) if self._listening else None
 
     def flush(self) -> KVEvents | None:
-        """What happened since the last time, numbered and published; None if nothing did."""
+        """The events since the last call, numbered and published; None if nothing did."""
         if not self._listening or not (events := self._log.take()):
             return None
         return self._message(self._number(events))
 
     def subscribe(self, epoch: int, from_sequence: int) -> list[KVEvents]:
-        """What a gateway must hear first: the batches that it missed, or else all that can be hit now.
+        """The events that a gateway must get first: the batches that it missed, or else all that can be hit
+        now.
 
         Call it right after `flush`.
         """

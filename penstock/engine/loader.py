@@ -42,7 +42,7 @@ class _Slice(Protocol):
 
 
 class _File(Protocol):
-    """What we use of an open safetensors file (the library ships no types for it)."""
+    """The methods of an open safetensors file that we use (the library ships no types for it)."""
 
     def keys(self) -> list[str]: ...
     def get_slice(self, name: str) -> _Slice: ...
@@ -211,7 +211,7 @@ def _open_all(directory: Path) -> dict[str, _Stored]:
 
 
 class _Index(msgspec.Struct):
-    """What is read of an index."""
+    """The parts of an index that are read."""
 
     weight_map: dict[str, str]
 

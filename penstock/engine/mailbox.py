@@ -1,4 +1,4 @@
-"""What the step thread is told by its process's other threads, and the watch over it.
+"""Messages to the step thread from its process's other threads, and the watch over it.
 
     socket thread   posts mail: submissions (`request_of` makes a request of one), aborts, orders
     watchdog        looks now and then: work without a new step for longer than the timeout is reported, with
@@ -52,7 +52,7 @@ class ServerLimits:
     requests_max: int
     """Living requests over all connections; one more is refused as overloaded."""
     key: bytes = field(default=b"", repr=False)
-    """What gateways must prove to have before they hear or say anything else; empty: nothing."""
+    """The secret that gateways must prove to have before any other message; empty: nothing."""
 
 
 ConnectionId = int
@@ -67,7 +67,7 @@ class Submitted:
     submit: Submit
     arrived_ns: int
     grammar: object = None
-    """What `submit.grammar` was compiled to, where it has one."""
+    """The compiled form of `submit.grammar`, where it has one."""
 
 
 @dataclass(slots=True, frozen=True)

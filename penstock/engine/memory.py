@@ -40,7 +40,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(slots=True, frozen=True)
 class KVBudget:
-    """What the memory allows."""
+    """The KV cache that the memory allows."""
 
     num_blocks: int
     max_model_len: int
@@ -60,7 +60,7 @@ def free_memory_bytes() -> int:
 
 @dataclass(slots=True, frozen=True)
 class Share:
-    """What part of the free memory the KV cache gets if no setting says it."""
+    """The KV cache's part of the free memory if no setting gives it."""
 
     fraction: float
     bytes_max: int | None
@@ -175,7 +175,7 @@ _log = logging.getLogger(__name__)
 
 
 def own_memory_bytes() -> int:
-    """What this process has in memory for itself: without pages of files, which the system can drop."""
+    """The private memory of this process: without pages of files, which the system can drop."""
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
@@ -221,7 +221,7 @@ _EVERYTHING = SamplingParams(
 
 
 class StepBounds(Protocol):
-    """What a step can be at most."""
+    """The largest step."""
 
     @property
     def max_running(self) -> int:

@@ -242,7 +242,7 @@ def _with_scales(
     return StoredMatrix(part, layout, quantization, bits, k // groups, has_zeros, groups, name)
 
 
-# What each layout consists of. n outputs, k inputs, g groups; b is a weight's width in bits.
+# The tensors of each layout. n outputs, k inputs, g groups; b is a weight's width in bits.
 
 
 def _gptq_needed(stored: StoredMatrix) -> Iterator[Needed]:

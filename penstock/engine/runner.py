@@ -76,9 +76,9 @@ class RunnerParts:
     host: HostStore
     floor: CostFloor
     adapters: AdapterReader | None = None
-    """What reads adapters for it; None: it takes none."""
+    """The reader of its adapters; None: it takes none."""
     proposer: Proposer | None = None
-    """Who guesses what rows will say; None: nobody."""
+    """Guesses rows' next tokens; None: none does."""
 
 
 class Runner:
@@ -91,12 +91,14 @@ class Runner:
         self._step_tokens = parts.step_tokens
         self._tables = RowTables(max_running=parts.info.max_running, max_model_len=parts.info.max_model_len)
         self._sampler, self.proposer = parts.sampler, parts.proposer
-        """`proposer`: who guesses what rows will say; None: nobody."""
+        """`proposer`: who guesses what rows will say; None: none does."""
+        self._grammar_tokens: GrammarTokens | None = None
         self._grammars: GrammarRows | None = None
+        """None until a request has a grammar."""
 
     @property
     def kernels(self) -> str:
-        """What computes, for people: "torch", or "native" and the instruction set."""
+        """The name of the kernels, for people: "torch", or "native" and the instruction set."""
         return self._model.kernels
 
     @torch.inference_mode()
@@ -145,26 +147,33 @@ class Runner:
         return self._grammars is not None and row in self._grammars
 
     def weight_check(self, clock: Clock) -> WeightCheck:
-        """What looks after its weights in idle time."""
+        """The background check of its weights in idle time."""
         return WeightCheck(self._model.weights(), clock)
 
     def weight_tensors(self) -> list[Tensor]:
-        """What it computes with, as it lies in memory."""
+        """The weights that it computes with, as they lie in memory."""
         return self._model.weights()
 
     def use_grammars(self, tokens: "GrammarTokens") -> None:
         """Follow the grammars of requests, which are made for this vocabulary."""
-        from penstock.engine.grammar.rows import GrammarRows  # llguidance may not be installed.
-
-        threads = max(1, len(os.sched_getaffinity(0)) // 2)
-        self._grammars = GrammarRows(self.info.max_running, tokens, threads, self._tables.known_tokens)
+        self._grammar_tokens = tokens
 
     def _enter_grammars(self, plan: StepPlan) -> None:
-        if self._grammars is not None:
-            for row in plan.freed_rows:
-                self._grammars.leave(row)
-            for new in plan.new_rows:
-                self._grammars.enter(new)
+        if self._grammars is None:
+            if all(new.grammar is None for new in plan.new_rows):
+                return
+            self._grammars = self._grammar_rows()
+        for row in plan.freed_rows:
+            self._grammars.leave(row)
+        for new in plan.new_rows:
+            self._grammars.enter(new)
+
+    def _grammar_rows(self) -> "GrammarRows":
+        from penstock.engine.grammar.rows import GrammarRows  # llguidance may not be installed.
+
+        assert self._grammar_tokens is not None, "a worker without a vocabulary refuses grammars"
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
+        return GrammarRows(self.info.max_running, self._grammar_tokens, threads, self._tables.known_tokens)
 
     @torch.inference_mode()
     def warm_up_again(self) -> None:
@@ -181,11 +190,12 @@ class Runner:
         """Run the largest steps that can come: no request pays for first calls, and what they need is in
         memory.
 
-        What is large is scratch of a fixed size, made when the model was wired and touched here; what a step
-        makes beside it is no more than it was here and goes back to the system (`memory.settle_malloc`).
-        Later steps raise the peak only by Python's own objects (requests, their tables and outputs) and, with
-        torch's kernels, by some 20 MB more that were seen and not explained. The KV cache and the host tier,
-        whose size is fixed, are committed page by page as they are first used.
+        The large part is scratch of a fixed size, made when the model was wired and touched here; the part
+        that a step makes by itself is no more than it was here and goes back to the system
+        (`memory.settle_malloc`). Later steps raise the peak only by Python's own objects (requests, their
+        tables and outputs) and, with torch's kernels, by some 20 MB more that were seen and not explained.
+        The KV cache and the host tier, whose size is fixed, are committed page by page as they are first
+        used.
 
         Must be called while no row is live: it uses rows and blocks from 0 on, and leaves the blocks clean.
         """
@@ -199,7 +209,7 @@ class Runner:
 def build_runner(
     model_path: str | Path, config: EngineConfig, clock: Clock, on_progress: OnProgress
 ) -> "Runner | DeviceRunner":
-    """What a worker process calls at its start: a CUDA device's runner if there is one, else one on every
+    """Called by a worker process at its start: a CUDA device's runner if there is one, else one on every
     core.
 
     Raises:
@@ -250,8 +260,8 @@ class PlannedModel:
 
 
 def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> ModelInfo | None:
-    """What `build_runner` would load, and the memory that this would take; None: that shows on the device
-    only.
+    """The model that `build_runner` would load, and the memory that this would take; None: that shows on the
+    device only.
 
     Raises:
         CheckpointError, ConfigError: as `build_runner`.
@@ -319,7 +329,7 @@ def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) ->
 
 
 def _left_bytes(config: EngineConfig, reserved: int) -> int:
-    """What is left for KV blocks beside the weights: of the machine, and of what all models may have.
+    """The memory for KV blocks beside the weights: of the machine, and of what all models may have.
 
     Raises:
         ConfigError: the weights alone are too much.

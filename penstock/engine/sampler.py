@@ -239,7 +239,7 @@ def results(
 ) -> tuple[Sampled, ...]:
     """Pack what was drawn, with log-probabilities where wanted; a row whose draw is -1 gets an error.
 
-    `follows`: by index, what a row's grammar says of what follows, or why the row cannot go on.
+    `follows`: by index, the tokens that a row's grammar forces, or why the row failed.
     """
     drawn = int_list(token_ids)
     packed: list[Sampled] = []

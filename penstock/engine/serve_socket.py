@@ -485,7 +485,7 @@ class _Connection(asyncio.Protocol):
         self._server.mailbox.post(KVEventsAsked(self.id, message.epoch, message.from_sequence))
 
     def _end(self, request_id: RequestId, finish: RequestFinished) -> None:
-        """A request that was let in ends before the engine heard of it."""
+        """A request that was accepted ends before it reached the engine."""
         self.send_outputs(0, [Output(request_id, (), None, finish)])
 
 

@@ -1,8 +1,8 @@
 """An engine that is asleep: what it keeps, what it costs, and what wakes it.
 
 The process stays: to start one and import torch takes seconds, and its memory without weights is what a
-sleeping model costs. What was planned at first stays planned, so that a model comes back with the same KV
-cache, whatever else has taken memory meanwhile.
+sleeping model costs. The first plan stays, so that a model comes back with the same KV cache, whatever else
+has taken memory meanwhile.
 """
 
 import gc
@@ -23,7 +23,7 @@ from penstock.protocol.worker_parts import Wake
 
 LOAD_BYTES_PER_S = 500_000_000
 LOAD_BASE_S = 1
-"""What a first load is taken for, until one was measured."""
+"""The assumed duration of a first load, until one was measured."""
 PLAN = "plan_model"
 """The function beside a runner's factory that says what it would load."""
 
@@ -38,7 +38,7 @@ class WarmsUpAgain(Protocol):
 
 
 class Bed:
-    """What is known of a model that is not in memory."""
+    """The facts of a model that is not in memory."""
 
     def __init__(self, launch: WorkerLaunch, clock: Clock) -> None:
         self.launch, self._clock = launch, clock
@@ -77,24 +77,24 @@ class Bed:
         self._info = msgspec.structs.replace(info, model=self.launch.model_name)
 
     def asleep(self) -> Asleep:
-        """What gateways are told."""
+        """The report to gateways."""
         assert self._info is not None, "it was planned or loaded"
         return Asleep(info=self._info, wake_ns=self._wake_ns, memory_bytes=own_memory_bytes(), why=self.why)
 
     def clean(self) -> None:
-        """Give the memory back of what was just let go of."""
+        """Return the memory of the model that was just released."""
         gc.unfreeze()  # Loading froze what it made: cycles in it would never be found.
         gc.collect()
-        gc.freeze()  # What is left are libraries: whoever wakes has only what it made itself looked at.
+        gc.freeze()  # Only libraries are left: after a wake the collector looks at newer objects alone.
         trim_malloc()
         torch = sys.modules.get("torch")  # A runner may do without it.
         if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # What torch keeps of a device's freed memory nobody else could have.
+            torch.cuda.empty_cache()  # Else torch keeps freed memory of a device from other processes.
 
     def rest(self, mailbox: Mailbox, server: WorkerServer, feed: KVEventPublisher) -> bool:
-        """Wait until somebody wants an answer; False: it is to end.
+        """Wait until a request needs an answer; False: it is to end.
 
-        No request comes while it sleeps. Of adapters it is told again when it is awake.
+        No request comes while it sleeps. It gets the list of adapters again when it is awake.
         """
         is_woken = False
         while not is_woken:

@@ -8,10 +8,10 @@ kept as far as they turn out to be what is drawn.
               own position's randomness; drafts count up to the first that
               is another
 
-So what is generated is what would have been without drafts, to the bit, whoever guesses: with sampling, since
-the draws are the same draws; with penalties and word lists, since they look at the tokens before a position;
-with grammars, since a row that has one is drawn token by token, each behind the state that the one before
-left. Nothing is ever taken back but the KV of drafts that were wrong, which later tokens overwrite.
+So the output is the same as without drafts, to the bit, whatever the proposer: with sampling, since the draws
+are the same draws; with penalties and word lists, since they look at the tokens before a position; with
+grammars, since a row that has one is drawn token by token, each behind the state that the one before left.
+Nothing is ever taken back but the KV of drafts that were wrong, which later tokens overwrite.
 docs/design/026-speculation.md says why it is done so, and not by rejection sampling.
 """
 
@@ -33,14 +33,14 @@ MATCH_MIN, MATCH_MAX = 2, 16
 better."""
 
 Follows = Mapping[int, Forced | str]
-"""By index: what a row's grammar forces behind what was drawn, or why the row cannot go on."""
+"""By index: the tokens that a row's grammar forces behind the drawn one, or why the row failed."""
 Draw = Callable[[Tensor, Int64Array, Int64Array], tuple[Tensor, Follows]]
 """Draws from logits the tokens at positions of rows, and remembers them."""
 
 
 class Proposer(Protocol):
     """Guesses the tokens that follow. A model for this has its own KV under the rows' block tables; heads on
-    the target's own states are told those by who runs the step.
+    the target's own states get those from the code that runs the step.
     """
 
     def begin(self, plan: StepPlan, fresh_blocks: Sequence[int]) -> None:
@@ -50,7 +50,7 @@ class Proposer(Protocol):
         ...
 
     def spent(self) -> Drafting | None:
-        """What guessing for the step took, where that is worth counting."""
+        """The time that guessing for the step took, where that is worth counting."""
         ...
 
     def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
@@ -61,7 +61,7 @@ class Proposer(Protocol):
 
 
 class PromptLookup:
-    """Guesses that a row goes on as it did where its last tokens stood before: in its prompt, or in its
+    """Guesses that a row continues as it did where its last tokens stood before: in its prompt, or in its
     answer (Saxena 2023, prompt lookup decoding). The longest run of tokens counts, and of these the last.
     """
 
@@ -110,7 +110,7 @@ def _guess(token_ids: Int32Array, num_known: int, most: int) -> int:
     if longest < MATCH_MIN:
         return 0
     first = int(ends[np.flatnonzero(lengths == longest)[-1]]) + 1
-    for i in range(most):  # One by one: where the run goes on into the guesses, it is a period.
+    for i in range(most):  # One by one: where the run continues into the guesses, it is a period.
         token_ids[num_known + i] = token_ids[first + i]
     return most
 
@@ -142,7 +142,7 @@ def verified(
         found, news = draw(logits if len(now) == len(rows) else logits[where], rows[now], positions[now])
         drawn[now] = found.numpy()
         follows.update({int(now[index]): what for index, what in news.items()})
-        # What may be drawn next in a row with a grammar depends on this token.
+        # The tokens that may follow in a row with a grammar depend on this one.
         right = [at for at in singly if drawn[at] == drafts[at] and at not in follows]
         singly = {at + 1: singly[at] for at in right if at < singly[at]}
         now = np.fromiter(singly, np.int64, len(singly))

@@ -22,12 +22,12 @@ from penstock.engine.arrays import Int32Array
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import Decoder, DecoderLimits, WeightSource
 from penstock.engine.fingerprint import torch_kernels
-from penstock.engine.footprint import beside_bytes, rounded_bytes
 from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear
 from penstock.engine.native.decoder import NativeAttention, NativeDecoder, Precision, unsupported
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary, PsDraft, Type
+from penstock.engine.quantized import KEPT_GROUPS
 from penstock.engine.weight_check import ListedKernels
 from penstock.errors import ConfigError
 from penstock.models.adapters import FUSED
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class Computing:
-    """What computes a model, and in which precision."""
+    """The code that computes a model, and the precision."""
 
     native: NativeLibrary | None
     """None: torch."""
@@ -110,10 +110,10 @@ class StepModel(Protocol):
     """A decoder with its attention: what the runner computes steps with."""
 
     kernels: str
-    """What computes, for people: "torch", or "native" and the instruction set."""
+    """The name of the kernels, for people: "torch", or "native" and the instruction set."""
 
     weights: Callable[[], list[Tensor]]
-    """What it computes with, as it lies in memory."""
+    """The weights that it computes with, as they lie in memory."""
 
     draft: Callable[[PsDraft], None] | None
     """Runs several steps in one native call, each with what the one before has drawn; None: it cannot."""
@@ -237,8 +237,52 @@ def _adaptable(rows: AdapterRows, base: Linear, layer: int, key: str) -> Linear:
 def reserved_bytes(spec: DecoderSpec, num_bytes: int, computing: Computing, limits: DecoderLimits) -> int:
     """Memory of a decoder whose weights are read as so many bytes."""
     native, size = computing.native, computing.dtype.itemsize
-    num_bytes += beside_bytes(spec, limits, itemsize=size, native=native is not None)
+    num_bytes += _beside_bytes(spec, limits, itemsize=size, native=native is not None)
     if native is None or computing.precision == "native":
         return num_bytes
     bits, int8_head = 8 if computing.precision == "int8" else 4, native.supports(Type.I8)
-    return rounded_bytes(spec, num_bytes, itemsize=size, bits=bits, int8_head=int8_head)
+    return _rounded_bytes(spec, num_bytes, itemsize=size, bits=bits, int8_head=int8_head)
+
+
+# --- the memory that a decoder takes, before a weight of it is read: shapes and widths, no device -------
+
+
+def _beside_bytes(spec: DecoderSpec, limits: DecoderLimits, *, itemsize: int, native: bool) -> int:
+    """A decoder's memory beside its weights as they are read: tables of the rotation, a step's logits, and
+    what the native kernels widen to float32.
+    """
+    max_len, logits = limits.max_model_len, limits.max_samples * spec.output_size * 4
+    kinds = len({spec.layer_rope(layer) for layer in range(spec.num_layers)})
+    rotation = kinds * max_len * spec.head_dim * (4 if native else 8)
+    if not native:  # A head that is the table too is kept a second time in another order.
+        logits += limits.max_samples * spec.output_size * itemsize
+        tied = spec.tied_head and not spec.embeds
+        return rotation + logits + tied * spec.vocab_size * spec.hidden_size * itemsize
+    outputs = (spec.q_size + 2 * spec.kv_size) * spec.qkv_bias + spec.hidden_size * spec.o_bias
+    outputs += (2 * spec.intermediate_size + spec.hidden_size) * spec.mlp_bias
+    norms = spec.hidden_size * (4 if spec.sublayer_norms else 2) + 2 * spec.head_dim * spec.qk_norm
+    widened = spec.num_layers * (outputs + norms) + spec.hidden_size
+    return rotation + logits + widened * (4 - itemsize)
+
+
+def _rounded_bytes(spec: DecoderSpec, num_bytes: int, *, itemsize: int, bits: int, int8_head: bool) -> int:
+    """Memory of dense weights that take `num_bytes`, when they are rounded while they are loaded.
+
+    Args:
+        spec: of the model.
+        num_bytes: of all weights as they are read.
+        itemsize: bytes of a weight as it is read.
+        bits: 8 or 4, of the layers' weights.
+        int8_head: the head is rounded to eight bits; the table that tokens are looked up in never is.
+    """
+    inner, experts = spec.intermediate_size, 1 if spec.moe is None else spec.moe.num_experts
+    shapes = [(spec.q_size + 2 * spec.kv_size, spec.hidden_size), (spec.hidden_size, spec.q_size)]
+    shapes += [(2 * inner, spec.hidden_size), (spec.hidden_size, inner)] * experts
+    for n, k in shapes:
+        group = next((group for group in KEPT_GROUPS if k % group == 0), KEPT_GROUPS[-1])
+        kept = n * k + 8 * n if bits == 8 else n * k // 2 + 4 * n * -(-k // group)
+        num_bytes += spec.num_layers * (kept - n * k * itemsize)
+    if int8_head and not spec.embeds:
+        table = spec.vocab_size * spec.hidden_size
+        num_bytes += table + 8 * spec.vocab_size - (0 if spec.tied_head else table * itemsize)
+    return num_bytes

@@ -21,7 +21,7 @@ Compute = Callable[[StepPlan], StepResult]
 END_S = 1.0
 """How long the owner of a thread waits for its end."""
 _MEMORY_WORDS = ("out of memory", "can't allocate", "cannot allocate")
-"""What torch's allocators say, in RuntimeErrors of no special kind on the CPU."""
+"""The messages of torch's allocators, in RuntimeErrors of no special kind on the CPU."""
 
 
 @runtime_checkable

@@ -82,7 +82,7 @@ def main() -> int:
     clock, mailbox, ready = SystemClock(), Mailbox(), threading.Event()
     _drain_on_sigterm(mailbox, ready)
     for module in sys.argv[1:]:
-        # What we were begun for before it was known what to serve. `load` imports it again, and says what is
+        # The modules to load before it is known what to serve. `load` imports it again, and says what is
         # wrong with it.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
@@ -108,12 +108,13 @@ def main() -> int:
 
 
 class EngineLife:
-    """What one process serves, awake and asleep.
+    """The state of one process, awake and asleep.
 
         run: load ──> steps ──Sleep, no work──> asleep ──Wake──> load ──> ...      a drain ends it from both
 
     Asleep it holds no weights, no KV cache and nothing that was made for them: only the libraries, the
-    sockets and the grammars' vocabulary. It takes no request then: whoever has some says `Wake` first.
+    sockets and the grammars' vocabulary. It takes no request then: a gateway with a request sends `Wake`
+    first.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class EngineLife:
                 watch = self._watch(core)
             is_asleep = run_steps(core, self._mailbox, server, self._feed, watch)
             while is_asleep and (left := server.stop_taking(Loading("falling asleep"))):
-                # They are on their way here, or their grammars are compiled: nobody wakes us for them.
+                # They are on their way here, or their grammars are compiled: no wake-up will come for them.
                 server.report(StaysAwake(left))
                 is_asleep = run_steps(core, self._mailbox, server, self._feed, watch)
             if not is_asleep:
@@ -178,7 +179,7 @@ class EngineLife:
             self._bed.why = str(error)
             return None
         gc.collect()
-        gc.freeze()  # What loading made lives as long as it is awake: no collection looks at it again.
+        gc.freeze()  # Loaded objects live as long as it is awake: no collection looks at them again.
         assert self._feed is not None, "it is made first"
         self._feed.follow(core.kv)
         self._bed.loaded(info, self._clock.now_ns() - began_ns)
@@ -189,7 +190,7 @@ class EngineLife:
         return core
 
     def _fall_asleep(self, core: EngineCore) -> None:
-        """Tell everybody before anything is let go of."""
+        """Tell every gateway before anything is released."""
         if core.adapters is not None:
             core.adapters.close()
             self._server.publish_adapters(WorkerAdapters(()))
@@ -198,7 +199,7 @@ class EngineLife:
             self._server.publish_kv_events(events)
 
     def _watch(self, core: EngineCore) -> StepWatch:
-        """What looks after the process from its first step on."""
+        """The watch over the process from its first step on."""
         config, server = self._config, self._server
         faults = _watch_faults(core, config.kernel_log, server)
         readings = watch_device(core.info.device_uuid, server.publish_readings)

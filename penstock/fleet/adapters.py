@@ -1,7 +1,7 @@
 """Which adapters (LoRA) each model is to have, and telling its workers so, and which to keep in memory.
 
-An adapter is wanted because the configuration names it or an operator has loaded it. A worker is told of all
-of them when it becomes ready, also after a restart; it reads them by itself and says which it has
+An adapter is wanted because the configuration names it or an operator has loaded it. A worker gets the list
+when it becomes ready, also after a restart; it reads them by itself and says which it has
 (`BackendStatus.adapters`). Workers of any engine that can load adapters at run time are treated alike.
 """
 
@@ -49,7 +49,7 @@ class AdapterSource:
 
     @property
     def text(self) -> str:
-        """What `of` makes it from."""
+        """The text from which `of` makes it."""
         return f"{self.path}{_DIGEST_MARK}{self.digest}" if self.digest else self.path
 
 
@@ -71,8 +71,8 @@ class AdapterKeeper:
         registry.listen(self._changed)
 
     def configure(self, models: Mapping[str, Mapping[str, str]]) -> None:
-        """What the configuration wants of each model: name -> path. What it wanted before and does not want
-        any more is unloaded.
+        """The configuration's adapters of each model: name -> path. Adapters that it wanted before and does
+        not want any more are unloaded.
         """
         for route, adapters in models.items():
             new = {name: AdapterSource.of(path) for name, path in adapters.items()}
@@ -89,8 +89,8 @@ class AdapterKeeper:
         self._news.set()
 
     def adopt(self, loaded: Mapping[str, Mapping[str, str]]) -> None:
-        """What operators have loaded and unloaded at any process of this server: by model the sources, empty
-        for what was unloaded.
+        """The adapters that operators have loaded and unloaded at any process of this server: by model the
+        sources, empty for what was unloaded.
         """
         for route, sources in loaded.items():
             before, wanted = self._adopted.get(route, {}), self._wanted.setdefault(route, {})
@@ -159,7 +159,8 @@ class AdapterKeeper:
         self._declare(route)
 
     async def unload(self, route: str, name: str) -> None:
-        """Let a model have an adapter no more; requests that run with it go on. Returns when no worker lists
+        """Let a model have an adapter no more; requests that run with it continue. Returns when no worker
+        lists
         it: until then a request for it would be sent to one, and be refused there.
 
         Raises:

@@ -16,7 +16,7 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import WorkerId
 
 CELL_ENGINE = "cell"
-"""What stands for the engine of a worker that is a peer cell."""
+"""The engine's name of a worker that is a peer cell."""
 
 
 def cell_key(config: CellsConfig) -> bytes:

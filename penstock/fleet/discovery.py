@@ -43,7 +43,7 @@ class LookupFailed(Exception):
 
 
 Lookup = Callable[[str], Awaitable[tuple[DiscoveredAddress, ...]]]
-"""Asks for a name. An empty answer says that there is nobody.
+"""Asks for a name. An empty answer says that no worker is there.
 
 Raises:
     LookupFailed: there is no answer.
@@ -173,9 +173,9 @@ class Discovery:
     async def apply(self, model: ModelConfig, tokenizer: Tokenizer, tools: BackendDependencies) -> None:
         """From now on look for this model's workers where the configuration says, and nowhere else.
 
-        A source that stays as it was goes on undisturbed. Of one whose settings changed the workers stay
-        until the new one has looked; then those that are not as they should be come anew. Workers of a source
-        that is gone drain.
+        A source that stays as it was continues undisturbed. Of one whose settings changed the workers stay
+        until the new one has looked; then those that are not as they should be are made again. Workers of a
+        source that is gone drain.
 
         Raises:
             ConfigError: something that a new source needs is not there; then nothing has changed.
@@ -205,7 +205,7 @@ class Discovery:
         return running is not None and running.config == config and not running.task.done()
 
     async def _end(self, name: str) -> None:
-        """What it still tells while it ends counts no more than what comes after this."""
+        """Its last reports while it ends count no more than later ones."""
         if (running := self._running.pop(name, None)) is not None:
             running.task.cancel()
             await asyncio.wait([running.task])

@@ -25,8 +25,8 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from penstock.backends.http.address import HttpAddress, HttpLimits
-from penstock.backends.http.client import HttpClient, HttpExchange, NoConnection
-from penstock.backends.http.handler import HttpFailure
+from penstock.backends.http.client import HttpClient, HttpExchange
+from penstock.backends.http.handler import HttpFailure, NoConnection
 from penstock.backends.http.small_answer import ProbeFailed, fetch
 from penstock.clock import Clock, sleep
 from penstock.config.fleet import KubernetesConfig
@@ -36,7 +36,7 @@ from penstock.telemetry.log import Log
 
 
 class Conditions(msgspec.Struct, frozen=True):
-    """What is known of an endpoint; null is unknown, which counts as ready."""
+    """Conditions of an endpoint; null is unknown, which counts as ready."""
 
     ready: bool | None = None
     terminating: bool | None = None
@@ -80,7 +80,7 @@ class Slice(msgspec.Struct, frozen=True):
 
 
 class ListMetadata(msgspec.Struct, frozen=True):
-    """The version of a list, and where it goes on."""
+    """The version of a list, and the token of its next page."""
 
     resource_version: str = msgspec.field(name="resourceVersion", default="")
     next_token: str = msgspec.field(name="continue", default="")
@@ -101,7 +101,7 @@ class WatchEvent(msgspec.Struct, frozen=True):
 
 
 class ApiStatus(msgspec.Struct, frozen=True):
-    """What the API server says instead of an answer."""
+    """An error of the API server in place of an answer."""
 
     code: int = 0
     message: str = ""
@@ -159,16 +159,16 @@ class WatchBroken(Exception):
     """It ended before its time, or was no such answer."""
 
 
-class Watch:
+class SliceWatch:
     """Takes one such answer (an `HttpHandler`)."""
 
     def __init__(self, on_line: Callable[[bytes], None]) -> None:
-        """What `on_line` raises ends it."""
+        """An exception from `on_line` ends it."""
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when it has ended: with what went wrong, if anything did."""
         self.status = 200
         self.body = b""
-        """What came after the last whole line; all of it unless the status is 200."""
+        """The bytes after the last whole line; all of it unless the status is 200."""
         self.num_lines = 0
         self.exchange: HttpExchange | None = None
         self._on_line = on_line
@@ -189,7 +189,7 @@ class Watch:
             try:
                 for line in lines:
                     self._take(line)
-            except Exception as error:  # noqa: BLE001 - whoever awaits the end is told.
+            except Exception as error:  # noqa: BLE001 - the awaiting caller gets it.
                 self._fail(error)
         if len(self.body) > LINE_BYTES_MAX:
             self._fail(WatchBroken(f"a line of more than {LINE_BYTES_MAX} bytes"))
@@ -300,7 +300,7 @@ class KubernetesSource:
         """All slices, page by page.
 
         Raises:
-            ApiError: they cannot be had. What was known stays.
+            ApiError: they cannot be had. Known endpoints stay.
         """
         slices: list[Slice] = []
         next_token, version = "", ""
@@ -336,7 +336,7 @@ class KubernetesSource:
             "allowWatchBookmarks": "true",
             "timeoutSeconds": WATCH_S,
         }
-        watch = Watch(self._on_line)
+        watch = SliceWatch(self._on_line)
         try:
             watch.exchange = client.start("GET", self._path(query), watch)
         except NoConnection as error:
@@ -406,7 +406,7 @@ def api_server(config: KubernetesConfig, environ: Mapping[str, str]) -> HttpAddr
     """Where the API server is.
 
     Raises:
-        ConfigError: nobody says it.
+        ConfigError: it is set nowhere.
     """
     if config.api_server:
         return HttpAddress.parse(config.api_server)
@@ -427,7 +427,7 @@ def _decoded(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
 
 
 def _refusal(status: int, body: bytes) -> ApiError:
-    """What a `ApiStatus` object says; `status` is HTTP's, 0 where there was none."""
+    """The error of an `ApiStatus` object; `status` is HTTP's, 0 where there was none."""
     try:
         said = _statuses.decode(body)
     except msgspec.DecodeError:

@@ -60,8 +60,8 @@ class KVEventSubscriber:
         log: Log,
         worker: str,
     ) -> None:
-        """`events` and `replay` are ZeroMQ addresses; with an empty `replay` nobody can be asked for what was
-        missed.
+        """`events` and `replay` are ZeroMQ addresses; with an empty `replay` missed events cannot be asked
+        for.
 
         Raises:
             ConfigError: pyzmq is not installed, or an address is none.
@@ -120,7 +120,7 @@ class KVEventSubscriber:
             raise ConfigError(f"{self._worker}: {key}: {address}: {error.strerror}") from error
         return made
 
-    # --- what is heard ---------------------------------------------------------------------------------
+    # --- received messages ------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
         zmq = self._zmq

@@ -3,10 +3,10 @@
     endpoints that a source found  ──> DiscoveredWorkers ──┐
     replicas and addresses in the configuration ───────────┴─> DesiredWorker ──apply(name, wanted)──> registry
 
-What is new joins, what is not wanted any more drains, and the rest is left alone: a `DesiredWorker`, launched
-here or attached at an address, compares equal to the one that is there if it still is what is wanted. A
-worker whose settings changed leaves first and then comes anew, and so does one that is wanted again while it
-drains.
+New workers join, workers that are not wanted any more drain, and the rest is left alone: a `DesiredWorker`,
+launched here or attached at an address, compares equal to the one that is there if it still is what is
+wanted. A worker whose settings changed leaves first and then joins again, and so does one that is wanted
+again while it drains.
 """
 
 import asyncio
@@ -65,8 +65,8 @@ class Launched:
     """Our engine, started and kept running by a launcher."""
 
     engine: EngineConfig
-    """As it is configured: what of it is this one's share changes with the number of replicas, and restarts
-    nobody."""
+    """As it is configured: one worker's share of it changes with the number of replicas, and restarts
+    none."""
     spec: WorkerSpec = field(compare=False)
     launcher: Launcher = field(compare=False)
     tokenizer: Tokenizer = field(compare=False)
@@ -100,7 +100,7 @@ class Launched:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Attached:
-    """A worker that somebody else started, at an address."""
+    """A worker that was started elsewhere, at an address."""
 
     id: WorkerId
     route: str
@@ -198,7 +198,7 @@ def worker_id_at(route: str, config: WorkerConfig) -> WorkerId:
 
 @dataclass(slots=True, frozen=True)
 class DrainedWorker:
-    """What a worker was that somebody has taken out of service."""
+    """The facts of a worker that was taken out of service."""
 
     route: str
     engine: str
@@ -214,7 +214,7 @@ class Members:
         self._registry, self._log = registry, log
         self._wanted: dict[str, dict[WorkerId, DesiredWorker]] = {}
         self._there: dict[WorkerId, DesiredWorker] = {}
-        """What the workers in the registry were made from."""
+        """The descriptions from which the workers in the registry were made."""
         self._held: dict[WorkerId, DrainedWorker] = {}
         self._ordered: dict[WorkerId, float] = {}
         self._one_at_a_time = asyncio.Lock()
@@ -224,8 +224,8 @@ class Members:
     async def apply(self, source: str, wanted: Iterable[DesiredWorker]) -> None:
         """From now on `source` wants these workers and no others.
 
-        What cannot be made is reported and left out; applying the same again tries it again, and likewise
-        workers that are down for good.
+        A worker that cannot be made is reported and left out; applying the same again tries it again, and
+        likewise workers that are down for good.
         """
         self._wanted[source] = {each.id: each for each in wanted}
         every = {worker_id for found in self._wanted.values() for worker_id in found}
@@ -234,11 +234,11 @@ class Members:
 
     @property
     def held(self) -> Mapping[WorkerId, "DrainedWorker"]:
-        """Workers that somebody has taken out of service, whether they still drain or are gone."""
+        """Workers that were taken out of service, whether they still drain or are gone."""
         return self._held
 
     def is_held(self, worker_id: WorkerId) -> bool:
-        """Whether somebody has taken it out of service."""
+        """Whether it was taken out of service."""
         return worker_id in self._held or worker_id in self._ordered
 
     def hold(self, worker_id: WorkerId, timeout_s: float) -> bool:
@@ -332,7 +332,7 @@ FOUND_MAX = 256
 
 @dataclass(slots=True, frozen=True, order=True)
 class DiscoveredAddress:
-    """Somebody listens there."""
+    """A worker listens there."""
 
     host: str
     port: int
@@ -344,7 +344,7 @@ class DiscoveredAddress:
 
 
 class DiscoveredWorkers:
-    """What one source wants, kept in the registry by way of its members."""
+    """The workers that one source wants, kept in the registry by way of its members."""
 
     def __init__(
         self,
@@ -361,7 +361,7 @@ class DiscoveredWorkers:
         self._left_out = 0
 
     async def take(self, endpoints: Iterable[DiscoveredAddress]) -> None:
-        """These are there now, and no others. What is there no more drains."""
+        """These are there now, and no others. Workers that are no longer there drain."""
         every = sorted(set(endpoints))
         now = tuple(every[:FOUND_MAX])
         if (left_out := len(every) - len(now)) != self._left_out:

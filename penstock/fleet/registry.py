@@ -1,4 +1,4 @@
-"""Who is there: every worker of every model, its state, and who wants to hear of changes.
+"""The workers that exist: every worker of every model, its state, and who wants to hear of changes.
 
     backend ──on_change──> Worker.life (worker_state.py) ──> listeners: dispatcher, KV index, health, admin
 
@@ -51,12 +51,12 @@ class Worker:
     address: str = ""
     """Where it listens, for people and for other gateways of this server."""
     served_model: str = ""
-    """What it must say that it serves; empty takes what it says."""
+    """The model that it must report to serve; empty takes what it says."""
     shares_key: bool = False
     """It runs our engine and names its KV blocks with a key that is known here: `hash_key`, or else the
     launcher's."""
     hash_key: bytes = field(default=b"", repr=False)
-    """The key of a worker that somebody else started, derived from the one that it shares with its
+    """The key of a worker that was started elsewhere, derived from the one that it shares with its
     gateways."""
     terms: DeploymentTerms | None = None
     """How it stands beside the others of its model; None: it is as they are."""
@@ -82,7 +82,7 @@ class Worker:
 
     @property
     def capabilities(self) -> frozenset[str] | None:
-        """What it can do beyond plain text, and where it is; None: it has not said yet."""
+        """Its capabilities beyond plain text, and its place; None: it has not said yet."""
         told = self.backend.status.capabilities
         if told is None or not self.places:
             return told
@@ -111,9 +111,7 @@ class Worker:
         return self.state in (WorkerState.ASLEEP, WorkerState.WAKING)
 
     def notes(self, wall_ns: int) -> list[str]:
-        """What people should know of it, each with its time; not what happened long ago to a worker that is
-        well again.
-        """
+        """Notes for operators, each with its time; old ones are left out once a worker is well again."""
         since_ns = wall_ns - NOTE_S_MAX * NS_PER_S if self.is_ready else 0
         return [
             f"{_utc(note.at_ns)}: {note.text}"
@@ -123,7 +121,7 @@ class Worker:
 
     @property
     def stage(self) -> str:
-        """What it is doing, in words."""
+        """Its activity, in words."""
         if self.problem:
             return f"refused: {self.problem}"
         said = self.backend.status.stage
@@ -152,9 +150,9 @@ class RouteWorkers:
     def __init__(self, name: str) -> None:
         self.name = name
         self.info: ModelInfo | None = None
-        """What its workers say of the model: of several contexts and vocabularies the smallest, for a request
-        may go to any of them. Kept while there is no worker, so that requests can wait for one. None until
-        the first one was ready."""
+        """The model as its workers report it: of several contexts and vocabularies the smallest, for a
+        request may go to any of them. Kept while there is no worker, so that requests can wait for one. None
+        until the first one was ready."""
         self.kinds: tuple[str, ...] = ("",)
         """Kinds of the ready workers, each once."""
         self.adapters: frozenset[str] = frozenset()
@@ -164,8 +162,8 @@ class RouteWorkers:
         """Which adapter is meant by a name, as the worker said that was first to have it."""
         self._declared: frozenset[str] = frozenset()
         self.capabilities: tuple[frozenset[str], ...] = ()
-        """What its workers can do beyond plain text, each set once; also of those that are not ready, if they
-        have said so."""
+        """Its workers' capabilities beyond plain text, each set once; also of those that are not ready, if
+        they have said so."""
         self.lacks_common = False
         """Whether any of them lacks what nearly every engine has."""
         self._abilities: dict[WorkerId, frozenset[str]] = {}
@@ -251,7 +249,7 @@ class RouteWorkers:
         return ""
 
     def summary(self) -> BackendStatus:
-        """The status of the model, made from those of its workers: whoever is furthest speaks for it.
+        """The status of the model, made from those of its workers: the worker that is furthest represents it.
 
         O(workers).
         """
@@ -290,14 +288,14 @@ class RouteWorkers:
         self.kinds = tuple(dict.fromkeys(kinds)) or self.kinds
 
     def lacking(self, needs: frozenset[str]) -> frozenset[str]:
-        """What the ablest of its workers lacks of the capabilities that a request needs; empty: one has them
+        """The capabilities that a request needs and the ablest of its workers lacks; empty: one has them
         all.
         """
         missing = [needs - each for each in self.capabilities] or [needs]
         return min(missing, key=lambda each: (len(each), sorted(each)))
 
     def lacking_places(self, wanted: frozenset[str]) -> frozenset[str]:
-        """What the best placed of its workers lacks of where a request must be computed. O(workers)."""
+        """The part of `wanted` that the best placed of its workers lacks. O(workers)."""
         missing = [wanted - worker.places for worker in self] or [wanted]
         return min(missing, key=lambda each: (len(each), sorted(each)))
 
@@ -359,7 +357,7 @@ EVENT_OF = {
     Phase.DRAINING: WorkerEvent.DRAIN,
     Phase.DOWN: WorkerEvent.END,
 }
-"""What a backend's phase means for the worker's life."""
+"""The meaning of a backend's phase for the worker's life."""
 _SPOKEN = frozenset(Phase) - {Phase.STARTING, Phase.SUSPECT, Phase.LOST, Phase.DOWN}
 """Phases in which news are the worker's own."""
 
@@ -439,7 +437,7 @@ class Registry:
         return worker
 
     def doubt(self, worker_id: WorkerId, *, trusted: bool) -> None:
-        """What a probe found out: the worker does not answer as it should, or does so again."""
+        """The result of a probe: the worker does not answer as it should, or does so again."""
         if (worker := self._workers.get(worker_id)) is not None:
             event = WorkerEvent.TRUSTED if trusted else WorkerEvent.DOUBTED
             if worker.life.on(event, self._clock.now_ns()):

@@ -1,9 +1,9 @@
 """Carries rollouts out: takes operators' orders, hears what became of requests, decides every second, tells
 gateways who gets which version, and keeps all of it in a file.
 
-One for each server: in the gateway that is alone, or in the parent of several gateway processes. What is
-decided is in the audit trail, with the figures that it was decided by. A version that has gone from the
-configuration while the server was down ends its rollout: the old version serves on.
+One for each server: in the gateway that is alone, or in the parent of several gateway processes. Each
+decision is in the audit trail, with its figures. A version that has gone from the configuration while the
+server was down ends its rollout: the old version serves on.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ FILE_BYTES_MAX = 16 * 1024 * 1024
 
 
 class ActiveRollout(msgspec.Struct, frozen=True):
-    """What a gateway must know to deal out a model's conversations."""
+    """The facts that a gateway needs to assign a model's conversations."""
 
     id: str
     model: str
@@ -46,7 +46,7 @@ class ActiveRollout(msgspec.Struct, frozen=True):
 
 
 class RolloutOrder(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an operator wants; `by` is the id of the key."""
+    """An operator's order; `by` is the id of the key."""
 
     verb: Literal["show", "start", "promote", "abort"] = "show"
     model: str = ""
@@ -120,7 +120,9 @@ class RolloutLeader:
         await self._save()
 
     def active(self) -> list[ActiveRollout]:
-        """What gateways are to know: of each model the latest rollout, unless it was taken back."""
+        """The rollouts that gateways need to know: of each model the latest rollout, unless it was taken
+        back.
+        """
         return [
             ActiveRollout(
                 each.id, each.plan.model, each.baseline, each.plan.candidate, each.share, each.is_live

@@ -24,18 +24,18 @@ SLEEP_TIMEOUT_S = 30.0
 """A worker that was told to sleep answers within this."""
 WAKE_TIMEOUT_S = 600.0
 PATIENCE_NS = NS_PER_S
-"""Work that has just ended is told of a little later: before a request is refused that is waited for."""
+"""Work that has just ended is reported a little later: before a request is refused that is waited for."""
 ANSWER_TIMEOUT_S = 2.0
 """One that was told to wake begins within this."""
 _PUT_AWAY_NS, _ASK_AGAIN_S = NS_PER_S // 4, 0.05
-"""What a worker may take to put an answered request away; and the pause between two questions."""
+"""The time in which a worker puts an answered request away; and the pause between two questions."""
 _WAKES_MAX = 3
-"""One whose process had just ended comes back asleep, and is told again."""
+"""A worker whose process had just ended comes back asleep, and gets the order again."""
 _GIB = 1 << 30
 
 
 class Sleeper(Protocol):
-    """Who can put a model to sleep."""
+    """Puts models to sleep."""
 
     async def sleep(self, route: str) -> None:
         """Return when it sleeps.
@@ -72,7 +72,7 @@ class SleepKeeper:
         self._seen: dict[WorkerId, tuple[int, int]] = {}
         """Of each worker: its epoch, and the requests that had ended."""
         self._asleep_bytes: dict[WorkerId, int] = {}
-        """What its process had in memory when it last slept."""
+        """The memory of its process when it last slept."""
         self._news = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
@@ -113,8 +113,8 @@ class SleepKeeper:
                 await self.wake(model.name)
 
     async def sleep(self, route: str) -> None:
-        """See `Sleeper`. Whoever has just had the last token of an answer may ask before the worker has put
-        the request away: it is asked again for a moment.
+        """See `Sleeper`. A client that has just got the last token of an answer may ask before the worker has
+        put the request away: it is asked again for a moment.
         """
         async with self._one_at_a_time:
             until_ns = self._clock.now_ns() + _PUT_AWAY_NS
@@ -150,7 +150,7 @@ class SleepKeeper:
             for worker in sleeping:
                 _engine(worker).ask_to_wake()
             self._used_ns[route] = self._clock.now_ns()
-            # The memory counts as taken from here on: whoever is next sees it wake.
+            # The memory counts as taken from here on: the next request sees it wake.
             await self._until(
                 lambda: all(each.state is not WorkerState.ASLEEP for each in sleeping), ANSWER_TIMEOUT_S
             )
@@ -235,7 +235,7 @@ class SleepKeeper:
         )
 
     def _memory(self) -> list[ModelMemory]:
-        """What every model takes, in the order in which they were launched."""
+        """The memory of every model, in the order in which they were launched."""
         routes = dict.fromkeys(worker.route for worker in self._registry if _is_launched(worker))
         return [self._of(route) for route in routes]
 

@@ -13,6 +13,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,6 +32,7 @@ from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, rollouts_file
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
 from penstock.gateway.api.costs import CostsAdmin
+from penstock.gateway.api.ensembles import Ensembles
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
@@ -94,7 +96,7 @@ class Gateway:
         Workers that share `hash_key` name their KV blocks with it; `tail` gives the last lines of those that
         were launched. Raises ConfigError: the keys file cannot be read, or does not go with the tiers.
         """
-        assert names_callers(config.auth), "whoever wires the gateway makes a key"
+        assert names_callers(config.auth), "the wiring of the gateway makes a key"
         metrics, clock, ids, log = tools.metrics, tools.clock, tools.ids, tools.log
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         watch = peers or Watch(config, clock, log, lambda: self._inspect.rendered(), tail)
@@ -102,7 +104,7 @@ class Gateway:
         self.notes = Notes(clock, watch.keep)
         """For the audit trail."""
         self.tenancy = Tenancy(config, clock=clock, log=log, notes=self.notes if peers is None else None)
-        """Who may call; parts that can take a new configuration subscribe to its `on_reload`."""
+        """The callers; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
         self._kv = KVWatch(registry, locality, KV_INDEX_LIMITS, log)
         self._adapters = AdapterKeeper(registry, log, places=peers is None or peers.index == 0)
@@ -116,7 +118,7 @@ class Gateway:
         self._dispatcher, self._entrance = self._policies.dispatcher, Entrance(self.tenancy, config.server)
         self._services = Services(
             config=config,
-            models=ModelTable(models, config.routing),
+            models=ModelTable(models, config.routing, config.ensembles),
             ids=ids,
             clock=clock,
             tokenize=TokenizePool(metrics, log),
@@ -170,10 +172,11 @@ class Gateway:
         admin = Admin(services, self._inspect, registry, members, watch, self._trails)
         nights = SleepAdmin(services)
         self._console = Console(services, self._inspect, admin)
+        self._ensembles = Ensembles(self._config)
         self._responses = Responses(services, generate := Generate(services))
         tenants = TenantsAdmin(services, self.tenancy)
         adapters = AdaptersAdmin(services, self._adapters)
-        answers = Answers(generate, self._responses, VectorEndpoints(services))
+        answers = Answers(generate, self._responses, VectorEndpoints(services), self._ensembles.around)
         console, costs = self._console, CostsAdmin(services)
         rollouts = RolloutsAdmin(self._leader, services.peers)
         orders = Orders(adapters, nights, costs, rollouts)
@@ -198,8 +201,9 @@ class Gateway:
         `listeners` are sockets that listen already, shared with other processes.
 
         Raises:
-            ConfigError: the address cannot be listened on.
+            ConfigError: the address cannot be listened on, or a step of an ensemble cannot be imported.
         """
+        await self._ensembles.start()
         await self._policies.start()
         if self._watch is not None:
             await self._watch.start(self._recorder.take)
@@ -253,6 +257,7 @@ class Gateway:
         await self._until(lambda: not (self._dispatcher or begun & self._tasks), drain_s)
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         await self._responses.close()
+        await self._ensembles.close()
         if self._cells is not None:
             await self._cells.stop()
         await self._server.finish(LAST_BYTES_S if self._hurried.is_set() else LAST_ANSWERS_S)
@@ -285,27 +290,32 @@ class Gateway:
             route = self._routes.find(head.path)
             if head.method == "OPTIONS":
                 return _options(route)
-            route.handler(head.method)
-            self._entrance.caller(route.access, head, client)
+            handler = route.handler(head.method)
+            caller = self._entrance.caller(route.access, head, client)
             route.check_body(head)
         except PenstockError as error:
             return error_response(error)
+        msgspec.structs.force_setattr(head, "seen", _Entered(handler, caller))
         return None
 
     def handle(self, exchange: Exchange) -> None:
         """Start answering. One task per request; none per token."""
         exchange.id = self._ids.take("req")
-        self._traces.begin(exchange)
-        try:
-            route = self._routes.find(exchange.path)
-            if exchange.method == "OPTIONS":
-                exchange.respond(_options(route))
+        if self._traces.exports or b"traceparent" in exchange.head.headers:
+            self._traces.begin(exchange)
+        if isinstance(seen := exchange.head.seen, _Entered):
+            handler, caller = seen
+        else:
+            try:
+                route = self._routes.find(exchange.path)
+                if exchange.method == "OPTIONS":
+                    exchange.respond(_options(route))
+                    return
+                handler = route.handler(exchange.method)
+                caller = self._entrance.caller(route.access, exchange.head, exchange.client)
+            except PenstockError as error:
+                exchange.respond(error_response(error))
                 return
-            handler = route.handler(exchange.method)
-            caller = self._entrance.caller(route.access, exchange.head, exchange.client)
-        except PenstockError as error:
-            exchange.respond(error_response(error))
-            return
         task = asyncio.get_running_loop().create_task(self._run(handler, exchange, caller))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -345,7 +355,7 @@ class Gateway:
     # --- inside ----------------------------------------------------------------------------------
 
     def _rows_at(self, worker_id: str) -> int:
-        """What a worker said last of how many requests it computes together."""
+        """A worker's last report of how many requests it computes together."""
         worker = self._registry.get(WorkerId(worker_id))
         stats = None if worker is None else worker.backend.status.stats
         return 0 if stats is None else stats.running
@@ -415,7 +425,7 @@ class Gateway:
                 self._dispatcher.heartbeat(ticks)
 
     def _tell_of_rollouts(self) -> None:
-        """What ended of them goes to who decides."""
+        """Outcomes of its requests go to the process that decides."""
         if not (seen := self._services.models.rollouts.take()):
             return
         if self._leader is not None:
@@ -461,6 +471,13 @@ def _access_line(exchange: Exchange, record: RequestMeasurement | None, now_ns: 
         cached_tokens=record and record.cached_tokens,
         generated_tokens=record and record.generated_tokens,
     )
+
+
+class _Entered(NamedTuple):
+    """The route and the caller of a request's head."""
+
+    handler: Handler
+    caller: Caller | None
 
 
 def _options(route: Route) -> Response:

@@ -1,7 +1,7 @@
 """Which requests are traced, and what their traces say of them (telemetry/traces.py).
 
-Requests to the API are: `traces.endpoint` says where their spans go. Without one, a caller's trace goes on to
-external workers as if this gateway were not there.
+Requests to the API are: `traces.endpoint` says where their spans go. Without one, a caller's trace is passed
+to external workers as if this gateway were not there.
 """
 
 from collections.abc import Sequence
@@ -35,6 +35,8 @@ class RequestTraces:
             ConfigError: see `OtlpExporter`.
         """
         self._clock = clock
+        self.exports = bool(config.endpoint)
+        """Without an endpoint only a caller's trace is passed on."""
         self._keeper: TraceKeeper | None = None
         if config.endpoint:
             exporter = OtlpExporter(config.endpoint, version=__version__, instance=instance)
@@ -61,10 +63,10 @@ class RequestTraces:
             await self._keeper.stop()
 
     def begin(self, exchange: Exchange) -> None:
-        """A request has come; its `trace` is set if there is one."""
+        """A request has come that has a trace, or may be given one: set its `trace`."""
         headers, keeper = exchange.head.headers, self._keeper
         given = headers.get(b"traceparent")
-        if (keeper is None and given is None) or not exchange.path.startswith("/v1/"):
+        if not exchange.path.startswith("/v1/"):
             return
         parent = None if given is None else read_context(given, headers.get(b"tracestate"))
         if keeper is not None:

@@ -1,4 +1,4 @@
-"""What happens to named KV blocks, as ordered events that a router can keep an index from.
+"""The life of named KV blocks, as ordered events that a router can keep an index from.
 
     HashedPrefixCache --stored--\
     BlockPool ---removed, cleared-> KVEventSink: a KVEventLog with listeners, else NO_KV_EVENTS
@@ -30,7 +30,7 @@ HOST = "CPU"
 """vLLM's name of the host tier, from which blocks come back by copy."""
 
 TokenIds = Literal["none", "public", "all"]
-"""Whose token ids are put into events; see `KVEventsConfig.token_ids`."""
+"""The tenants whose token ids are put into events; see `KVEventsConfig.token_ids`."""
 
 
 # --- the wire --------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ two things:
 The adapter is chosen by each request, so it enters where a prompt's chain of block names begins, beside the
 tenant's salt. Pure; engine/fingerprint.py reads the files.
 
-What a router asks its index for: the 64-bit keys of a prompt's KV blocks, under two names.
+The question of a router to its index: the 64-bit keys of a prompt's KV blocks, under two names.
 
     own        the first 8 bytes of our engine's block hash (hashing.py), which its KV events carry:
                one look in the index answers for our workers of one identity that share a key, and nothing is
@@ -44,9 +44,8 @@ What a router asks its index for: the 64-bit keys of a prompt's KV blocks, under
                key_0 = H(root  || tokens 0..15)
                key_1 = H(key_0 || tokens 16..31) ...
 
-Other engines hash in their own ways, with seeds of their own. What they say of a block are its
-tokens and its parent, so the router makes its own name of it and keeps theirs only to understand their later
-words.
+Other engines hash in their own ways, with seeds of their own. They name a block by its tokens and its parent,
+so the router makes its own name of it and keeps theirs only to understand their later messages.
 
 H is BLAKE2b (RFC 7693) with a secret key and a digest of 64 bits. Two different prefixes share a key by
 accident only: with a million keys known, one in 10^13. A false match costs one wrong placement, never an
@@ -204,8 +203,8 @@ class Computation(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "none"
     """How the weights were rounded when they were loaded."""
     kernels: str = ""
-    """What computes. Kernels of different instruction sets or libraries add up in different orders, so their
-    bits differ."""
+    """The name of the kernels. Kernels of different instruction sets or libraries add up in different orders,
+    so their bits differ."""
 
     @property
     def identity(self) -> str:
@@ -302,7 +301,7 @@ class PromptKeys:
         assert public_tokens >= 0, public_tokens
         self.num_public = public_tokens // BLOCK_TOKENS
         self.expected_blocks = 0
-        """What the worker that it was sent to was expected to have of it (see worker_cache_view.py)."""
+        """The blocks that the worker which got it was expected to have of it (see worker_cache_view.py)."""
         self._maker = maker
         self._tokens = token_ids
         self._own: dict[BlockHasher, list[int]] = {}

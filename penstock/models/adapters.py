@@ -49,7 +49,7 @@ _PLAIN_PATH = re.compile(r"[\w.]+")
 
 
 class _Config(msgspec.Struct):
-    """What is read of `adapter_config.json`."""
+    """The fields of `adapter_config.json` that are read."""
 
     peft_type: str = ""
     r: int = 0
@@ -64,7 +64,7 @@ class _Config(msgspec.Struct):
 
 @dataclass(slots=True, frozen=True)
 class AdapterConfig:
-    """What an adapter says of itself."""
+    """An adapter's description of itself."""
 
     rank: int
     alpha: float
@@ -74,7 +74,7 @@ class AdapterConfig:
     alphas: tuple[tuple[str, float], ...]
     """Modules, by the end of their path, with an alpha of their own; the first that fits counts."""
     base: str
-    """What it was trained on, as whoever trained it called that."""
+    """The base model, in the words of its trainer."""
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of one module's product."""
@@ -170,12 +170,12 @@ def adapter_targets(spec: DecoderSpec, names: CheckpointNames) -> dict[str, Adap
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<root>[\w.]*?)layers\.(?P<layer>\d{1,5})\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight")  # fmt: skip  # noqa: E501
 _ROOTS = ("", "model.", "language_model.model.", "model.language_model.", "language_model.")
-"""What stands before the decoder's layers: in it alone, and where it is a part of a larger model."""
+"""The prefixes before the decoder's layers: in it alone, and where it is a part of a larger model."""
 
 
 @dataclass(slots=True, frozen=True)
 class TensorName:
-    """What a tensor of an adapter belongs to."""
+    """The place that a tensor of an adapter belongs to."""
 
     layer: int
     module: str
@@ -183,7 +183,7 @@ class TensorName:
 
 
 def parse_tensor_name(name: str) -> TensorName | None:
-    """What PEFT means by a tensor's name; None if it is nothing that a decoder's linear has."""
+    """The meaning of PEFT's name of a tensor; None if it is nothing that a decoder's linear has."""
     found = _TENSOR.fullmatch(name) if len(name) <= NAME_CHARS_MAX else None
     if found is None or found["root"] not in _ROOTS:
         return None

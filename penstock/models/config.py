@@ -67,7 +67,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float | None = None
     hidden_act: str | None = None
     hidden_activation: str | None = None
-    """What Gemma calls `hidden_act`."""
+    """Gemma's name of `hidden_act`."""
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
@@ -110,8 +110,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_config_file(path: Path) -> HfConfig:
-    """The configuration in one file: for the engine's loader and for the planner, which needs no weights
-    beside it.
+    """The configuration in one file: for the engine's loader and for the planner, which needs no weights.
 
     Raises:
         CheckpointError: it cannot be read, or a field has the wrong type or an absurd size.
@@ -338,8 +337,8 @@ def qwen_windows(config: HfConfig, num_layers: int) -> tuple[int, ...]:
 # Bounds on the sizes that a model's `config.json` may name, so that a file of numbers cannot make anything
 # be built.
 #
-# They are several times what published models have. What stands in the files beside it is a second, closer
-# bound (engine/loader.py).
+# They are several times what published models have. The description in the neighbouring files is a second,
+# closer bound (engine/loader.py).
 
 SIZES_MAX = {
     "num_hidden_layers": 1024,

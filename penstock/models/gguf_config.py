@@ -230,7 +230,7 @@ def gguf_architecture(gguf: Gguf) -> str:
 
 
 def gguf_names(gguf: Gguf) -> CheckpointNames:
-    """What the tensors are called."""
+    """The names of the tensors."""
     names = _NAMES
     if "blk.0.attn_qkv.weight" in gguf.tensors:
         names = replace(names, qkv="attn_qkv")
@@ -242,7 +242,7 @@ def gguf_names(gguf: Gguf) -> CheckpointNames:
 
 
 def gguf_config(gguf: Gguf) -> HfConfig:
-    """What `config.json` would say.
+    """The content that `config.json` would have.
 
     Raises:
         CheckpointError: a key is missing, or is not what it must be, by its name.

@@ -6,9 +6,9 @@
     data       aligned, as many bytes per tensor as its type and shape say
 
 A header is data of strangers: every count, length and offset is compared with what the file has before it is
-followed. Arrays stay bytes until somebody asks for them, so that a vocabulary of 300,000 tokens costs its
-length in time, not in objects. What keys mean for a model is in `gguf_config.py` and `gguf_tokenizer.py`, and
-what the bytes of a tensor mean in `engine/gguf.py`. Why no library: docs/design/022-gguf.md.
+followed. Arrays stay bytes until they are asked for, so that a vocabulary of 300,000 tokens costs its length
+in time, not in objects. The meaning of keys for a model is in `gguf_config.py` and `gguf_tokenizer.py`, and
+that of a tensor's bytes in `engine/gguf.py`. Why no library: docs/design/022-gguf.md.
 """
 
 import mmap

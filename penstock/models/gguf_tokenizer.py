@@ -44,7 +44,7 @@ _SPLITS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("gpt-4o", "llama4", "kanana2"): (_GPT4O,),
 }
 SPLITS = {name: rules for names, rules in _SPLITS.items() for name in names}
-"""What text is cut by, one rule after the other, by `tokenizer.ggml.pre`."""
+"""The rules that cut text, one after the other, by `tokenizer.ggml.pre`."""
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken"}
 """A word that is a token needs no merges that lead to it."""
 _BEGIN_BY_DEFAULT = _WHOLE_WORDS
@@ -244,7 +244,7 @@ class GgufVocabulary:
         return found
 
     def _around(self) -> dict[str, Any] | None:
-        """What comes before and after a text that asks for special tokens."""
+        """The tokens before and after a text that asks for special tokens."""
         begins = self._kind == "llama" or self._pre in _BEGIN_BY_DEFAULT
         sides = [
             self.token_id("bos") if self._file.flag("tokenizer.ggml.add_bos_token", begins) else None,

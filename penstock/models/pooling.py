@@ -55,7 +55,9 @@ class _Module(msgspec.Struct):
 
 
 class _PoolingFile(msgspec.Struct):
-    """What is read of a pooling module's config.json; newer files have one word, older ones a flag each."""
+    """The fields of a pooling module's config.json that are read; newer files have one word, older ones a
+    flag each.
+    """
 
     pooling_mode: str | None = None
     pooling_mode_cls_token: bool = False
@@ -67,7 +69,7 @@ class _PoolingFile(msgspec.Struct):
 
 
 class _TokensFile(msgspec.Struct):
-    """What is read of sentence_bert_config.json."""
+    """The fields of sentence_bert_config.json that are read."""
 
     max_seq_length: int | None = None
 

@@ -37,7 +37,7 @@ _COMPRESSED = (
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Quantization:
-    """What must be known to read a checkpoint's quantized layers; the tensors themselves say the rest."""
+    """The facts that reading a checkpoint's quantized layers takes; the tensors themselves say the rest."""
 
     method: Method
     bits: int

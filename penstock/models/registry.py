@@ -36,7 +36,7 @@ class Family:
     spec: Callable[[HfConfig], DecoderSpec]
     names: CheckpointNames = CheckpointNames()  # noqa: RUF009  (frozen)
     activation: str = "silu"
-    """What `hidden_act` must say."""
+    """The required `hidden_act`."""
 
 
 FAMILIES: dict[str, Family] = {

@@ -1,4 +1,4 @@
-"""What a decoder is, as data: one frozen spec that every family maps its `config.json` to.
+"""A decoder, as data: one frozen spec that every family maps its `config.json` to.
 
 Knows nothing about files, tensors or where the decoder runs.
 """

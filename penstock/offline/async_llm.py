@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the same engine on the event loop of whoever awaits it, with answers as they grow."""
+"""`AsyncLLM`: the same engine on the caller's event loop, with answers as they grow."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -91,7 +91,7 @@ class AsyncLLM:
         return self._engine.prompts.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint recommends."""
+        """The checkpoint's recommended parameters."""
         return default_params(self._engine.prompts.tokenizer.defaults)
 
     async def generate(
@@ -102,7 +102,7 @@ class AsyncLLM:
         *,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """What follows a prompt, as it grows: `sampling_params.output_kind` says what each output has.
+        """The answer to a prompt, as it grows: `sampling_params.output_kind` says what each output has.
 
         Leaving the loop over it ends the request.
 
@@ -152,7 +152,7 @@ class AsyncLLM:
         answer, requests = self._engine.new_answer(prompt, params, lora, request_id)
         if answer.request_id in self._running:
             raise InvalidRequest(f"the request id '{answer.request_id}' is taken", param="request_id")
-        news = asyncio.Event()  # Not a queue: whoever reads slowly gets more at once.
+        news = asyncio.Event()  # Not a queue: a slow reader gets more at once.
         answer.on_news = news.set
         running = asyncio.create_task(self._engine.run(answer, requests), name=f"request {answer.request_id}")
         running.add_done_callback(lambda _: news.set())

@@ -5,7 +5,8 @@
     AsyncLLM (your loop) ─┘   EngineBackend     └─ or a thread of this process
 
 It is the gateway's own way to the engine (backends/engine/) without the gateway: no tenants, limits, queues
-or ledger. A worker that crashes is started again, and unfinished answers go on behind what they have.
+or ledger. A worker that crashes is started again, and unfinished answers continue behind the tokens that they
+have.
 """
 
 import asyncio
@@ -80,7 +81,7 @@ class OfflineEngine:
 
     @property
     def info(self) -> ModelInfo:
-        """What was loaded.
+        """The loaded model.
 
         Raises:
             WorkerUnavailable: it was not started, or is closed.
@@ -257,7 +258,7 @@ class OfflineEngine:
             await self._changed.wait()
 
     def _on_change(self) -> None:
-        """The worker's status is another one; a new process is told of the adapters."""
+        """The worker's status is another one; a new process gets the list of adapters."""
         assert self._backend is not None, "it speaks"
         is_ready = self._backend.status.ready
         if is_ready and not self._was_ready:

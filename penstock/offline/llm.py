@@ -3,7 +3,7 @@
     your thread    makes prompts, hands over at most `IN_FLIGHT_MAX` requests, takes what is done
     llm            an event loop with the engine's connection (`OfflineEngine`)
 
-Whatever ends a call early (Ctrl-C, an error, a generator that is dropped) ends its requests first.
+An early end of a call (Ctrl-C, an error, a generator that is dropped) ends its requests first.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class LLM:
 
     @property
     def settings(self) -> OfflineSettings:
-        """What runs, as the arguments were understood."""
+        """The settings in effect, as the arguments were understood."""
         return self._engine.settings
 
     @property
@@ -116,7 +116,7 @@ class LLM:
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """What the engine can do beyond plain text."""
+        """The engine's capabilities beyond plain text."""
         return self._engine.info.capabilities
 
     @property
@@ -141,7 +141,7 @@ class LLM:
         return self._engine.prompts.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint recommends, which counts where a call says nothing."""
+        """The checkpoint's recommended parameters, which count where a call says nothing."""
         return default_params(self._engine.prompts.tokenizer.defaults)
 
     def generate(
@@ -152,7 +152,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """What follows each prompt, in the prompts' order.
+        """The answer to each prompt, in the prompts' order.
 
         `use_tqdm`: show a progress bar, if standard error is a terminal.
 

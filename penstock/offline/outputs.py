@@ -1,4 +1,4 @@
-"""What a call gives back, in vLLM's words: `RequestOutput` for each prompt, with its `CompletionOutput`s.
+"""The results of a call, in vLLM's words: `RequestOutput` for each prompt, with its `CompletionOutput`s.
 
 `Answer` collects one request's streams into it, as its `Choice`s hear them.
 """
@@ -67,7 +67,7 @@ class CompletionOutput:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestOutput:
-    """What became of one prompt."""
+    """The result of one prompt."""
 
     request_id: str
     prompt: str | None
@@ -125,7 +125,7 @@ class OutputChoice:
         """Done when the stream that begins now ends."""
         self._at_end = asyncio.get_running_loop().create_future()
         if not self.token_ids:
-            self.prompt_logprobs.clear()  # They are told again.
+            self.prompt_logprobs.clear()  # They are sent again.
         return self._at_end
 
     def on_delta(self, delta: Delta) -> None:
@@ -161,7 +161,7 @@ class OutputChoice:
 
 
 def _nothing() -> None:
-    """Nobody streams."""
+    """There are no streams."""
 
 
 class GeneratedAnswer:

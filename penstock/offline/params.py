@@ -25,18 +25,18 @@ _FINDING = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTAL
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of a running request has, where it is streamed."""
+    """The content of each output of a running request, where it is streamed."""
 
     CUMULATIVE = 0
     """All until then."""
     DELTA = 1
-    """What is new."""
+    """The new part."""
     FINAL_ONLY = 2
     """There is only the last one."""
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What an answer must match: exactly one of these. docs/structured.md has what each may say."""
+    """The form that an answer must match: exactly one of these. docs/structured.md has what each may say."""
 
     json: str | dict[str, Any] | None = None
     """A JSON schema."""
@@ -157,7 +157,7 @@ class SamplingParams(_Shape, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def constraint(self) -> Constraint:
-        """What the answer must look like.
+        """The form that the answer must have.
 
         Raises:
             InvalidRequest: it asks for nothing, or for two things.
@@ -186,7 +186,7 @@ class SamplingParams(_Shape, kw_only=True):
     def for_engine(
         self, tokenizer: Tokenizer, *, vocab_size: int, max_tokens: int, seed: int
     ) -> tuple[EngineSampling, ...]:
-        """What the engine is given, one for each of the `n` answers.
+        """The engine's parameters, one set for each of the `n` answers.
 
         Raises:
             InvalidRequest: what only this model makes impossible.
@@ -226,14 +226,14 @@ class SamplingParams(_Shape, kw_only=True):
 
 
 def default_params(defaults: GenerationDefaults) -> SamplingParams:
-    """What the checkpoint itself recommends (generation_config.json)."""
+    """The checkpoint's own recommendation (generation_config.json)."""
     found = {name: getattr(defaults, name) for name in defaults.__struct_fields__}
     return SamplingParams(**{name: value for name, value in found.items() if value is not None})
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
     """An adapter (LoRA) to answer with: its name and where it is. `lora_int_id` is vLLM's, and means nothing
-    here: an adapter is told by its content.
+    here: an adapter is identified by its content.
     """
 
     lora_name: str

@@ -1,7 +1,8 @@
-"""What `LLM(model, ...)` may be given: vLLM's words, and the engine's own settings.
+"""The arguments of `LLM(model, ...)`: vLLM's words, and the engine's own settings.
 
-What vLLM has and this engine has not is refused by name where answers or places depend on it. What only tunes
-vLLM's own machinery is passed over with a warning, so that a script runs as it stands.
+An argument of vLLM that this engine does not have is refused by name where answers or places depend on it. An
+argument that only tunes vLLM's own machinery is passed over with a warning, so that a script runs as it
+stands.
 """
 
 import difflib
@@ -55,7 +56,7 @@ _PASSED_OVER = frozenset({
     "limit_mm_per_prompt", "mm_processor_kwargs", "block_size", "trust_remote_code", "max_cpu_loras",
     "async_scheduling", "disable_cascade_attn", "enable_log_requests",
 })  # fmt: skip
-"""What only tunes vLLM. No code of checkpoints is ever run, so trusting it means nothing."""
+"""Arguments that only tune vLLM. No code of checkpoints is ever run, so trusting it means nothing."""
 _SILENT = frozenset(
     {"trust_remote_code", "disable_log_stats", "enforce_eager", "max_lora_rank", "enable_log_requests"}
 )
@@ -67,7 +68,7 @@ _LOAD_FORMATS = {"auto": "safetensors", "safetensors": "safetensors", "dummy": "
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class OfflineSettings:
-    """What is to run, and where."""
+    """The model to run, and the place."""
 
     directory: Path
     """With the model, or its GGUF file."""
@@ -132,7 +133,7 @@ def _engine_settings(left: dict[str, Any], directory: Path) -> EngineSettings:
         found["quantization"] = _quantization(left.pop("quantization"), directory)
     if left.pop("enable_lora", True) is False:
         found["adapter_slots"] = 0
-    # One tenant: nobody else wants a part of the cache, and no promise is made to anybody.
+    # One tenant: no other program wants a part of the cache, and no promise is made.
     found = {"kv_quota_fraction": 1.0, "tpot_target_ms": 0.0} | found
     try:
         config = msgspec.convert(found, EngineConfig)

@@ -14,7 +14,7 @@ from penstock.backends.base import Delta, Finish, GenerateRequest
 from penstock.errors import ContextTooLong, InvalidRequest, PenstockError, Unsupported
 from penstock.offline.engine import ATTEMPTS_MAX, OfflineEngine
 from penstock.offline.prompts import PromptLike
-from penstock.protocol.vectors import cosine, numbers
+from penstock.protocol.vectors import cosine, numbers, text_tokens_max
 from penstock.protocol.worker import ModelInfo
 from penstock.text.tokenizer import TextTokens, pair_tokens, text_tokens
 from penstock.types import RequestId, SamplingParams
@@ -42,7 +42,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EmbeddingRequestOutput:
-    """What became of one text."""
+    """The result of one text."""
 
     request_id: str
     outputs: EmbeddingOutput
@@ -84,7 +84,7 @@ def texts_of(
     info = engine.info
     if not makes_vectors(info) or info.pooling == _SCORES:
         raise Unsupported(f"the model '{info.model}' makes no vectors of texts.", param="model")
-    most = _most(truncate_prompt_tokens, info)
+    most = text_tokens_max(truncate_prompt_tokens, info.max_model_len)
     for i, given in enumerate(prompts):
         try:
             prompt = engine.prompts.plain(given)
@@ -108,7 +108,7 @@ def pairs_of(
         InvalidRequest: a text has no tokens, or is too long.
     """
     info, tokenizer = engine.info, engine.prompts.tokenizer
-    most = _most(truncate_prompt_tokens, info)
+    most = text_tokens_max(truncate_prompt_tokens, info.max_model_len)
     if info.pooling == _SCORES:
         tokens = pair_tokens(tokenizer, pairs, most=most)
         places = [(i, i) for i in range(len(pairs))]
@@ -163,20 +163,6 @@ def batches(tokens: Iterable[TextTokens]) -> Iterator[list[TextTokens]]:
     each = iter(tokens)
     while batch := list(islice(each, TEXTS_MAX)):
         yield batch
-
-
-def _most(asked: int | None, info: ModelInfo) -> int:
-    """Tokens of a text at most; 0: one that is too long is refused."""
-    if asked is None:
-        return 0
-    if asked == -1:
-        return info.max_model_len
-    if not 0 < asked <= info.max_model_len:
-        raise InvalidRequest(
-            f"Invalid 'truncate_prompt_tokens': expected -1, or 1 to {info.max_model_len}, got {asked}.",
-            param="truncate_prompt_tokens",
-        )
-    return asked
 
 
 def _checked(tokens: TextTokens, info: ModelInfo, name: str) -> TextTokens:

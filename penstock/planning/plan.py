@@ -58,7 +58,7 @@ IDEAL = Efficiency(memory=1.0, compute=1.0, link=1.0, all_reduce_ns=0)
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What one model is asked for."""
+    """The demand on one model."""
 
     rps: float
     prompt_tokens: int = 1000
@@ -83,7 +83,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan must keep, and how an engine is run."""
+    """The promises that the plan must keep, and how an engine is run."""
 
     ttft_ms: float = 500.0
     tpot_ms: float = 50.0
@@ -108,7 +108,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float
     """Predicted, without queueing."""
     bound: str
-    """What keeps the batch from growing: "TPOT", "TTFT", "KV cache" or "max_running"."""
+    """The bound that keeps the batch from growing: "TPOT", "TTFT", "KV cache" or "max_running"."""
     replica_tps: float
     """Output tokens per second of a full replica."""
     replicas: int
@@ -120,7 +120,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     least_per_million: float
     """The theoretical least on this device."""
     lacks: tuple[str, ...] = ()
-    """What our own engine would need for it and does not have, in words; vLLM's has it."""
+    """The features that our own engine would need for it and does not have, in words; vLLM's has it."""
 
     @property
     def times_least(self) -> float:
@@ -214,8 +214,8 @@ def _option(placed: Placed, demand: Demand, terms: Terms) -> Option | None:
 
 
 def _lacks(placed: Placed) -> tuple[str, ...]:
-    """What our own engine does not have of this: it runs a model on one device, and rounds weights on CPUs
-    alone.
+    """The features of this that our own engine does not have: it runs a model on one device, and rounds
+    weights on CPUs alone.
     """
     found = ["tensor parallelism (several devices for one replica)"] if placed.tp > 1 else []
     is_cpu = placed.device.name.startswith("cpu")
@@ -294,7 +294,7 @@ class Sizing(msgspec.Struct, frozen=True, kw_only=True):
 
     lines: Sequence[SizingLine]
     chosen: Sequence[Option]
-    """What the planner takes for the corrected rate."""
+    """The planner's estimate of the corrected rate."""
 
 
 def sizing_example(terms: Terms, *, prompt_tokens: int = 1000, device: Accelerator | None = None) -> Sizing:

@@ -267,7 +267,7 @@ ACTIVATION_BYTES = 2
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Efficiency:
-    """What is reached of the data sheet's figures. Defaults: what well-tuned engines report."""
+    """The share of the data sheet's figures that is reached. Defaults: what well-tuned engines report."""
 
     memory: float = 0.85
     compute: float = 0.6
@@ -333,7 +333,7 @@ class Placed:
 
 
 class Roofline:
-    """`StepTime` of a placed model. What does not depend on the step is multiplied out once."""
+    """`StepTime` of a placed model. The terms that do not depend on the step are multiplied out once."""
 
     __slots__ = (
         "_active", "_dense", "_expert", "_experts", "_kv", "_link_fixed", "_link_token", "_model",
@@ -343,7 +343,8 @@ class Roofline:
     def __init__(self, placed: Placed, efficiency: Efficiency | None = None) -> None:
         eff, model, device = efficiency or Efficiency(), placed.model, placed.device
         width = BYTES_PER_WEIGHT[placed.dtype]
-        # What is stored in few bits is multiplied in the type above it where the device has no such unit.
+        # A weight that is stored in few bits is multiplied in the type above it where the device has no such
+        # unit.
         compute = placed.dtype if placed.dtype in device.peak else _unpacked(placed)
         byte_ns = NS_PER_S / (placed.tp * device.bandwidth * eff.memory)
         flop_ns = NS_PER_S / (placed.tp * device.peak_of(compute) * eff.compute)

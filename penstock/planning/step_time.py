@@ -24,7 +24,7 @@ from penstock.schedule.plan import RowWork
 
 
 class StepShape(NamedTuple):
-    """What one step computes."""
+    """The work of one step."""
 
     decode_rows: int
     """Rows that compute one token each."""
@@ -99,7 +99,7 @@ Step = tuple[
     Annotated[int, Meta(ge=0)],
     Annotated[int, Meta(ge=1)],
 ]
-"""What a step computed (`StepLoad`), and its nanoseconds."""
+"""The work of a step (`StepLoad`), and its nanoseconds."""
 
 
 class StepsFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What happens to a request, decided from facts and a clock. The rooms' shared words are modules here.
+"""The life of a request, decided from facts and a clock. The rooms' shared words are modules here.
 
 Pure: no I/O, no clock.
 """

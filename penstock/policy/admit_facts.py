@@ -1,4 +1,4 @@
-"""What admission is told of a request and of the models that could answer it, and what it says."""
+"""Admission's facts of a request and of the models that could answer it, and its answer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,11 +56,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int = 0
     """From there to its first token, as nine of ten such requests take."""
     idle_ttft_ns: int = 0
-    """What it would take to its first token on an idle worker."""
+    """The time to its first token on an idle worker."""
     backlog_ns: int = 0
-    """What its worker may be busy with when it starts."""
+    """The time that its worker may still be busy when it starts."""
     first_ns: int = 0
-    """What nine of the last ten requests took there from their start to their first token."""
+    """The time that nine of the last ten requests took there from their start to their first token."""
     is_late: bool = False
     """Whether a request left its queue a short while ago because its start would have been too late."""
     context_tokens: int = 0
@@ -72,7 +72,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     is_full: bool = False
     """The queue would refuse this request."""
     trouble: RouteTrouble | None = None
-    """What is wrong with its workers, if most of them may not be used."""
+    """The fault of its workers, if most of them may not be used."""
     wake_ns: int = 0
     """It is asleep, and waking takes so long; 0: it is not."""
     back_ns: int = 0
@@ -88,7 +88,7 @@ class AdmitFacts(msgspec.Struct, frozen=True, kw_only=True):
     is_protected: bool = False
     """The band waits rather than be degraded."""
     degrade: Degrade | None = None
-    """What the request's header says."""
+    """The value of the request's header."""
     max_wait_ns: int = 0
     """The longest that the client waits for its first token: goes before what is promised. 0: it does not
     say."""
@@ -129,7 +129,7 @@ class Divert:
 
 @dataclass(slots=True, frozen=True)
 class Shed:
-    """Turn it away: 429 is "come back then", 503 "nobody is here to answer"."""
+    """Turn it away: 429 is "come back then", 503 "no worker is here to answer"."""
 
     status: Literal[429, 503]
     retry_after_ns: int

@@ -1,4 +1,5 @@
-"""What `FlowControl` asks of limits, budgets, prices, admission and health: contracts, and nothing else.
+"""The contracts by which `FlowControl` asks limits, budgets, prices, admission and health: contracts, and
+nothing else.
 
 `lifecycle/policies.py` holds one of each. The queue's own contract, of placement, is in
 `queueing/capacity.py`.
@@ -85,7 +86,7 @@ class Budgets(Protocol):
 
 
 class Prices(Protocol):
-    """What tokens cost: `price.PriceList`."""
+    """The price of tokens: `price.PriceList`."""
 
     def cost_micros(self, model: str, usage: Usage) -> int:
         """In millionths of the currency."""
@@ -122,15 +123,15 @@ class RouteLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     start_ns: int = 0
     """From there to its first token, as nine of ten such requests take; 0: not known."""
     idle_ttft_ns: int = 0
-    """What it would take to its first token on an idle worker; 0: not known."""
+    """The time to its first token on an idle worker; 0: not known."""
     backlog_ns: int = 0
-    """What a worker's unfinished prompts may take when it is given another; 0: any time."""
+    """The time that a worker's unfinished prompts may take when it is given another; 0: any time."""
     first_ns: int = 0
-    """What nine of the last ten requests took from their start to their first token."""
+    """The time that nine of the last ten requests took from their start to their first token."""
     is_late: bool = False
     """Whether a request left its queue a short while ago because its start would have been too late."""
     trouble: RouteTrouble | None = None
-    """What is wrong with its workers, if most of them may not be used."""
+    """The fault of its workers, if most of them may not be used."""
     wake_ns: int = 0
     """It is asleep, and waking takes so long; 0: it is not."""
 
@@ -170,7 +171,7 @@ class Health(Protocol):
         ...
 
     def trouble(self, now_ns: int, route: str) -> RouteTrouble | None:
-        """What is wrong if most of a model's ready workers may not be used; None: nothing."""
+        """The fault if most of a model's ready workers may not be used; None: nothing."""
         ...
 
     def due_ns(self, route: str) -> int | None:

@@ -76,7 +76,7 @@ def nearest_rank(amounts: Sequence[int], share: float) -> int:
     count = len(amounts)
     assert count, "no amounts have no quantile"
     rank = -int(-share * count // 1)
-    return amounts[min(count, max(1, rank)) - 1]
+    return amounts[(rank if rank < count else count) - 1 if rank > 1 else 0]
 
 
 _SAMPLES_MIN = 8
@@ -86,7 +86,7 @@ _EVERYBODY = TenantId("\0everybody")
 
 
 class LengthTerms(LimitsConfig, frozen=True, kw_only=True):
-    """What is reserved for an answer."""
+    """The tokens reserved for an answer."""
 
     output_quantile: float = 0.9
     """This quantile of the tenant's last answers of that model, or `max_tokens` if less."""
@@ -95,7 +95,7 @@ class LengthTerms(LimitsConfig, frozen=True, kw_only=True):
     output_windows_max: int = 8192
     """Pairs of tenant and model whose answers are remembered (about 0.7 KB each)."""
     output_tokens_default: int = 256
-    """What is reserved while no answer of that model was seen."""
+    """The tokens reserved while no answer of that model was seen."""
 
 
 class OutputLengths:
@@ -226,7 +226,7 @@ class OnlineLinearModel:
 
     @property
     def coefficients(self) -> Sequence[float]:
-        """What one unit of each term adds to the value. To read."""
+        """The part of the value that one unit of each term adds. To read."""
         return self._law
 
     def observe(self, terms: Sequence[float], value: float) -> None:
@@ -293,7 +293,7 @@ _SERVICE_MAX = 10.0
 """A stream counts as this many mean ones at most."""
 _SERVICE_PRIOR_S = 2.0
 _KINDS_MAX = 256
-"""Kinds that are told apart; over it those that were learned first are forgotten."""
+"""Kinds that are distinguished; over it those that were learned first are forgotten."""
 
 
 class Speed(msgspec.Struct, frozen=True, gc=False):
@@ -306,7 +306,7 @@ class Speed(msgspec.Struct, frozen=True, gc=False):
     pair_s: float = 0.0
     """One more token, for each token of the whole prompt: attention."""
     stream_s: float = 0.0
-    """A stream that runs beside it."""
+    """A stream that runs at the same time."""
     token_stream_s: float = 0.0
     """The same, for each token."""
     step_s: float = 0.0
@@ -330,7 +330,7 @@ class Speed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one request took at its worker. Times are 0 where they are not known."""
+    """The times of one request at its worker. Times are 0 where they are not known."""
 
     at_ns: int
     """Its end."""
@@ -340,7 +340,7 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     backlog_tokens: int = 0
     """Prompt tokens of others that were sent there before it and not computed yet."""
     streams: int = 0
-    """Beside it, when it came."""
+    """Running when it came."""
     first_ns: int = 0
     """From dispatch to first output."""
     waited: bool = False

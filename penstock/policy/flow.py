@@ -1,5 +1,5 @@
-"""What a request is, and its life as a table: events in, actions out; and what `FlowControl` answers, one
-struct for each thing that its driver must do.
+"""A request, and its life as a table: events in, actions out; and what `FlowControl` answers, one struct for
+each thing that its driver must do.
 
 `FlowControl` carries out these actions and nothing beside them. The usage record is the end of every accepted
 request: what it used, what it cost and how it ended. Exactly one for each, from the flow's own facts; the
@@ -53,7 +53,7 @@ class State(enum.IntEnum):
 
 
 class Event(enum.IntEnum):
-    """What happens to a request."""
+    """The events of a request."""
 
     DISPATCH = 0
     RETRY = 1
@@ -70,13 +70,13 @@ class Event(enum.IntEnum):
     """The worker's last word."""
     FAIL = 8
     MIGRATE = 9
-    """Its worker failed after output, and another one can go on behind it."""
+    """Its worker failed after output, and another one can continue behind it."""
     MOVE = 10
     """Its model has no worker any more, and another one is to answer."""
 
 
 class Step(enum.IntEnum):
-    """What `FlowControl` carries out."""
+    """The steps that `FlowControl` carries out."""
 
     ENQUEUE = 0
     """Put it in its model's queue."""
@@ -128,8 +128,8 @@ TABLE: dict[tuple[State, Event], tuple[State, tuple[Step, ...]]] = {
     (State.STOPPING, Event.FINISH): (State.ENDED, _END),
     (State.STOPPING, Event.FAIL): (State.ENDED, _END),
 }
-"""(state, event) -> (next state, actions), which `FlowControl` carries out. What is not here is a bug of the
-driver, and asserts."""
+"""(state, event) -> (next state, actions), which `FlowControl` carries out. A pair that is not here is a bug
+of the driver, and asserts."""
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -141,7 +141,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     route: str
     """The model that shall answer: the name of a pool of workers."""
     requested_model: str = ""
-    """What the client named; empty is `route`."""
+    """The model that the client named; empty is `route`."""
     diverted: str = ""
     """Why it is not that one: what admission or routing said."""
     prompt_tokens: int
@@ -177,7 +177,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Names the conversation, keyed by tenant: requests of one session tend to share a prefix; empty: none
     was named."""
     prompts: Sequence[Sequence[int]] = ()
-    """The prompts' tokens, by reference: looked at only when something has gone wrong. Empty: nobody told."""
+    """The prompts' tokens, by reference: looked at only when something has gone wrong. Empty: none are
+    known."""
     keys: object | None = None
     """The prompt's block keys (`kv.prompt_keys.PromptKeys`): what the placement asks the prefix index
     about."""
@@ -186,7 +187,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     origin: str = ""
     """The peer cell that it came to, where its limits, its budget and its price are kept; empty: this one."""
     origin_id: str = ""
-    """What it is called there."""
+    """Its id there."""
 
 
 class Queued(msgspec.Struct, frozen=True, gc=False):
@@ -195,7 +196,7 @@ class Queued(msgspec.Struct, frozen=True, gc=False):
     id: RequestId
     route: str
     predicted_ns: int = 0
-    """Its expected time to first token; 0 where nobody predicts."""
+    """Its expected time to first token; 0 where none is predicted."""
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -209,7 +210,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Diverted(msgspec.Struct, frozen=True):
-    """It should arrive again at another model, with its prompt made anew for that one.
+    """It should arrive again at another model, with its prompt made for that one.
 
     Nothing of it is left.
     """
@@ -230,9 +231,9 @@ class Start(msgspec.Struct, frozen=True, gc=False):
     attempt: int
     takes_row: bool = False
     """Its tenant runs nothing else of the model: our engine lets it have a row of another one."""
-    beside: bool = False
-    """The attempt before it runs on: tell `won` which of them has output first, or `lost` which of them
-    failed."""
+    is_hedge: bool = False
+    """The attempt before it keeps running: the first of the two that has output leads, and the other one is
+    aborted."""
 
 
 class Abort(msgspec.Struct, frozen=True, gc=False):
@@ -254,15 +255,15 @@ class Stop(msgspec.Struct, frozen=True, gc=False):
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """Its attempt takes too long, and the request can go on elsewhere: end that attempt as failed."""
+    """Its attempt takes too long, and the request can continue elsewhere: end that attempt as failed."""
 
     id: RequestId
     error: PenstockError
 
 
 class FallBack(msgspec.Struct, frozen=True, gc=False):
-    """It waits for a model that has no worker any more, and another model could answer: make its prompt anew
-    for that one, and `move` it. Until then, or if that is refused, it waits on.
+    """It waits for a model that has no worker any more, and another model could answer: make its prompt for
+    that one, and `move` it. Until then, or if that is refused, it waits on.
     """
 
     id: RequestId
@@ -276,7 +277,7 @@ class Requeued(msgspec.Struct, frozen=True, gc=False):
     id: RequestId
     attempts: int
     migrates: bool = False
-    """It goes on behind what it has given, and does not begin anew."""
+    """It continues behind the tokens that it has given, and does not begin again."""
 
 
 SCHEMA_VERSION = 1
@@ -294,7 +295,7 @@ class Outcome(enum.StrEnum):
     EVICTED = "evicted"
     """Queued, then dropped: it waited too long, or gave way when memory ran out."""
     CANCELLED = "cancelled"
-    """The client left. What was generated until then counts."""
+    """The client left. The tokens generated until then count."""
 
 
 class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -309,7 +310,7 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     key_prefix: str = ""
     """The shown part of the API key, or the subject of the token."""
     user: str = ""
-    """What the request's `user` field said."""
+    """The request's `user` field."""
     endpoint: str = "chat"
     requested_model: str
     served_model: str

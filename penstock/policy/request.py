@@ -2,8 +2,8 @@
 and what its usage record is made of.
 
 Held are tokens of its tenant's limits and money of its budget, slice by slice, both known by their contracts
-(policy/contracts.py). A choice is one stream; most requests have one. What its streams used is summed here,
-as their workers counted it, over all choices and all workers that it ran on.
+(policy/contracts.py). A choice is one stream; most requests have one. The usage of its streams is summed
+here, as their workers counted it, over all choices and all workers that it ran on.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from penstock.types import BLOCK_TOKENS, RequestId, Usage, WorkerId
 
 
 class Holds(msgspec.Struct, frozen=True, kw_only=True):
-    """What was reserved for one request, until the request has it."""
+    """The holds reserved for one request, until the request has them."""
 
     tokens: TokenHold
     money: int
@@ -46,9 +46,9 @@ class Holds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def continued(before: Usage, after: Usage) -> Usage:
-    """What a stream used that went on on another worker, as if it had never been interrupted: its prompt was
-    read once for it, its answer is one, and the time of the move is part of its decoding. The machines' work
-    is the sum.
+    """The usage of a stream that continued on another worker, as if it had never been interrupted: its prompt
+    was read once for it, its answer is one, and the time of the move is part of its decoding. The machines'
+    work is the sum.
     """
     if not before.completion_tokens:
         before, after = after, before  # It gave nothing there: its prompt was read where it did.
@@ -94,7 +94,7 @@ class Hedge(msgspec.Struct, gc=False):
 
     worker: WorkerId
     work: Work
-    """What is booked there, under a name of its own."""
+    """The work booked there, under a name of its own."""
     attempt: int
     started_ns: int
 
@@ -143,16 +143,17 @@ class Request(Work):
     hedge: Hedge | None = None
     """The other attempt, while there are two."""
     hedged_ns: int = -1
-    """When the first attempt was started, if a second one was then started beside it."""
+    """When the first attempt was started, if a second one was started too."""
     hedge_booked: Work | None = None
-    """What is booked at `worker`, if the attempt there is a hedge that outran the first one."""
+    """The work booked at `worker`, if the attempt there is a hedge that outran the first one."""
 
     counted_prompt_tokens: int = 0
-    """What counts of the prompt, set at the end: all of it, or nothing if no worker gave anything for it."""
+    """The counted part of the prompt, set at the end: all of it, or nothing if no worker gave anything for
+    it."""
     completion_tokens: int = 0
     """As reported until now, all choices together."""
     used_by_choice: dict[int, Usage] = msgspec.field(default_factory=dict[int, Usage])
-    """What its streams used, as their workers counted it, by index of the choice."""
+    """The usage of its streams, as their workers counted it, by index of the choice."""
     used_before: dict[int, Usage] = msgspec.field(default_factory=dict[int, Usage])
     """Of choices that continue on another worker: what was used until they left the last one."""
     usage: Usage | None = None
@@ -160,7 +161,7 @@ class Request(Work):
     cost_micros: int = 0
     """By the price list, set at the end."""
     machine_micros: int = 0
-    """What workers cost that it began on and left for another one."""
+    """The cost of workers that it began on and left for another one."""
 
     outcome: Outcome | None = None
     """Set by the event that decides it, which may be before the end."""
@@ -181,7 +182,7 @@ class Request(Work):
 
     @property
     def booked(self) -> Work:
-        """What is booked at `worker`."""
+        """The work booked at `worker`."""
         return self.hedge_booked or self
 
     @property
@@ -271,8 +272,8 @@ class Request(Work):
     def record(self, wall_ns: int) -> UsageRecord:
         """The facts for the ledger, of a request that has ended; `wall_ns` is the date of the end.
 
-        The share of the accelerators' cost is not here: whoever knows it adds it. Times are the worker's own
-        where it tells them.
+        The share of the accelerators' cost is not here: the caller that knows it adds it. Times are the
+        worker's own where it tells them.
         """
         facts, usage = self.facts, self.usage or Usage()
         assert self.state is State.ENDED, f"{facts.id} has not ended"
@@ -407,7 +408,7 @@ def count(request: Request, usage: Usage | None) -> None:
 
 
 def blocks_of(request: Request) -> int:
-    """KV blocks that a stream needs to go on elsewhere: its prompt and what it gave."""
+    """KV blocks that a stream needs to continue elsewhere: its prompt and what it gave."""
     tokens = _held(request.facts, request.facts.prompt_tokens) + request.completion_tokens
     return -(-tokens // BLOCK_TOKENS) + request.facts.choices
 
@@ -486,4 +487,4 @@ class Evict(msgspec.Struct, frozen=True):
 
 
 Action = Start | Abort | Evict | FallBack | GiveUp
-"""What `dispatch` answers."""
+"""The answers of `dispatch`."""

@@ -20,7 +20,7 @@ Degrade = Literal["never", "allow", "prefer"]
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PartLimits:
-    """What each key, or each user, of a tenant may use. A limit of 0 is no limit."""
+    """The use that each key, or each user, of a tenant may make. A limit of 0 is no limit."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -43,9 +43,9 @@ class Tenant:
     concurrent_max: int = 0
     """Requests accepted and not ended."""
     per_key: PartLimits | None = None
-    """What each of its keys may use."""
+    """The use that each of its keys may make."""
     per_user: PartLimits | None = None
-    """What each `user` that its requests name may use."""
+    """The use that each `user` that its requests name may make."""
     output_tokens_max: int = 0
     """Of one choice."""
     context_tokens_max: int = 0
@@ -58,7 +58,7 @@ class Tenant:
     """Millionths of the price list's currency per UTC day."""
     budget_month_micros: int = 0
     degrade: Degrade = "allow"
-    """What it wants where the request does not say."""
+    """Its mode where the request does not say."""
     trusted_special_tokens: bool = False
     """Whether special tokens in the text of its messages are those tokens; otherwise they are text."""
     places: frozenset[str] = frozenset()
@@ -154,7 +154,7 @@ def check_tokens(
 
 
 def output_room(tenant: Tenant, prompt_tokens: int, limit: int) -> int:
-    """How long an answer may get that nobody asked a length for: `most`, or what the tenant's limits leave of
+    """The longest answer to a request that names no length: `most`, or what the tenant's limits leave of
     it.
 
     At least 1 after `check_tokens`, if `most` is.

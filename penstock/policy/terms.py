@@ -50,7 +50,7 @@ class QueueTerms(QueueConfig, frozen=True, kw_only=True):
     bytes_max: int = 256 * 1024 * 1024
     """Bodies and prompts of the requests that wait for one model, all bands together."""
     tenant_share: float = 0.5
-    """What one tenant may fill of a band's bounds."""
+    """The part of a band's bounds that one tenant may fill."""
     when_full: Literal["evict", "refuse"] = "evict"
     """With all bands together at the bound: drop the newest request of the lowest band below the new one's,
     or refuse the new one. A band or a tenant at its own bound is always refused."""
@@ -101,10 +101,10 @@ class TtftTerms(Branch, frozen=True, kw_only=True):
     """Seconds that one second counts for which the worker's streams exceed that, over the whole expected
     answer."""
     others_weight: float = 1.0
-    """What a second that the worker computes the prompt counts for those who wait for it or come later; 0
-    counts the client alone."""
+    """The weight of a second that the worker computes the prompt, for requests that wait for it or come
+    later; 0 counts the client alone."""
     pressure_ms: float = 100.0
-    """What KV memory that is half full counts; x full counts x / (1 - x) times that."""
+    """The weight of KV memory that is half full; x full counts x / (1 - x) times that."""
 
 
 class WeightedTerms(Branch, frozen=True, kw_only=True):
@@ -145,13 +145,13 @@ class PlacementTerms(PlacementConfig, frozen=True, kw_only=True):
     holds_max: int = 64
     """Requests of one model that wait so at once."""
     host_cost: float = 0.1
-    """What a block costs that must be copied back from host memory, as a share of computing it."""
+    """The cost of a block that must be copied back from host memory, as a share of computing it."""
     adapter_load_ms: float = 2000.0
-    """What a worker is expected to take for an adapter that it has not loaded."""
+    """The expected time that a worker takes for an adapter that it has not loaded."""
     prefill_tokens_per_s: float = 4000.0
-    """What a worker is taken to compute until it was seen to."""
+    """The assumed speed of a worker until it was measured."""
     step_ms: float = 30.0
-    """What a worker is taken to need for one token of every stream, until it was seen to."""
+    """The assumed time for one token of every stream, until it was measured."""
     session_ttl_s: float = 3600.0
     """How long a session's last worker is remembered."""
     sessions_max: int = 65_536
@@ -208,6 +208,15 @@ class DeploymentTerms(msgspec.Struct, frozen=True, kw_only=True):
     tpm: int = 0
     """Tokens a minute; 0: no limit."""
 
+    def part(self, processes: int) -> "DeploymentTerms":
+        """The part that each of several gateway processes may use: together they keep to the worker's own
+        limits.
+        """
+        if processes == 1 or not (self.rpm or self.tpm):
+            return self
+        rpm, tpm = part_of(self.rpm, processes), part_of(self.tpm, processes)
+        return msgspec.structs.replace(self, rpm=rpm, tpm=tpm)
+
 
 class CellView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A worker that is a peer cell: what it takes to be answered there."""
@@ -216,7 +225,7 @@ class CellView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rtt_ns: int = 0
     """There and back, as measured."""
     wait_ns: int = 0
-    """What a request would wait there, as it says."""
+    """The wait of a request there, as it says."""
     price: float = 0.0
     """Of sending it a million tokens."""
 
@@ -248,9 +257,10 @@ def slots_of(rows: int, *, is_external: bool, terms: QueueTerms) -> Slots:
     return Slots(rows - kept, rows, -kept)
 
 
-def part_of_rows(rows: int, processes: int) -> int:
-    """What each of several gateway processes may use of an external worker's rows: they hear of each other's
-    streams too late to count them together. No less than one; 0 if the worker does not tell.
+def part_of(limit: int, processes: int) -> int:
+    """The part of an external worker's rows or rates that each of several gateway processes may use: they
+    hear of each other's streams too late to count them together. No less than one; 0, which is no limit,
+    stays.
     """
     assert processes >= 1, processes
-    return max(1, rows // processes) if rows else 0
+    return max(1, limit // processes) if limit else 0

@@ -1,10 +1,10 @@
 """Where a worker listens: `unix:/path/to.sock` on this machine, `tcp:host:port` across machines.
 
-Only the notation lives here; `engine/serve_socket.py` listens and `backends/engine/backend.py` connects. What
-goes over TCP is neither encrypted nor signed, so the port belongs on a private network; who may connect is a
-matter of a key (below).
+Only the notation lives here; `engine/serve_socket.py` listens and `backends/engine/backend.py` connects.
+Traffic over TCP is neither encrypted nor signed, so the port belongs on a private network; who may connect is
+a matter of a key (below).
 
-What a launcher tells a new engine worker: one line of JSON on the worker's standard input.
+A launcher's message to a new engine worker: one line of JSON on the worker's standard input.
 
 Standard input, because it holds a secret: arguments and environments can be read by other processes.
 The worker keeps reading afterwards; the end of the pipe means that its parent is gone.
@@ -16,9 +16,9 @@ How a worker and a gateway show each other that they have the same key, without 
       |       <-- Proof(nonce, mac)          |   HMAC-SHA256 over both nonces and the side's name (RFC 2104)
       |  Welcome(mac) -->                    |   then the worker's state, as always
 
-Nonces are fresh on both sides, so nothing that was overheard is of use again. What follows is neither
-encrypted nor signed: the port belongs on a private network or into a tunnel. The key keeps out whoever can
-reach the port and should not.
+Nonces are fresh on both sides, so nothing that was overheard is of use again. The rest is neither encrypted
+nor signed: the port belongs on a private network or into a tunnel. The key keeps out programs that can reach
+the port and should not.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ import msgspec
 from penstock.config.engine_settings import EngineSettings
 
 UNIX_PATH_BYTES_MAX = 107
-"""What fits a Linux `sockaddr_un` with its final zero."""
+"""The longest path that fits a Linux `sockaddr_un` with its final zero."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,7 +84,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model_path: str
     """A model directory on this machine; names and hub ids are resolved before."""
     model_name: str
-    """What clients call it; told back in `ModelInfo.model`."""
+    """The name that clients use; told back in `ModelInfo.model`."""
     address: str
     """Where to listen (see protocol/address.py)."""
     shares_port: bool = False
@@ -93,7 +93,8 @@ class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hash_key: bytes
     """Key of the block-hash chain: a guess at a tenant's prompt cannot be tested without it."""
     key: bytes = b""
-    """What gateways must prove to have (protocol/address.py); empty: whoever can connect is one."""
+    """The secret that gateways must prove to have (protocol/address.py); empty: any program that can connect
+    is one."""
     engine: EngineSettings = EngineSettings()
     runner: str = REAL_RUNNER
     """`module:factory` of what computes. Tests name their own, so that a process starts at once."""
@@ -107,12 +108,12 @@ _GATEWAY, _WORKER, _HASHES, _LINK = b"penstock gateway", b"penstock worker", b"p
 
 
 def gateway_mac(key: bytes, worker_nonce: bytes, gateway_nonce: bytes) -> bytes:
-    """What proves a gateway."""
+    """The proof of a gateway."""
     return _mac(key, _GATEWAY, worker_nonce, gateway_nonce)
 
 
 def worker_mac(key: bytes, worker_nonce: bytes, gateway_nonce: bytes) -> bytes:
-    """What proves a worker."""
+    """The proof of a worker."""
     return _mac(key, _WORKER, worker_nonce, gateway_nonce)
 
 

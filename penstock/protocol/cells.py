@@ -1,4 +1,4 @@
-"""What peer cells say to each other beyond what a gateway says to a worker: to its peers a cell is one worker
+"""Messages of peer cells beyond those of a gateway and a worker: to its peers a cell is one worker
 of each of its models, on the same wire (protocol/worker.py), behind the same handshake.
 
     gateway                               peer cell
@@ -8,9 +8,9 @@ of each of its models, on the same wire (protocol/worker.py), behind the same ha
        |  CellPing -->                      |   now and then
        |  <-- CellReport                    |   at once: the round trip, and what waits there
 
-A guest is queued and placed there like any other request. Who it is, what it may use and what it costs was
-settled where it came from, and is not asked again. It is never sent on: `Guest.hops` counts the cells that it
-has left, and more than one is refused.
+A guest is queued and placed there like any other request. Its caller, its limits and its price were settled
+where it came from, and are not asked again. It is never sent on: `Guest.hops` counts the cells that it has
+left, and more than one is refused.
 """
 
 import msgspec
@@ -23,10 +23,10 @@ class OpenCell(msgspec.Struct, frozen=True, kw_only=True, tag="open_cell"):
     """The first word on a connection."""
 
     cell: str
-    """Who asks."""
+    """The cell that asks."""
     model: str
     tokenizer: str = ""
-    """What its tokenizer makes of a text, so that both read tokens alike."""
+    """The mark of its tokenizer, so that both read tokens alike."""
 
 
 class CellPing(msgspec.Struct, frozen=True, tag="cell_ping"):
@@ -42,13 +42,13 @@ class CellReport(msgspec.Struct, frozen=True, kw_only=True, tag="cell_report"):
     sent_ns: int
     """Of the `CellPing`."""
     wait_ns: int = 0
-    """What it would wait there for a worker, as far as is known."""
+    """Its wait for a worker there, as far as is known."""
     num_ready: int = 0
     """Workers there that take requests."""
 
 
 class Guest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request is, said by the cell that it came to. Limits, budget and price stay there."""
+    """The facts of a request, said by the cell that it came to. Limits, budget and price stay there."""
 
     request_id: str
     """There, and in both ledgers."""
@@ -60,9 +60,9 @@ class Guest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     user: str = ""
     endpoint: str = "chat"
     max_wait_ns: int = 0
-    """What is left of the time that it may wait; 0: as long as its band's requests may."""
+    """The rest of the time that it may wait; 0: as long as its band's requests may."""
     first_token_ns: int = 0
-    """What is left of the time in which its client wants the first token; 0: it says nothing."""
+    """The rest of the time in which its client wants the first token; 0: it says nothing."""
     context_tokens: int = 0
     needs: tuple[str, ...] = ()
     """Capabilities, those among them that say where it may be computed."""

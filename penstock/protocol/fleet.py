@@ -1,4 +1,6 @@
-"""What `GET /admin/workers` says: the fleet as one gateway process sees it. `penstock top` reads it back."""
+"""The content of `GET /admin/workers`: the fleet as one gateway process sees it. `penstock top` reads it
+back.
+"""
 
 from typing import Annotated
 
@@ -7,13 +9,13 @@ from msgspec import Meta
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker. Counters grow from the worker's start on; null means that nobody has said."""
+    """One worker. Counters grow from the worker's start on; null means that it was never reported."""
 
     id: str
     model: str
     """The name that clients use."""
     engine: str
-    """What computes there: "penstock", "vllm", "openai"..., or "cell": it is a peer cell."""
+    """The engine there: "penstock", "vllm", "openai"..., or "cell": it is a peer cell."""
     state: str
     """See policy/resilience/worker_state.py."""
     stage: str = ""
@@ -22,7 +24,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """In words: why this gateway process gives it nothing, or little, although it is ready; empty: it
     does."""
     standing: str = ""
-    """What this gateway process thinks of what it computes, and how fast: well, doubted, ejected, returning
+    """This gateway process's judgement of its answers, and of its speed: well, doubted, ejected, returning
     (policy/resilience/anomalies.py)."""
     slowness: float | None = None
     """How many times as long as its peers' its steps take."""
@@ -33,7 +35,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Grows whenever it is a new process."""
     address: str = ""
     identity: str = ""
-    """Of what it computes: equal for workers that go on with each other's streams. Empty: it does not
+    """Of what it computes: equal for workers that can continue each other's streams. Empty: it does not
     tell."""
     running: int | None = None
     waiting: int | None = None
@@ -41,24 +43,24 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_total: int | None = None
     generated_tokens: int | None = None
     age_s: float | None = None
-    """Since it was last heard of."""
+    """Since its last report."""
     cell: str = ""
     """The peer cell that it is; empty: it is a worker of this one."""
     rtt_ms: float | None = None
     """To a peer cell and back."""
     wait_ms: float | None = None
-    """What a request would wait in a peer cell, as that says."""
+    """The wait of a request in a peer cell, as that says."""
     adapters: list[str] = []
     """It takes requests for them."""
     adapters_loaded: list[str] = []
-    """Of those, the ones that it used last, as many as it keeps at hand."""
+    """Of those, the ones that it used last, as many as it keeps in memory."""
     device: str = ""
-    """What it computes on; empty: it does not tell."""
+    """The device that it computes on; empty: it does not tell."""
     mbu: float | None = None
     """Memory bandwidth utilisation of its last steps, a share."""
     restarts: int = 0
     notes: list[str] = []
-    """What happened to it, newest last."""
+    """Its events, newest last."""
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
-"""What a request needs of its worker, what it asks the answer's text to look like, and where its media may
-come from.
+"""The needs of a request, the required form of the answer's text, and the places that its media may come
+from.
 
 Read once per request, from the checked body. A request that needs nothing special, which is nearly every one,
-costs two comparisons. What the text must look like is written as vLLM's `structured_outputs`: one form for
+costs two comparisons. The required form of the text is written as vLLM's `structured_outputs`: one form for
 every engine that has grammars.
 
 This server fetches no media. A worker does, from its own network, so an address in a message could reach what
@@ -72,7 +72,7 @@ from penstock.types import Capability
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """What the text of an answer must look like, and how it is read."""
+    """The required form of an answer's text, and how it is read."""
 
     structured: Mapping[str, Any] = {}
     """vLLM's `structured_outputs`; empty: anything goes."""
@@ -85,10 +85,10 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     param: str = ""
     """The parameter that asks for `structured`, or for `grammar`."""
     grammar: Grammar | None = None
-    """What our own engine is given in the place of `structured`; None: the same."""
+    """The form for our own engine in the place of `structured`; None: the same."""
 
     def as_grammar(self) -> Grammar | None:
-        """What our own engine is given; None: anything goes."""
+        """The form for our own engine; None: anything goes."""
         if self.grammar is not None or not self.form:
             return self.grammar
         return Grammar(form=self.form)
@@ -98,10 +98,10 @@ NO_CONSTRAINT = Constraint()
 
 
 def rare_needs(request: GenerationRequest) -> list[Need]:
-    """What the request needs beyond what nearly every engine has. Empty for nearly every request.
+    """The needs of the request beyond what nearly every engine has. Empty for nearly every request.
 
     Raises:
-        Unsupported: nothing here can do it, whoever would answer.
+        Unsupported: nothing here can do it, on any worker.
         InvalidRequest: `response_format` or `tool_choice` says nothing that can be understood.
     """
     needs: list[Need] = []
@@ -121,7 +121,7 @@ def rare_needs(request: GenerationRequest) -> list[Need]:
 
 
 def common_needs(request: GenerationRequest) -> list[Need]:
-    """What it needs that nearly every engine has (`COMMON`). Looked at where a worker lacks one of these."""
+    """Its needs that nearly every engine meets (`COMMON`). Looked at where a worker lacks one of these."""
     needs = _common.check(request)
     if isinstance(request, CompletionRequest):
         if request.logprobs is not None:
@@ -134,7 +134,7 @@ def common_needs(request: GenerationRequest) -> list[Need]:
 
 
 def constraint_of(request: GenerationRequest) -> Constraint:
-    """What the answer must look like.
+    """The required form of the answer.
 
     Raises:
         InvalidRequest: two parameters ask for different things.

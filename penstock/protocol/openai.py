@@ -92,7 +92,7 @@ class ToolCall(_Open, frozen=True, kw_only=True):
 class ContentPart(_Open, frozen=True, kw_only=True):
     """One part of a message's content.
 
-    What is no text is for workers that get the message as the client sent it.
+    A part that is no text is for workers that get the message as the client sent it.
     """
 
     type: str
@@ -127,7 +127,7 @@ class Message(_Open, frozen=True, kw_only=True):
 
 
 class GenerationRequest(_Shape, frozen=True, kw_only=True):
-    """What chat and plain completions have in common.
+    """The common fields of chat and plain completions.
 
     Parameters that few requests have are in `parameters`.
     """
@@ -382,7 +382,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the caller may use, all models together; null is no limit. Extension."""
+    """The use that the caller may make, all models together; null is no limit. Extension."""
 
     tier: str | None
     requests_per_minute: int | None
@@ -397,8 +397,8 @@ class CallerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One model of `/v1/models`. vLLM's extensions: `max_model_len`, null while nobody knows it, and the
-    model that an adapter belongs to. Ours: what the caller may use.
+    """One model of `/v1/models`. vLLM's extensions: `max_model_len`, null while it is unknown, and the model
+    that an adapter belongs to. Ours: what the caller may use.
     """
 
     id: str
@@ -408,7 +408,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     parent: str | None = None
     task: str | None = None
-    """"generate", "embed" or "score"; null while nobody knows it."""
+    """"generate", "embed" or "score"; null while it is unknown."""
     limits: CallerLimits | None = None
     root: str | None = None
     """Of a name without a version: the version that answers for it."""

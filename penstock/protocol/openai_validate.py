@@ -1,8 +1,8 @@
 """From the bytes of a body to a request that makes sense, or to an error that says what to change.
 
 Types, ranges and unknown fields are checked by msgspec in one pass over the bytes; this module puts its
-findings into OpenAI's words, and checks what a type cannot say: bounds, and fields that
-exclude one another. What a request needs of its worker is read in `needs`. It knows nothing about models.
+findings into OpenAI's words, and checks what a type cannot say: bounds, and fields that exclude one another.
+The needs of a request are read in `needs`. It knows nothing about models.
 """
 
 import difflib

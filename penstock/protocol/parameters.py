@@ -22,7 +22,7 @@ from penstock.types import Capability
 
 
 class Fate(enum.StrEnum):
-    """What becomes of a parameter."""
+    """The fate of a parameter."""
 
     HONOURED = "honoured"
     LABEL = "label"
@@ -41,7 +41,7 @@ class Parameter(NamedTuple):
     instead: str = ""
     """Of a refused one: what to do."""
     type: Any = Any
-    """What it must be, where that matters here and no request shape of `openai` says so."""
+    """The type that it must have, where that matters here and no request shape of `openai` says so."""
 
 
 class Need(NamedTuple):
@@ -184,10 +184,10 @@ class Checker:
         self._read = attrgetter(*(each.name for each in found))
 
     def check(self, request: msgspec.Struct) -> list[Need]:
-        """What the request needs.
+        """The needs of the request.
 
         Raises:
-            Unsupported: a parameter is refused whoever would answer.
+            Unsupported: a parameter is refused on every worker.
         """
         values: tuple[Any, ...] = self._read(request)
         needs: list[Need] = []

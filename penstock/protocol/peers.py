@@ -1,4 +1,4 @@
-"""What the gateway processes of one server and their parent say to each other, over a Unix socket.
+"""Messages between the gateway processes of one server and their parent, over a Unix socket.
 
     child                        parent
       |  Snapshot -->              |   when it listens, then every second
@@ -55,11 +55,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Somebody asked this process for the sum of all."""
+    """This process was asked for the sum of all."""
 
 
 class Order(msgspec.Struct, frozen=True, tag="order"):
-    """Somebody told this process to take a worker out of service, or to bring it back."""
+    """This process was ordered to take a worker out of service, or to bring it back."""
 
     worker: str
     timeout_s: float | None
@@ -67,7 +67,7 @@ class Order(msgspec.Struct, frozen=True, tag="order"):
 
 
 class AdapterOrder(msgspec.Struct, frozen=True, tag="adapter"):
-    """Somebody told this process to let a model have an adapter, or to let it go."""
+    """This process was ordered to load a model's adapter, or to unload it."""
 
     model: str
     name: str
@@ -87,7 +87,7 @@ class SleepOrder(msgspec.Struct, frozen=True, tag="sleep_order"):
 
 
 class SleepAnswer(msgspec.Struct, frozen=True, tag="sleep_answer"):
-    """What came of a `SleepOrder`."""
+    """The result of a `SleepOrder`."""
 
     order: SleepOrder
     kind: str = ""
@@ -96,7 +96,7 @@ class SleepAnswer(msgspec.Struct, frozen=True, tag="sleep_answer"):
 
 
 class ServedTokens(msgspec.Struct, frozen=True, tag="served"):
-    """What tenants were served by one process, since it last said so: other processes count it as well."""
+    """The service of tenants by one process, since its last report: other processes count it as well."""
 
     units: tuple[tuple[str, int, TenantId, int], ...]
     """Model, band by its place in the configuration, tenant, and what its counter grew by
@@ -104,7 +104,7 @@ class ServedTokens(msgspec.Struct, frozen=True, tag="served"):
 
 
 class EndedRequests(msgspec.Struct, frozen=True, tag="ended"):
-    """What ended in one process since it last said so."""
+    """The requests that ended in one process since its last report."""
 
     body: bytes
     """As `telemetry.counts.Book` encodes it."""
@@ -139,7 +139,7 @@ class RolloutAsk(msgspec.Struct, frozen=True, tag="rollout_ask"):
 
 
 class RolloutAnswer(msgspec.Struct, frozen=True, tag="rollout_answer"):
-    """What came of it."""
+    """The result of it."""
 
     body: bytes = b""
     """JSON of `fleet.rollouts.RolloutReports`."""
@@ -151,7 +151,7 @@ class RolloutAnswer(msgspec.Struct, frozen=True, tag="rollout_answer"):
 
 
 class LookAt(msgspec.Struct, frozen=True, tag="look_at"):
-    """Somebody asked this process for something that the parent remembers."""
+    """This process was asked for something that the parent remembers."""
 
     view: Literal["history", "alerts", "audit", "log", "requests"]
     seconds: int = 0
@@ -164,7 +164,7 @@ class LookAt(msgspec.Struct, frozen=True, tag="look_at"):
 
 
 class View(msgspec.Struct, frozen=True, tag="view"):
-    """What was looked at."""
+    """The answer to it."""
 
     body: bytes
     """JSON."""
@@ -200,7 +200,7 @@ class WorkerAt(msgspec.Struct, frozen=True):
     restarts: int = 0
     notes: tuple[LaunchNote, ...] = ()
     stage: str = ""
-    """What the parent says of a process that is not ready."""
+    """The parent's description of a process that is not ready."""
     is_down: bool = False
     """It will not be started again."""
     faults: dict[str, FaultCount] = {}
@@ -208,12 +208,12 @@ class WorkerAt(msgspec.Struct, frozen=True):
 
 
 class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """What the parent tells a new gateway process: one line of JSON on its standard input, which then stays
-    open.
+    """The parent's first message to a new gateway process: one line of JSON on its standard input, which then
+    stays open.
     """
 
     index: int
-    """From 0; a process that is started anew has its predecessor's."""
+    """From 0; a process that replaces another has its index."""
     config: bytes
     """The whole configuration as JSON, keys included: this is why it does not come as an argument."""
     listeners: tuple[int, ...]
@@ -225,7 +225,7 @@ class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     leases: str = ""
     """Path of the socket where the parent leases rate limits; empty: they are shared elsewhere."""
     hash_key: bytes
-    """What those workers name their KV blocks with."""
+    """The key by which those workers name their KV blocks."""
     held: dict[str, float] = {}
     """Workers that are out of service by hand, and how many seconds their streams were given."""
     adapters: dict[str, dict[str, str]] = {}
@@ -246,7 +246,7 @@ class StopOrder(msgspec.Struct, frozen=True):
 
 
 class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the parent tells a running gateway process: a line of JSON."""
+    """The parent's messages to a running gateway process: a line of JSON."""
 
     config: bytes = b""
     """A whole new configuration; empty: the old one stays."""
@@ -259,7 +259,7 @@ class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     rollouts: bytes | None = None
     """JSON of all active rollouts, as in `ChildLaunch`; None: no news."""
     stop: StopOrder | None = None
-    """Stop; None: go on."""
+    """Stop; None: continue."""
 
 
 ToParent = (

@@ -52,7 +52,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
-    """What a called function gave back."""
+    """The result of a called function."""
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +120,7 @@ RESPONSES = (
     )),
     *SHARED,
     refused("background", False, instead="ask with 'stream', or wait for the answer"),
-    refused("conversation", instead="'previous_response_id' goes on with a response that was stored"),
+    refused("conversation", instead="'previous_response_id' continues a response that was stored"),
     refused("prompt", instead="there are no stored prompts here; give 'instructions' and 'input'"),
     refused("max_tool_calls", instead="it bounds built-in tools, which this server does not have"),
     refused("truncation", "disabled", instead="what does not fit the model's context is an error"),
@@ -139,7 +139,7 @@ CHAT_WORDS = {
     "reasoning.effort": "reasoning_effort",
     "include": "logprobs",
 }
-"""What a chat calls the same."""
+"""The chat's name for the same."""
 FullResponseRequest = msgspec.defstruct(
     "FullResponseRequest",
     [
@@ -187,7 +187,7 @@ class MessageItem(msgspec.Struct, kw_only=True):
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True):
-    """What the model thought. It is shown as it was: there is no summary, and nothing is encrypted."""
+    """The model's reasoning. It is shown as it was: there is no summary, and nothing is encrypted."""
 
     id: str
     type: str = "reasoning"

@@ -33,7 +33,7 @@ INCLUDED = {
     "message.output_text.logprobs": "the log-probabilities of the answer",
     "reasoning.encrypted_content": "nothing: reasoning is shown as it was written",
 }
-"""What `include` may name. The others belong to built-in tools."""
+"""The values of `include`. The others belong to built-in tools."""
 ITEMS_MAX = 2 * MESSAGES_MAX
 """Of one conversation. Reasoning and calls are items of their own, so a message may be several."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -79,7 +79,7 @@ class ResponseChat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_response(body: bytes) -> ResponseRequest:
-    """Read `/v1/responses`. What it has in common with a chat is checked when that is made of it.
+    """Read `/v1/responses`. The fields that it shares with a chat are checked when that is made of it.
 
     Raises:
         InvalidRequest: naming the field.

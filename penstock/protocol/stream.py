@@ -22,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class StreamHead(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What all chunks of one answer have in common."""
+    """The common fields of all chunks of one answer."""
 
     id: str
     created: int
@@ -65,7 +65,7 @@ class ChatChunks:
         self._delta_head = b'%b[{"index":%d,"delta":' % (head.opening(self.KIND), index)
         self._end = b"]%b" % head.closing
         self.prefix = b'%b{"content":' % self._delta_head
-        """What goes before the JSON string of a plain piece of text, and `suffix` after it."""
+        """The bytes before the JSON string of a plain piece of text, and `suffix` those after it."""
         self.suffix = b'},"logprobs":null,"finish_reason":null}%b' % self._end
 
     def role(self) -> bytes:
@@ -113,7 +113,7 @@ class CompletionChunks:
     def __init__(self, head: StreamHead, index: int) -> None:
         self._end = b"]%b" % head.closing
         self.prefix = b'%b[{"index":%d,"text":' % (head.opening(self.KIND), index)
-        """What goes before the JSON string of a plain piece of text, and `suffix` after it."""
+        """The bytes before the JSON string of a plain piece of text, and `suffix` those after it."""
         self.suffix = b',"logprobs":null,"finish_reason":null}%b' % self._end
 
     def text(self, text: str) -> bytes:
@@ -157,8 +157,8 @@ class EventReader:
     r"""Cuts a stream of bytes, as it comes, into the data of its events.
 
     Comments, event names and ids are dropped; several `data:` lines of one event are joined by newlines.
-    Lines may end in LF, CR LF or CR. What was looked through once is not looked through again, however small
-    the pieces are.
+    Lines may end in LF, CR LF or CR. Bytes that were looked through once are not looked through again,
+    however small the pieces are.
     """
 
     __slots__ = ("_after_cr", "_events_max_bytes", "_rest", "_seen")
@@ -176,26 +176,32 @@ class EventReader:
         Raises:
             EventTooLong: one is over `event_bytes_max`; there is no going on after that.
         """
+        block = self.whole(data)
+        return [value for each in block[:-2].split(b"\n\n") if (value := data_of(each)) is not None]
+
+    def whole(self, data: bytes) -> bytes:
+        r"""The events that are complete now, as they came but for line ends: each ends in a blank line.
+
+        Raises:
+            EventTooLong: as `feed`.
+        """
         if self._after_cr or b"\r" in data:
             data = self._with_plain_line_ends(data)
         rest = self._rest
         if not rest and data.endswith(b"\n\n") and len(data) <= self._events_max_bytes:
-            # Whole events, as they come nearly always.
-            blocks = data[:-2].split(b"\n\n")
-            return [value for each in blocks if (value := _data_of(each)) is not None]
+            return data  # Whole events, as they come nearly always.
         rest += data
-        found: list[bytes] = []
-        start = 0
-        while (end := rest.find(b"\n\n", max(start, self._seen - 1))) >= 0:
-            self._check(end - start)
-            if (value := _data_of(bytes(rest[start:end]))) is not None:
-                found.append(value)
-            start = self._seen = end + 2
-        if start:
-            del rest[:start]
-        self._check(len(rest))
+        end = rest.rfind(b"\n\n", max(0, self._seen - 1)) + 2
+        block = b""
+        if end >= 2:
+            block = bytes(memoryview(rest)[:end])
+            if end > self._events_max_bytes:
+                for each in block.split(b"\n\n"):
+                    self._check(len(each))
+            del rest[:end]
         self._seen = len(rest)
-        return found
+        self._check(self._seen)
+        return block
 
     def _check(self, size: int) -> None:
         if size > self._events_max_bytes:
@@ -209,8 +215,8 @@ class EventReader:
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
-def _data_of(block: bytes) -> bytes | None:
-    """The data of one event; None if it has none."""
+def data_of(block: bytes) -> bytes | None:
+    """The data of one event, which is given without its blank line; None if it has none."""
     if block.startswith(b"data:") and b"\n" not in block:
         return block[6:] if block.startswith(b"data: ") else block[5:]
     lines = [line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:")]

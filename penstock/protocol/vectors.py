@@ -26,7 +26,7 @@ _Texts = str | list[str]
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What they have in common."""
+    """The common fields."""
 
     model: str
     truncate_prompt_tokens: Truncation | None = None
@@ -210,6 +210,24 @@ def _check_count(texts: Sequence[object], name: str, most: int) -> None:
         )
 
 
+def text_tokens_max(asked: int | None, max_model_len: int) -> int:
+    """Tokens of each text at most, beyond which its end is left out; 0: one that is too long is refused.
+
+    Raises:
+        InvalidRequest: the number makes no sense for this model.
+    """
+    if asked is None:
+        return 0
+    if asked == -1:
+        return max_model_len
+    if not 0 < asked <= max_model_len:
+        _refuse(
+            f"Invalid 'truncate_prompt_tokens': expected -1, or 1 to {max_model_len}, but got {asked}.",
+            "truncate_prompt_tokens",
+        )
+    return asked
+
+
 def _check_texts(texts: Sequence[str], name: str, one: str = "") -> None:
     for i, text in enumerate(texts):
         if not text:
@@ -220,7 +238,7 @@ def _refuse(message: str, param: str, code: str = "invalid_value") -> NoReturn:
     raise InvalidRequest(message, param=param, code=code)
 
 
-# What is done with vectors: float32, little-endian.
+# The work on vectors: float32, little-endian.
 
 
 def numbers(vector: bytes) -> list[float]:

@@ -1,4 +1,4 @@
-"""What a gateway and an engine worker say to each other.
+"""The messages between a gateway and an engine worker.
 
 One connection (Unix socket or TCP) carries every request between the two. A frame is a 4-byte
 little-endian length and that many bytes of msgpack: one message of the unions below. The engine
@@ -66,21 +66,21 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defau
     cache_salt: bytes = b""
     """Prefix-cache namespace, set by the gateway from the authenticated tenant, never by the caller."""
     resumed: bytes = b""
-    """Token ids, int32 little-endian, that another worker generated for it: it goes on behind them, with the
-    very tokens that would have followed there. They count as generated, and are not sent again."""
+    """Token ids, int32 little-endian, that another worker generated for it: it continues behind them, with
+    the very tokens that would have followed there. They count as generated, and are not sent again."""
     public_tokens: int = 0
     """Leading prompt tokens that the gateway's operator declared public: whole blocks of them are shared by
     all tenants."""
     priority: int = 0
     """Smaller goes first."""
     fairness_key: str = ""
-    """Whose share of the engine this work counts against (the tenant)."""
+    """The tenant whose share of the engine this work counts against."""
     fairness_weight: float = 1.0
     """How much that share is worth beside others'; above 0."""
     takes_row: bool = False
     """Its tenant runs nothing else of the model: it may have the row of a request whose tenant has more."""
     grammar: Grammar | None = None
-    """What the answer must match: for a worker that says it can (`Capability.STRUCTURED_OUTPUTS`)."""
+    """The required form of the answer: for a worker that says it can (`Capability.STRUCTURED_OUTPUTS`)."""
     adapter: str = ""
     """One that the worker was told to load, by its name."""
     adapter_digest: str = ""
@@ -128,13 +128,13 @@ class Proof(msgspec.Struct, frozen=True, tag="proof"):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker serves, told once it is ready."""
+    """The model that the worker serves, sent once it is ready."""
 
     model: str
-    """What clients call it: a label."""
+    """The name that clients use: a label."""
     identity: str = ""
-    """What it computes (kv/hashing.py): its KV blocks' names start from it, and only workers of one identity
-    go on with each other's streams. Empty: the worker does not tell."""
+    """The identity of its computation (kv/hashing.py): its KV blocks' names start from it, and only workers
+    of one identity can continue each other's streams. Empty: the worker does not tell."""
     architecture: str
     dtype: str
     """Type of activations and KV cache, and of the weights unless `quantization` says otherwise."""
@@ -150,10 +150,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     """Blocks that fit the host tier of the KV cache; 0: there is none."""
     capabilities: frozenset[str] = OWN_CAPABILITIES
-    """What it can do beyond plain text (protocol/needs.py). Words that the gateway does not know are of no
+    """Its capabilities beyond plain text (protocol/needs.py). Words that the gateway does not know are of no
     use to it."""
     device: str = ""
-    """What it computes on, as its maker calls it."""
+    """Its device, in the maker's words."""
     device_uuid: str = ""
     """Of a GPU, as its driver writes it."""
     adapter_slots: int = 0
@@ -167,7 +167,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A shorter beginning of a vector is one too: how long it may be, or any length (empty). None: it is
     not."""
     speculation: str = ""
-    """Who guesses tokens ahead of it, "ngram" or a model; empty: nobody."""
+    """The proposer of tokens ahead of it, "ngram" or a model; empty: none."""
     weight_bytes: int = 0
     """Memory of the weights and what is kept beside them, as computed before loading; 0: it does not
     tell."""
@@ -209,11 +209,11 @@ class Asleep(msgspec.Struct, frozen=True, kw_only=True, tag="asleep"):
     """Its weights and its KV cache are not in memory; `Wake` brings them back."""
 
     info: ModelInfo
-    """What it will be when it is awake."""
+    """Its facts when it is awake."""
     wake_ns: int
     """How long waking will take, as far as is known."""
     memory_bytes: int = 0
-    """What its process has in memory now."""
+    """The memory of its process now."""
     why: str = ""
     """Why it could not be woken; empty: it was not asked to."""
 
@@ -264,14 +264,15 @@ class RequestFinished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """What one step gave one request: new tokens, maybe the end."""
+    """The output of one step for one request: new tokens, maybe the end."""
 
     request_id: RequestId
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: RequestFinished | None = None
     usage: Usage | None = None
-    """Sent with the first tokens: what was used up to there. Whoever ends a stream early accounts from it."""
+    """Sent with the first tokens: what was used up to there. A gateway that ends a stream early accounts from
+    it."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Of the next prompt tokens, from the second on, if they were asked for; told before the first new
     token."""
@@ -329,8 +330,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     busy_ns: int = 0
     """Nanoseconds in which it had a request, all told: what the requests' `device_ns` are shares of."""
     memory_ns: int = 0
-    """What the bytes that its steps read would take at the device's bandwidth: of `step_ns`, the memory
-    bandwidth utilisation. 0: it does not tell."""
+    """The time that the bytes that its steps read would take at the device's bandwidth: of `step_ns`, the
+    memory bandwidth utilisation. 0: it does not tell."""
     floor_ns: int = 0
     """The least time in which the device could have done that work in full batches
     (`planning/roofline.py`)."""
@@ -342,6 +343,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     timed_kv_read: int = 0
     timed_pairs: int = 0
     timed_ns: int = 0
+    kv_held_tokens: int = 0
+    """Tokens that the KV blocks in use could hold, summed over steps: beside `timed_kv_read`, how much of the
+    KV memory holds context. 0: it does not tell."""
     readings: DeviceReadings | None = None
     """Of its device, some seconds old; None: it does not tell."""
 
@@ -369,21 +373,21 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
     """One numbered batch of KV events. Numbers have no gaps on a connection, except before a snapshot."""
 
     epoch: int
-    """Names this numbering: another one (the worker is a new process) counts anew."""
+    """Names this numbering: another one (the worker is a new process) counts from the start."""
     sequence: int
     payload: bytes
     """The batch as `penstock.kv.events.encode_batch` makes it."""
     snapshot: bool = False
-    """What was asked for is not known any more: this tells of all blocks that can be hit, as of `sequence`.
-    It opens with `AllBlocksCleared`."""
+    """The requested events are not known any more: this tells of all blocks that can be hit, as of
+    `sequence`. It opens with `AllBlocksCleared`."""
     more: bool = False
-    """The snapshot goes on in the next message, which has the same number."""
+    """The snapshot continues in the next message, which has the same number."""
 
 
 WorkerOrder = LoadAdapter | UnloadAdapter | KeepAdapters | Sleep | Wake
-"""What a gateway tells the worker to do, beside requests."""
+"""The orders of a gateway to the worker, beside requests."""
 ToCell = OpenCell | CellPing
-"""What only a peer cell is told (protocol/cells.py)."""
+"""For peer cells alone (protocol/cells.py)."""
 ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof | WorkerOrder | ToCell
 Condition = Loading | Ready | WorkerFailed | Asleep
 """How far the worker is."""
@@ -399,7 +403,7 @@ FromWorker = (
     | StaysAwake
     | CellReport
 )
-"""What it has to say; a `Pong` only shows that it lives."""
+"""The arguments of its message; a `Pong` only shows that it lives."""
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

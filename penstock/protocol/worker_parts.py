@@ -18,8 +18,8 @@ GRAMMAR_BYTES_MAX = 256 * 1024
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the text of an answer must match, from its first token, from a marker on, or behind each mark of a
-    call; and how long its reasoning may be.
+    """The form that the text of an answer must match, from its first token, from a marker on, or behind each
+    mark of a call; and how long its reasoning may be.
 
     The engine ends the answer when the grammar is complete. A cut answer ends with "length".
     """
@@ -62,7 +62,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter",
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
-    """Take no more requests for an adapter; those that have it go on."""
+    """Take no more requests for an adapter; those that have it continue."""
 
     name: str
 
@@ -95,11 +95,11 @@ class WorkerAdapters(msgspec.Struct, frozen=True, tag="adapters"):
     room: int = 0
     """How many, of the size of these, can be in memory at once; 0: not known."""
     read_ms: int = 0
-    """What reading one takes; 0: not known."""
+    """The time to read one; 0: not known."""
 
 
 class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
-    """Let go of the weights and the KV cache, unless there is work: an answer is never cut."""
+    """Release the weights and the KV cache, unless there is work: an answer is never cut."""
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
@@ -113,7 +113,7 @@ class StaysAwake(msgspec.Struct, frozen=True, tag="stays_awake"):
 
 
 class GpuReadings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a GPU says of itself; None: it does not."""
+    """A GPU's readings of itself; None: it does not."""
 
     index: int
     """As the driver counts."""
@@ -131,12 +131,12 @@ class GpuReadings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class DeviceReadings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker's process takes of its machine, and its GPU if it has one."""
+    """The resources that a worker's process takes of its machine, and its GPU if it has one."""
 
     rss_bytes: int = 0
     cpu_ms: int = 0
     cgroup_bytes: int = 0
-    """Memory of all processes in its cgroup, and the most that they may have; 0: not told, no limit."""
+    """Memory of all processes in its cgroup, and the bound on it; 0: not told, no limit."""
     cgroup_limit_bytes: int = 0
     load: float = 0.0
     """Of its machine over a minute, per core."""

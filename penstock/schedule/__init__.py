@@ -1,1 +1,1 @@
-"""What the engine computes next. Pure: the real engine and the simulator run the same objects."""
+"""The engine's next computation. Pure: the real engine and the simulator run the same objects."""

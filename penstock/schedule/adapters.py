@@ -6,7 +6,7 @@
 
 An adapter is named by requests and told apart by its digest: what was evicted must come back with the same
 one. Adapters are read one at a time: first those that requests wait for, then those that were never read,
-then those that are to be kept in memory and are not. Pure: whoever reads calls `take`, the engine's thread or
+then those that are to be kept in memory and are not. Pure: the reader calls `take`: the engine's thread or
 the simulator's clock.
 """
 
@@ -53,7 +53,7 @@ class PooledAdapter:
     in_use: int = 0
     """Requests that the scheduler has."""
     is_gone: bool = False
-    """It was unloaded: those that have it go on."""
+    """It was unloaded: those that have it continue."""
 
     @property
     def was_read(self) -> bool:
@@ -78,7 +78,7 @@ class Waiting(Generic[R]):
 
 @dataclass(slots=True, frozen=True)
 class Released(Generic[R]):
-    """Requests that may go on, and those that end."""
+    """Requests that may start, and those that end."""
 
     ready: Sequence[Waiting[R]] = ()
     failed: Sequence[tuple[Waiting[R], str]] = ()
@@ -112,9 +112,9 @@ class AdapterPool(Generic[R]):
         """Of what is read because requests wait for it."""
         self._began_ns = 0
         self._kept: dict[str, int] = {}
-        """What is to be kept in memory -> its place in the order of demand."""
+        """The adapters to be kept in memory -> their place in the order of demand."""
         self.read_ns = 0
-        """What reading one takes; 0: not known."""
+        """The time to read one; 0: not known."""
         self.changed = False
         """Whether `entries` says something new."""
 
@@ -139,7 +139,7 @@ class AdapterPool(Generic[R]):
         """
         known = self._known.get(name)
         if known is not None and known.is_what(path, digest):
-            self.changed = True  # Whoever asks again wants to hear.
+            self.changed = True  # A caller that asks again wants an answer.
             if is_wanted and known.packed is None:
                 self._want(known)
             return known
@@ -158,7 +158,7 @@ class AdapterPool(Generic[R]):
         return entry
 
     def unload(self, name: str) -> Released[R]:
-        """Forget an adapter; requests that have it go on."""
+        """Forget an adapter; requests that have it continue."""
         if (entry := self._known.get(name)) is not None:
             self._forget(entry)
         return self.release()
@@ -171,7 +171,7 @@ class AdapterPool(Generic[R]):
         self._read_next()
 
     def submit(self, key: Hashable, request: R, name: str, digest: str, arrived_ns: int) -> Released[R]:
-        """A request that names an adapter. It goes on at once, or waits.
+        """A request that names an adapter. It is submitted at once, or waits.
 
         Raises:
             WorkerUnavailable: there is no such adapter here, or it is another one than the gateway means.
@@ -204,7 +204,7 @@ class AdapterPool(Generic[R]):
             if entry.is_gone:
                 self._drop(entry)
             self._evict()
-            self._read_next()  # What is to be kept may have room now.
+            self._read_next()  # An adapter that is to be kept may have room now.
         return self.release()
 
     def take(
@@ -238,7 +238,7 @@ class AdapterPool(Generic[R]):
         self._evict(entry)
 
     def release(self) -> Released[R]:
-        """Let those go on whose adapter is there and has a slot, in the order of their arrival."""
+        """Submit those whose adapter is there and has a slot, in the order of their arrival."""
         if not self._waiting:
             return Released()
         ready, failed = list[Waiting[R]](), list[tuple[Waiting[R], str]]()
@@ -262,7 +262,7 @@ class AdapterPool(Generic[R]):
         return Released(ready, failed)
 
     def check_invariants(self) -> None:
-        """What always holds."""
+        """The invariants."""
         assert {entry for entry in self._in_memory if entry.in_use} == self._used
         assert len(self._used) <= self._slots
         assert all(entry.packed is not None for entry in self._in_memory)
@@ -279,7 +279,7 @@ class AdapterPool(Generic[R]):
         return entry.was_read and sum(each.num_bytes for each in firm) + entry.num_bytes > self._bytes_max
 
     def _awaited_before(self, entry: PooledAdapter | None) -> list[PooledAdapter]:
-        """What is in memory for requests that came before those for this one."""
+        """The adapters in memory for requests that came before those for this one."""
         awaited = takewhile(lambda each: each is not entry, (each.entry for each in self._waiting))
         return [each for each in awaited if each.packed is not None]
 
@@ -312,7 +312,9 @@ class AdapterPool(Generic[R]):
         self._begin(entry)
 
     def _next_kept(self) -> PooledAdapter | None:
-        """What is to be kept, is not in memory, and has room beside what is in use or kept already."""
+        """The next adapter that is to be kept, is not in memory, and has room beside those that are in use or
+        kept already.
+        """
         if not self._kept:
             return None
         firm = sum(each.num_bytes for each in self._in_memory if each.in_use or each.name in self._kept)

@@ -107,8 +107,8 @@ worst."""
 class StepCap:
     """Halves with every step that failed, and doubles again once memory has been enough for a while.
 
-    What a step needs beyond weights and KV grows with its tokens (activations) and its rows (logits), and a
-    step has no more rows than tokens: so one number bounds both.
+    The memory of a step beyond weights and KV grows with its tokens (activations) and its rows (logits), and
+    a step has no more rows than tokens: so one number bounds both.
     """
 
     __slots__ = ("_fitted", "_limit", "tokens")
@@ -185,8 +185,8 @@ class Batch:
         """Give back a request's row and blocks, which others may hit from now on unless they are `bad`.
 
         Blocks of prompts have their names since they were computed. Those of an answer get them here, in one
-        run: before its end nobody asks for a prompt that has it, and a step of decoding rows has nothing to
-        name and nothing to tell.
+        run: before its end no request can ask for a prompt that has it, and a step of decoding rows has
+        nothing to name and nothing to report.
 
         Steps in flight may use both still. The runner takes plans in order, so a row may have its next
         request in the next plan; a block waits until the last step that uses it is over.
@@ -305,4 +305,4 @@ class SchedulerStatistics:
     host: HostStatistics
     """The KV cache's host tier."""
     sums: StepSums
-    """What all steps computed, and in which time; goes on counting."""
+    """The work of all steps, and the time; keeps counting."""

@@ -20,7 +20,7 @@ def cost(prompt: int, cached: int, output: int) -> int:
 
 
 def share(tenths: int, weight: float) -> int:
-    """What a cost adds to the counter of a tenant with this weight."""
+    """The amount that a cost adds to the counter of a tenant with this weight."""
     assert weight > 0, weight
     return round(tenths * UNIT / weight)
 

@@ -1,5 +1,5 @@
-"""Many steps in one call, where every step would be the same: all rows decode, and nobody comes or goes but
-in the last.
+"""Many steps in one call, where every step would be the same: all rows decode, and no request comes or leaves
+but in the last.
 
 For who drives the scheduler on virtual time (sim/world/worker.py): what they leave behind is what so many
 calls of `schedule` and `apply` would have left, except for which free block went to whom. As many blocks are
@@ -36,8 +36,8 @@ class DecodeFastForward:
         """How many of the next steps, at most `limit`, do nothing but decode each running row once; 0 if the
         next does more.
 
-        Nothing may be in flight. Whoever knows that an answer stops sooner asks for no more steps than until
-        then. O(rows).
+        Nothing may be in flight. A caller that knows that an answer stops sooner asks for no more steps than
+        until then. O(rows).
         """
         limit = min(limit, self._planner.num_decode_only())
         if limit <= 0:
@@ -53,7 +53,7 @@ class DecodeFastForward:
         available = self._manager.pool.num_available
         if len(running) * (limit // BLOCK_TOKENS + 1) <= available:
             return limit
-        # Near the end of memory somebody may have to give way: count to the block.
+        # Near the end of memory a request may have to give way: count to the block.
         needed = sum(
             (request.num_planned + limit - 1) // BLOCK_TOKENS - (request.num_planned - 1) // BLOCK_TOKENS
             for request in running

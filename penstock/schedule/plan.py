@@ -4,7 +4,7 @@ A request has *known* tokens (its prompt and what was generated) and *computed* 
 is stored). A step computes `num_tokens` more of a request's known tokens; when that reaches the last
 known one, the row also samples the next. Prefill, chunks, decode and prefix hits are all this one rule.
 
-What exists once per row and step is a msgspec struct: making a frozen dataclass costs ten times as much.
+Data that exists once per row and step is a msgspec struct: making a frozen dataclass costs ten times as much.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ class NewRow:
     """Block ids the row starts with, if it enters before its first work: parts of its prefix are still
     loading."""
     grammar: object = None
-    """What its answer must match, as `engine/grammar` compiled it for the runner; None: anything."""
+    """The form of its answer, as `engine/grammar` compiled it for the runner; None: anything."""
     adapter: object = None
-    """What is added to the model's weights for it, as `engine/adapters` packed it for the runner; None:
+    """The addition to the model's weights for it, as `engine/adapters` packed it for the runner; None:
     nothing."""
     num_first: int = 0
     """See `Request.num_first`."""
@@ -71,7 +71,7 @@ class RowWork(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, frozen=True)
 class StepPlan:
-    """What one engine step computes, as a change against what the runner already holds.
+    """The computation of one engine step, as a change against the state that the runner already holds.
 
     Copies run beside this step and later ones. A plan without `work` has nothing to do but to wait for one:
     it starts its copies and returns when at least one of those under way has ended.
@@ -87,8 +87,8 @@ class StepPlan:
     planned_ns: int = 0
     """When the plan was made, on the engine's clock."""
     copies_out: tuple[BlockCopy, ...] = ()
-    """Blocks to copy to host memory from now on. A block may change during its copy: then nobody uses the
-    copy."""
+    """Blocks to copy to host memory from now on. A block may change during its copy: then the copy is not
+    used."""
     copies_in: tuple[BlockCopy, ...] = ()
     """Blocks to fill from host memory from now on. No work reads them before their end was reported."""
 
@@ -99,7 +99,7 @@ class StepPlan:
 
 
 class Forced(msgspec.Struct, frozen=True, gc=False):
-    """What a row's grammar says about what follows the token that was drawn."""
+    """The tokens that a row's grammar forces behind the token that was drawn."""
 
     token_ids: tuple[int, ...] = ()
     """Tokens that must follow. They are known without a draw: the next step computes them as one chunk."""
@@ -108,20 +108,19 @@ class Forced(msgspec.Struct, frozen=True, gc=False):
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False):
-    """What the sampler drew for one row."""
+    """The sampler's draw for one row."""
 
     row: int
     token_id: int
     logprob: TokenLogprob | None = None
     error: str | None = None
-    """The row's logits were not numbers, or its grammar cannot go on: this request fails, the others go
-    on."""
+    """The row's logits were not numbers, or its grammar cannot continue: this request fails, the others
+    continue."""
     forced: Forced | None = None
     drafted: int = 0
     """How many drafts were computed for it."""
     follows: "tuple[Sampled, ...]" = ()
-    """What was drawn behind it, where drafts had said the tokens before: one for each draft that was
-    right."""
+    """The draws behind it, where drafts had said the tokens before: one for each draft that was right."""
     vector: bytes = b""
     """Of a request that pools: what it asks for, float32, and no token."""
 
@@ -133,12 +132,12 @@ class Scored:
     row: int
     logprobs: tuple[TokenLogprob, ...]
     error: str | None = None
-    """The row's logits were not numbers: this request fails, the others go on."""
+    """The row's logits were not numbers: this request fails, the others continue."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Drafting:
-    """What a model computed that guesses tokens ahead of a step: sums over its passes (see `StepLoad`)."""
+    """The work of a model that guesses tokens ahead of a step: sums over its passes (see `StepLoad`)."""
 
     num_passes: int
     num_tokens: int
@@ -150,7 +149,7 @@ class Drafting:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """What the runner computed for a plan.
+    """The result of a plan.
 
     One `Sampled` for every work item with `samples`, and one `Scored` for every one with `scores`, in plan
     order.
@@ -162,21 +161,21 @@ class StepResult:
     copied: tuple[Copied, ...] = ()
     """Copies that ended since the last result, whichever plan started them."""
     drafting: Drafting | None = None
-    """What guesses took, within the step's time; None: next to nothing."""
+    """The time of guesses, within the step's time; None: next to nothing."""
     out_of_memory: str | None = None
     """Why the step could not be computed, in words. Nothing was sampled or scored then, but the rows, block
     tables and copies are as the plan said: the same work can be planned again, in smaller steps."""
 
 
 class RequestOutput(msgspec.Struct, gc=False):
-    """What `Scheduler.apply` tells the engine about one request after a step."""
+    """The output of `Scheduler.apply` about one request after a step."""
 
     request_id: RequestId
     token_ids: tuple[int, ...]
     """New tokens of the answer; a token that stopped it is not among them."""
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the next prompt tokens, from the second on. All of them are told before the first new token is."""
+    """Of the next prompt tokens, from the second on. All of them are sent before the first new token is."""
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
@@ -184,11 +183,11 @@ class RequestOutput(msgspec.Struct, gc=False):
     """Set exactly when `finish` is. Its `completion_tokens` counts every token that was drawn, the stop token
     too."""
     vector: bytes = b""
-    """What a request that pools ends with."""
+    """The vector with which a request that pools ends."""
 
     def take(self, later: "RequestOutput") -> None:
         """Tell what came of the request behind this in the same step; neither has log-probabilities."""
-        assert self.finish is None, f"{self.request_id} goes on behind its end"
+        assert self.finish is None, f"{self.request_id} continues behind its end"
         self.token_ids += later.token_ids
         self.finish, self.stop_token_id = later.finish, later.stop_token_id
         self.error, self.usage = later.error, later.usage

@@ -44,7 +44,8 @@ class Planner:
         self._row_share = RowShare(batch, queue)
         self._takers: dict[RequestId, Request] = {}  # Those that wait and may take a row, oldest first.
         self.wants_rest = False
-        """Somebody must give way or yield, but nothing can be taken from others while a step is in flight."""
+        """A request must give way or yield, but nothing can be taken from others while a step is in
+        flight."""
         self._at_rest = True
         self._blocked: tuple[RequestId, int, int] | None = None
         """The head that found no room, after so many releases, at a level of the reserve."""
@@ -62,7 +63,7 @@ class Planner:
 
         `at_rest` says that no step is in flight. Only then may requests be preempted: what they computed is
         published and what they drew is known, so nothing of theirs is lost or on its way. Nothing is admitted
-        while blocks are so short that somebody had to give way, or will have to.
+        while blocks are so short that a request had to give way, or will have to.
         """
         step.planned_ns = self._clock.now_ns()
         self._plans += 1
@@ -89,7 +90,7 @@ class Planner:
             self._preempt(self._batch.running[-1], now_ns)
 
     def num_decode_only(self) -> int:
-        """How many of the next steps, planned at rest, start nobody and let nobody back as long as nobody
+        """How many of the next steps, planned at rest, start no request and let none back as long as none
         ends: see `DecodeFastForward`.
         """
         if len(self._quota) or self._cap.is_lowered or self._manager.host.limits.num_slots:
@@ -105,7 +106,7 @@ class Planner:
         return _NO_BOUND if not self.reserve.rho and self._is_blocked(head) else 0
 
     def fast_forward(self, num_steps: int) -> None:
-        """What planning so many steps leaves behind, at most `num_decode_only`."""
+        """Apply the effects of planning so many steps, at most `num_decode_only`."""
         assert num_steps > 0, num_steps
         self._plans += num_steps
         self.wants_rest, self._at_rest = False, True
@@ -199,7 +200,7 @@ class Planner:
         self._give_up(victim, step.planned_ns)
         if not self._quota.remove(taker):
             self._queue.remove(taker)
-        # What the victim gave up may be a part of what was found.
+        # The victim's blocks may be a part of those that were found.
         self._start(taker, self._manager.match_prefix(taker.table, taker.tokens, taker.num_skippable))
         taker.count_blocks(step.planned_ns, len(taker.table.blocks))
         self._let_back(taker.salt)
@@ -220,7 +221,7 @@ class Planner:
             if known - planned > 1:
                 (forced if _is_forced(request, known) else prompts).append(request)
             elif planned % BLOCK_TOKENS:  # There is room behind the token before, in the same block.
-                if request.status is _RUNNING:  # Else it gave way to somebody before it.
+                if request.status is _RUNNING:  # Else it gave way to a request before it.
                     decoding.append(request)
             elif request.status is _RUNNING:
                 step.add_all_decoding(decoding)  # Before any of them may have to give way.
@@ -240,7 +241,9 @@ class Planner:
                 self._extend_or_preempt(request, num_tokens, step)
 
     def _add_drafts(self, step: StepBuilder, speculation: Speculation) -> None:
-        """Let rows that decode have drafts. Nobody gives way for one: there are blocks for all rows' next."""
+        """Let rows that decode have drafts. No request gives way for one: there are blocks for all rows'
+        next.
+        """
         rows, pool = step.decoding, self._manager.pool
         room = min(step.budget, step.scored_budget)
         for index, wanted in speculation.choose(rows, step.load(), room):
@@ -281,7 +284,7 @@ class Planner:
     def _end_loading(self, request: Request, now_ns: int) -> bool:
         """Whether the request's prefix has arrived.
 
-        If a copy failed it starts anew, and computes that part.
+        If a copy failed it starts again, and computes that part.
         """
         if request.table.broken:
             self._send_back(request, now_ns)
@@ -320,7 +323,8 @@ class Planner:
     def _preempt(self, victim: Request, now_ns: int) -> None:
         """Take everything from a running request; its full blocks stay cached, so resuming is a prefix hit.
 
-        It is not admitted again in the same step: it needs all that it gave up, and somebody took of that.
+        It is not admitted again in the same step: it needs all blocks that it gave up, and another request
+        took some of those.
         """
         assert self._at_rest, "what a step in flight computes or draws would be lost"
         victim.num_preemptions += 1
@@ -350,7 +354,7 @@ class Planner:
         The head is never skipped: short prompts would starve long ones.
         """
         reserved = -1
-        if step.takes_prompts and len(self._queue) > 1:  # Who is alone is next, whatever was counted.
+        if step.takes_prompts and len(self._queue) > 1:  # The only request is next, whatever was counted.
             self.charge_running()
         max_running = min(self._limits.max_running, self._cap.tokens)
         while step.takes_prompts and len(self._batch.running) < max_running:
@@ -389,7 +393,7 @@ class Planner:
         """
         missing = blocks_for(len(request.tokens)) - match.num_present
         if missing + reserved > self._manager.num_available_after(match):
-            # Nobody may run, but steps and loads hold blocks to their end that nobody has any more.
+            # No request may run, but steps and loads hold blocks to their end that belong to none any more.
             held = self._manager.pool.num_draining or self._manager.host.busy
             assert self._batch.running or held, "a lone request must fit"
             self._blocked = (request.request_id, self._batch.releases, self.reserve.level)
@@ -454,7 +458,7 @@ class Planner:
             return
         request.started_ns = self._clock.now_ns()
         request.num_cached = min(request.num_computed, request.num_prompt)
-        # What was resumed may be cached too, but is not of the prompt.
+        # Resumed tokens may be cached too, but are not of the prompt.
         request.num_host_cached = min(request.num_host_cached, request.num_cached)
         assert 0 <= request.num_host_cached <= request.num_cached <= request.num_prompt, (
             "found where it was not"

@@ -14,7 +14,7 @@ predictions (`step_time.Overrun`), the first prompt's stretch is shorter. When m
 be the end of throughput: prompts would arrive faster than they are let in and rows would run half empty, so
 each that waits may add its own stretch; and once some have waited for long, all get what the streams were
 promised to be able to spare: smooth reading beyond the promise is worth less than an answer that would come
-too late. With nobody decoding there is no limit but the step's token budget. How many rows may decode at once
+too late. With no row decoding there is no limit but the step's token budget. How many rows may decode at once
 follows from the same targets: `RowBound`.
 
 Prompts are finished one after another: a budget split among many gives all of them a late first token. For
@@ -36,12 +36,12 @@ from penstock.schedule.shares import OutputEstimate
 from penstock.schedule.step_time import Overrun, StepLoad, StepSums, StepTimeModel
 
 STRETCH = 0.4
-"""What every waiting prompt but the first may add to a step, in steps without prompts."""
+"""The time that every waiting prompt but the first may add to a step, in steps without prompts."""
 TIMES_MAX = 1.6
-"""What one waiting prompt may make of a step, overruns included: below 2, for meanwhile the streams grow by
-themselves."""
+"""The most that one waiting prompt may make of a step, overruns included: below 2, for meanwhile the streams
+grow by themselves."""
 STRETCH_MIN, STRETCH_MAX = 0.2, 0.4
-"""What it may add to the predicted time at least, however noisy the machine is, and at most, however
+"""The time that it may add to the predicted one at least, however noisy the machine is, and at most, however
 quiet."""
 UNTRUSTED_TOKENS = 64
 """Prompt tokens of a step with decoding rows for each waiting prompt, while the law is not trusted."""
@@ -66,7 +66,7 @@ _NS_PER_MS = 1_000_000
 
 @dataclass(slots=True, frozen=True)
 class LatencyTargets:
-    """What streams were promised of the time between their tokens."""
+    """The promises to streams about the time between their tokens."""
 
     default_ns: int = 0
     """The longest step with prompts in it; 0 is automatic."""
@@ -99,7 +99,7 @@ class LatencyTargets:
         return next((target for known, target in self.by_priority if known == priority), self.default_ns)
 
     def of_rows(self, priority: int) -> int:
-        """What the rows of a priority class are promised per output token, in nanoseconds; 0 promises
+        """The promise to the rows of a priority class per output token, in nanoseconds; 0 promises
         nothing.
         """
         return self.of_class(priority) or self.tpot_ns
@@ -127,7 +127,7 @@ class PrefillBudget:
         """Learn from a step with this load that is over now.
 
         It took the time since it was planned; or since the step before it was over, if that ran meanwhile.
-        What a model took of that for guesses has a law of its own.
+        The part of it that a model took for guesses has a law of its own.
         """
         began_ns, self._last_ns = max(plan.planned_ns, self._last_ns), now_ns
         has_chunk, step_ns = plan.work[-1].num_tokens > 1, now_ns - began_ns
@@ -157,12 +157,12 @@ class PrefillBudget:
 
     @property
     def stretch(self) -> float:
-        """What one waiting prompt may add to the predicted time of a step, in steps without prompts."""
+        """The time that one waiting prompt may add to a step's predicted one, in steps without prompts."""
         return min(max(TIMES_MAX / self.overrun.factor - 1, STRETCH_MIN), STRETCH_MAX)
 
     def kept_ns(self, target_ns: int) -> float:
-        """What a step may be predicted to take, so that the rows in it are given their tokens within a target
-        of so many nanoseconds, or within what this machine can keep.
+        """The predicted time that a step may take, so that the rows in it are given their tokens within a
+        target of so many nanoseconds, or within the time that this machine can keep.
         """
         least_ns = IDLE_FACTOR * self.model.predict_ns(_LONE_ROW)
         return KEPT_SHARE * (target_ns if target_ns >= least_ns else least_ns)
@@ -207,7 +207,7 @@ class PromptShare:
         self._model, self._load, self._limit_ns = model, decoding, limit_ns
         self._num_prompts, self._tokens_min = num_prompts, tokens_min
         self._base_ns = model.predict_ns(decoding)
-        self._cautious = UNTRUSTED_TOKENS * num_prompts  # What the step may still take without trust.
+        self._cautious = UNTRUSTED_TOKENS * num_prompts  # Tokens that the step may take without trust.
         self._ending = 0  # Prompts that end in this step: any other one closes the share.
         self.closed = False
         """Whether no further prompt gets anything."""
@@ -296,8 +296,8 @@ UNTRUSTED_ROWS, UNTRUSTED_STEPS = 4, 4
 one refused until it asks again. One of those only decodes and is learnt from: what prompts cost and what rows
 cost cannot be told apart otherwise."""
 REFUSED_STEPS = 16
-"""Whom the law refuses asks again after so many steps, or as soon as a request that runs has ended: asking
-takes time."""
+"""A request that the law refuses asks again after so many steps, or as soon as a request that runs has ended:
+asking takes time."""
 
 
 class RowBound:
@@ -362,7 +362,7 @@ class RowBound:
         assert self._started <= self._rows <= self._max_running, "more requests run than there are rows"
 
     def _limit(self, running: Sequence[Request]) -> float:
-        """What a step may take."""
+        """The time that a step may take."""
         targets = self._prefill.targets
         classes = {request.priority for request in running} if targets.by_priority else {0}
         kept = {target for priority in classes if (target := targets.of_rows(priority))}

@@ -52,7 +52,7 @@ class WaitingQueue(Protocol):
         ...
 
     def served_to(self, request: Request) -> int:
-        """What the request's tenant was served in its class, in computed prompt tokens; 0 where shares do not
+        """The service of the request's tenant in its class, in computed prompt tokens; 0 where shares do not
         count.
         """
         ...
@@ -85,7 +85,7 @@ class OrderedQueue:
         assert capacity > 0, capacity
         self._capacity, self._key = capacity, key
         self._heap: list[tuple[Order, RequestId]] = []
-        # What really waits. Removed requests leave their heap entry behind until it surfaces.
+        # The requests that really wait. Removed requests leave their heap entry behind until it surfaces.
         self._waiting: dict[RequestId, Request] = {}
 
     def push(self, request: Request) -> None:
@@ -374,7 +374,7 @@ class ClassQueue:
         return self._weights.get(request.fairness_key, request.fairness_weight)
 
     def served(self, key: str) -> float:
-        """What the key was served in all classes together, in computed prompt tokens."""
+        """The service of the key in all classes together, in computed prompt tokens."""
         return sum(each.shares.served(key) for each in self._classes.values())
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ class Status(enum.Enum):
         "loading"  # Has a row and KV blocks; parts of its prefix are still on their way from host memory.
     )
     RUNNING = "running"  # Has a row; holds KV blocks.
-    PREEMPTED = "preempted"  # Was running, gave its blocks up, waits to go on.
+    PREEMPTED = "preempted"  # Was running, gave its blocks up, waits to continue.
     FINISHED = "finished"  # Ended: for whatever reason, and for good.
 
 
@@ -39,22 +39,23 @@ class Request:
     """Every known token: the prompt, then what was generated (int32; see `token_array`)."""
     sampling: SamplingParams
     num_resumed: int = 0
-    """The last so many of `tokens` were generated elsewhere, before it came here: it goes on as after a
+    """The last so many of `tokens` were generated elsewhere, before it came here: it continues as after a
     preemption."""
     salt: bytes = b""
     """Prefix-cache namespace of the tenant."""
     public_tokens: int = 0
-    """Leading tokens of the prompt that are nobody's: whole blocks of them are shared by all tenants."""
+    """Leading tokens of the prompt that are no tenant's secret: whole blocks of them are shared by all
+    tenants."""
     priority: int = 0
     """Smaller goes first."""
     fairness_key: str = ""
-    """Whose share this work counts against."""
+    """The tenant whose share this work counts against."""
     fairness_weight: float = 1.0
     """How much that share is worth, where the engine's own configuration does not say."""
     grammar: object = None
-    """What its answer must match: see `NewRow.grammar`."""
+    """The form of its answer: see `NewRow.grammar`."""
     adapter: object = None
-    """What is added to the model's weights for it: see `NewRow.adapter`."""
+    """The addition to the model's weights for it: see `NewRow.adapter`."""
     pools: bool = False
     """It generates nothing: what is wanted is one vector, made of the hidden states of its prompt."""
     num_first: int = 0
@@ -137,7 +138,7 @@ class Request:
         self.num_prompt = len(self.tokens) - self.num_resumed
         assert self.num_prompt >= 0 <= self.num_resumed, "more was resumed than there is"
         if self.num_resumed:
-            self.num_scored = self.num_prompt  # All scores are told before the first token is.
+            self.num_scored = self.num_prompt  # All scores are sent before the first token is.
             self.num_charged = self.num_resumed
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
 
@@ -180,7 +181,7 @@ class Request:
 
     @property
     def num_skippable(self) -> int:
-        """Leading tokens that need not be computed if their KV is found: nobody waits for their logits."""
+        """Leading tokens that need not be computed if their KV is found: their logits are not wanted."""
         return self.num_scored - 1 if self.wants_scores else len(self.tokens)
 
     def take_scores(self, first: int, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
@@ -228,7 +229,7 @@ class Request:
         return self.num_accepted, self.num_drafted - self.num_accepted
 
     def usage(self, now_ns: int) -> Usage:
-        """What the request used up to now.
+        """The request's usage up to now.
 
         Queue: submitted to first computed, loading from host memory included. Prefill: from there to the
         first token. Decode: the rest, time spent preempted included.

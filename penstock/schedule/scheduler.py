@@ -310,7 +310,7 @@ class Scheduler:
             self._check_in_flight(request)
 
     def _check_in_flight(self, request: Request) -> None:
-        """What a request expects is what the plans in flight do for it."""
+        """A request's expectation is the work that the plans in flight do for it."""
         pairs = [
             zip(each.requests, each.plan.work, strict=True) for each in self._flights if not each.is_void
         ]
@@ -394,8 +394,7 @@ class Scheduler:
         request.num_planned = request.num_computed
 
     def _out_of_memory(self, flight: Flight, why: str, outcome: StepOutcome, now_ns: int) -> None:
-        """A step did not fit: forget it and what was planned behind it, and go on in smaller steps, from
-        rest.
+        """A step did not fit: forget it and the plans behind it, and continue in smaller steps, from rest.
 
         A request whose single token does not fit alone cannot be helped: it ends, and only it.
         """
@@ -416,7 +415,7 @@ class Scheduler:
         return RequestOutput(request.request_id, (), prompt_logprobs=news)
 
     def _append(self, request: Request, draw: Sampled, now_ns: int) -> RequestOutput:
-        """One more token for a request: it goes on, or it ends here."""
+        """One more token for a request: it continues, or it ends here."""
         if draw.error is not None:
             return self._finish(request, FinishReason.ERROR, now_ns, error=draw.error)
         if request.pools:
@@ -439,7 +438,7 @@ class Scheduler:
         return output
 
     def _follow(self, request: Request, forced: Forced, output: RequestOutput, now_ns: int) -> None:
-        """What the grammar forces behind a token: more tokens, without a draw, or the end."""
+        """The tokens that the grammar forces behind a token: more tokens, without a draw, or the end."""
         room = request.num_tokens_max - len(request.tokens)
         assert room > 0, f"{request.request_id} ended with its last token"
         assert forced.token_ids or forced.complete, "what forces nothing is not told"
@@ -486,7 +485,7 @@ class Scheduler:
     def _finish(
         self, request: Request, reason: FinishReason, now_ns: int, *, error: str | None = None
     ) -> RequestOutput:
-        """End a request for good. What it held is free now, or once no step in flight uses it."""
+        """End a request for good. Its blocks are free now, or once no step in flight uses them."""
         del self._requests[request.request_id]
         was_in_batch = request.in_batch
         request.move_to(Status.FINISHED)

@@ -1,4 +1,4 @@
-"""What tenants share of the engine, and how: its rows (`RowShare`) and its KV blocks (`KVQuota`)."""
+"""The parts of the engine that tenants share: its rows (`RowShare`) and its KV blocks (`KVQuota`)."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -42,8 +42,8 @@ _ROUNDING = 1 + 1e-9
 class RowShare:
     """The rules above, over the rows of one batch.
 
-    Many requests may wait, and most of them get nothing: each costs O(1). What costs O(rows) is done once for
-    all takers, until a row changes hands.
+    Many requests may wait, and most of them get nothing: each costs O(1). Work that costs O(rows) is done
+    once for all takers, until a row changes hands.
     """
 
     __slots__ = ("_all", "_batch", "_changes", "_queue", "_ready")
@@ -62,7 +62,7 @@ class RowShare:
         self._ready = None
 
     def victim(self, taker: Request) -> Request | None:
-        """Who yields its row to the taker now, once nothing is in flight; None: nobody.
+        """The request that yields its row to the taker now, once nothing is in flight; None: none.
 
         The tenant with the most rows for its weight, of that the request that yielded least often, of those
         the one with the least to compute again.
@@ -76,7 +76,7 @@ class RowShare:
         return self._ready.first_for(taker, turns=True)
 
     def may_yield_to(self, taker: Request) -> bool:
-        """Whether anybody may yield to the taker, now or after more steps in which nobody comes or goes."""
+        """Whether a request may yield to the taker, now or after more steps in which none comes or leaves."""
         if not self._queue.weight_of(taker):
             return False  # Shares do not count in this order.
         if self._all is None or self._changes != self._batch.changes:
@@ -188,9 +188,9 @@ def _had_turn(each: Request, turn_tokens: int) -> bool:
 # (`AdmissionReserve`), and which request gives way when they run out (`VictimChoice`).
 #
 # A tenant is a cache salt, as the gateway set it. Its blocks count while a running request holds them, a
-# shared one once; what is only cached is nobody's. Over the quota a tenant starts nothing new, and is the
-# first to be preempted. Its waiting requests step aside into a parking place, so that the queue moves on
-# for the others.
+# shared one once; blocks that are only cached belong to none. Over the quota a tenant starts nothing new, and
+# is the first to be preempted. Its waiting requests step aside into a parking place, so that the queue moves
+# on for the others.
 
 PARKED_MAX = 1024
 """Requests parked at most; beyond that the queue waits for its head, as it does without quotas."""
@@ -229,8 +229,8 @@ class KVQuota:
     def admits(self, request: Request, num_blocks: int) -> bool:
         """Whether the tenant may hold so many blocks more; always if it holds none, since `check_fits`.
 
-        A quota of all there is bounds nobody. What does not fit then waits at the head, where nobody passes
-        it.
+        A quota of all blocks bounds no tenant. A request that does not fit then waits at the head, where no
+        other passes it.
         """
         if self.blocks_max >= self._pool.num_blocks:
             return True
@@ -252,7 +252,7 @@ class KVQuota:
         return True
 
     def tenants(self) -> list[bytes]:
-        """Who has something parked."""
+        """The tenants with parked requests."""
         return list(self._parked)
 
     def unpark(self, salt: bytes) -> Request | None:
@@ -291,13 +291,13 @@ class KVQuota:
 #
 # Blocks for every answer's `max_tokens` waste most of the cache, since few answers get that long; blocks for
 # none fill it with requests that are preempted for one another soon after. So a share `rho` of what the
-# running rows are *expected* to generate is kept free: rho rises with every step in which somebody had to
-# be preempted, and decays otherwise (after SGLang's adaptive new-token ratio).
+# running rows are *expected* to generate is kept free: rho rises with every step in which a request had to be
+# preempted, and decays otherwise (after SGLang's adaptive new-token ratio).
 
 RISE = 0.25
 """Added to rho by a step that preempted."""
 DECAY = 1 - 1 / 256
-"""What is left of rho after a step that did not: half of it after 180 steps."""
+"""The part of rho that remains after a step that did not: half of it after 180 steps."""
 PRIOR_TOKENS = 128
 """Expected length of an answer before any of its class has ended."""
 _MEMORY = 1 / 16
@@ -323,7 +323,7 @@ class OutputEstimate:
     def remaining(self, request: Request) -> int:
         """Tokens that the request is expected to generate yet: at most what it may, at least a block of that.
 
-        An answer that has outlived the estimate is expected to go on for another block, again and again.
+        An answer that has outlived the estimate is expected to continue for another block, again and again.
         """
         return self.remaining_of((request,))[0]
 
@@ -386,7 +386,7 @@ class AdmissionReserve:
         return num_blocks
 
 
-# Who gives way when KV blocks run out.
+# The request that gives way when KV blocks run out.
 #
 # Everything is taken from a victim and it waits to be resumed, so the choice is who loses least:
 #
@@ -397,9 +397,9 @@ class AdmissionReserve:
 #     5. then whose work is quickest to do again
 #     6. then who came last
 #
-# Tenants whose counters are less than a grain (a step's tokens) above the least are alike: a step charges
-# one of them that much at once, so less says only who was computed last. It is also what keeps two tenants
-# from taking turns: whoever gave way for its share has a grain more than the other, which gives way for its
+# Tenants whose counters are less than a grain (a step's tokens) above the least are alike: a step charges one
+# of them that much at once, so less says only who was computed last. It is also what keeps two tenants from
+# taking turns: a tenant that gave way for its share has a grain more than the other, which gives way for its
 # own only with a grain more in turn; so it was served twice that in between. Among tenants alike, and with
 # one tenant, the least work counts.
 #
@@ -427,7 +427,7 @@ class VictimChoice:
 
     def choose(self, running: Sequence[Request]) -> Request:
         """One of the running requests, which are in order and at least one. O(rows x log blocks)."""
-        assert running, "nobody runs who could give way"
+        assert running, "no request runs that could give way"
         if len(running) == 1:
             return running[0]
         others, least = running[1:], dict[int, int]()
@@ -437,9 +437,9 @@ class VictimChoice:
         return max(others, key=lambda request: self._rank(request, least[request.priority]))
 
     def work_lost(self, request: Request) -> int:
-        """Stored tokens that go with the request: those in blocks that nobody else holds.
+        """Stored tokens that go with the request: those in blocks that no other request holds.
 
-        What others hold is the head of its table: sharing a block means sharing all before it.
+        Blocks that others hold are the head of its table: sharing a block means sharing all before it.
         """
         return max(request.num_computed - self._num_shared(request) * BLOCK_TOKENS, 0)
 

@@ -13,11 +13,11 @@ row.
 Where a model guesses, its passes take time too: by a law of its own, fitted to what its passes took. It has
 read nothing of a request before that has its first drafts, and lacks what was said since the last: that work
 is spread over the steps that are likely to profit. How often it is right is much the same for all requests:
-a new one is taken for what others were of late. Where nobody has drafts, that is forgotten step by step, and
-they are tried again where they may pay.
+a new one is taken for what others were of late. Where no request has drafts, that is forgotten step by step,
+and they are tried again where they may pay.
 
-What is guessed, and by whom, is not known here. Nothing here decides what is generated: a draft is kept only
-if it is the token that is drawn (`engine/speculation.py`).
+The guesses, and the proposer, are not known here. Nothing here decides what is generated: a draft is kept
+only if it is the token that is drawn (`engine/speculation.py`).
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ prompts whose log-probabilities are wanted get as many at least."""
 EXPECTED, EXPECTED_WEIGHT = 0.5, 2.0
 """The share of guesses that are right, and as so many drafts it counts, before a request has had any."""
 _MEMORY = 0.9
-"""What remains of a request's record per step with drafts: text changes."""
+"""The part of a request's record that remains per step with drafts: text changes."""
 PROFITING_STEPS = 64
 """Steps over which the work is spread of reading what was said before a request's drafts."""
 _PRIOR_WEIGHT, _FORGET = 4.0, 0.998
@@ -45,8 +45,8 @@ KNOWN_STEPS = 8
 """Before the law has seen so many steps, rows have up to `CAUTIOUS` drafts if they are no more than that."""
 CAUTIOUS = 3
 PROBE_STEPS = 64
-"""A row without drafts for so many steps, times the rows of the batch, has one, to see how its text goes on:
-so trials are as rare in a full batch as alone."""
+"""A row without drafts for so many steps, times the rows of the batch, has one, to see how its text
+continues: so trials are as rare in a full batch as alone."""
 
 
 _Asked = Sequence[tuple[float, int, Request]]
@@ -54,7 +54,7 @@ _Asked = Sequence[tuple[float, int, Request]]
 
 
 class Laws(Protocol):
-    """What steps were seen to take: `PrefillBudget` learns it."""
+    """The measured times of steps: `PrefillBudget` learns it."""
 
     model: StepTimeModel
     drafting: StepTimeModel
@@ -138,9 +138,7 @@ class Speculation:
         return [(asked[place][1], count) for place, count in enumerate(counts) if count]
 
     def _prior(self) -> tuple[float, float]:
-        """What share of a new request's guesses is expected to be right, and as how many drafts that
-        counts.
-        """
+        """The expected share of a new request's guesses that is right, and as how many drafts that counts."""
         if not self._drafting.num_observed:
             return EXPECTED, EXPECTED_WEIGHT
         self._hits, self._tries = self._hits * _FORGET, self._tries * _FORGET

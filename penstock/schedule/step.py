@@ -25,13 +25,13 @@ class Flight:
 
     plan: StepPlan
     requests: tuple[Request, ...]
-    """Whose work it is, beside `plan.work`: a row may belong to somebody else when the result comes."""
+    """The requests of `plan.work`: a row may belong to another request when the result comes."""
     num_decoding: int
     """So many of the first decode: one token each, which samples and scores nothing."""
     epoch: Epoch
     """Holds the blocks of requests that end meanwhile."""
     load: StepLoad
-    """What the step costs."""
+    """The cost of the step."""
     is_void: bool = False
     """A step before it failed, so that it computed on nothing: its result is dropped."""
     num_drafts: int = 0
@@ -42,7 +42,7 @@ class Flight:
     def count_in(self) -> None:
         """Let every request know what this step will do for it."""
         epoch, num_decoding = self.epoch, self.num_decoding
-        assert num_decoding <= len(self.requests) == len(self.plan.work), "every row's work is somebody's"
+        assert num_decoding <= len(self.requests) == len(self.plan.work), "every row's work is a request's"
         for request in self.requests[:num_decoding]:
             request.num_planned += 1
             request.num_drawing += 1
@@ -68,8 +68,8 @@ class Flight:
 
     def share(self, time_ns: int) -> None:
         """Divide the time that this step took among its requests, by the work in it: tokens run through the
-        model, and for each of them the tokens that its attention read. What whole numbers leave, fewer
-        nanoseconds than requests, nobody gets.
+        model, and for each of them the tokens that its attention read. The remainder of the division, fewer
+        nanoseconds than requests, is dropped.
         """
         num_decoding, load = self.num_decoding, self.load
         rows, works = self.requests, self.plan.work
@@ -110,10 +110,10 @@ class StepBuilder:
         self.planned_ns = 0
         """When planning began."""
         self.prompts: PromptShare | None = None
-        """What prompts may take of the step; None if there are none."""
+        """The part of the step that prompts may take; None if there are none."""
         self._new_rows: list[NewRow] = []
         self._work: list[RowWork] = []
-        self._requests: list[Request] = []  # Whose work it is.
+        self._requests: list[Request] = []  # The requests of the work.
         self._num_decoding = 0  # How many of the first are rows that decode.
         self._num_drafts = 0  # Behind their tokens.
         self._num_tokens = self._kv_read = self._pairs = 0  # Of all work: see `StepLoad`.
@@ -133,7 +133,7 @@ class StepBuilder:
         return (work.row for work in self._work)
 
     def load(self) -> StepLoad:
-        """What the step costs so far. O(1)."""
+        """The cost of the step so far. O(1)."""
         return StepLoad(self._num_tokens, len(self._work), self._kv_read, self._pairs)
 
     def room(self, request: Request, num_computed: int) -> int:
@@ -191,7 +191,7 @@ class StepBuilder:
         return self._requests[: self._num_decoding]
 
     def add_drafts(self, index: int, num_drafts: int, blocks: tuple[int, ...]) -> None:
-        """Let the row at this place of `decoding` have drafts, after adding `blocks` to its table. Nobody is
+        """Let the row at this place of `decoding` have drafts, after adding `blocks` to its table. No row is
         dropped any more.
         """
         work = self._work[index]
@@ -204,7 +204,7 @@ class StepBuilder:
         self._num_drafts += num_drafts
 
     def add_new(self, request: Request, num_tokens: int, blocks: tuple[int, ...]) -> None:
-        """The same for a request that (re)enters the batch: the runner is told all about it."""
+        """The same for a request that (re)enters the batch: the runner gets all of its facts."""
         self._enter(request, ())
         self.add(request, num_tokens, blocks)
 
@@ -246,7 +246,7 @@ class StepBuilder:
     ) -> Flight:
         """The finished plan, ready to be handed to the runner."""
         new_rows, work = tuple(self._new_rows), tuple(self._work)
-        assert len(self._requests) == len(work), "every row's work is somebody's"
+        assert len(self._requests) == len(work), "every row's work is a request's"
         plan = StepPlan(step, new_rows, work, freed_rows, self.planned_ns, copies.out, copies.into)
         flight = Flight(plan, tuple(self._requests), self._num_decoding, epoch, self.load())
         flight.num_drafts = self._num_drafts

@@ -1,4 +1,4 @@
-"""How long a step takes: a linear law fitted to the steps that were run, for whoever must know before.
+"""How long a step takes: a linear law fitted to the steps that were run, for predictions.
 
     seconds = fixed + token * tokens + sequence * rows + kv_read * KV tokens read + pair * chunk pairs
 
@@ -21,7 +21,8 @@ _SCALES = (1.0, 1 / 64, 1 / 16, 1 / 16_384, 1 / 1_048_576)
 _ALL = 0b11111
 """Every term. Sets of terms are masks."""
 _MEMORY = 0.98
-"""What remains per step of what was known about loads like the step's: the last 50 such steps decide."""
+"""The part of the knowledge about loads like the step's that remains per step: the last 50 such steps
+decide."""
 _RIDGE = 1e-4
 """Pull towards zero, in units of one observation: decides only what no step has shown yet."""
 _TOO_SHORT = 0.5
@@ -44,7 +45,7 @@ Triangle = tuple[
 
 @dataclass(slots=True, frozen=True)
 class StepLoad:
-    """What a step computes, as numbers that cost time."""
+    """The work of a step, as numbers that cost time."""
 
     num_tokens: int = 0
     num_sequences: int = 0
@@ -106,7 +107,7 @@ class StepLoad:
 
 @dataclass(slots=True)
 class StepSums:
-    """What an engine has computed since its start, and in which time."""
+    """The work of an engine since its start, and the time."""
 
     steps: int = 0
     tokens: int = 0
@@ -130,7 +131,7 @@ class StepSums:
         return self.steps, self.tokens, self.sequences, self.kv_read, self.pairs, self.ns
 
     def since(self, before: "StepSums") -> tuple[StepLoad, int]:
-        """What came after `before`, and the time that it took."""
+        """The work after `before`, and the time that it took."""
         assert self.steps >= before.steps, "steps are only added"
         load = StepLoad(
             self.tokens - before.tokens,
@@ -218,7 +219,7 @@ class StepTimeModel:
         )
 
     def observe(self, load: StepLoad, step_ns: int) -> None:
-        """Learn from a step that took `step_ns`. What cannot be a step's time (0 or less) is ignored."""
+        """Learn from a step that took `step_ns`. A value of 0 or less is no step's time and is ignored."""
         if step_ns <= 0:
             return
         if not self._count:
@@ -237,7 +238,7 @@ class StepTimeModel:
         forget = (1 - _MEMORY) / (r0 * i0 + r1 * i1 + r2 * i2 + r3 * i3 + r4 * i4)
         t0, t1, t2, t3, t4 = self._target
         along = forget * (r0 * t0 + r1 * t1 + r2 * t2 + r3 * t3 + r4 * t4)
-        # What was known along this row shrinks by the forgetting factor, then the row comes in (target: 1).
+        # The knowledge along this row shrinks by the forgetting factor, then the row comes in (target: 1).
         self._target = (
             t0 + r0 - along * i0,
             t1 + r1 - along * i1,

@@ -1,1 +1,1 @@
-"""What the outside can see: metrics and logs."""
+"""The system as the outside can see it: metrics and logs."""

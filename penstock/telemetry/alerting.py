@@ -5,18 +5,33 @@ Prometheus (`rules_file`).
 
 import json
 import re
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 import msgspec
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.tree import SloConfig
-from penstock.telemetry.alerts import BURNS, DUE, MISSED, Ratio, Rule, Severity, Sum, duration, rules, targets
+from penstock.telemetry.alerts import (
+    BURNS,
+    DUE,
+    MISSED,
+    Ratio,
+    Rule,
+    SeriesSum,
+    Severity,
+    duration,
+    rules,
+    targets,
+)
 from penstock.telemetry.history import SLO_S, History, Objective
 from penstock.telemetry.pages import SHARED
 
 EVALUATE_S = 15.0
+SHORT_S = 15 * 60
+"""The window of most rules."""
 ENDED_MAX = 100
 """Alerts that are over and are still shown."""
 RUNBOOK = "docs/runbook.md"
@@ -32,7 +47,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     labels: dict[str, str]
     """Model and band, where it is about one; of a burn rate its factor and long window."""
     since: int
-    """When it began, in seconds since the Unix epoch; burn rates begin anew with the server."""
+    """When it began, in seconds since the Unix epoch; burn rates start again with the server."""
     ended: int = 0
     """When it ended; 0: it fires."""
     why: str
@@ -96,6 +111,7 @@ class Alerts:
         sums = [each for rule in self.rules for each in _sums(rule) if each.name not in (DUE, MISSED)]
         self._names = frozenset(each.name for each in sums)
         self._kept_ns = max(each.window_s for each in sums) * NS_PER_S
+        self._long = frozenset(each.name for each in sums if each.window_s > SHORT_S)
         self._active: dict[tuple[int, tuple[str, ...]], _Active] = {}
         self._ended: deque[Alert] = deque(maxlen=ENDED_MAX)
 
@@ -105,9 +121,10 @@ class Alerts:
         self._samples.append((now_ns, _parsed(metrics, self._names)))
         while len(self._samples) > 1 and self._samples[1][0] <= now_ns - self._kept_ns:
             self._samples.popleft()
-        known = dict[Sum, Mapping[tuple[str, ...], float]]()
+        self._thin(now_ns)
+        known = dict[SeriesSum, Mapping[tuple[str, ...], float]]()
 
-        def read(wanted: Sum) -> Mapping[tuple[str, ...], float]:
+        def read(wanted: SeriesSum) -> Mapping[tuple[str, ...], float]:
             if wanted not in known:
                 known[wanted] = self._read(wanted, now_ns)
             return known[wanted]
@@ -115,8 +132,15 @@ class Alerts:
         found = {(i, key): why for i, rule in enumerate(self.rules) for key, why in rule.holds(read).items()}
         return [*self._over(found), *self._begun(found, now_ns)]
 
+    def _thin(self, now_ns: int) -> None:
+        """Of what is older than `SHORT_S` only what has a longer window is kept."""
+        old = bisect_left(self._samples, now_ns - SHORT_S * NS_PER_S, key=itemgetter(0)) - 2
+        if old >= 0:
+            at_ns, samples = self._samples[old]
+            self._samples[old] = (at_ns, {name: samples[name] for name in self._long if name in samples})
+
     def report(self) -> AlertsReport:
-        """What there is to show, as of the last evaluation."""
+        """The alerts, as of the last evaluation."""
         firing = [each.alert for each in self._active.values() if each.alert is not None]
         return AlertsReport(
             now=self._wall_s(),
@@ -160,7 +184,7 @@ class Alerts:
             runbook=runbook(rule.name),
         )
 
-    def _read(self, wanted: Sum, now_ns: int) -> Mapping[tuple[str, ...], float]:
+    def _read(self, wanted: SeriesSum, now_ns: int) -> Mapping[tuple[str, ...], float]:
         if wanted.name in (DUE, MISSED):
             return self._counted(wanted)
         latest = self._samples[-1][1].get(wanted.name, {})
@@ -173,9 +197,9 @@ class Alerts:
                 found[key] = found.get(key, 0.0) + grown
         return found
 
-    def _grown(self, wanted: Sum, labels: tuple[tuple[str, str], ...], now_ns: int) -> float:
-        """What a counter grew by in the window. A lower value means that it began again at 0; of one that all
-        gateway processes share, that the process which counted most is gone.
+    def _grown(self, wanted: SeriesSum, labels: tuple[tuple[str, str], ...], now_ns: int) -> float:
+        """The growth of a counter in the window. A lower value means that it began again at 0; of one that
+        all gateway processes share, that the process which counted most is gone.
         """
         is_shared = wanted.name.encode() in SHARED
         since_ns, grown, before = now_ns - wanted.window_s * NS_PER_S, 0.0, None
@@ -188,7 +212,7 @@ class Alerts:
             before = value
         return grown
 
-    def _counted(self, wanted: Sum) -> Mapping[tuple[str, ...], float]:
+    def _counted(self, wanted: SeriesSum) -> Mapping[tuple[str, ...], float]:
         objective: Objective = dict(wanted.match)["objective"]  # pyright: ignore[reportAssignmentType]
         found = dict[tuple[str, ...], float]()
         for series in self._history.series:
@@ -232,12 +256,12 @@ def runbook(name: str) -> str:
     return f"{RUNBOOK}#{name.lower()}"
 
 
-def _sums(rule: Rule) -> list[Sum]:
-    found = list[Sum]()
+def _sums(rule: Rule) -> list[SeriesSum]:
+    found = list[SeriesSum]()
     for test in rule.tests:
-        found += [test.left.over, test.left.under] if isinstance(test.left, Ratio) else [test.left]
-        if isinstance(test.right, Sum):
-            found.append(test.right)
+        for each in (test.left, test.right):
+            found += [each.over, each.under] if isinstance(each, Ratio) else []
+            found += [each] if isinstance(each, SeriesSum) else []
     return found
 
 

@@ -27,7 +27,7 @@ EVENTS_MIN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class SeriesSum:
     """A metric, summed by labels: now, or what it grew by in the last `window_s`."""
 
     name: str
@@ -43,7 +43,7 @@ class Sum:
             inner = f"increase({inner}[{duration(self.window_s)}])"
         return f"sum by ({', '.join(self.by)}) ({inner})" if self.by else f"sum({inner})"
 
-    def value(self, read: Callable[["Sum"], Vector]) -> Vector:
+    def value(self, read: Callable[["SeriesSum"], Vector]) -> Vector:
         """Here; `read` finds the metric."""
         return read(self)
 
@@ -52,8 +52,8 @@ class Sum:
 class Ratio:
     """One sum over another, times a number; nothing where the second is 0."""
 
-    over: Sum
-    under: Sum
+    over: SeriesSum
+    under: SeriesSum
     factor: float = 1.0
 
     def promql(self) -> str:
@@ -61,7 +61,7 @@ class Ratio:
         times = "" if self.factor == 1.0 else f"{self.factor:g} * "
         return f"{times}{self.over.promql()} / {self.under.promql()}"
 
-    def value(self, read: Callable[[Sum], Vector]) -> Vector:
+    def value(self, read: Callable[[SeriesSum], Vector]) -> Vector:
         """Here."""
         over, under = read(self.over), read(self.under)
         return {key: self.factor * over.get(key, 0.0) / each for key, each in under.items() if each}
@@ -71,9 +71,9 @@ class Ratio:
 class Test:
     """A comparison."""
 
-    left: Sum | Ratio
+    left: SeriesSum | Ratio
     op: Literal[">", "<", ">=", "=="]
-    right: float | Sum
+    right: float | SeriesSum | Ratio
     said: str = ""
     """In words, with `value` and `limit`; empty: not worth saying."""
 
@@ -81,12 +81,12 @@ class Test:
 
     def promql(self) -> str:
         """For Prometheus."""
-        right = self.right.promql() if isinstance(self.right, Sum) else f"{self.right:g}"
+        right = f"{self.right:g}" if isinstance(self.right, float | int) else self.right.promql()
         return f"{self.left.promql()} {self.op} {right}"
 
-    def holds(self, read: Callable[[Sum], Vector]) -> dict[tuple[str, ...], str]:
+    def holds(self, read: Callable[[SeriesSum], Vector]) -> dict[tuple[str, ...], str]:
         """For which labels it holds, and what there is to say of that."""
-        limits = self.right.value(read) if isinstance(self.right, Sum) else None
+        limits = None if isinstance(self.right, float | int) else self.right.value(read)
         found = dict[tuple[str, ...], str]()
         for key, value in self.left.value(read).items():
             limit = self.right if isinstance(self.right, float | int) else (limits or {}).get(key)
@@ -114,7 +114,7 @@ class Rule:
     name: str
     severity: Severity
     summary: str
-    """What it means, for who is paged."""
+    """Its meaning, for the operator who is paged."""
     tests: tuple[Test, ...]
     for_s: int = 0
     """How long the tests must hold."""
@@ -130,7 +130,7 @@ class Rule:
         """For Prometheus."""
         return "\nand ".join(f"({test.promql()})" for test in self.tests)
 
-    def holds(self, read: Callable[[Sum], Vector]) -> dict[tuple[str, ...], str]:
+    def holds(self, read: Callable[[SeriesSum], Vector]) -> dict[tuple[str, ...], str]:
         """For which labels all its tests hold, and why."""
         found = self.tests[0].holds(read)
         for test in self.tests[1:]:
@@ -151,6 +151,9 @@ class Burn:
     short_s: int
 
 
+KV_GROWTH, KV_HELD = 1.25, 1.25
+"""Memory per token of context: so many times that of the last two hours is a trend, and below so much it does
+no harm."""
 BURNS = (
     Burn("page", 14.4, HOUR_S, 5 * MINUTE_S),
     Burn("page", 6.0, 6 * HOUR_S, 30 * MINUTE_S),
@@ -210,26 +213,36 @@ def _share(objective: str, window_s: int, limit: float, what: str) -> Test:
     return Test(Ratio(_slo(MISSED, objective, window_s), _slo(DUE, objective, window_s)), ">", limit, said)
 
 
-def _slo(name: str, objective: str, window_s: int) -> Sum:
-    return Sum(name, ("model", "band"), (("objective", objective),), window_s)
+def _slo(name: str, objective: str, window_s: int) -> SeriesSum:
+    return SeriesSum(name, ("model", "band"), (("objective", objective),), window_s)
 
 
-def _in_state(state: str) -> Sum:
-    return Sum("penstock_workers", match=(("state", state),))
+def _in_state(state: str) -> SeriesSum:
+    return SeriesSum("penstock_workers", match=(("state", state),))
 
 
-def _found(cause: str) -> Sum:
-    return Sum("penstock_anomalous_workers", match=(("cause", cause),))
+def _found(cause: str) -> SeriesSum:
+    return SeriesSum("penstock_anomalous_workers", match=(("cause", cause),))
 
 
-def _faults(kind: str) -> Sum:
-    return Sum("penstock_worker_faults_total", match=(("kind", kind),), window_s=10 * MINUTE_S)
+def _faults(kind: str) -> SeriesSum:
+    return SeriesSum("penstock_worker_faults_total", match=(("kind", kind),), window_s=10 * MINUTE_S)
+
+
+def _held_per_token(window_s: int, factor: float = 1.0) -> Ratio:
+    held, read = (
+        SeriesSum(f"penstock_engine_kv_{each}_tokens_total", window_s=window_s) for each in ("held", "read")
+    )
+    return Ratio(held, read, factor)
 
 
 _READY = _in_state("ready")
-_BUSY = Ratio(Sum("penstock_engine_step_seconds_total", window_s=15 * MINUTE_S), _READY, 1 / (15 * MINUTE_S))
-_COST = Sum("penstock_accelerator_cost_total", window_s=15 * MINUTE_S)
-_COMPUTES = Test(Sum("penstock_engine_steps_total"), ">", 0.0)
+_BUSY = Ratio(
+    SeriesSum("penstock_engine_step_seconds_total", window_s=15 * MINUTE_S), _READY, 1 / (15 * MINUTE_S)
+)
+_COST = SeriesSum("penstock_accelerator_cost_total", window_s=15 * MINUTE_S)
+_FLOOR = SeriesSum("penstock_accelerator_floor_total", window_s=15 * MINUTE_S)
+_COMPUTES = Test(SeriesSum("penstock_engine_steps_total"), ">", 0.0)
 """Workers of other engines say nothing of their steps."""
 
 _SYMPTOMS = (
@@ -246,7 +259,7 @@ _SYMPTOMS = (
         "WorkerCrashed",
         "page",
         "A worker's process ended and was started again.",
-        (Test(Sum("penstock_engine_restarts_total", window_s=10 * MINUTE_S), ">", 0.0,
+        (Test(SeriesSum("penstock_engine_restarts_total", window_s=10 * MINUTE_S), ">", 0.0,
               "{value:.0f} restarts in 10m"),),
     ),
     Rule(
@@ -277,7 +290,7 @@ _SYMPTOMS = (
     Rule(
         "WeightsDamaged",
         "page",
-        "Weights in a worker's memory have changed: it has loaded them anew, and its memory is not sound.",
+        "Weights in a worker's memory have changed: it has loaded them again, and its memory is not sound.",
         (Test(_faults("weights"), ">", 0.0, "{value:.0f} in 10m"),),
     ),
     Rule(
@@ -289,14 +302,14 @@ _SYMPTOMS = (
     Rule(
         "WorkerSlow",
         "page",
-        "A worker's steps take longer than its peers' at the same load, and go on doing so.",
+        "A worker's steps take longer than its peers' at the same load, and stay so.",
         (Test(_found("slow"), ">", 0.0, "{value:.0f} workers are slow"),),
     ),
     Rule(
         "QueueSustained",
         "ticket",
         "For ten minutes more requests have waited for a worker than run.",
-        (Test(Sum("penstock_queue_waiting"), ">", Sum("penstock_engine_running"),
+        (Test(SeriesSum("penstock_queue_waiting"), ">", SeriesSum("penstock_engine_running"),
               "{value:.0f} requests wait and {limit:.0f} run"),),
         for_s=10 * MINUTE_S,
     ),
@@ -319,12 +332,22 @@ _SYMPTOMS = (
         for_s=15 * MINUTE_S,
     ),
     Rule(
+        "KvFragmentation",
+        "ticket",
+        "KV memory holds fewer tokens of context than it did: blocks are emptier, less shared, or not freed.",
+        (
+            Test(_held_per_token(15 * MINUTE_S), ">", _held_per_token(2 * HOUR_S, KV_GROWTH),
+                 "{value:.2f} tokens' memory for each token of context in 15m, limit {limit:.2f}"),
+            Test(_held_per_token(15 * MINUTE_S), ">", KV_HELD),
+        ),
+        for_s=15 * MINUTE_S,
+    ),
+    Rule(
         "CostOverFloor",
         "ticket",
         "Workers cost more than twice what their work would cost in full batches.",
         (
-            Test(Ratio(_COST, Sum("penstock_accelerator_floor_total", window_s=15 * MINUTE_S)), ">", 2.0,
-                 "the bill is {value:.1f} times its floor, limit {limit:g}"),
+            Test(Ratio(_COST, _FLOOR), ">", 2.0, "the bill is {value:.1f} times its floor, limit {limit:g}"),
         ),
         for_s=15 * MINUTE_S,
     ),
@@ -332,21 +355,24 @@ _SYMPTOMS = (
         "LedgerLag",
         "ticket",
         "Usage records stay in the journal and do not reach the database.",
-        (Test(Sum("penstock_ledger_pending_records", ()), ">", 1000.0, "{value:.0f} records wait"),),
+        (Test(SeriesSum("penstock_ledger_pending_records", ()), ">", 1000.0, "{value:.0f} records wait"),),
         for_s=10 * MINUTE_S,
     ),
     Rule(
         "LedgerLoss",
         "page",
         "Usage records are lost: what they cost is charged to no tenant.",
-        (Test(Sum("penstock_ledger_lost_records_total", (), window_s=10 * MINUTE_S), ">", 0.0,
+        (Test(SeriesSum("penstock_ledger_lost_records_total", (), window_s=10 * MINUTE_S), ">", 0.0,
               "{value:.0f} records in 10m"),),
     ),
     Rule(
         "DiskFull",
         "ticket",
         "The disk of the usage ledger has less than 10 % left.",
-        (Test(Sum("penstock_disk_free_ratio", ()), "<", 0.10, "{value:.1%} is free, limit {limit:.0%}"),),
+        (
+            Test(SeriesSum("penstock_disk_free_ratio", ()), "<", 0.10,
+                 "{value:.1%} is free, limit {limit:.0%}"),
+        ),
         for_s=5 * MINUTE_S,
     ),
 )  # fmt: skip

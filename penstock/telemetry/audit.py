@@ -1,4 +1,4 @@
-"""What happened to a server and who did it: admins' actions, alerts, workers that came and went, and
+"""The events of a server, and their authors: admins' actions, alerts, workers that came and went, and
 configurations.
 
     an admin drains ──┐
@@ -175,7 +175,7 @@ def _was_told(event: AuditEvent, others: Iterable[AuditEvent]) -> bool:
 
 
 def _read(path: Path) -> tuple[list[AuditEvent], int]:
-    """What a file has within the bounds, oldest first, and how many of its lines are damaged.
+    """A file's events within the bounds, oldest first, and how many of its lines are damaged.
 
     Raises:
         OSError: it cannot be read.

@@ -38,7 +38,7 @@ class OutcomeLabel(enum.StrEnum):
 
 
 class BlockState(enum.StrEnum):
-    """What a KV block is doing. The three sum to the pool."""
+    """The state of a KV block. The three sum to the pool."""
 
     FREE = "free"
     USED = "used"
@@ -65,7 +65,7 @@ class Metric:
 
     @property
     def needed_by(self) -> str:
-        """Who reads it, in words."""
+        """The readers of it, in words."""
         if self.name.startswith("DCGM"):
             return "on call; capacity"
         return next(who for prefix, who in NEEDED_BY if self.name.startswith(f"penstock_{prefix}"))
@@ -247,6 +247,14 @@ CATALOG = (
     Metric(
         "penstock_engine_accepted_tokens_total", "counter",
         "Of penstock_engine_drafted_tokens_total, those that became tokens of answers.", MODEL, shared=True,
+    ),
+    Metric(
+        "penstock_engine_kv_held_tokens_total", "counter",
+        "Tokens that the KV blocks in use could hold, summed over engine steps.", MODEL, shared=True,
+    ),
+    Metric(
+        "penstock_engine_kv_read_tokens_total", "counter",
+        "Tokens of context of the requests in each engine step, summed over steps.", MODEL, shared=True,
     ),
     Metric("penstock_engine_preemptions_total", "counter", "Preempted requests.", MODEL, shared=True),
     Metric("penstock_engine_restarts_total", "counter", "Restarts of the engine process.", MODEL,

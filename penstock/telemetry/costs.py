@@ -2,7 +2,7 @@
 
     bill = requests + platform + idle + reserve
 
-`DIRECTORY/DAY-INSTANCE.json` has the sums of one UTC day as one server saw them, written anew every few
+`DIRECTORY/DAY-INSTANCE.json` has the sums of one UTC day as one server saw them, written again every few
 seconds; a server that is killed loses those. Files of one day add up: servers that share a ledger's
 directory have one account. Amounts are in the currency of the price list.
 """
@@ -26,14 +26,14 @@ _COUNTERS = {
     b"penstock_generated_tokens_total": "tokens",
 }
 COST_METRICS = ("penstock_accelerator_cost_total", *(name.decode() for name in _COUNTERS))
-"""What `cost_accounts` reads."""
+"""The metrics that `cost_accounts` reads."""
 _DAY_S = 86_400
 COSTS_DIRECTORY = "costs"
 """The folder of a ledger's directory."""
 
 
 class CostSums(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is counted of one model's workers."""
+    """The counts of one model's workers."""
 
     busy: float = 0.0
     """Cost of the time in which they had requests."""
@@ -51,8 +51,8 @@ class CostSums(msgspec.Struct, kw_only=True, omit_defaults=True):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def since(self, before: "CostSums") -> "CostSums":
-        """What it grew by. Of several gateway processes the one that counted most may be gone: a number that
-        fell has not grown.
+        """The growth since then. Of several gateway processes the one that counted most may be gone: a number
+        that fell has not grown.
         """
         grown = CostSums()
         for name in self.__struct_fields__:
@@ -71,7 +71,7 @@ class CostAccount(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     bill: float
     requests: float
-    """What requests paid: the ledger's `accelerator_cost_micros`."""
+    """The price that requests paid: the ledger's `accelerator_cost_micros`."""
     platform: float
     """Of the time with work, what no request paid: probes, attempts that lost or whose worker died."""
     idle: float
@@ -79,11 +79,11 @@ class CostAccount(msgspec.Struct, frozen=True, kw_only=True):
     reserve: float
     """Starting, loading, doubted or taken out of service."""
     floor: float
-    """What the work would have cost at the least (`planning.roofline.CostFloor`); 0: the workers do not
+    """The least that the work would have cost (`planning.roofline.CostFloor`); 0: the workers do not
     tell."""
     tokens: int
     per_million: float | None
-    """What a million tokens of prompts and answers cost; null: there were none."""
+    """The cost of a million tokens of prompts and answers; null: there were none."""
     floor_per_million: float | None
     over_floor: float | None
     """How many times the floor the bill is."""
@@ -108,7 +108,7 @@ def account(model: str, sums: CostSums) -> CostAccount:
 
 
 def cost_sums(page: bytes) -> dict[str, CostSums]:
-    """What a page of metrics says, by model: of those whose workers have a price."""
+    """The sums of a page of metrics, by model: of those whose workers have a price."""
     families = parsed(page)
     found = dict[str, CostSums]()
     for series, value in families.get(b"penstock_accelerator_cost_total", ([], {}, False))[1].items():
@@ -185,9 +185,7 @@ class CostDays:
 
 
 def read_days(directory: Path) -> Days:
-    """The sums of all servers that wrote there. What cannot be read is left
-    out.
-    """
+    """The sums of all servers that wrote there. A file that cannot be read is left out."""
     found = dict[tuple[str, str], CostSums]()
     for path in sorted(directory.glob("*.json")):
         try:

@@ -1,4 +1,4 @@
-"""What is counted of ended requests, in a form that adds up: over time, over processes, over models.
+"""The counts of ended requests, in a form that adds up: over time, over processes, over models.
 
 Latencies are histograms with the same buckets everywhere, so percentiles of a sum are as exact as those of a
 part: a bucket is at most 1/8 of its lower bound wide, and a percentile is off by half of that at most. Only
@@ -75,7 +75,7 @@ def bounds_us(bucket: int) -> int:
 
 
 class Counts(msgspec.Struct, array_like=True):
-    """What ended in some span of time, of one model and band."""
+    """The requests that ended in some span of time, of one model and band."""
 
     outcomes: dict[str, int] = {}
     """Requests by `OutcomeLabel`."""
@@ -119,7 +119,7 @@ _SUMS = (
 
 
 class Series(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Whose numbers they are."""
+    """The owner of the numbers."""
 
     model: str
     band: str
@@ -161,7 +161,7 @@ class Book:
             self.of(series).add(counts)
 
     def take(self) -> "Book":
-        """What is here, which is empty afterwards."""
+        """Its content; it is empty afterwards."""
         taken = Book(self._series_max)
         taken._rows, self._rows = self._rows, {}
         return taken
@@ -176,7 +176,7 @@ _rows = msgspec.msgpack.Decoder(list[tuple[Series, Counts]])
 
 
 def decode_rows(body: bytes) -> list[tuple[Series, Counts]]:
-    """What `Book.encode` wrote.
+    """The rows that `Book.encode` wrote.
 
     Raises:
         msgspec.MsgspecError: something else did.
@@ -186,7 +186,7 @@ def decode_rows(body: bytes) -> list[tuple[Series, Counts]]:
 
 ANSWERED = frozenset({OutcomeLabel.STOP, OutcomeLabel.LENGTH, OutcomeLabel.TOOL_CALLS, OutcomeLabel.BUDGET})
 FAILED = frozenset({OutcomeLabel.ERROR, OutcomeLabel.SHED})
-"""What counts against availability: a request that was wrong and a client that left do not."""
+"""The outcomes that count against availability: a request that was wrong and a client that left do not."""
 
 
 def available_of(outcomes: Mapping[str, int]) -> tuple[int, int]:

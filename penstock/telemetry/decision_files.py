@@ -3,11 +3,11 @@
     DIRECTORY/TIME-INSTANCE.dec     one process appends to one file at a time; all processes read all of them
 
 A file is a row of batches: length, number of entries, eight bytes of hash for each request, and the entries
-(msgpack, compressed). Who looks for a request reads the hashes, and of the rest only what it wants. Old files
-are removed by whichever process begins a new one: `BYTES_MAX` bounds the directory, so a fleet that decides
-faster than some hundred times a second remembers less than an hour.
+(msgpack, compressed). A search for a request reads the hashes, and of the rest only the lines that it wants.
+Old files are removed by whichever process begins a new one: `BYTES_MAX` bounds the directory, so a fleet that
+decides faster than some hundred times a second remembers less than an hour.
 
-What was decided is written every `FLUSH_S` by a thread: a process that is killed loses that much.
+Decisions are written every `FLUSH_S` by a thread: a process that is killed loses that much.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ BYTES_MAX = 256 * 1024 * 1024
 """Of all files together, but for the last batch of each process."""
 FILE_BYTES_MAX = 4 * 1024 * 1024
 KEPT_S = 3900.0
-"""An hour, and some minutes for whoever looks at the end of it."""
+"""An hour, and some minutes for a reader at the end of it."""
 FILE_S = 300.0
 """A file takes entries for so long."""
 FLUSH_S = 0.5
@@ -95,7 +95,7 @@ class DecisionFiles:
                 raise OSError("a batch of decisions was not written whole")
 
     def find(self, *names: RequestId) -> list[Entry]:
-        """What was decided about a request, by any of its names, oldest first."""
+        """The decisions about a request, by any of its names, oldest first."""
         wanted, found = {_hash(name) for name in names}, list[Entry]()
         for path in sorted(self._directory.glob("*.dec")):
             try:
@@ -147,7 +147,7 @@ class DecisionKeeper:
     def __init__(self, files: DecisionFiles, log: Log) -> None:
         self._files, self._log = files, log
         self._pending: deque[Decision | Entry] = deque(maxlen=PENDING_MAX)
-        """What was decided; the entry of a decision is made when it is written, by that thread."""
+        """Decisions; the entry of a decision is made when it is written, by that thread."""
         self._one_writer = threading.Lock()
         self._task: asyncio.Task[None] | None = None
         self._is_failing = False
@@ -180,7 +180,7 @@ class DecisionKeeper:
             await asyncio.to_thread(self._files.close)
 
     async def find(self, *names: RequestId) -> list[Entry]:
-        """What was decided about a request, in whichever process; another one may have yet to write it."""
+        """The decisions about a request, in whichever process; another one may have yet to write it."""
         await asyncio.to_thread(self._write)
         found = await asyncio.to_thread(self._files.find, *names)
         if not found:

@@ -60,7 +60,7 @@ _OUTCOMES = {outcome: _outcome(outcome) for outcome in OutcomeLabel}
 
 
 class Recorder:
-    """What has ended in this process since the last `take`."""
+    """The requests that have ended in this process since the last `take`."""
 
     def __init__(self, promises: Promises, metrics: Metrics) -> None:
         """`promises` are admission's: an answer is late by the same times as it was let in by, as
@@ -107,7 +107,7 @@ class Recorder:
                 judged(model, record.band, "tpot", missed=late)
 
     def take(self) -> Book:
-        """What ended since the last time."""
+        """The requests that ended since the last time."""
         return self._book.take()
 
 
@@ -258,8 +258,8 @@ class History:
         return self._slo.series
 
     def slo(self, series: Series, objective: Objective, seconds: int) -> SloCount:
-        """What counts for an objective in the last so many seconds, by whole minutes: the one that is not
-        over is the last.
+        """The requests that count for an objective in the last so many seconds, by whole minutes: the one
+        that is not over is the last.
         """
         minute = self._clock.wall_ns() // NS_PER_S // MINUTE_S
         return self._slo.sum(series, objective, minute, max(1, seconds // MINUTE_S))

@@ -14,7 +14,7 @@ TRY_AGAIN = frozenset((429, 502, 503, 504))
 
 
 class Posted(NamedTuple):
-    """What came of posting."""
+    """The result of posting."""
 
     why: str
     """It was not taken; empty: it was."""
@@ -39,7 +39,7 @@ class Poster:
         self._opener = urllib.request.build_opener(_NoRedirects, *handlers)
 
     def post(self, body: bytes) -> Posted:
-        """What came of it."""
+        """The result of it."""
         request = urllib.request.Request(self._url, data=body, headers=self._headers, method="POST")
         try:
             with self._opener.open(request, timeout=TIMEOUT_S):
@@ -48,7 +48,7 @@ class Poster:
             error.close()
             return Posted(f"status {error.code}: {error.reason}", status=error.code)
         except (http.client.InvalidURL, ValueError, OverflowError) as error:
-            return Posted(f"it is no address ({type(error).__name__})")  # What they say may be its secret.
+            return Posted(f"it is no address ({type(error).__name__})")  # Their text may be its secret.
         except (OSError, http.client.HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             return Posted(f"{type(error).__name__}: {reason}", is_late=isinstance(reason, TimeoutError))

@@ -104,7 +104,7 @@ class MetricFamily(Generic[Kind]):
             self.labels()  # It is on the page from the start.
 
     def labels(self, *values: str) -> Kind:
-        """What is counted under these values, in the order of the catalog's labels."""
+        """The counter under these values, in the order of the catalog's labels."""
         child = self._children.get(values)
         if child is None:
             assert len(values) == len(self._metric.labels), (self._metric.name, values)
@@ -122,7 +122,7 @@ class MetricFamily(Generic[Kind]):
     def write(self, lines: list[str]) -> None:
         """Add what the page has of it."""
         lines.append(self._head)
-        for child in [*self._children.values()]:  # Whoever counts may add one meanwhile.
+        for child in [*self._children.values()]:  # Another thread that counts may add one meanwhile.
             for begin, number in zip(child.begins, child.numbers(), strict=True):
                 lines.append(f"{begin}{float(number)!r}\n")
 

@@ -56,7 +56,7 @@ class LedgerTerms(LedgerConfig, frozen=True, kw_only=True):
     """The section, and how often the journal is synced."""
 
     fsync_ms: int = 100
-    """What a power failure may cost at most; a process that is killed loses nothing."""
+    """The largest loss by a power failure; a process that is killed loses nothing."""
 
 
 class Ledger:
@@ -119,7 +119,7 @@ class Ledger:
         try:
             recover_abandoned(self.directory, sink, self._log)
         except SinkError as error:
-            # It stays where it is, and whoever starts next tries again.
+            # It stays where it is, and the next process tries again.
             self._log.error("what a crash left of the ledger cannot be recovered now", error=error)
 
     async def stop(self) -> None:
@@ -148,7 +148,7 @@ class Ledger:
     # --- one request -----------------------------------------------------------------------------
 
     def open(self, record: UsageRecord) -> None:
-        """A request is accepted; `record` has the facts known now, and stands if nothing more is heard of it.
+        """A request is accepted; `record` has the facts known now, and stands if no more follows.
 
         Raises:
             Overloaded: it cannot be written down, and `ledger.when_full` says to refuse.
@@ -175,8 +175,8 @@ class Ledger:
             self._journal.flush()
 
     async def spent(self) -> list[Spent]:
-        """What every tenant has spent this day and month, by each process that wrote to this directory: for
-        `TenantBudgets.restore`.
+        """The spending of every tenant of this day and month, by each process that wrote to this directory:
+        for `TenantBudgets.restore`.
 
         Raises:
             LedgerError: the ledger cannot be read.

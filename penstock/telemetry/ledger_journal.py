@@ -1,7 +1,7 @@
 """The journal: what one gateway process knows of its requests, on disk before anything is done about it.
 
 `open`, `slice` and `close` only append to a list; `flush` writes the list in one system call, once per
-iteration of the event loop and before that iteration starts or ends any work. What was written survives the
+iteration of the event loop and before that iteration starts or ends any work. Written bytes survive the
 process (`kill -9`); the `sync` of another thread makes it survive the machine.
 
 A segment is set aside on disk in full when it is made, and the next one as soon as a quarter of the room is
@@ -104,6 +104,8 @@ class Journal:
         self._num_appended = self._num_written = 0
         self._unpins: deque[tuple[int, int]] = deque()
         self._live: dict[str, _Live] = {}
+        self._slices: dict[str, Progress] = {}
+        """Not written yet: the last of each request."""
         self._unkept: set[str] = set()
         self._pins: dict[int, int] = {}
         self._sealed: list[_Segment] = []
@@ -125,7 +127,7 @@ class Journal:
     # --- the event loop --------------------------------------------------------------------------
 
     def open(self, record: UsageRecord) -> None:
-        """A request is accepted. `record` is what will be said of it if nothing more is heard.
+        """A request is accepted. `record` is written for it if no more follows.
 
         Raises:
             Overloaded: there is no room, and `ledger.when_full` says to refuse.
@@ -143,12 +145,11 @@ class Journal:
         self._append(frame)
 
     def slice(self, progress: Progress) -> None:
-        """A running request has used this much until now."""
-        if progress.request_id in self._unkept:
-            return
-        frame = to_frame(_SLICE, encode(progress))
-        self._live[progress.request_id].progress = frame
-        self._append(frame)
+        """A running request has used this much until now. It is written with what else this turn of the event
+        loop says, unless that is the request's end.
+        """
+        if progress.request_id not in self._unkept:
+            self._slices[progress.request_id] = progress
 
     def close(self, record: UsageRecord) -> None:
         """A request is over. `record` is what stays of it."""
@@ -158,6 +159,7 @@ class Journal:
             return
         assert record.request_id in self._live, record.request_id
         live = self._live.pop(record.request_id)
+        self._slices.pop(record.request_id, None)
         if self._append(to_frame(_CLOSE, encode(record))):
             self._unpin_when_written(live.sequence)
             self.closed += 1
@@ -167,6 +169,11 @@ class Journal:
 
     def flush(self) -> None:
         """Hand everything to the operating system: from here a dead process loses none of it."""
+        for progress in self._slices.values():
+            frame = to_frame(_SLICE, encode(progress))
+            self._live[progress.request_id].progress = frame
+            self._append(frame)
+        self._slices.clear()
         if not self._frames:
             return
         if self._is_old() and self._prepare():
@@ -275,7 +282,7 @@ class Journal:
     def _is_full(self) -> bool:
         """Whether the ends of what runs may need the room that is left."""
         if self._failing:
-            # Nobody else may come to flush while everything is refused.
+            # No other call may come to flush while everything is refused.
             if self._clock.now_ns() >= self._retry_ns:
                 self.flush()
             return self._failing
@@ -307,7 +314,7 @@ class Journal:
         return True
 
     def _switch(self) -> bool:
-        """Go on in the next segment."""
+        """Continue in the next segment."""
         if not self._prepare(for_ends=True):
             return False
         assert self._spare is not None
@@ -339,7 +346,7 @@ class Journal:
                 self._pins[newest] = self._pins.get(newest, 0) + 1
 
     def _unpin_when_written(self, sequence: int) -> None:
-        """What was appended last makes an older segment unnecessary, but not before it is on disk."""
+        """The last record makes an older segment unnecessary, but not before it is on disk."""
         self._unpins.append((self._num_appended, sequence))
 
     def _unpin(self, sequence: int) -> None:

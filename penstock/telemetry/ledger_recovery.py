@@ -82,7 +82,7 @@ def _amount(progress: Progress) -> tuple[int, int, int]:
 
 
 def recovered(opened: UsageRecord, progress: Progress | None) -> UsageRecord:
-    """What stays of a request whose process died."""
+    """The record of a request whose process died."""
     record = msgspec.structs.replace(opened, outcome=Outcome.FAILED, error=CRASHED, recovered=True)
     if progress is None:
         return record
@@ -158,7 +158,7 @@ def recover_abandoned(directory: Path, sink: LedgerSink, log: Log) -> int:
             except SinkError:
                 raise
             except LedgerError as error:
-                # A newer version's, after a rollback: that one will read it. Serving goes on.
+                # A newer version's, after a rollback: that one will read it. Serving continues.
                 log.error("a dead gateway's journal stays: this version cannot read it", error=error)
                 claims.pop(0).release(remove=False)
             else:
@@ -213,7 +213,7 @@ GROUPS: Mapping[str, str] = {
     "price_version": "price_version",
     "origin": "origin",
 }
-"""What usage can be summed up by, and how the database says it."""
+"""The keys by which usage can be summed up, and their columns."""
 BUSY_S = 10.0
 
 
@@ -246,7 +246,7 @@ def total_of(rows: Sequence[LedgerRow]) -> Totals:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Query:
-    """What is asked. Times are nanoseconds since the epoch: `since_ns` included, `until_ns` not."""
+    """The question. Times are nanoseconds since the epoch: `since_ns` included, `until_ns` not."""
 
     by: tuple[str, ...] = ("tenant", "model", "day")
     since_ns: int | None = None
@@ -268,9 +268,9 @@ class LedgerReader:
     """One look at the ledger, or at those of several cells together: what it says does not change while it is
     open.
 
-    Every request counts once, by the record of the cell that it came to. What another cell computed for it is
-    in that one's ledger too (`UsageRecord.origin`), and counts only where several ledgers are looked at and
-    none has the request itself.
+    Every request counts once, by the record of the cell that it came to. The record of a cell that computed
+    it for that one (`UsageRecord.origin`) counts only where several ledgers are looked at and none has the
+    request itself.
     """
 
     def __init__(self, directory: Path, *others: Path) -> None:
@@ -328,7 +328,7 @@ class LedgerReader:
         return rows
 
     def spent(self, wall_ns: int) -> list[Spent]:
-        """What every tenant has spent in the day and month of `wall_ns`, by gateway process.
+        """The spending of every tenant in the day and month of `wall_ns`, by gateway process.
 
         Raises:
             LedgerError: the database cannot be read.
@@ -390,7 +390,7 @@ class LedgerReader:
         return f"SELECT {names} FROM ledger.{TABLE}"
 
     def _take(self, databases: Sequence[Path]) -> None:
-        """What the databases hold, as `stored`: of several a copy, where a record that two have is one."""
+        """The databases' records, as `stored`: of several a copy, where a record that two have is one."""
         run, names = self._connection.execute, ", ".join(FIELDS)
         if len(databases) == 1:
             run(f"CREATE TEMP VIEW stored AS {self._attach(databases[0])}")

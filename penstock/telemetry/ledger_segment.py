@@ -17,8 +17,8 @@ Where the ledger's files are, and whose: directories, locks, and segments by the
     DIRECTORY/damaged/                        segments with something unreadable in the middle, kept for a
                                               person
 
-Every gateway process has a directory of its own. Whoever gets the lock of another's knows that it is dead and
-recovers it.
+Every gateway process has a directory of its own. A process that gets the lock of another's knows that it is
+dead and recovers it.
 
 Sizes and intervals of the usage ledger: constants, which only tests change.
 """
@@ -63,7 +63,7 @@ which are inside of records) can pass for a frame.
 
 
 class Kind(enum.IntEnum):
-    """What a frame holds. 0 is none, so that zeros are no frame."""
+    """The content of a frame. 0 is none, so that zeros are no frame."""
 
     HEADER = 1
     OPEN = 2
@@ -83,7 +83,7 @@ class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a running request has used until now: totals, so that the newest one says all and none needs an
+    """The usage of a running request until now: totals, so that the newest one says all and none needs an
     earlier one.
     """
 
@@ -272,7 +272,8 @@ def claim_new(directory: Path, clock: Clock) -> Claim:
             name = f"{stamp:013d}-{os.getpid()}-{attempt}"
             if (root / name).exists():
                 continue
-            # Under a hidden name until it is locked: nobody may take it for one that was left behind.
+            # Under a hidden name until it is locked: no other process may take it for one that was left
+            # behind.
             hidden = root / (_NEW + name)
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 hidden.mkdir(mode=0o700)
@@ -297,7 +298,7 @@ def claim_abandoned(directory: Path) -> list[Claim]:
                 if path.name.startswith(_NEW):
                     claim.release(remove=True)  # Its maker died before it wrote anything.
                 elif not path.exists():
-                    claim.release(remove=False)  # Somebody else has recovered it meanwhile.
+                    claim.release(remove=False)  # Another process has recovered it meanwhile.
                 else:
                     claims.append(claim)
     return claims

@@ -142,7 +142,7 @@ class Follower:
 
 
 class Delivery:
-    """The thread around a `Follower`: a sink that lags or fails makes nobody wait."""
+    """The thread around a `Follower`: no request waits for a sink that lags or fails."""
 
     def __init__(self, follower: Follower, limits: LedgerLimits, clock: Clock, log: Log) -> None:
         self._follower, self._limits, self._clock, self._log = follower, limits, clock, log

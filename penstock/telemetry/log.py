@@ -6,13 +6,15 @@ libraries' own warnings take the same way. Stamps come from the `Clock`; API key
 
 import contextlib
 import functools
+import io
 import logging
+import os
 import re
 import sys
 import traceback
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import TextIO, cast
 
 import msgspec
 
@@ -60,13 +62,32 @@ class AccessLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     generated_tokens: int | None = None
 
 
+class _CurrentStderr(io.TextIOBase):
+    """Writes to whatever `sys.stderr` is at that moment.
+
+    While a progress bar is shown, rich puts a stand-in there that prints lines above the bar.
+    """
+
+    def write(self, text: str, /) -> int:
+        """See `TextIOBase.write`."""
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        """See `TextIOBase.flush`."""
+        sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        """Whether a person reads along, and wants colours."""
+        return sys.stderr.isatty() and "NO_COLOR" not in os.environ
+
+
 class Log:
     """Where events are written. Fields with secret names and known keys are hidden."""
 
     def __init__(
         self, config: LogConfig, clock: Clock, *, stream: TextIO | None = None, secrets: Iterable[str] = ()
     ) -> None:
-        out = sys.stderr if stream is None else stream
+        out = cast(TextIO, _CurrentStderr()) if stream is None else stream
         hidden = _Hidden(secrets)
         self._handler = logging.StreamHandler(out)
         self._lines = (
@@ -85,11 +106,11 @@ class Log:
         return self._access and self._level <= logging.INFO
 
     def debug(self, message: str, **fields: Field) -> None:
-        """What only someone hunting a bug wants to see."""
+        """Details for hunting a bug."""
         self._write(logging.DEBUG, message, fields)
 
     def info(self, message: str, **fields: Field) -> None:
-        """What happened, as it should."""
+        """An event, as it should be."""
         self._write(logging.INFO, message, fields)
 
     def warning(self, message: str, **fields: Field) -> None:
@@ -154,7 +175,9 @@ def _ms(ns: int) -> float:
 
 
 class _Hidden:
-    """What must not be shown: fields by their name, and text by its look or because it is a known key."""
+    """The texts that must not be shown: fields by their name, and text by its look or because it is a known
+    key.
+    """
 
     def __init__(self, secrets: Iterable[str]) -> None:
         known = [
@@ -177,7 +200,9 @@ class _Hidden:
 
 
 class _Lines(logging.Formatter):
-    """What both formats share: the stamp, the message and the fields of a record, nothing secret in them."""
+    """The common parts of both formats: the stamp, the message and the fields of a record, nothing secret in
+    them.
+    """
 
     def __init__(self, clock: Clock, hidden: _Hidden) -> None:
         super().__init__()

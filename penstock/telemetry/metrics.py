@@ -1,8 +1,8 @@
 """The numbers behind /metrics: typed handles for the parts that count, and their exposition.
 
 Each `Metrics` has a registry of its own. Label children are resolved once, where things are wired, so that
-counting on the hot path is one method call; nothing here is called per token. What is counted of workers that
-are not ours is by engine.
+counting on the hot path is one method call; nothing here is called per token. Counts of workers that are not
+ours are by engine.
 
 Only those tenants have a name in metrics that use most, so that no number of tenants makes many series. A
 tenant gets its name once it has used `1 / TENANTS_MAX` of all tokens of this process, and keeps it; what it
@@ -21,12 +21,13 @@ from penstock.clock import NS_PER_S
 from penstock.kv.index.locality import LocalityStatistics
 from penstock.policy.lifecycle.machine_costs import Costs
 from penstock.policy.limits.price import MICROS
+from penstock.policy.placement.pick import Decision
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, OutcomeLabel
 from penstock.telemetry.instruments import Counter, Instruments, MetricFamily
 from penstock.telemetry.ledger import LedgerStatistics
-from penstock.telemetry.worker_meters import AnomalyMeters, Followed, WorkerFacts, WorkerMeters
+from penstock.telemetry.worker_meters import AnomalyMeters, Followed, WorkerLabels, WorkerMeters
 
 TENANTS_MAX = 32
 FOLLOWED_MAX = 256
@@ -221,7 +222,7 @@ class Metrics:
         self._store_gateways.set(num_gateways)
 
     def traces(self, exported: int, dropped: int) -> None:
-        """What became of traces since the start."""
+        """The fate of traces since the start."""
         self._traces["exported"].follow(exported)
         self._traces["dropped"].follow(dropped)
 
@@ -254,13 +255,13 @@ class Metrics:
         """Another model than this one answers (`policy.flow.Diverted`)."""
         self._diverted.labels(model, reason).inc()
 
-    def placed(self, model: str, policy: str, reason: str) -> None:
-        """A placement has decided (`policy.pick.Choice`)."""
-        self._decisions.labels(model, policy, reason).inc()
-
-    def matched(self, model: str, ratio: float) -> None:
-        """A request went to a worker that should have so much of its prompt."""
-        self._matches.labels(model).observe(ratio)
+    def placed(self, decision: Decision) -> None:
+        """A placement has decided, maybe for a worker that should have a part of the prompt."""
+        picked, reason = decision.picked, decision.choice.reason
+        self._decisions.labels(decision.route, decision.config.policy, reason).inc()
+        if picked is not None and decision.looked_up and reason not in ("none", "hold"):
+            matched = picked.device_tokens + picked.host_tokens
+            self._matches.labels(decision.route).observe(matched / max(1, decision.request.prompt_tokens))
 
     def template_child(self, model: str, reason: Literal["unpriced", "allowance", "request_size"]) -> None:
         """A chat is rendered in the template's child process (`gateway.models.tokenize_pool`)."""
@@ -271,15 +272,15 @@ class Metrics:
         self._retries.labels(model).inc()
 
     def timed_out(self, model: str) -> None:
-        """An attempt gave no first token in time, and the request goes on elsewhere."""
+        """An attempt gave no first token in time, and the request continues elsewhere."""
         self._timeouts.labels(model).inc()
 
     def breaker(self, model: str, worker: str, state: int) -> None:
-        """What a worker's circuit breaker lets through: `BreakerState`."""
+        """The attempts that a worker's circuit breaker lets through: `BreakerState`."""
         self._breakers.labels(model, worker).set(state)
 
     def accelerator_costs(self, by_model: Mapping[str, Costs]) -> None:
-        """What each model's workers have cost since the start."""
+        """The cost of each model's workers since the start."""
         for model, costs in by_model.items():
             for part in ("busy", "idle", "reserve", "charged", "floor"):
                 followed = self._costs.get((model, part))
@@ -301,7 +302,7 @@ class Metrics:
         self._hedges.labels(model, outcome).inc()
 
     def migrated(self, model: str) -> None:
-        """A stream lost its worker and waits to go on."""
+        """A stream lost its worker and waits to continue."""
         self._migrations.labels(model).inc()
 
     def sent_to_cell(self, model: str, cell: str) -> None:
@@ -389,6 +390,8 @@ class ModelMetrics:
             "host_ns": Followed(table.counter("penstock_engine_host_seconds_total").labels(model), NS_PER_S),
             "drafted_tokens": Followed(table.counter("penstock_engine_drafted_tokens_total").labels(model)),
             "accepted_tokens": Followed(table.counter("penstock_engine_accepted_tokens_total").labels(model)),
+            "kv_held_tokens": Followed(table.counter("penstock_engine_kv_held_tokens_total").labels(model)),
+            "timed_kv_read": Followed(table.counter("penstock_engine_kv_read_tokens_total").labels(model)),
             "preemptions": Followed(table.counter("penstock_engine_preemptions_total").labels(model)),
         }
         """By the field of `Stats`."""
@@ -427,7 +430,7 @@ class ModelMetrics:
     def engine_stats(self, by_worker: Mapping[str, Stats | None]) -> None:
         """Take over what the engines say (None: nothing now); gauges are their sums.
 
-        Their counters may start again at 0; ours go on. A worker that is not named any more is forgotten.
+        Their counters may start again at 0; ours continue. A worker that is not named any more is forgotten.
         """
         known = {worker: stats for worker, stats in by_worker.items() if stats is not None}
         engines = known.values()
@@ -444,8 +447,8 @@ class ModelMetrics:
             counter.keep(by_worker)
         self._by_worker.follow(by_worker)
 
-    def worker_facts(self, facts: Mapping[str, WorkerFacts]) -> None:
-        """What runs where, by worker."""
+    def worker_facts(self, facts: Mapping[str, WorkerLabels]) -> None:
+        """The labels of each worker."""
         self._by_worker.tell(facts)
 
     def mbu(self, worker: str) -> float | None:
@@ -453,7 +456,7 @@ class ModelMetrics:
         return self._by_worker.mbu.get(worker)
 
     def model_info(self, info: ModelInfo, adapters: Mapping[str, int]) -> None:
-        """What its workers say of themselves, and how many of them have each adapter loaded."""
+        """Its workers' facts of themselves, and how many of them have each adapter loaded."""
         self.block_tokens(info.block_tokens)
         self._adapter_slots.set(info.adapter_slots)
         for adapter in self._adapters - set(adapters):
@@ -467,5 +470,5 @@ class ModelMetrics:
         self._block_tokens.set(count)
 
     def engine_restarted(self) -> None:
-        """An engine's process was started anew."""
+        """An engine's process was started again."""
         self._restarts.inc()

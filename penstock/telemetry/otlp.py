@@ -70,7 +70,7 @@ class OtlpExporter:
                     break
                 posted = self._poster.post(body)
             why = posted.why
-        except Exception as error:  # noqa: BLE001 - requests go on, whatever a collector does.
+        except Exception as error:  # noqa: BLE001 - requests continue, whatever a collector does.
             why = f"{type(error).__name__}: {error}"
         return why[:WHY_CHARS_MAX]
 
@@ -90,7 +90,7 @@ def may_try_again(posted: Posted) -> bool:
 
 
 def _setting(name: str) -> str:
-    """What the environment says of traces, or of all that is exported."""
+    """The environment's setting for traces, or for all that is exported."""
     found = os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}")
     return found or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}", "")
 

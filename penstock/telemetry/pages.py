@@ -6,10 +6,10 @@ the same numbers under names that others know, so that their dashboards, scalers
                     `cache_config_info`, and `lora_requests_info`, which tells the adapters that are loaded
     gen_ai_*        OpenTelemetry's GenAI conventions for servers, as its Prometheus exporter writes them
 
-Of several processes counters, histograms and the gauges of what each has for itself are added. What all of
-them tell of one and the same engine (`Metric.shared`) is taken once: the largest, for one of them may just
-have lost sight of it. Aliases are made from the text of our metrics where it leaves the server: nothing is
-counted twice. Seen from outside all workers of a model are one engine, "0".
+Of several processes counters, histograms and the gauges of what each has for itself are added. Samples that
+all of them have of one and the same engine (`Metric.shared`) are taken once: the largest, for one of them may
+just have lost sight of it. Aliases are made from the text of our metrics where it leaves the server: nothing
+is counted twice. Seen from outside all workers of a model are one engine, "0".
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ def merged(texts: Sequence[bytes], shared: Collection[bytes] = SHARED) -> bytes:
 
 
 def lasting(text: bytes, shared: Collection[bytes] = SHARED) -> bytes:
-    """What stays true of a process that has ended: its own counters and histograms."""
+    """The samples that stay true of a process that has ended: its own counters and histograms."""
     families = parsed(text)
     return written({n: each for n, each in families.items() if not each[2] and n not in shared})
 
@@ -117,7 +117,7 @@ _SUCCESS = {
 
 
 def aliases(page: bytes) -> bytes:
-    """What to write behind a page of ours."""
+    """The lines to write behind a page of ours."""
     families = parsed(page)
     found = dict[bytes, Family]()
     for source, names in RENAMED.items():

@@ -6,7 +6,7 @@
       attempt 1 of MODEL              at one worker (client span; its id is the worker's parent)
         prefill                       until its first output
         decode
-      attempt 2 ...                   what follows a failure (retry, migration), or runs beside it (hedge)
+      attempt 2 ...                   what follows a failure (retry, migration), or runs with it (hedge)
       relay                           what is written to the client after the last attempt
 
 A request that arrives with a `traceparent` continues that trace, and external workers get a `traceparent` of
@@ -105,7 +105,7 @@ class Attempt(msgspec.Struct, gc=False):
 class RequestTrace:
     """One request's, while it runs: what the gateway tells it, for spans that are made at the end.
 
-    Its ids follow from one draw, and are written out where somebody reads them: most traces are never sent.
+    Its ids follow from one draw, and are written out where they are read: most traces are never sent.
     """
 
     __slots__ = ("_bits", "_is_ours", "attempts", "is_sampled", "parent")
@@ -161,7 +161,7 @@ class RequestTrace:
             attempt.first_ns = now_ns
 
     def keep_attempt(self, now_ns: int, number: int) -> None:
-        """Of two attempts this one goes on; the other is aborted."""
+        """Of two attempts this one is kept; the other is aborted."""
         for each in self.attempts:
             if each.number != number and each.ended_ns < 0:
                 self.end_attempt(now_ns, each.number, "superseded")
@@ -214,7 +214,7 @@ class TraceKeeper:
 
     def __init__(self, config: TracesConfig, exporter: Exporter, log: Log) -> None:
         self._config, self._exporter, self._log = config, exporter, log
-        # Not from the system for each request: ids must differ, and nobody gains by guessing them.
+        # Not from the system for each request: ids must differ, and guessing them gains nothing.
         self._draw = stream(fresh_seed(), "traces").getrandbits
         self._sampled_below = round(config.share * (SHARE_MAX + 1))
         self._slow_ns = config.slow_ms * 1_000_000

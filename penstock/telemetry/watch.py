@@ -1,5 +1,5 @@
-"""What a server remembers of itself and says of it: its history (kept on disk, too), the alerts that follow
-from it, and what happened to it.
+"""The server's memory and report of itself: its history (kept on disk, too), the alerts that follow from it,
+and what happened to it.
 
 One `Watch` is in a gateway that is alone, or in the parent of several gateway processes, which hand it what
 they counted (`Recorder.take`). Views of it are JSON, for the endpoints under /admin.
@@ -9,8 +9,8 @@ they counted (`Recorder.take`). Views of it are JSON, for the endpoints under /a
 The files have a record for each minute, appended when the minute is over: length, CRC, minute, and the counts
 (`counts.Book.encode`, compressed). A server that is killed loses the minute that was not over. Parts of one
 minute in several files add up: servers that share a ledger's directory, one after the other or side by side,
-have one history when they start. What cannot be read is left out, with one warning, and everything behind it
-in that file.
+have one history when they start. An event that cannot be read is left out, with one warning, and everything
+behind it in that file.
 """
 
 import asyncio
@@ -179,7 +179,7 @@ def _records(data: bytes) -> Iterator[tuple[int, list[tuple[Series, Counts]]]]:
 
 TICK_S = 1.0
 LOOK_S = 5.0
-"""Alerts that somebody looks at are not older."""
+"""Alerts on a screen are not older."""
 Rows = Iterable[tuple[Series, Counts]]
 Tail = Callable[[str], Any]
 """A worker's last lines, by its id; None if another machine, or nothing, has them."""

@@ -1,9 +1,9 @@
 """Alerts that begin and end, to one address (`slo.webhook`), for those who run no Alertmanager.
 
-The body is Alertmanager's own (its webhook_config, version "4"), so what takes its pages takes these. What
-cannot be delivered waits, is tried again after longer and longer pauses, and is dropped when it is old or too
-much: each loss is a line in the log, and `penstock alerts` still has the alert. The address may hold a
-secret, so nothing here writes it down.
+The body is Alertmanager's own (its webhook_config, version "4"), so what takes its pages takes these. A
+message that cannot be delivered waits, is tried again after longer and longer pauses, and is dropped when it
+is old or too much: each loss is a line in the log, and `penstock alerts` still has the alert. The address may
+hold a secret, so nothing here writes it down.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from penstock.telemetry.log import Log
 WAITING_MAX = 256
 """Changes of alerts that wait for the receiver; the oldest go first."""
 OLD_S = 3600
-"""What could not be delivered for so long is dropped."""
+"""A message that could not be delivered for so long is dropped."""
 PAUSE_S, PAUSE_S_MAX = 1.0, 60.0
 """Between two tries: the first, and the longest."""
 NEVER = "0001-01-01T00:00:00Z"

@@ -1,4 +1,4 @@
-"""What each worker says of itself, as metrics of the worker; and what is found of it: by probes, by its speed
+"""Each worker's report of itself, as metrics of the worker; and what is found of it: by probes, by its speed
 beside that of its peers, and that it was ejected.
 """
 
@@ -41,8 +41,8 @@ class Followed:
             del self._seen[who]
 
 
-class WorkerFacts(NamedTuple):
-    """What a worker is, as labels: all of them from its own side, none from a client's."""
+class WorkerLabels(NamedTuple):
+    """The labels of a worker: all of them from its own side, none from a client's."""
 
     engine: str
     identity: str
@@ -74,7 +74,7 @@ ANSWERED, FAILED = "answered", "failed"
 
 
 class DeviceMeters:
-    """What the devices of a model's workers say of themselves."""
+    """The readings of the devices of a model's workers."""
 
     def __init__(self, model: str, table: Instruments) -> None:
         self._model = model
@@ -116,7 +116,7 @@ class DeviceMeters:
 
 
 class WorkerMeters:
-    """What each worker of a model says; series of workers that are gone go, too."""
+    """The reports of a model's workers; series of workers that are gone go, too."""
 
     def __init__(self, model: str, table: Instruments) -> None:
         self._model = model
@@ -140,7 +140,7 @@ class WorkerMeters:
         self._served: dict[str, tuple[Counter, Counter, Counter, Counter]] = {}
         """Answered, failed, prefill and decode."""
         self._followed: dict[str, dict[str, Followed]] = {}
-        self._facts: dict[str, WorkerFacts] = {}
+        self._facts: dict[str, WorkerLabels] = {}
         self._seen: dict[str, Stats] = {}
         """As of the last steps that are in `mbu`."""
         self.mbu: dict[str, float] = {}
@@ -191,8 +191,8 @@ class WorkerMeters:
         )
         return found
 
-    def tell(self, facts: Mapping[str, WorkerFacts]) -> None:
-        """What runs where, by worker."""
+    def tell(self, facts: Mapping[str, WorkerLabels]) -> None:
+        """The labels of each worker."""
         for worker, new in facts.items():
             if self._facts.get(worker) != new:
                 self._forget_facts(worker)

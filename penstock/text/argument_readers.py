@@ -1,10 +1,11 @@
 """A call's arguments as JSON, while they are written: from JSON, and from literals of Python and Gemma.
 `tool_blocks` has those of XML.
 
-A reader is a machine over characters. What it has written follows from the text up to there and holds for
-every continuation: nothing is taken back, and the pieces joined are the whole. Those of literals and of XML
-are total: what is no literal of the syntax becomes a string, so arguments that end are JSON, whatever the
-model wrote. JSON is passed on as it is spelled: a model that no grammar holds can write some that is none.
+A reader is a machine over characters. The text that it has written follows from the input up to there and
+holds for every continuation: nothing is taken back, and the pieces joined are the whole. Those of literals
+and of XML are total: what is no literal of the syntax becomes a string, so arguments that end are JSON,
+whatever the model wrote. JSON is passed on as it is spelled: a model that no grammar holds can write some
+that is none.
 """
 
 import ast
@@ -54,10 +55,10 @@ class JsonArguments:
 
 
 class _At(enum.Enum):
-    """What may come next between brackets, besides the closing one."""
+    """The parts that may come next between brackets, besides the closing one."""
 
     ITEM = "item"  # A key of an object, an element of an array.
-    COLON = "colon"  # What stands between a key and its value.
+    COLON = "colon"  # The mark between a key and its value.
     VALUE = "value"
     BEHIND = "behind"  # A comma.
 
@@ -96,10 +97,10 @@ _LITERAL_CHARS_MAX = 64
 
 
 class LiteralArguments:
-    """What stands between a call's brackets in Python, `a=1, b='x')`, in Gemma's syntax,
+    """The text between a call's brackets in Python, `a=1, b='x')`, in Gemma's syntax,
     `a:1,b:<escape>x<escape>}`, or, from a bracket on, a value in JSON: from behind the opening bracket.
 
-    Python's strings may have prefixes. Bytes and f-strings are no values of JSON: they are told as the text
+    Python's strings may have prefixes. Bytes and f-strings are no values of JSON: they are given as the text
     between their quotation marks, with its escapes read and an f-string's braces as they stand.
     """
 
@@ -113,7 +114,7 @@ class LiteralArguments:
         self._at = _At.ITEM
         self._written = [opened]
         self._string_end = ""
-        """What ends the string that is being read; empty: none is."""
+        """The mark that ends the string that is being read; empty: none is."""
         self._prefix = ""
         """Of that string, in small letters."""
         self._is_string_open = False
@@ -126,7 +127,7 @@ class LiteralArguments:
         self._is_final = False
         """There is no more text."""
         self._bare: list[str] = []
-        """What is being read is no string; a number, say."""
+        """A value that is no string; a number, say."""
         self._bare_closers = self._num_bare = 0
         self._bare_quote = self._bare_last = ""
         self._is_behind_apostrophe = False
@@ -138,7 +139,7 @@ class LiteralArguments:
             self._buffer += text[taken : taken + SLICE_CHARS_MAX]
             taken += SLICE_CHARS_MAX
             while self._frames and self._step():
-                pass  # Each turn that goes on has shortened the buffer or changed the state.
+                pass  # Each turn that continues has shortened the buffer or changed the state.
             if taken >= len(text):
                 break
         written, self._written = "".join(self._written), []
@@ -149,10 +150,10 @@ class LiteralArguments:
         return ""
 
     def complete(self) -> str:
-        """What makes JSON of a value that was cut off."""
+        """The text that makes JSON of a value that was cut off."""
         self._is_final = True
         while self._frames and self._step():
-            pass  # What waited for more is decided now.
+            pass  # Text that waited for more is decided now.
         if self._string_end:
             self._write_text(self._buffer)
             self._end_string()
@@ -451,12 +452,12 @@ class EndedBy:
         return (written + self._reader.complete(), text[end:]) if end >= 0 else (written, None)
 
     def close(self) -> str:
-        """What may have been the beginning of the mark was none."""
+        """The possible beginning of the mark was none."""
         return self._reader.push(self._held)[0] + self._reader.close()
 
 
 def _unescaped(written: str) -> str:
-    """What an escape stands for; itself if it is none."""
+    """The character that an escape stands for; itself if it is none."""
     kind = written[1:2]
     if (found := _ESCAPED.get(kind)) is not None:
         return found

@@ -149,7 +149,7 @@ class ChatTemplate:
             message = str(error.message)[:MESSAGE_CHARS_MAX]
             raise InvalidRequest(f"the chat template: {message}", param="messages") from error
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            # What a template's own expressions raise on messages that its author did not think of.
+            # Errors that a template's own expressions raise on messages that its author did not think of.
             raise InvalidRequest(
                 f"the chat template fails on these messages: {str(error)[:MESSAGE_CHARS_MAX]}",
                 param="messages",
@@ -175,7 +175,7 @@ def template_values(
     add_generation_prompt: bool = True,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a request gives to a template, in the shapes that templates expect.
+    """A request's values for a template, in the shapes that templates expect.
 
     Raises:
         InvalidRequest: a part of a message is not text.

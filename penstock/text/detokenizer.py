@@ -3,7 +3,7 @@
 A token may be part of a character, so text appears when its last byte does. Nothing else is known
 here: stop strings and tool calls are looked for in the text that comes out.
 
-Stop strings: where an answer ends although the model would go on.
+Stop strings: where an answer ends although the model would continue.
 
 A stop string may be spread over any number of deltas, so text that could still become one is held
 back. The strings are one Aho-Corasick automaton (Aho and Corasick, 1975): each character moves it
@@ -15,6 +15,7 @@ again and again.
 
 from codecs import utf_8_decode
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 from penstock.text.tokenizer import Tokenizer, strip_left
@@ -32,7 +33,7 @@ class IncrementalDetokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """What was held back, with U+FFFD for a character that never came to its end."""
+        """The text that was held back, with U+FFFD for a character that never came to its end."""
         ...
 
 
@@ -67,7 +68,7 @@ class ByteDetokenizer:
         return self._stripped(text) if self._strip and text else text
 
     def finish(self) -> str:
-        """What was held back, with U+FFFD for a character that never came to its end."""
+        """The text that was held back, with U+FFFD for a character that never came to its end."""
         rest, self._rest = self._rest, b""
         return utf_8_decode(rest, "replace", True)[0]
 
@@ -109,7 +110,7 @@ class PrefixDetokenizer:
         return text
 
     def finish(self) -> str:
-        """What was held back, with U+FFFD for a character that never came to its end."""
+        """The text that was held back, with U+FFFD for a character that never came to its end."""
         return self._unread()
 
     def _unread(self) -> str:
@@ -198,7 +199,7 @@ def _automaton(stops: Sequence[str]) -> _Node:
 
 
 def _link(root: _Node) -> None:
-    """Breadth first: where to go on when the next character does not fit, and what that already matches."""
+    """Breadth first: where to continue when the next character does not fit, and the part that matches."""
     level = [node for _, node in sorted(root.next.items())]
     while level:
         for node in level:
@@ -219,7 +220,7 @@ class PieceTokens:
     """About how many tokens a piece of an answer is.
 
     Pieces are not always tokens, and their tokens are not always those of the whole text: it is a count where
-    nobody gives one.
+    none is given.
     """
 
     __slots__ = ("_known", "_tokenizer")
@@ -238,3 +239,11 @@ class PieceTokens:
                     self._known.clear()
                 self._known[text] = found
         return found
+
+    def of_all(self, texts: Sequence[str]) -> tuple[int, ...]:
+        """Those of one after the other."""
+        known = self._known
+        try:
+            return tuple(chain.from_iterable([known[text] for text in texts]))
+        except KeyError:
+            return tuple(chain.from_iterable(map(self.of, texts)))

@@ -7,7 +7,7 @@ from typing import NoReturn, cast
 import msgspec
 
 HEAD_CHARS_MAX = 256
-"""A call whose name comes first and whose arguments begin within this is told while it is written; another
+"""A call whose name comes first and whose arguments begin within this is sent while it is written; another
 one when it is whole."""
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)+")'

@@ -62,7 +62,7 @@ class Markers:
             content: f"{prefix}{chr(_NAMES + i % _NAME_CHARS)}" for i, content in enumerate(markers)
         }
         self._split = prefix + prefix
-        """A token that the twin knows and nobody else; its ids are left out."""
+        """A token that only the twin knows; its ids are left out."""
         self._ids = markers
         self._twin = _twin(library)
         self._of_twin: dict[int, int] = {}
@@ -147,7 +147,7 @@ class Markers:
         return value
 
     def _tail(self, text: str) -> str:
-        """What the text ends with that a marker begins with: the next text might complete it."""
+        """The end of the text that a marker begins with: the next text might complete it."""
         start = max(0, len(text) - self._longest + 1)
         if not any(text.find(first, start) >= 0 for first in self._first):
             return ""
@@ -158,14 +158,14 @@ class _Masks:
     """Which character stands for what, in one request."""
 
     def __init__(self, values: Any) -> None:  # noqa: ANN401
-        # What the request itself has of them stays text.
+        # The request's own occurrences of them stay text.
         taken = set(json.dumps(values, ensure_ascii=False))
         self._free = (chr(i) for i in _MASKS if chr(i) not in taken)
         self._masks: dict[str, str] = {}
 
     @property
     def texts(self) -> Iterable[str]:
-        """What there are characters for."""
+        """The texts that there are characters for."""
         return self._masks.keys()
 
     def of(self, text: str) -> str:
@@ -280,7 +280,7 @@ def _up_to_mark(text: str) -> str:
 
 
 def _read(sources: Iterable[str]) -> set[str]:
-    """What the templates look for in messages; of one that cannot be read here, nothing."""
+    """The words that the templates look for in messages; of one that cannot be read here, nothing."""
     environment, found = template_environment(lambda: 0, chars_max=0), set[str]()
     for source in sources:
         if len(source) <= SOURCE_CHARS_MAX:

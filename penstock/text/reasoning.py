@@ -11,7 +11,7 @@ from penstock.text.tools import SPACE_CHARS_MAX, Text, Thought, ToolEvent, ToolP
 
 
 class ReasoningMarks(NamedTuple):
-    """What stands around a model's reasoning."""
+    """The marks around a model's reasoning."""
 
     open: str
     close: str
@@ -59,7 +59,7 @@ class AnswerParser:
         shows: bool = True,
         counts: "ThoughtCount | None" = None,
     ) -> None:
-        """`has_begun`: the answer begins within the section. `shows`: the reasoning is told, not dropped."""
+        """`has_begun`: the answer begins within the section. `shows`: the reasoning is sent, not dropped."""
         self._tools, self.marks, self._shows = tools, marks, shows
         self.is_thinking = has_begun
         """Within the section, as far as it is known."""
@@ -69,11 +69,6 @@ class AnswerParser:
         self._trims = has_begun
         """White space that comes next is dropped."""
         self._counts = counts
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether text may be anything but prose."""
-        return self._tools is not None or self.marks is not None
 
     def num_thoughts(self, token_ids: Sequence[int], thought: str = "") -> int:
         """How many of the tokens up to these are now found to be reasoning, and were not before; `thought`:

@@ -159,7 +159,7 @@ class RanAway(Exception):
 
 
 class _Meter(threading.local):
-    """What is left to the template that runs in this thread."""
+    """The budget left to the template that runs in this thread."""
 
     left = -1
     """Less than nothing while none runs: Jinja folds constants while it compiles, and what is metered is left
@@ -283,7 +283,7 @@ def _charges(meter: _Meter) -> dict[str, Callable[..., Any]]:
     def kept(value: Any) -> Any:  # noqa: ANN401
         """About to become a namespace's attribute.
 
-        What could be called by another name, or hold itself, may not.
+        A value that could be called by another name, or hold itself, may not.
         """
         if isinstance(value, Namespace) or (callable(value) and not isinstance(value, Undefined)):
             raise RanAway

@@ -1,8 +1,8 @@
 """A checkpoint's templates in a process of their own, with bounds on its time, its memory and what it writes.
 
 One process per checkpoint and gateway process, started when it is first needed and again after it had to be
-ended. It renders one prompt at a time, so a template that runs away keeps nobody waiting but those who ask
-for the same model. Every call blocks: the gateway makes them in a thread (gateway/models/prepare.py).
+ended. It renders one prompt at a time, so a template that runs away keeps only requests for the same model
+waiting. Every call blocks: the gateway makes them in a thread (gateway/models/prepare.py).
 """
 
 import json
@@ -24,7 +24,7 @@ from penstock.text.template_worker import BROKEN, FAILED, LENGTH, NO_MEMORY, OK,
 
 @dataclass(slots=True, frozen=True)
 class ChildLimits:
-    """What one prompt may take."""
+    """The bounds of one prompt."""
 
     cpu_s: float = 1.0
     """Processor time: a thousand times what a published template takes for a long chat."""
@@ -79,7 +79,7 @@ class TemplateChild:
             except (_Ended, CheckpointError) as error:
                 raise InvalidRequest(f"the chat template {error}", param="messages") from error
             if kind in (TOO_LONG, NO_MEMORY):
-                self._stop()  # What it holds is not worth keeping.
+                self._stop()  # Its state is not worth keeping.
         if kind == OK:
             return text
         if kind in (REFUSED, FAILED):
@@ -88,7 +88,7 @@ class TemplateChild:
         raise InvalidRequest(f"the chat template {self._limit_of(kind)}", param="messages")
 
     def close(self) -> None:
-        """End the process, whatever it does. Whoever waits for its answer gets none."""
+        """End the process, whatever it does. A caller that waits for its answer gets none."""
         if (process := self._process) is not None:
             process.kill()
         with self._lock:

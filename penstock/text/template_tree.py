@@ -1,10 +1,11 @@
 """Whether each step of a template has a price, and where it is paid: a walk over Jinja's syntax tree.
 
-What is not listed here has no price: the template then runs in a process of its own, whatever else it does.
-So a filter that pads (`center`), a format with widths (`%`), or whatever a later Jinja may bring, is not
-overlooked.
+An operation that is not listed here has no price: the template then runs in a process of its own, whatever
+else it does. So a filter that pads (`center`), a format with widths (`%`), or whatever a later Jinja may
+bring, is not overlooked.
 
-What has a price in a chat template: functions, filters, tests and methods, and what they may be given.
+The operations that have a price in a chat template: functions, filters, tests and methods, and what they may
+be given.
 
 "Free" takes a step, "flat" a walk over the operand's characters or items, "deep" one over all that it holds.
 """
@@ -41,7 +42,7 @@ FLAT_METHODS = frozenset({
     "title", "upper",
 })  # fmt: skip
 READING_METHODS = frozenset({"find", "index", "removeprefix", "removesuffix", "replace", "rsplit", "split"})
-"""What takes something out of a text, or looks for it there."""
+"""Methods that take something out of a text, or look for it there."""
 CONST_ARGS = frozenset({"indent", "lstrip", "replace", "rstrip", "strip", "trim"})
 """Take constants only: with others their cost, or their result, is a product of two sizes."""
 
@@ -51,7 +52,7 @@ def growth(name: str, args: Sequence[nodes.Expr]) -> int:
     if name == "replace":
         old, new = (str(_value(each)) for each in args[:2])
         return -(-len(new) // len(old)) if old else len(new) + 1
-    # What becomes a list takes an object for each of its items.
+    # A text that becomes a list takes an object for each of its items.
     return {"indent": INDENT_MAX + 1, "e": 5, "escape": 5, "list": 64, "rsplit": 16, "split": 16}.get(name, 1)
 
 
@@ -180,7 +181,7 @@ class _Walk:
             self._down(self._statements, node)
 
     def expr(self, node: nodes.Node) -> nodes.Expr:
-        """What to put in the place of an expression."""
+        """The node in the place of an expression."""
         return self._down(self._expressions, node)
 
     def _down(self, kinds: dict[type[nodes.Node], Callable[[Any], Any]], node: nodes.Node) -> Any:  # noqa: ANN401
@@ -206,7 +207,7 @@ class _Walk:
 
     def _output(self, node: nodes.Output) -> None:
         written = self._all(node.nodes)
-        if self._captures:  # What is written at the top is charged where it arrives.
+        if self._captures:  # Text at the top is charged where it arrives.
             written = [_charge("deep", each) if _varies(each) else each for each in written]
         node.nodes = written
 
@@ -262,7 +263,7 @@ class _Walk:
         self.body(node.body)
 
     def _target(self, node: nodes.Node) -> None:
-        """What is assigned to. A name that is called somewhere must stay what it is."""
+        """The target of an assignment. A name that is called somewhere must stay what it is."""
         if isinstance(node, nodes.Tuple):
             for each in node.items:
                 self._target(each)

@@ -29,7 +29,7 @@ OK, REFUSED, FAILED, TOO_LONG, NO_MEMORY, BROKEN = b"=", b"!", b"?", b"+", b"#",
 memory; it does not compile."""
 LENGTH = struct.Struct(">I")
 MESSAGE_CHARS_MAX = 2000
-"""Of what is told about an error."""
+"""Of an error's message."""
 FRAME_BYTES_MAX = 512 * 1024 * 1024
 _FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 

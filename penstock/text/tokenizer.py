@@ -5,12 +5,12 @@ Owns the `tokenizers` library's object and the tables made from it. Knows nothin
 texts it makes tokens of a request's words: those that are not drawn, those that end an answer; and of texts
 and pairs of them for models that make vectors, cut to what the model takes.
 
-What bytes a token stands for is a table, for the two decoders that nearly every checkpoint uses. A decoder
-(the `decoder` of tokenizer.json) turns tokens back into text. For byte-level BPE (GPT-2, Llama 3, Qwen) and
-for SentencePiece with byte fallback (Llama 2, Mistral, Gemma) it is a mere concatenation of bytes, so a table
-from id to bytes and a UTF-8 decoder replace it: about a microsecond per token and no look back. Other
-decoders (Metaspace, WordPiece) depend on neighbouring tokens; for those this module has no table and says so
-with None.
+The bytes that a token stands for are a table, for the two decoders that nearly every checkpoint uses. A
+decoder (the `decoder` of tokenizer.json) turns tokens back into text. For byte-level BPE (GPT-2, Llama 3,
+Qwen) and for SentencePiece with byte fallback (Llama 2, Mistral, Gemma) it is a mere concatenation of bytes,
+so a table from id to bytes and a UTF-8 decoder replace it: about a microsecond per token and no look back.
+Other decoders (Metaspace, WordPiece) depend on neighbouring tokens; for those this module has no table and
+says so with None.
 """
 
 import hashlib
@@ -163,7 +163,7 @@ class ByteTable(dict[int, bytes]):
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What generation_config.json says about sampling. None: it says nothing."""
+    """The sampling parameters of generation_config.json. None: it says nothing."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -206,7 +206,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> "Tokenizer":
-        """Read tokenizer.json and, where there are any, the config files beside it.
+        """Read tokenizer.json and, where there are any, the config files in its directory.
 
         Raises:
             CheckpointError: tokenizer.json is missing or unreadable, or a config file is broken.
@@ -406,7 +406,7 @@ def pair_tokens(
 
 
 class _Marks:
-    """What a tokenizer puts before, between and behind two texts, the first one first."""
+    """The tokens that a tokenizer puts before, between and behind two texts, the first one first."""
 
     def __init__(self, library: tokenizers.Tokenizer, text: str) -> None:
         """`text` is any that has tokens: its pair with itself shows them."""
@@ -439,7 +439,7 @@ class _Marks:
 
 
 def _kept(values: Sequence[int], sequences: Sequence[int | None], most: int) -> tuple[int, ...]:
-    """What is left of a text's tokens if at most so many may stay. `sequences`: None of a token that was put
+    """The rest of a text's tokens if at most so many may stay. `sequences`: None of a token that was put
     around the text.
     """
     surplus = len(values) - most
@@ -460,8 +460,8 @@ _PROBE = "The 17 quick brown foxes jumped; λ = 0.5 µm, naïve café, 日本語
 
 
 def tokenizer_mark(tokenizer: Tokenizer) -> str:
-    """What two tokenizers have in common that make the same tokens of texts: prompts are made where their
-    client is, so a peer must read them as they were meant.
+    """A mark that two tokenizers have in common that make the same tokens of texts: prompts are made where
+    their client is, so a peer must read them as they were meant.
     """
     made = (tokenizer.vocab_size, tokenizer.encode(_PROBE), tuple(sorted(tokenizer.eos_ids)))
     return hashlib.blake2b(repr(made).encode(), digest_size=8).hexdigest()

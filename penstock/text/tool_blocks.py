@@ -52,7 +52,7 @@ _DIGITS = re.compile(r"[0-9.e+-]*")
 
 class XmlArguments:
     """`<parameter=KEY>VALUE</parameter>`, up to `</tool_call>`: values are bare, and have the types of the
-    tool's schema. Texts, objects and arrays are told while they are written, other values at their end.
+    tool's schema. Texts, objects and arrays are sent while they are written, other values at their end.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
@@ -74,12 +74,12 @@ class XmlArguments:
             while not self._is_over and (
                 self._read_value(self._value) if self._value is not None else self._read_between()
             ):
-                pass  # Each turn that goes on has taken a tag off the buffer.
+                pass  # Each turn that continues has taken a tag off the buffer.
         written, self._written = "".join(self._written), []
         return written, self._buffer + text[taken:] if self._is_over else None
 
     def close(self) -> str:
-        """What was cut off ends there: the value's text is what there is of it."""
+        """A value that was cut off ends there: the value's text is what there is of it."""
         if self._is_over:
             return ""
         if self._value is not None:
@@ -226,9 +226,9 @@ class Head(NamedTuple):
 class BlockParser:
     """Calls between `OPEN` and `CLOSE`, told while they are written, or else when a block is whole.
 
-    White space around a call belongs to the syntax and is dropped. A call whose name comes first is told from
-    there on: it stays a call however it goes on and however long it is, and what stands between its arguments
-    and the end of its object is dropped. Any other block waits for its closing mark; one that is no valid
+    White space around a call belongs to the syntax and is dropped. A call whose name comes first is sent from
+    there on: it stays a call whatever follows and however long it is, and the text between its arguments and
+    the end of its object is dropped. Any other block waits for its closing mark; one that is no valid
     call, or is over `call_chars_max`, is given back as text, to the character. A last block may lack its
     closing mark (models like to stop there).
     """
@@ -250,7 +250,7 @@ class BlockParser:
         self._buffer: str = ""
         self._inside = False
         self._searched = 0  # Characters of a block that hold no closing mark.
-        self._reader: ArgumentReader | None = None  # Of a call that is told while it is written.
+        self._reader: ArgumentReader | None = None  # Of a call that is sent while it is written.
         self._told = False
         self._rest: JsonScan | None = None  # Of the call's own object, behind its arguments.
         self._open: str = self.OPEN  # The mark of the block, which is text if no call follows it.
@@ -274,7 +274,7 @@ class BlockParser:
         for part in slices(text):
             self._buffer += part
             while self._read_block(events) if self._inside else self._read_prose(events):
-                pass  # Each turn that goes on has taken a mark off the buffer.
+                pass  # Each turn that continues has taken a mark off the buffer.
         return events
 
     def finish(self) -> list[ToolEvent]:
@@ -307,7 +307,7 @@ class BlockParser:
         return self._inside
 
     def _read_block(self, events: list[ToolEvent]) -> bool:
-        """Take a block once its closing mark is here, or once it is too long. True: prose goes on."""
+        """Take a block once its closing mark is here, or once it is too long. True: prose continues."""
         if self._told:
             return self._read_told(events)
         buffer = self._buffer

@@ -50,7 +50,7 @@ _HALF_HEAD = re.compile(
 class JsonTailParser:
     """JSON calls, alone or in an array, behind one of `opens`, or from the answer's beginning on.
 
-    What is no call is given back as text, and so is all that follows it.
+    Text that is no call is given back as text, and so is all that follows it.
     """
 
     STOP = ""
@@ -86,7 +86,7 @@ class JsonTailParser:
         for part in slices(text):
             self._buffer += part
             while self._state(events):
-                pass  # Each turn that goes on has changed the state or shortened the buffer.
+                pass  # Each turn that continues has changed the state or shortened the buffer.
         return events
 
     def finish(self) -> list[ToolEvent]:
@@ -221,7 +221,7 @@ class JsonTailParser:
         return self._held.match(self._shown_if_none + self._buffer) is not None
 
     def _give_up(self) -> bool:
-        """What is left is text."""
+        """The rest is text."""
         self._buffer, self._shown_if_none = self._shown_if_none + self._buffer, ""
         self._opens, self._at_start = (), False
         self._state = self._read_prose
@@ -239,7 +239,7 @@ class PythonicToolParser:
         self._buffer = ""
         self._state: Callable[[list[ToolEvent]], bool] = self._read_start
         self._shown_if_none = ""
-        """What stands before the first call; text if there is none."""
+        """The text before the first call; text if there is none."""
         self._reader: ArgumentReader | None = None
         self._num_calls = 0
 
@@ -249,7 +249,7 @@ class PythonicToolParser:
         for part in slices(text):
             self._buffer += part
             while self._state(events):
-                pass  # Each turn that goes on has changed the state.
+                pass  # Each turn that continues has changed the state.
         return events
 
     def finish(self) -> list[ToolEvent]:
@@ -332,7 +332,7 @@ class PythonicToolParser:
         return self._give_up()
 
     def _give_up(self) -> bool:
-        """What is left is text."""
+        """The rest is text."""
         self._buffer, self._shown_if_none = self._shown_if_none + self._buffer, ""
         self._state = self._read_prose
         return True
@@ -378,14 +378,14 @@ class ToolFormat:
     name: str
     make_parser: Callable[[Schemas, Pattern[str] | None], ToolParser]
     taught_by: tuple[str, ...]
-    """What a template of this syntax has in its source, one of them."""
+    """The phrases of which a template of this syntax has one in its source."""
     mark: str
-    """What begins a call, or several, as a regular expression: a mark in front of it, or in the group "call"
-    its own beginning. NAMES stands for those of the tools."""
+    """The beginning of a call, or several, as a regular expression: a mark in front of it, or in the group
+    "call" its own beginning. NAMES stands for those of the tools."""
     ends_answer: bool = False
     """No text follows the calls."""
     family: tuple[str, ...] = ()
-    """What templates of models that know this syntax have in their source, where none teaches one."""
+    """The phrases in the source of templates of models that know this syntax, where none teaches one."""
 
     def parser(self, schemas: Schemas, held: Pattern[str] | None = None) -> ToolParser:
         """Of one answer; with a pattern, that of `call_mark`, calls that do not begin so are text."""

@@ -1,8 +1,8 @@
-"""What parsers of generated text give back: prose, reasoning, and calls of tools, piece by piece; and which
-types of JSON a parameter of a tool may have, which its bare text is read as, and held to.
+"""The events that parsers of generated text give back: prose, reasoning, and calls of tools, piece by piece;
+and which types of JSON a parameter of a tool may have, which its bare text is read as, and held to.
 
 A model that was shown tools writes its calls in a syntax of its own (`tool_formats`); a parser for that
-syntax reads the stream and gives back events. How a call is told to the client is the gateway's business.
+syntax reads the stream and gives back events. The gateway chooses how a call is sent to the client.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -56,7 +56,7 @@ class ToolParser(Protocol):
 
     @property
     def STOP(self) -> str:
-        """What ends every call, and stands nowhere else; empty: there is no such mark."""
+        """The mark that ends every call, and stands nowhere else; empty: there is no such mark."""
         ...
 
     def push(self, text: str) -> list[ToolEvent]:
@@ -121,7 +121,7 @@ def slices(text: str) -> Iterator[str]:
 
 
 def split_space(text: str) -> tuple[str, str]:
-    """What can be shown of a text, and the white space at its end, which waits for what follows."""
+    """The part of a text that can be shown, and the white space at its end, which waits for what follows."""
     shown = max(len(text.rstrip()), len(text) - SPACE_CHARS_MAX)
     return text[:shown], text[shown:]
 
@@ -199,7 +199,7 @@ def _with_integers(kinds: frozenset[str]) -> frozenset[str]:
 
 
 def _at(root: Mapping[str, Any], pointer: str) -> object:
-    """What a reference points to; None if nothing is there."""
+    """The target of a reference; None if nothing is there."""
     found: object = root
     for part in unquote(pointer).removeprefix("#").split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")

@@ -15,8 +15,8 @@ from cryptography.x509.oid import NameOID
 from engine_stand_ins import StandIn, VllmStandIn, serving, until
 
 from penstock.backends.http.address import HttpAddress, HttpLimits
-from penstock.backends.http.client import HttpClient, NoConnection
-from penstock.backends.http.handler import FailureKind, HttpFailure
+from penstock.backends.http.client import HttpClient
+from penstock.backends.http.handler import FailureKind, HttpFailure, NoConnection
 from penstock.backends.http.small_answer import ProbeFailed, fetch
 from penstock.backends.silence import MIN_NS, Gaps
 from penstock.clock import NS_PER_S, SystemClock
@@ -300,34 +300,34 @@ def quiet(longest_ns: int) -> Gaps:
     """Gaps that are known well enough, the longest of them now."""
     gaps = Gaps()
     for _ in range(100):
-        gaps.saw(MINUTE_NS, NS_PER_S // 20)
-    gaps.saw(MINUTE_NS, longest_ns)
+        gaps.after(MINUTE_NS, NS_PER_S // 20, 1, MOST_NS)
+    gaps.after(MINUTE_NS, longest_ns, 1, MOST_NS)
     return gaps
 
 
 def test_streams_may_be_silent_for_some_times_their_longest_gap() -> None:
-    assert Gaps().bound_ns(0, MOST_NS) == MOST_NS
-    assert quiet(0).bound_ns(MINUTE_NS, MOST_NS) == MIN_NS
-    assert quiet(4 * NS_PER_S).bound_ns(MINUTE_NS, MOST_NS) == 20 * NS_PER_S
+    assert Gaps().after(0, 0, 0, MOST_NS) == MOST_NS
+    assert quiet(0).after(MINUTE_NS, 0, 0, MOST_NS) == MIN_NS
+    assert quiet(4 * NS_PER_S).after(MINUTE_NS, 0, 0, MOST_NS) == 20 * NS_PER_S
     most_ns = 5 * NS_PER_S
-    assert quiet(0).bound_ns(MINUTE_NS, most_ns) == most_ns, "the configuration's bound holds in any case"
+    assert quiet(0).after(MINUTE_NS, 0, 0, most_ns) == most_ns, "the configuration's bound holds in any case"
 
 
 def test_a_long_gap_is_forgotten_by_time_and_not_by_events() -> None:
     gaps = quiet(8 * NS_PER_S)
     for _ in range(5000):
-        gaps.saw(MINUTE_NS, NS_PER_S // 1000)
-    assert gaps.bound_ns(MINUTE_NS, MOST_NS) == 40 * NS_PER_S, "a busy worker reads long prompts too"
-    assert gaps.bound_ns(2 * MINUTE_NS, MOST_NS) == 20 * NS_PER_S
+        gaps.after(MINUTE_NS, NS_PER_S // 1000, 1, MOST_NS)
+    assert gaps.after(MINUTE_NS, 0, 0, MOST_NS) == 40 * NS_PER_S, "a busy worker reads long prompts too"
+    assert gaps.after(2 * MINUTE_NS, 0, 0, MOST_NS) == 20 * NS_PER_S
     for second in range(60):
-        gaps.saw(2 * MINUTE_NS + second * NS_PER_S, NS_PER_S // 1000)
-    assert gaps.bound_ns(3 * MINUTE_NS, MOST_NS) == pytest.approx(10 * NS_PER_S, rel=1e-6)
+        gaps.after(2 * MINUTE_NS + second * NS_PER_S, NS_PER_S // 1000, 1, MOST_NS)
+    assert gaps.after(3 * MINUTE_NS, 0, 0, MOST_NS) == pytest.approx(10 * NS_PER_S, rel=1e-6)
 
 
 def test_a_worker_that_has_become_slow_is_given_more_time_after_each_time_out() -> None:
     gaps, bounds_s = quiet(0), []
     for _ in range(4):
-        bound_ns = gaps.bound_ns(MINUTE_NS, MINUTE_NS)
+        bound_ns = gaps.after(MINUTE_NS, 0, 0, MINUTE_NS)
         bounds_s.append(bound_ns // NS_PER_S)
         for _ in range(30):
             gaps.timed_out(MINUTE_NS, bound_ns)  # All of its streams at once.

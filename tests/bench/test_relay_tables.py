@@ -1,6 +1,6 @@
 """The relay bench's tables: medians, ratios round by round, verdicts, features with their own pair."""
 
-import provenance
+import harness
 import pytest
 import relay_tables
 
@@ -63,4 +63,4 @@ def test_a_feature_costs_what_its_own_pair_differs_by() -> None:
     ],
 )
 def test_how_python_was_built_is_read_from_its_flags(config: str, flags: str, build: str) -> None:
-    assert provenance.python_build(config, flags) == build
+    assert harness.python_build(config, flags) == build

@@ -1,18 +1,22 @@
 import json
+import resource
 import shutil
 import socket
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from penstock.cli.commands import doctor
-from penstock.cli.commands.doctor import Check, CheckState
+from penstock.cli.commands.doctor import CheckState, DoctorCheck
 from penstock.cli.commands.probe import TorchFacts
 from penstock.cli.main import main
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
+from penstock.gateway.http.terms import WIRE_LIMITS
 
-DEMO = Path(__file__).parents[2] / "models" / "penstock-demo-mini"
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "models" / "penstock-demo-mini"
 FACTS = TorchFacts(version="2.13.0", threads=2, bfloat16_speedup=7.0, gpus=(), cuda_build="")
 
 
@@ -56,7 +60,7 @@ def test_a_missing_part_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_missing_packages_are_named() -> None:
     check = doctor.check_packages("x", ("rich", "no-such-distribution"), "do this")
-    assert check == Check("x", CheckState.FAIL, "missing: no-such-distribution", "do this")
+    assert check == DoctorCheck("x", CheckState.FAIL, "missing: no-such-distribution", "do this")
 
 
 def test_native_kernels_tell_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +121,28 @@ def test_a_broken_torch_is_survived(
     assert complaint in facts
 
 
-def test_open_files() -> None:
-    assert doctor.check_open_files(1).state == CheckState.OK
-    assert doctor.check_open_files(2**62).state == CheckState.WARN
+@pytest.mark.parametrize(
+    ("hard", "state", "detail"),
+    [
+        (resource.RLIM_INFINITY, CheckState.OK, "no limit"),
+        (20_512, CheckState.OK, "20512 are allowed"),
+        (20_000, CheckState.WARN, "20000 connections and the server's own files need 20512"),
+    ],
+)
+def test_a_server_may_raise_its_open_files_to_the_hard_limit(
+    monkeypatch: pytest.MonkeyPatch, hard: int, state: CheckState, detail: str
+) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (1024, hard))
+    check = doctor.check_open_files(WIRE_LIMITS)
+    assert check.state is state
+    assert check.detail.endswith(detail)
+
+
+def test_it_looks_for_the_packages_that_pip_installs_and_for_no_others() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [[line.partition(">=")[0] for line in lines] for lines in
+             (project["dependencies"], project["optional-dependencies"]["engine"])]  # fmt: skip
+    assert names == [[*doctor.NEEDED], [*doctor.ENGINE, "torch"]]
 
 
 @pytest.mark.parametrize(

@@ -1,245 +1,332 @@
-"""A provider that fails, hangs or is slow, in another process, and an idle model of ours that may answer
-instead: what clients of `penstock serve` get, over sockets.
+"""Providers that fail, hang or are slow, each in a process of its own, and an idle model of ours that may
+answer instead: what two tenants get of `penstock serve` with two gateway processes, over sockets.
 """
 
+import http.client
 import json
-import signal
 import sqlite3
-import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from provider_process import ProviderProcess
-from served import Server
+from served import PATIENCE_S, Server
 
 pytestmark = pytest.mark.timeout(240)
 
+T = TypeVar("T")
 
-class Route:
-    """`big` is the provider's and falls back to `mini`, which our engine computes."""
+PROCESSES = 2
+TENANTS = ("sk-one-tenant-0000000001", "sk-another-tenant-000002")
+MODELS = ("many", "failing", "busy", "refusing", "locked-401", "locked-403", "hanging", "slow", "breaking")
+"""A provider's model for each question: what one test did to its own is nothing to the next."""
 
-    def __init__(
-        self,
-        place: Path,
-        provider: ProviderProcess,
-        *lines: str,
-        processes: int = 1,
-        keys: Sequence[str] = (),
-    ) -> None:
-        """`keys`: of so many tenants; none: nobody is asked for one."""
-        self.place, self.provider = place, provider
-        place.mkdir(parents=True, exist_ok=True)
-        worker = (
-            f"{{url: '{provider.url}', engine: {provider.engine}, served_model: served, max_model_len: 512}}"
-        )
-        config = [
-            f"server: {{port: 0, trust_local: true, processes: {processes}}}",
-            f"auth: {{keys: [{', '.join(keys)}]}}",
+
+@dataclass(slots=True)
+class Told:
+    """What a client was told, and after how long."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    took_s: float
+
+    @property
+    def model(self) -> str:
+        return self.headers.get("x-penstock-model", "")
+
+    @property
+    def why(self) -> str:
+        """Another model answered."""
+        return self.headers.get("x-penstock-downgrade", "")
+
+
+@dataclass(slots=True)
+class Door:
+    """A connection that stays in the gateway process that accepted it. The tenants ask there in turn."""
+
+    port: int
+    process: str = ""
+    """How ids begin there; empty: whichever."""
+    num_asked: int = 0
+    _connection: http.client.HTTPConnection | None = None
+
+    def ask(self, model: str, *, headers: dict[str, str] | None = None, **options: Any) -> Told:
+        """One chat."""
+        body = {"model": model, "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 8, **options}
+        self.num_asked += 1
+        headers = {"authorization": f"Bearer {TENANTS[self.num_asked % len(TENANTS)]}", **(headers or {})}
+        return self._talk("POST", "/v1/chat/completions", json.dumps(body), headers)
+
+    def get(self, path: str) -> Told:
+        return self._talk("GET", path, None, {})
+
+    def _talk(self, method: str, path: str, body: str | None, headers: dict[str, str]) -> Told:
+        connection, self._connection = self._connection or self._enter(), None
+        began = time.monotonic()
+        connection.request(method, path, body, {"content-type": "application/json", **headers})
+        response = connection.getresponse()
+        told = Told(
+            response.status, {name.lower(): value for name, value in response.getheaders()}, response.read(),
+            time.monotonic() - began,
+        )  # fmt: skip
+        self._connection = None if response.will_close else connection
+        return told
+
+    def _enter(self) -> http.client.HTTPConnection:
+        """The kernel chooses who accepts a connection, so until it is the wanted one."""
+        while True:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+            connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {TENANTS[0]}"})
+            response = connection.getresponse()
+            response.read()
+            found = (response.headers["x-request-id"] or "")[: len("req-") + 16]
+            self.process = self.process or found
+            if found == self.process and not response.will_close:
+                return connection
+            connection.close()
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+class Fleet:
+    """Each model is a provider's and falls back to `mini`, which our engine computes."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.providers = {model: ProviderProcess() for model in MODELS}
+        file = place / "penstock.yaml"
+        file.write_text("\n".join([
+            f"server: {{port: 0, trust_local: true, processes: {PROCESSES}, lameduck_s: 0}}",
+            f"auth: {{keys: [{', '.join(TENANTS)}]}}",
             "admission: {ttft_target_ms: 20000}",
             f"ledger: {{directory: {place / 'ledger'}}}",
             "models:",
-            f"  - {{path: penstock-demo-mini, name: big, replicas: 0, workers: [{worker}]}}",
+            *(_model(name, provider) for name, provider in self.providers.items()),
             "  - {path: penstock-demo-mini, name: mini, engine: {threads: 1, kv_memory_bytes: 33554432}}",
-            "routing: {models: [{model: big, fallback: mini}]}",
-            *lines,
-        ]
-        file = place / "penstock.yaml"
-        file.write_text("\n".join(config))
-        self.server = Server(place, "-c", str(file), *([] if keys else ["--no-auth"]))
+            "routing:",
+            "  models:",
+            *(f"    - {{model: {name}, fallback: mini}}" for name in MODELS),
+        ]))  # fmt: skip
+        self.server = Server(place, "-c", str(file))
         self.server.wait_ready()
-        self.server.until(lambda: self.get("/ready")[0] == 200, "not ready")
+        self.port = int(self.server.url.rpartition(":")[2].partition("/")[0])
+        self.doors = [Door(self.port)]
+        self.server.until(lambda: self.doors[0].get("/ready").status == 200, "not ready")
+        self.server.until(self._found_another, "one process accepts every connection")
+        self.server.until(lambda: self.doors[1].get("/ready").status == 200, "not ready")
 
-    def ask(
-        self, *, model: str = "big", timeout_s: float = 60, **options: Any
-    ) -> tuple[int, dict[str, str], bytes, float]:
-        """One chat: status, headers, body, and how long it took."""
-        headers = {"content-type": "application/json", **options.pop("headers", {})}
-        body = {"model": model, "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 8, **options}
-        request = urllib.request.Request(
-            f"{self.server.url}/chat/completions", json.dumps(body).encode(), headers
-        )
-        began = time.monotonic()
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as found:
-                text = found.read()
-                return found.status, dict(found.headers.items()), text, time.monotonic() - began
-        except urllib.error.HTTPError as error:
-            return error.code, dict(error.headers.items()), error.read(), time.monotonic() - began
+    def _found_another(self) -> bool:
+        door = Door(self.port)
+        door.get("/health")
+        if door.process == self.doors[0].process:
+            door.close()
+            return False
+        self.doors.append(door)
+        return True
 
-    def get(self, path: str) -> tuple[int, Any]:
-        try:
-            with urllib.request.urlopen(self.server.url.removesuffix("/v1") + path, timeout=60) as found:
-                return found.status, found.read()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read()
+    def close(self) -> None:
+        """End whatever is left of it."""
+        for door in self.doors:
+            door.close()
+        self.server.close()
+        for provider in self.providers.values():
+            provider.kill()
 
-    def health(self) -> dict[str, Any]:
-        return json.loads(self.get("/health")[1])
 
-    def stop(self) -> list[tuple[Any, ...]]:
-        """End it; what the ledger has of each request."""
-        self.server.process.send_signal(signal.SIGINT)
-        self.server.wait_ended()
-        with sqlite3.connect(self.place / "ledger" / "usage.sqlite") as ledger:
+def _model(name: str, provider: ProviderProcess) -> str:
+    worker = f"{{url: '{provider.url}', engine: openai, served_model: served, max_model_len: 512}}"
+    return f"  - {{path: penstock-demo-mini, name: {name}, replicas: 0, workers: [{worker}]}}"
+
+
+@dataclass(slots=True)
+class Route:
+    """One of the models, and its provider."""
+
+    fleet: Fleet
+    model: str
+
+    @property
+    def provider(self) -> ProviderProcess:
+        return self.fleet.providers[self.model]
+
+    def both(self, ask: Callable[[Door], T]) -> list[T]:
+        """The same at both processes at once."""
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            return list(pool.map(ask, self.fleet.doors))
+
+    def asked(self, times: int, **options: Any) -> list[list[Told]]:
+        """So often, one after the other, at each process."""
+        return self.both(lambda door: [door.ask(self.model, **options) for _ in range(times)])
+
+    def health(self, door: Door) -> dict[str, Any]:
+        """What that process says of the model."""
+        found = json.loads(door.get("/health").body)["models"]
+        return next(model for model in found if model["name"] == self.model)
+
+    def returns(self) -> None:
+        """Wait until both processes ask the provider again: its breaker is each one's own."""
+        for door in self.fleet.doors:
+            self.fleet.server.until(
+                lambda door=door: door.ask(self.model).model == self.model, "it is not probed"
+            )
+
+    def until_well(self) -> None:
+        for door in self.fleet.doors:
+            self.fleet.server.until(
+                lambda door=door: door.ask(self.model) and self.health(door)["status"] == "ok", "not well"
+            )
+
+    def rows(self, columns: str, where: str = "1") -> list[tuple[Any, ...]]:
+        """What the ledger has of the model's requests."""
+        with sqlite3.connect(self.fleet.place / "ledger" / "usage.sqlite") as ledger:
             return ledger.execute(
-                "SELECT requested_model, served_model, route_reason, outcome, attempts, completion_tokens "
-                "FROM usage"
+                f"SELECT {columns} FROM usage WHERE requested_model = ? AND {where}", (self.model,)
             ).fetchall()
 
 
-@pytest.fixture
-def route(tmp_path: Path) -> Iterator[Route]:
-    with ProviderProcess() as provider:
-        made = Route(tmp_path, provider)
-        yield made
-        made.server.close()
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    made = Fleet(tmp_path_factory.mktemp("routes"))
+    yield made
+    made.close()
 
 
-def test_a_provider_that_fails_everything_is_no_dead_end(route: Route) -> None:
-    route.provider.fails(500)
-    answers = [route.ask() for _ in range(13)]
-    assert [status for status, *_ in answers] == [200] * 13
-    for _, headers, body, _ in answers:
-        assert headers["x-penstock-model"] == "mini"
-        assert headers["x-penstock-requested-model"] == "big"
-        assert headers["x-penstock-downgrade"] in ("failure", "breaker")
-        assert json.loads(body)["model"] == "mini"
-    assert answers[-1][1]["x-penstock-downgrade"] == "breaker", "the provider is left alone by now"
-    had = route.provider.fails(500)
-    assert had < 13
-    found = route.health()
-    assert found["status"] == "degraded"
-    (big,) = (model for model in found["models"] if model["name"] == "big")
-    assert "breaker" in big["reasons"][0]
-    state = 'penstock_breaker_state{model="big"'  # Gauges are set once a second.
-    route.server.until(lambda: state in route.get("/metrics")[1].decode(), "no state of the breaker")
+def test_many_fall_back_at_once_although_the_retry_budget_is_for_few(fleet: Fleet) -> None:
+    """The first of these tests: what ends well pays into a process's budget."""
+    route = Route(fleet, "many")
+    route.provider.behaves(status=[500, {}, ""], delay_s=0.3)
+    doors = [Door(fleet.port, door.process) for door in fleet.doors for _ in range(12)]
+    for number, door in enumerate(doors):
+        door.num_asked = number  # Both tenants at both processes.
+        door.get("/health")
+    with ThreadPoolExecutor(len(doors)) as pool:
+        found = list(pool.map(lambda door: door.ask("many"), doors))
+    for door in doors:
+        door.close()
+    assert [(told.status, told.model) for told in found] == [(200, "mini")] * len(doors)
     route.provider.behaves()
-    route.server.until(lambda: route.ask()[1].get("x-penstock-model") == "big", "it is probed and comes back")
-    route.server.until(lambda: route.ask() and route.health()["status"] == "ok", "all is well again")
-    status, _, _, _ = route.ask(headers={"x-penstock-degrade": "never"})
-    assert status == 200
-    rows = route.stop()
-    fallen = [row for row in rows if row[1] == "mini"]
-    assert {row[2] for row in fallen} == {"failure", "breaker"}
-    assert {row[3:] for row in fallen} <= {("finished", 2, 8), ("finished", 1, 8)}, "tokens count once"
-    assert len(rows) == len({*rows}) or len(rows) >= 13
+    route.returns()
+    fleet.server.until(lambda: len(route.rows("1")) > len(doors), "no records")
+    assert {*route.rows("outcome, completion_tokens")} == {("finished", 8)}, "tokens count once"
 
 
-def test_a_providers_429_is_load_its_time_is_kept_and_the_next_answers(route: Route) -> None:
-    assert route.ask()[1]["x-penstock-model"] == "big"
-    before = route.provider.fails(429, **{"retry-after": "3"})
-    first, second = route.ask(), route.ask()
-    assert (first[0], first[1]["x-penstock-downgrade"]) == (200, "busy")
-    assert (second[0], second[1]["x-penstock-downgrade"]) == (200, "busy")
-    assert route.provider.behaves() == before + 1, "it is asked once, and then left alone"
-    assert "no room" in str(route.health())
-    status, headers, _, took_s = route.ask(
-        headers={"x-penstock-degrade": "never", "x-penstock-max-wait-ms": "500"}
-    )
-    assert status == 429
-    assert int(headers["retry-after"]) in (1, 2, 3)
-    assert took_s < 2.5, "it is not waited for"
-    status, headers, _, took_s = route.ask(headers={"x-penstock-degrade": "never"})
-    assert (status, headers["x-penstock-model"]) == (200, "big"), "who has time waits for it"
-    assert took_s < 20
-    assert route.health()["status"] == "ok", "load is no failure"
+def test_a_provider_that_fails_everything_is_no_dead_end(fleet: Fleet) -> None:
+    route = Route(fleet, "failing")
+    route.provider.fails(500)
+    for answers in route.asked(13):
+        assert [told.status for told in answers] == [200] * 13
+        for told in answers:
+            assert (told.model, told.headers["x-penstock-requested-model"]) == ("mini", "failing")
+            assert told.why in ("failure", "breaker")
+            assert json.loads(told.body)["model"] == "mini"
+        assert answers[-1].why == "breaker", "the provider is left alone by now"
+    assert route.provider.fails(500) < 13 * PROCESSES
+    for found in route.both(route.health):
+        assert found["status"] == "degraded"
+        assert "breaker" in found["reasons"][0]
+    state = 'penstock_breaker_state{model="failing"'  # Gauges are set once a second.
+    fleet.server.until(lambda: state in fleet.doors[0].get("/metrics").body.decode(), "no breaker's state")
+    route.provider.behaves()
+    route.returns()
+    route.until_well()
+    assert {told[0].status for told in route.asked(1, headers={"x-penstock-degrade": "never"})} == {200}
+    fleet.server.until(lambda: len(route.rows("1", "served_model = 'mini'")) >= 13 * PROCESSES, "no records")
+    fallen = route.rows("route_reason, outcome, attempts, completion_tokens", "served_model = 'mini'")
+    assert {row[0] for row in fallen} == {"failure", "breaker"}
+    assert {row[1:] for row in fallen} <= {("finished", 2, 8), ("finished", 1, 8)}, "tokens count once"
+    assert len({*route.rows("tenant", "served_model = 'mini'")}) == len(TENANTS)
 
 
-def test_a_bad_request_is_not_tried_elsewhere_and_blames_nobody(route: Route) -> None:
+def test_a_providers_429_is_load_its_time_is_kept_and_the_next_answers(fleet: Fleet) -> None:
+    route = Route(fleet, "busy")
+    assert {told[0].model for told in route.asked(1)} == {"busy"}
+    before = route.provider.fails(429, **{"retry-after": "5"})
+    for answers in route.asked(2):
+        assert [(told.status, told.why) for told in answers] == [(200, "busy")] * 2
+    assert route.provider.behaves() == before + PROCESSES, "each asks it once, and then leaves it alone"
+    assert all("no room" in str(found) for found in route.both(route.health))
+    hasty = {"x-penstock-degrade": "never", "x-penstock-max-wait-ms": "500"}
+    for (told,) in route.asked(1, headers=hasty):
+        assert told.status == 429
+        assert int(told.headers["retry-after"]) in range(1, 6)
+        assert told.took_s < 2.5, "it is not waited for"
+    for (told,) in route.asked(1, headers={"x-penstock-degrade": "never"}):
+        assert (told.status, told.model) == (200, "busy"), "who has time waits for it"
+        assert told.took_s < 20
+    assert {found["status"] for found in route.both(route.health)} == {"ok"}, "load is no failure"
+
+
+def test_a_bad_request_is_not_tried_elsewhere_and_blames_nobody(fleet: Fleet) -> None:
+    route = Route(fleet, "refusing")
     before = route.provider.fails(400)
-    answers = [route.ask() for _ in range(12)]
-    assert {status for status, *_ in answers} == {400}
-    assert route.provider.behaves() == before + 12
-    assert route.health()["status"] == "ok"
-    assert route.ask()[1]["x-penstock-model"] == "big"
+    assert {told.status for answers in route.asked(12) for told in answers} == {400}
+    assert route.provider.behaves() == before + 12 * PROCESSES
+    assert {found["status"] for found in route.both(route.health)} == {"ok"}
+    assert {told[0].model for told in route.asked(1)} == {"refusing"}
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_key_that_is_not_accepted_opens_the_breaker_at_once(route: Route, status: int) -> None:
+def test_a_key_that_is_not_accepted_opens_the_breaker_at_once(fleet: Fleet, status: int) -> None:
+    route = Route(fleet, f"locked-{status}")
     before = route.provider.fails(status)
-    answers = [route.ask() for _ in range(4)]
-    assert [each[0] for each in answers] == [200] * 4
-    assert [each[1]["x-penstock-downgrade"] for each in answers] == ["failure", *["breaker"] * 3]
-    assert route.provider.fails(status) == before + 1
-    assert "does not accept the key" in str(route.health())
+    for answers in route.asked(4):
+        assert [told.status for told in answers] == [200] * 4
+        assert [told.why for told in answers] == ["failure", *["breaker"] * 3]
+    assert route.provider.fails(status) == before + PROCESSES
+    assert all("does not accept the key" in str(found) for found in route.both(route.health))
 
 
-def test_many_of_two_tenants_fall_back_in_two_processes_although_the_retry_budget_is_for_few(
-    tmp_path: Path,
-) -> None:
-    keys = ("sk-one-tenant-0000000001", "sk-another-tenant-000002")
-    with ProviderProcess() as provider:
-        route = Route(tmp_path, provider, processes=2, keys=keys)
-        try:
-            provider.behaves(status=[500, {}, ""], delay_s=0.3)
-            found: list[tuple[int, str]] = []
-
-            def ask(number: int) -> None:
-                status, headers, *_ = route.ask(headers={"authorization": f"Bearer {keys[number % 2]}"})
-                found.append((status, headers.get("x-penstock-model", "")))
-
-            threads = [threading.Thread(target=ask, args=(number,)) for number in range(24)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert found == [(200, "mini")] * 24
-            provider.behaves()
-            for key in keys:  # Each process has breakers of its own, which probe the provider.
-                name = {"authorization": f"Bearer {key}"}
-                route.server.until(
-                    lambda name=name: route.ask(headers=name)[1].get("x-penstock-model") == "big", "not back"
-                )
-            rows = route.stop()
-            assert {row[3] for row in rows} == {"finished"}
-            assert {row[5] for row in rows} == {8}, "tokens count once"
-        finally:
-            route.server.close()
-
-
-def test_a_provider_that_hangs_is_waited_for_half_of_what_the_client_has(route: Route) -> None:
+def test_a_provider_that_hangs_is_waited_for_half_of_what_the_client_has(fleet: Fleet) -> None:
+    route = Route(fleet, "hanging")
     route.provider.behaves(delay_s=25)
-    for _ in range(3):
-        status, headers, _, took_s = route.ask(headers={"x-penstock-max-wait-ms": "1000"})
-        assert (status, headers["x-penstock-downgrade"]) == (200, "timeout")
-        assert 0.4 < took_s < 20
-    status, _, body, took_s = route.ask(
-        headers={"x-penstock-max-wait-ms": "1000", "x-penstock-degrade": "never"}
-    )
-    assert status == 503
-    assert b"as long as the client waits" in body
-    assert took_s < 20
-    assert 'penstock_attempt_timeouts_total{model="big"} 3' in route.get("/metrics")[1].decode()
-    assert route.health()["status"] == "ok", "nothing is known of it, so it is not blamed for clients' haste"
+    hasty = {"x-penstock-max-wait-ms": "1000"}
+    for answers in route.asked(3, headers=hasty):
+        for told in answers:
+            assert (told.status, told.why) == (200, "timeout")
+            assert 0.4 < told.took_s < 20
+    for (told,) in route.asked(1, headers=hasty | {"x-penstock-degrade": "never"}):
+        assert told.status == 503
+        assert b"as long as the client waits" in told.body
+        assert told.took_s < 20
+    counted = f'penstock_attempt_timeouts_total{{model="hanging"}} {3 * PROCESSES}'
+    fleet.server.until(lambda: counted in fleet.doors[0].get("/metrics").body.decode(), counted)
+    found = route.both(route.health)
+    assert {each["status"] for each in found} == {"ok"}, "nothing is known of it: clients' haste is no fault"
 
 
-def test_a_provider_that_turns_slow_is_held_against_its_own_history(route: Route) -> None:
-    assert {route.ask()[1]["x-penstock-model"] for _ in range(24)} == {"big"}
+def test_a_provider_that_turns_slow_is_held_against_its_own_history(fleet: Fleet) -> None:
+    route = Route(fleet, "slow")
+    assert {told.model for answers in route.asked(24) for told in answers} == {"slow"}
     route.provider.behaves(delay_s=25)
-    answers = [route.ask() for _ in range(6)]
-    assert [each[0] for each in answers] == [200] * 6
-    assert [each[1]["x-penstock-downgrade"] for each in answers] == [*["timeout"] * 5, "breaker"]
-    assert max(each[3] for each in answers) < 5
-    assert answers[-1][3] < 2
+    for answers in route.asked(6):
+        assert [told.status for told in answers] == [200] * 6
+        assert [told.why for told in answers] == [*["timeout"] * 5, "breaker"]
+        assert max(told.took_s for told in answers) < 5
+        assert answers[-1].took_s < 2
     route.provider.behaves()
-    route.server.until(lambda: route.ask()[1].get("x-penstock-model") == "big", "it is probed and comes back")
+    route.returns()
 
 
-def test_behind_the_first_byte_there_is_a_typed_last_event_and_no_fallback(route: Route) -> None:
-    for _ in range(12):
-        assert route.ask(max_tokens=16)[0] == 200
+def test_behind_the_first_byte_there_is_a_typed_last_event_and_no_fallback(fleet: Fleet) -> None:
+    route = Route(fleet, "breaking")
+    assert {told.status for answers in route.asked(12, max_tokens=16) for told in answers} == {200}
     before = route.provider.behaves(after=4, hang=True)
-    status, headers, body, took_s = route.ask(stream=True, max_tokens=16)
-    assert (status, headers["x-penstock-model"]) == (200, "big")
-    *_, last, _, _ = body.split(b"\n\n") if body.endswith(b"[DONE]\n\n") else [*body.split(b"\n\n"), b""]
-    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "stream_broken"
-    assert 9 < took_s < 50, "its streams were never silent for long, so sixty seconds are not waited"
-    assert route.provider.behaves() == before + 1
-    (broken,) = (row for row in route.stop() if row[3] != "finished")
-    assert broken[:5] == ("big", "big", "", "failed", 1)
-    assert 0 < broken[5] < 16
+    for (told,) in route.asked(1, stream=True, max_tokens=16):
+        assert (told.status, told.model) == (200, "breaking")
+        last = [line for line in told.body.split(b"\n\n") if line.startswith(b"data: {")][-1]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "stream_broken"
+        assert 9 < told.took_s < 50, "its streams were never silent for long: sixty seconds are not waited"
+    assert route.provider.behaves() == before + PROCESSES
+    fleet.server.until(lambda: len(route.rows("1", "outcome != 'finished'")) == PROCESSES, "no records")
+    for *row, tokens in route.rows(
+        "served_model, route_reason, outcome, attempts, completion_tokens", "outcome != 'finished'"
+    ):
+        assert row == ["breaking", "", "failed", 1]
+        assert 0 < tokens < 16

@@ -144,7 +144,7 @@ def test_what_happens_in_a_process_is_in_the_parents_audit_trail(tmp_path) -> No
         assert [(each["kind"], each["what"]) for each in told] == [
             ("admin", "drained"), ("config", "refused"), ("server", "started"),
         ]  # fmt: skip
-        assert told[1]["why"].startswith("auth: it names nobody")
+        assert told[1]["why"].startswith("auth: it names no caller")
         peers.close()
         await made.kill()
 

@@ -69,7 +69,7 @@ class Place:
         )  # fmt: skip
         return answer.model
 
-    def ask_until(self, happened: Callable[[], bool], *, timeout_s: float = 60.0) -> dict[int, set[str]]:
+    def ask_until(self, happened: Callable[[], bool], *, timeout_s: float = 200.0) -> dict[int, set[str]]:
         """Many conversations; by conversation, the versions that answered."""
         versions: dict[int, set[str]] = {}
         end, lock, number = time.monotonic() + timeout_s, threading.Lock(), iter(range(10**6))

@@ -1,8 +1,7 @@
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from loopback_hub import LoopbackHub, loopback_hub
 
 from penstock.config import checkpoints
 from penstock.config.checkpoints import resolve, served_name
@@ -93,59 +92,58 @@ def test_a_file(tmp_path: Path) -> None:
         resolve(str(tmp_path / "model.safetensors"))
 
 
-class Hub:
-    """A stand-in for huggingface_hub: the real one would want a network."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, result: str | Exception) -> None:
-        self.calls: list[tuple[str, str | None, list[str]]] = []
-        errors = ModuleType("huggingface_hub.errors")
-        errors.HfHubHTTPError = type("HfHubHTTPError", (Exception,), {})
-        errors.HFValidationError = type("HFValidationError", (ValueError,), {})
-        hub = ModuleType("huggingface_hub")
-
-        def snapshot_download(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-            self.calls.append((repo, revision, allow_patterns))
-            if isinstance(result, Exception):
-                raise result
-            return result
-
-        hub.snapshot_download = snapshot_download
-        monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-        monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
-
-
-def test_hub_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = Hub(monkeypatch, "/cache/qwen")
-    assert resolve("Qwen/Qwen3-0.6B") == Path("/cache/qwen")
-    assert resolve("Qwen/Qwen3-0.6B@refs/pr/1") == Path("/cache/qwen")
-    assert [call[:2] for call in hub.calls] == [("Qwen/Qwen3-0.6B", None), ("Qwen/Qwen3-0.6B", "refs/pr/1")]
-    assert "*.safetensors" in hub.calls[0][2]
+def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loopback_hub({"config.json": b"{}", "model.safetensors": b"w", "model.bin": b"p"}) as hub:
+        use(monkeypatch, hub, tmp_path)
+        found = resolve("owner/name")
+        assert {path.name for path in found.glob("*.*")} == {".penstock", "config.json", "model.safetensors"}
+        assert resolve(f"owner/name@{hub.commit}") != found
+        with pytest.raises(ConfigError, match=r"the hub does not give it: HTTP 404 .*set HF_TOKEN"):
+            resolve("owner/name@refs/pr/1")
+        assert hub.keys[-1][0] == "/api/models/owner/name/revision/refs/pr/1"
 
 
 def test_files_of_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = Hub(monkeypatch, str(tmp_path))
-    (tmp_path / "x-00001-of-00002.gguf").write_bytes(b"GGUF")
-    name = "Qwen/Qwen3-GGUF/x-00001-of-00002.gguf"
-    assert resolve(f"{name}@main") == tmp_path / "x-00001-of-00002.gguf"
-    assert hub.calls == [("Qwen/Qwen3-GGUF", "main", ["x-*-of-00002.gguf"])]
-    assert resolve("Qwen/Qwen3-GGUF") == tmp_path / "x-00001-of-00002.gguf"
-    with pytest.raises(ConfigError, match=r"the hub's Qwen/Qwen3-GGUF has no file y\.gguf"):
-        resolve("Qwen/Qwen3-GGUF/y.gguf")
-    (tmp_path / "x-00001-of-00002.gguf").unlink()
-    with pytest.raises(ConfigError, match=r"one of its GGUF files is Qwen/Qwen3-GGUF/NAME\.gguf"):
-        resolve("Qwen/Qwen3-GGUF")
+    files = {"x-00001-of-00002.gguf": b"GGUF", "x-00002-of-00002.gguf": b"GGUF2", "big.safetensors": b"0"}
+    with loopback_hub(files) as hub:
+        use(monkeypatch, hub, tmp_path)
+        found = resolve("owner/name/x-00001-of-00002.gguf@main")
+        assert found.name == "x-00001-of-00002.gguf"
+        assert sorted(hub.asked) == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"], "all parts, no more"
+        with pytest.raises(ConfigError, match=r"the hub's owner/name has no file y\.gguf"):
+            resolve("owner/name/y.gguf")
+        with pytest.raises(ConfigError, match=r"one of its GGUF files is owner/name/NAME\.gguf"):
+            resolve("owner/name")
 
 
-def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    Hub(monkeypatch, OSError("no route to host\nmany more lines"))
-    with pytest.raises(ConfigError, match=r"the hub does not give it: no route to host$"):
-        resolve("Qwen/Qwen3-0.6B")
+def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loopback_hub({"config.json": b"{}"}) as hub:
+        use(monkeypatch, hub, tmp_path)
+        found = resolve("owner/name")
+    assert resolve("owner/name") == found, "what was fetched before"
+    with pytest.raises(ConfigError, match=r"the hub does not give it: 127\.0\.0\.1:\d+: "):
+        resolve("owner/other")
 
 
-def test_without_the_hub_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match=r"install `penstock\[hub\]`"):
-        resolve("Qwen/Qwen3-0.6B")
+def use(monkeypatch: pytest.MonkeyPatch, hub: LoopbackHub, home: Path) -> None:
+    for name, value in (("HF_ENDPOINT", hub.url), ("HF_HOME", f"{home}/hf"), ("PENSTOCK_CACHE", f"{home}/c")):
+        monkeypatch.setenv(name, value)
+
+
+def test_bounds_of_the_cache_that_make_no_sense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loopback_hub({"config.json": b"{}" * 600}) as hub:
+        use(monkeypatch, hub, tmp_path)
+        for text in ("much", "0", "-1GiB"):
+            monkeypatch.setenv("PENSTOCK_CACHE_BYTES", text)
+            with pytest.raises(ConfigError, match=r"PENSTOCK_CACHE_BYTES: .* is no size such as 200GiB"):
+                resolve("owner/name")
+        monkeypatch.setenv("PENSTOCK_CACHE_BYTES", "1KiB")
+        with pytest.raises(
+            ConfigError, match=r"owner/name: has 1200 bytes; the weight cache in .* have 1024"
+        ):
+            resolve("owner/name")
+        monkeypatch.setenv("PENSTOCK_CACHE_BYTES", "1.5 GB")
+        assert resolve("owner/name").is_dir()
 
 
 @pytest.mark.parametrize(

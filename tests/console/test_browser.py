@@ -11,7 +11,9 @@ from penstock.cli.main import main
 pytestmark = pytest.mark.console
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 WIDTHS = {"desk": (1320, 860), "phone": (390, 844)}
-PLACES = ("fleet", "fleet/chat-70b-03", "traffic", "requests", "tenants", "costs", "alerts", "reports")
+PLACES = (
+    "fleet", "fleet/chat-70b-03", "traffic", "requests", "tenants", "rollouts", "costs", "alerts", "reports",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -190,6 +192,49 @@ def test_costs_by_tenant_and_by_day_beside_their_floor(page, until, replay) -> N
     opened.get_by_role("button", name="Day", exact=True).click()
     until(opened, "document.querySelector('tbody th').innerText === '2026-11-18'")
     assert machines.locator("tbody th").all_inner_texts() == ["2026-11-18", "2026-11-17"]
+
+
+def test_a_version_is_tried_promoted_and_taken_back(page, until, replay, findings) -> None:
+    server = replay()
+    server.fleet.models += ("chat-8b@1", "chat-8b@2", "support@1", "support@2")
+    opened = page(server.url + "/console#/rollouts")
+    support = opened.get_by_role("region", name="support@1 to support@2")
+    support.get_by_role("region", name="Figures of support@2").wait_for()
+    assert support.locator("[aria-current=step]").inner_text() == "5 %"
+    assert "waits for certainty about failures" in support.inner_text()
+    drawn = support.get_by_role("img").nth(4).get_attribute("aria-label")
+    assert re.fullmatch(
+        r"failures: [+−]0.\d\d %, surely between −0.\d\d % and \+0.\d\d %; \+0.20 % is allowed", drawn
+    )
+    taken_back = opened.get_by_role("region", name="chat-8b@1 to chat-8b@2")
+    assert taken_back.get_by_role("button").count() == 0
+    opened.get_by_label("Version").select_option("chat-8b@2")
+    assert opened.get_by_label("Version").locator("option").all_inner_texts() == ["chat-8b@1", "chat-8b@2"]
+    opened.get_by_label("Steps, % of conversations").fill("2, 50")
+    opened.get_by_label("Minutes a step, at most").fill("5")
+    opened.get_by_role("button", name="Begin").click()
+    until(opened, "[...document.querySelectorAll('.steps')].some(e => e.innerText.startsWith('2 %'))")
+    plan = {"model": "chat-8b", "candidate": "chat-8b@2", "steps": [2, 50], "step_s": 300, "promotes": False}
+    assert server.plans == [plan]
+    assert findings(opened) == []
+    support.get_by_role("button", name="Promote…").click()
+    assert "Not every step is over" in support.get_by_role("alertdialog").inner_text()
+    support.get_by_role("button", name="Promote", exact=True).click()
+    support.get_by_role("button", name="Back to the old version…").click()
+    support.get_by_role("button", name="Go back").click()
+    support.get_by_text("aborted", exact=True).wait_for()
+    assert server.orders[1:] == ["/admin/rollouts/support/promote", "/admin/rollouts/support/abort"]
+
+
+def test_a_phone_has_every_page_behind_one_button(page, until, replay) -> None:
+    opened = page(replay().url + "/console", width=390, height=844)
+    opened.get_by_role("link", name="Fleet").wait_for()
+    assert not opened.get_by_role("link", name="Rollouts").is_visible()
+    opened.get_by_role("button", name="More").click()
+    opened.get_by_role("link", name="Rollouts").click()
+    opened.get_by_role("heading", name="Rollouts").wait_for()
+    assert not opened.get_by_role("link", name="Costs").is_visible()
+    assert opened.locator("nav button").inner_text() == "Rollouts"
 
 
 def test_a_simulators_report_and_a_result_of_a_bench_open(page, until, replay, findings, tmp_path) -> None:

@@ -85,6 +85,7 @@ RESTARTS = 'penstock_engine_restarts_total{model="m"}'
 COST_BUSY, COST_IDLE = (
     f'penstock_accelerator_cost_total{{model="m",part="{each}"}}' for each in ("busy", "idle")
 )
+HELD, READ = (f'penstock_engine_kv_{each}_tokens_total{{model="m"}}' for each in ("held", "read"))
 FLOOR = 'penstock_accelerator_floor_total{model="m"}'
 PENDING, LOST = "penstock_ledger_pending_records", "penstock_ledger_lost_records_total"
 DISK = "penstock_disk_free_ratio"
@@ -195,6 +196,16 @@ SYMPTOMS = (
         gauges=workers((60, 1)),
         counters={BUSY: [(60, 9)], STEPS: [(60, 100)]},
         fires={40: NONE, 60: NONE},
+    ),
+    Scene(
+        "KV memory that fills with emptier blocks, hour by hour",
+        counters={HELD: [(180, 1100), (60, 1800), (60, 1100)], READ: [(300, 1000)]},
+        fires={180: NONE, 190: NONE, 218: alert("KvFragmentation"), 300: NONE},
+    ),
+    Scene(
+        "KV memory of short requests as ever, and of longer ones",
+        counters={HELD: [(180, 1800), (60, 1150), (60, 1400)], READ: [(300, 1000)]},
+        fires={180: NONE, 240: NONE, 300: NONE},
     ),
     Scene(
         "workers without a free moment",

@@ -177,6 +177,18 @@ def test_a_full_queue_refuses_one_more() -> None:
     assert kinds == [None, None, "Overloaded"]
 
 
+def test_kv_memory_is_counted_beside_the_context_that_it_holds() -> None:
+    engine = core()
+    engine.submit(1, submit("a", tuple(range(32, 99)), max_tokens=3), 0)
+    engine.submit(1, submit("b", (40, 41), max_tokens=3), 0)
+    run(engine)
+    stats, block = engine.stats(), engine.info.block_tokens
+    # Three steps: 67 to 69 tokens in whole blocks, and 2 to 4 in one.
+    held = -(-67 // block) + -(-68 // block) + -(-69 // block) + 3
+    assert stats.kv_held_tokens == held * block
+    assert stats.timed_kv_read == 67 + 68 + 69 + 2 + 3 + 4
+
+
 def test_abort_frees_everything_at_once_and_is_answered() -> None:
     engine = core()
     engine.submit(1, submit("a", tuple(range(32, 99)), max_tokens=1000), 0)

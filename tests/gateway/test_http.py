@@ -7,7 +7,7 @@ import json
 import pytest
 
 from penstock.config.tree import ServerConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Unauthenticated
 from penstock.gateway.http.server import HttpServer
 
 END = b"\r\n\r\n"
@@ -83,6 +83,29 @@ def test_a_wrong_key_is_refused_before_the_body(raw, kit):
     assert headers[b"www-authenticate"].startswith(b"bearer")
     assert headers[b"connection"] == b"close"
     assert error_of(body)["code"] == "invalid_api_key"
+
+
+def test_a_key_that_ends_while_the_body_comes_is_refused(gateway, raw, kit, monkeypatch):
+    """A head whose body comes with it is looked at once; one whose body comes later, again then."""
+    entrance = gateway.gateway._entrance
+    looked, ask = [], entrance.caller
+
+    def caller(access, head, client):
+        if looked and looked[-1] == "ends":
+            raise Unauthenticated("this key has ended")
+        looked.append("looked")
+        return ask(access, head, client)
+
+    monkeypatch.setattr(entrance, "caller", caller)
+    whole = kit.post("/v1/tokenize", {"prompt": "abc"})
+    raw.send(whole)
+    assert b"200 OK" in raw.read_until(b"}")
+    assert looked == ["looked"]
+    head, _, body = kit.post("/v1/tokenize", {"prompt": "abc"}, "Expect: 100-continue").partition(END)
+    raw.send(head + END)
+    raw.read_until(END)  # The head was looked at.
+    looked.append("ends")
+    assert b" 401 " in raw.send(body).read_until(b"}")
 
 
 MALFORMED = [

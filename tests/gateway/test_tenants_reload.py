@@ -174,7 +174,7 @@ def test_a_configuration_that_cannot_be_is_refused(start, kit, tmp_path) -> None
         (changed(tiers=(TierConfig(name="free"),)), "there is no tier 'pro'; there are free"),
         (changed(tenants=(TenantConfig(id="a", tier="gold"),)), "tenants[0].tier: there is no tier 'gold'"),
         (with_file(kit, tmp_path / "none"), "auth.keys_file: there is no"),
-        (kit.replace(running.config, auth={"keys_file": ""}), "auth: it names nobody"),
+        (kit.replace(running.config, auth={"keys_file": ""}), "auth: it names no caller"),
     ]
     for config, words in wrong:
         assert not reload(running, config)

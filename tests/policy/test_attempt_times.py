@@ -204,7 +204,7 @@ def hedged() -> FlowControl:
     arrive(control, 0, "a", first_token_ns=10 * S)
     (second,) = control.dispatch(100 * MS)
     assert isinstance(second, Start)
-    assert second.beside
+    assert second.is_hedge
     return control
 
 

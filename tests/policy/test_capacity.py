@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, WorkerView
-from penstock.policy.terms import QueueTerms, part_of_rows, slots_of
+from penstock.policy.terms import DeploymentTerms, QueueTerms, part_of, slots_of
 from penstock.types import RequestId, TenantId, WorkerId
 
 A, B = WorkerId("a"), WorkerId("b")
@@ -61,8 +61,17 @@ def test_an_external_worker_is_given_no_more_than_it_runs_and_keeps_some_of_that
 
 
 def test_several_gateway_processes_divide_the_rows_of_an_external_worker() -> None:
-    assert [part_of_rows(16, processes) for processes in (1, 2, 3, 16, 64)] == [16, 8, 5, 1, 1]
-    assert part_of_rows(0, 8) == 0, "nothing is known to divide"
+    assert [part_of(16, processes) for processes in (1, 2, 3, 16, 64)] == [16, 8, 5, 1, 1]
+    assert part_of(0, 8) == 0, "nothing is known to divide"
+
+
+def test_gateway_processes_divide_a_deployments_limits() -> None:
+    terms = DeploymentTerms(order=1, weight=3, rpm=600)
+    assert terms.part(4) == DeploymentTerms(order=1, weight=3, rpm=150)
+    assert DeploymentTerms(rpm=2, tpm=1001).part(2) == DeploymentTerms(rpm=1, tpm=500)
+    assert DeploymentTerms(rpm=1, tpm=3).part(4) == DeploymentTerms(rpm=1, tpm=1), "none is left without any"
+    assert terms.part(1) == terms
+    assert DeploymentTerms(order=1).part(4) == DeploymentTerms(order=1), "no limit stays none"
 
 
 def test_streams_of_others_count_and_ours_are_not_counted_twice() -> None:

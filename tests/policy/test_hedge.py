@@ -68,7 +68,7 @@ class Made:
         self.arrive()
         (first,) = self.do(0)
         (second,) = self.do(100 * MS)
-        assert (second.attempt, second.beside) == (2, True)
+        assert (second.attempt, second.is_hedge) == (2, True)
         return first.worker_id, second.worker_id
 
 
@@ -121,7 +121,7 @@ def test_whichever_fails_the_other_goes_on_and_a_retry_follows_only_when_both_ha
         answer = made.control.failed(130 * MS, R, WorkerUnavailable("gone"), retry=True)
         assert isinstance(answer, Requeued)
         (again,) = made.do(130 * MS)
-        assert (again.worker_id, again.attempt, again.beside) == (U, 3, False)
+        assert (again.worker_id, again.attempt, again.is_hedge) == (U, 3, False)
         assert made.do(500 * MS) == [], "it is hedged once"
 
 
@@ -247,7 +247,7 @@ def test_whatever_happens_there_is_one_winner_and_every_attempt_ends(
             if isinstance(action, Start):
                 started[action.id, action.attempt] += 1
                 running.setdefault(action.id, []).append(action.attempt)
-                assert len(running[action.id]) == 1 + action.beside
+                assert len(running[action.id]) == 1 + action.is_hedge
             elif isinstance(action, Abort):
                 drop(action.id, action.attempt)
             else:

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.policy.rollout.cohorts import BUCKETS, GROUPS, Cohort, bucket_of, cohort_of
-from penstock.policy.rollout.evidence import Evidence, Metric, Observation, Sums, Verdict, compare, half_width
+from penstock.policy.rollout.evidence import (
+    Evidence,
+    Observation,
+    RolloutMetric,
+    RolloutVerdict,
+    Sums,
+    compare,
+    half_width,
+)
 from penstock.policy.rollout.rollout import Rollout, RolloutPlan, RolloutState
 from penstock.rng import stream
 
@@ -145,21 +153,21 @@ def test_failures_are_seen_after_a_dozen() -> None:
     evidence = Evidence()
     for number in range(24):
         evidence.add(Observation("r-1", is_canary=number % 2 == 0, group=number, failed=number % 2 == 0))
-    assert evidence.read(Metric.FAILED).verdict is Verdict.WORSE
+    assert evidence.read(RolloutMetric.FAILED).verdict is RolloutVerdict.WORSE
 
 
 def test_one_clients_failures_are_nobodys_verdict() -> None:
     evidence = Evidence()
     for number in range(200):
         evidence.add(Observation("r-1", is_canary=number % 2 == 0, group=3, failed=number % 2 == 0))
-    assert evidence.read(Metric.FAILED).verdict is Verdict.OPEN
+    assert evidence.read(RolloutMetric.FAILED).verdict is RolloutVerdict.OPEN
 
 
 def test_failures_of_both_are_no_reason() -> None:
     evidence = Evidence()
     for number in range(2000):
         evidence.add(Observation("r-1", is_canary=number % 2 == 0, group=number, failed=number % 10 < 2))
-    assert evidence.read(Metric.FAILED).verdict is not Verdict.WORSE
+    assert evidence.read(RolloutMetric.FAILED).verdict is not RolloutVerdict.WORSE
 
 
 # --- the life of one --------------------------------------------------------------------------------
@@ -198,12 +206,12 @@ def test_an_operator_promotes_what_is_ready() -> None:
 @pytest.mark.parametrize(
     ("worse", "metric"),
     [
-        ({"slower": 1.3}, Metric.TPOT),
-        ({"failing": 0.1}, Metric.FAILED),
-        ({"cut_off": 0.5}, Metric.CUT_OFF),
+        ({"slower": 1.3}, RolloutMetric.TPOT),
+        ({"failing": 0.1}, RolloutMetric.FAILED),
+        ({"cut_off": 0.5}, RolloutMetric.CUT_OFF),
     ],
 )
-def test_a_worse_version_is_taken_back(worse: dict[str, float], metric: Metric) -> None:
+def test_a_worse_version_is_taken_back(worse: dict[str, float], metric: RolloutMetric) -> None:
     found = rollout(step_s=600.0)
     walk(found, 120, **worse)
     assert found.state is RolloutState.ROLLED_BACK
@@ -222,9 +230,9 @@ def test_a_ready_version_that_turns_bad_is_taken_back() -> None:
 def test_times_of_a_cold_version_do_not_count() -> None:
     found = rollout(warm_up_requests=100)
     feed(found, 100, slower=5.0)
-    assert found.evidence.read(Metric.TPOT).canary_requests == 0
+    assert found.evidence.read(RolloutMetric.TPOT).canary_requests == 0
     feed(found, 100)
-    assert found.evidence.read(Metric.TPOT).canary_requests == 100
+    assert found.evidence.read(RolloutMetric.TPOT).canary_requests == 100
 
 
 def test_a_version_that_fails_while_it_is_cold_is_taken_back() -> None:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.policy.estimates import Ran, Speed, Speeds
-from penstock.policy.placement.score import RequestFacts, WorkerFacts, pressure, score_policy
+from penstock.policy.placement.score import ScoredRequest, WorkerFacts, pressure, score_policy
 from penstock.policy.terms import PlacementTerms, WeightedTerms
 from penstock.types import WorkerId
 
@@ -18,7 +18,7 @@ SPEED = Speed(
 POLICIES = [score_policy(PlacementTerms(policy=name)) for name in ("ttft", "weighted")]
 
 requests = st.builds(
-    RequestFacts,
+    ScoredRequest,
     prompt_tokens=st.integers(1, 100_000),
     output_tokens=st.integers(1, 4000),
     streams=st.integers(1, 4),
@@ -45,7 +45,7 @@ workers = st.builds(
 
 
 def test_a_worker_that_tells_of_no_memory_is_under_no_pressure() -> None:
-    request = RequestFacts(prompt_tokens=1000, output_tokens=1000)
+    request = ScoredRequest(prompt_tokens=1000, output_tokens=1000)
     assert pressure(request, WorkerFacts(worker=WorkerId("w"), number=0)) == 0
 
 
@@ -84,7 +84,7 @@ def test_the_terms_of_ttft_by_hand() -> None:
         worker=WorkerId("w"), number=0, device_tokens=600, host_tokens=200, backlog_tokens=500, running=3,
         rows=8, slots=8, kv_blocks=100, kv_blocks_used=24, adapter_s=2.0, speed=speed,
     )  # fmt: skip
-    request = RequestFacts(prompt_tokens=1000, output_tokens=216, needs_adapter=True)
+    request = ScoredRequest(prompt_tokens=1000, output_tokens=216, needs_adapter=True)
     policy = score_policy(PlacementTerms())
     terms = dict(zip(policy.terms, policy.score(request, worker).terms, strict=True))
     assert terms == pytest.approx(
@@ -108,12 +108,12 @@ def test_the_terms_of_weighted_by_hand() -> None:
     )  # fmt: skip
     config = PlacementTerms(policy="weighted", weighted=WeightedTerms(reserve=0.2))
     terms = (
-        score_policy(config).score(RequestFacts(prompt_tokens=640, output_tokens=160, level=2), worker).terms
+        score_policy(config).score(ScoredRequest(prompt_tokens=640, output_tokens=160, level=2), worker).terms
     )
     full = 0.74 / 0.26 / 4
     assert terms == pytest.approx((0.45, -0.25 * 0.5, -0.2 * full, 0.1))
     over = (
-        score_policy(config).score(RequestFacts(prompt_tokens=640, output_tokens=160, level=3), worker).terms
+        score_policy(config).score(ScoredRequest(prompt_tokens=640, output_tokens=160, level=3), worker).terms
     )
     assert over[3] == 0, "three streams of its bands' reserve would be taken"
 

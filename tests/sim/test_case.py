@@ -8,7 +8,7 @@ import pytest
 from penstock.kv.cache.block_pool import BlockPool
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.sim.checks.case import Case, draw_case, failure, run_case, shrink
-from penstock.sim.world.faults import Fault, FaultKind, draw_faults
+from penstock.sim.world.faults import FaultKind, InjectedFault, draw_faults
 
 
 @pytest.mark.parametrize("seed", [4, 6])
@@ -67,5 +67,5 @@ def test_a_lost_end_is_found(monkeypatch) -> None:
     requests = tuple(
         msgspec.structs.replace(each, cancel_at_ns=each.at_ns + 3 * 10**8) for each in case.requests[:20]
     )
-    stuck = (Fault(FaultKind.STUCK, case.requests[0].at_ns, 10**10, 0),)
+    stuck = (InjectedFault(FaultKind.STUCK, case.requests[0].at_ns, 10**10, 0),)
     assert "never ended" in failure(msgspec.structs.replace(case, requests=requests, faults=stuck))

@@ -16,7 +16,7 @@ from penstock.policy.tenant import Tenant
 from penstock.schedule.queue import ClassQueue
 from penstock.sim.checks import case
 from penstock.sim.checks.case import Case, CaseShape, failure, run_case
-from penstock.sim.traffic.prompts import BlockNames, Segment, SimRequest
+from penstock.sim.traffic.prompts import PromptBlockNames, Segment, SimRequest
 from penstock.sim.world.worker import SimWorker
 from penstock.sim.world.world import World
 
@@ -55,9 +55,11 @@ def test_a_prefix_of_another_tenant_is_found(monkeypatch) -> None:
 
 
 def test_a_prefix_of_another_adapter_is_found(monkeypatch) -> None:
-    chain = BlockNames.chain
+    chain = PromptBlockNames.chain
     monkeypatch.setattr(
-        BlockNames, "chain", lambda self, segments, **given: chain(self, segments, **{**given, "adapter": ""})
+        PromptBlockNames,
+        "chain",
+        lambda self, segments, **given: chain(self, segments, **{**given, "adapter": ""}),
     )
     assert "sent there by nobody who may share them" in failure(crowd(12))
 

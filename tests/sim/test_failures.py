@@ -16,7 +16,7 @@ from penstock.policy.flow import Outcome
 from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.resilience.worker_state import BreakerState
 from penstock.sim.checks.checks import Checks
-from penstock.sim.world.faults import Chaos, Fault, FaultKind
+from penstock.sim.world.faults import Chaos, FaultKind, InjectedFault
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.run import SimWorkerSpec
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
@@ -28,8 +28,10 @@ SLICED = Config(
 """Nothing is promised, so that nothing is refused."""
 
 
-def fault(kind: FaultKind, from_s: float, to_s: float, *, target: int = 0, amount: float = 1.0) -> Fault:
-    return Fault(kind, int(from_s * NS_PER_S), int(to_s * NS_PER_S), target, amount)
+def fault(
+    kind: FaultKind, from_s: float, to_s: float, *, target: int = 0, amount: float = 1.0
+) -> InjectedFault:
+    return InjectedFault(kind, int(from_s * NS_PER_S), int(to_s * NS_PER_S), target, amount)
 
 
 def run(requests, faults, *, config=SLICED, workers=3, fast_forwards=True, **worker):

@@ -15,7 +15,7 @@ from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import described
 from penstock.sim.scenarios.setup import Knobs, with_settings
 from penstock.sim.traffic.prompts import Segment, SimRequest
-from penstock.sim.world.faults import Chaos, Fault, FaultKind
+from penstock.sim.world.faults import Chaos, FaultKind, InjectedFault
 from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 
@@ -60,7 +60,7 @@ def test_a_stream_moves_only_to_a_worker_that_computes_the_same() -> None:
         for i in range(8)
     ]
     world = World(spec, iter(requests))
-    Chaos(world, [Fault(FaultKind.WORKER_CRASH, NS_PER_S, 3 * NS_PER_S, 0)])
+    Chaos(world, [InjectedFault(FaultKind.WORKER_CRASH, NS_PER_S, 3 * NS_PER_S, 0)])
     checks = Checks(world)
     result = world.run()
     checks.finish(result)

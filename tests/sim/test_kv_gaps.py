@@ -8,11 +8,11 @@ from sim_load import poisson
 from penstock.clock import NS_PER_S
 from penstock.kv.index.worker_cache_view import StreamState
 from penstock.sim.checks.checks import Checks
-from penstock.sim.world.faults import Chaos, Fault, FaultKind
+from penstock.sim.world.faults import Chaos, FaultKind, InjectedFault
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 
 
-def run(kept: int, *faults: Fault) -> tuple[World, int, int]:
+def run(kept: int, *faults: InjectedFault) -> tuple[World, int, int]:
     """The world, the blocks that the gateway believes to be cached, and those that are."""
     world = World(WorldSpec(pools=(PoolSpec(count=1),), kv_kept=kept), poisson(3, 5, 3, output=40))
     Chaos(world, faults)
@@ -24,8 +24,8 @@ def run(kept: int, *faults: Fault) -> tuple[World, int, int]:
     return world, index.num_entries - index.num_predicted, cached
 
 
-def gap(from_s: float, to_s: float) -> Fault:
-    return Fault(FaultKind.KV_GAP, int(from_s * NS_PER_S), int(to_s * NS_PER_S), 0)
+def gap(from_s: float, to_s: float) -> InjectedFault:
+    return InjectedFault(FaultKind.KV_GAP, int(from_s * NS_PER_S), int(to_s * NS_PER_S), 0)
 
 
 @pytest.mark.parametrize("kept", [0, 1000])
@@ -48,6 +48,6 @@ def test_what_cannot_be_said_again_is_not_believed() -> None:
 
 @pytest.mark.parametrize("kept", [0, 1000])
 def test_a_gateway_that_is_connected_again_hears_what_there_is(kept) -> None:
-    reset = Fault(FaultKind.LINK_RESET, int(1.2 * NS_PER_S), int(1.3 * NS_PER_S), 0)
+    reset = InjectedFault(FaultKind.LINK_RESET, int(1.2 * NS_PER_S), int(1.3 * NS_PER_S), 0)
     _, believed, cached = run(kept, reset)
     assert believed == cached > 100

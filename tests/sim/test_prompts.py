@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kv.hashing import BlockHasher, token_bytes
-from penstock.sim.traffic.prompts import EOS, BlockNames, Segment, content_tokens, prompt_tokens
+from penstock.sim.traffic.prompts import EOS, PromptBlockNames, Segment, content_tokens, prompt_tokens
 from penstock.types import BLOCK_TOKENS
 
 segments = st.lists(
@@ -29,7 +29,7 @@ def real_chain(prompt, salt, public_tokens):
 
 @given(st.lists(st.tuples(segments, salts, st.sampled_from([0, 16, 20])), min_size=2, max_size=5))
 def test_blocks_have_one_name_exactly_when_they_have_one_hash(prompts) -> None:
-    names = BlockNames(HASHER)
+    names = PromptBlockNames(HASHER)
     pairs = set()
     for prompt, salt, public in prompts:
         public_tokens = min(public, sum(segment.tokens for segment in prompt))

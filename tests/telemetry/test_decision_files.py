@@ -13,7 +13,7 @@ import pytest
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.tree import LogConfig
 from penstock.policy.placement.pick import Choice, ComplexityChoice, Decision, explain
-from penstock.policy.placement.score import RequestFacts, WorkerFacts
+from penstock.policy.placement.score import ScoredRequest, WorkerFacts
 from penstock.policy.terms import PlacementTerms
 from penstock.telemetry import decision_files
 from penstock.telemetry.decision_files import KEPT_S, DecisionFiles, DecisionKeeper, Entry
@@ -36,7 +36,7 @@ def decision(name: str) -> Decision:
         route="m",
         at_ns=7,
         config=PlacementTerms(explore=0.0),
-        request=RequestFacts(prompt_tokens=100, output_tokens=10),
+        request=ScoredRequest(prompt_tokens=100, output_tokens=10),
         candidates=workers,
         draws=(),
         choice=Choice(0, "only"),

@@ -120,6 +120,21 @@ def test_a_request_that_was_cut_off_gets_the_record_of_its_last_slice(tmp_path: 
     assert rig.recover() == 0
 
 
+def test_a_slice_whose_end_follows_before_the_flush_is_not_written(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    for name in "ab":
+        rig.journal.open(opened(name))
+        rig.journal.slice(progress(name, 3))
+    rig.journal.slice(progress("b", 4))
+    rig.journal.close(closed("a"))
+    rig.journal.flush()
+    kinds = [frame.kind for frame in read_journal(rig.claim.directory)]
+    assert kinds == [Kind.OPEN, Kind.OPEN, Kind.CLOSE, Kind.SLICE], "the last slice of what runs, alone"
+    rig.crash()
+    assert rig.recover() == 1
+    assert rig.sink.records["b"].completion_tokens == 4
+
+
 def test_a_living_journal_is_left_alone(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.journal.open(opened("a"))

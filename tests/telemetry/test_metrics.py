@@ -7,14 +7,17 @@ from fake_backend import INFO
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.policy.lifecycle.machine_costs import Costs
+from penstock.policy.placement.pick import Choice, Decision
+from penstock.policy.placement.score import ScoredRequest, WorkerFacts
 from penstock.policy.resilience.probes import ProbeAnswer
 from penstock.policy.resilience.worker_state import WorkerState
+from penstock.policy.terms import PlacementTerms
 from penstock.protocol.worker import Stats
 from penstock.protocol.worker_parts import DeviceReadings, GpuReadings
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import Metrics, RequestMeasurement
-from penstock.telemetry.worker_meters import WorkerFacts
-from penstock.types import FinishReason
+from penstock.telemetry.worker_meters import WorkerLabels
+from penstock.types import FinishReason, RequestId, WorkerId
 
 GOLDEN = Path(__file__).with_name("golden_metrics.txt")
 ROOT = Path(__file__).parents[2]
@@ -68,8 +71,14 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     meters.odd("no_end")
     meters.missing("vllm:num_requests_running")
     meters.scrape_failed()
-    metrics.placed("m", "ttft", "best")
-    metrics.matched("m", 0.5)
+    worker = WorkerFacts(WorkerId("m-0"), 0, device_tokens=50)
+    metrics.placed(
+        Decision(
+            request_id=RequestId("r"), route="m", at_ns=0, config=PlacementTerms(), draws=(),
+            request=ScoredRequest(prompt_tokens=100, output_tokens=10), candidates=(worker,),
+            choice=Choice(0, "best"), looked_up=True,
+        )
+    )  # fmt: skip
     anomalies = metrics.anomalies()
     anomalies.probed("m", "m-0", "right", ProbeAnswer(tokens=()), 0.0)
     anomalies.ejected("m", "slow")
@@ -84,7 +93,7 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     told = [stats(1), msgspec.structs.replace(stats(2), memory_ns=MS, readings=readings)]
     for each in told:
         metrics.model("m").engine_stats({"m-0": each})
-    metrics.model("m").worker_facts({"m-0": WorkerFacts("penstock", "f00", "a device")})
+    metrics.model("m").worker_facts({"m-0": WorkerLabels("penstock", "f00", "a device")})
     metrics.model("m").request_ended(
         RequestMeasurement(
             endpoint=Endpoint.CHAT, outcome=OutcomeLabel.ERROR, duration_ns=1, worker="m-0"
@@ -185,6 +194,8 @@ def stats(step: int, preemptions: int = 0) -> Stats:
         preemptions=preemptions,
         step_ns=step * 10 * MS,
         host_ns=step * MS,
+        kv_held_tokens=step * 480,
+        timed_kv_read=step * 400,
     )
 
 
@@ -200,6 +211,8 @@ def test_engine_stats_are_followed_across_a_restart() -> None:
     assert value(metrics, "penstock_host_kv_blocks", model="m") == 7
     assert value(metrics, "penstock_engine_step_seconds_total", model="m") == pytest.approx(1.6)
     assert value(metrics, "penstock_engine_host_seconds_total", model="m") == pytest.approx(0.16)
+    assert value(metrics, "penstock_engine_kv_held_tokens_total", model="m") == 160 * 480
+    assert value(metrics, "penstock_engine_kv_read_tokens_total", model="m") == 160 * 400
     assert value(metrics, "penstock_engine_running", model="m") == 3
     assert value(metrics, "penstock_engine_waiting", model="m") == 2
     blocks = {

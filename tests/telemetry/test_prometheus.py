@@ -24,7 +24,7 @@ from penstock.telemetry.alerting import Alert
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.metrics import Metrics, RequestMeasurement
 from penstock.telemetry.webhook import webhook_body
-from penstock.telemetry.worker_meters import WorkerFacts
+from penstock.telemetry.worker_meters import WorkerLabels
 
 HERE = ROOT / "examples" / "observability"
 PATIENCE_S = 90.0
@@ -68,7 +68,7 @@ class Server:
             tenant="acme", worker="m-0",
         )  # fmt: skip
         model = self.metrics.model("m")
-        model.worker_facts({"m-0": WorkerFacts("penstock", "f00", "a device")})
+        model.worker_facts({"m-0": WorkerLabels("penstock", "f00", "a device")})
         model.request_ended(record)
         self.metrics.tenant(record)
         for objective in ("availability", "ttft"):

@@ -1,4 +1,4 @@
-"""What every task generator shares: the exchange it makes, and ways to vary how people type.
+"""The shared parts of every task generator: the exchange it makes, and ways to vary how people type.
 
 A generator is `(rng, persona) -> Exchange`: pure, and random only through `rng`.
 """
@@ -34,7 +34,7 @@ class Exchange:
 
     @property
     def prompt(self) -> str:
-        """What the user typed; the hold-out is decided by it."""
+        """The user's text; the hold-out is decided by it."""
         return self.messages[0].content
 
     @property

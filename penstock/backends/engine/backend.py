@@ -239,7 +239,7 @@ class EngineBackend:
         await self.close()
 
     def ask_to_sleep(self) -> "asyncio.Future[bool]":
-        """Tell the worker to let go of its weights; done when it has: True, or False if it did not, because
+        """Tell the worker to release its weights; done when it has: True, or False if it did not, because
         it has work or cannot be told.
         """
         if self._falls_asleep is None or self._falls_asleep.done():
@@ -317,7 +317,7 @@ class EngineBackend:
         status = self._status
         if not stage or self._link is not None:
             stage = status.stage
-        # What the worker itself told, both have heard; how its process ended only the parent has seen.
+        # Both have received the worker's own report; how its process ended only the parent has seen.
         more = {
             kind: each
             for kind, each in faults.items()
@@ -340,8 +340,8 @@ class EngineBackend:
     def on_message(self, message: FromWorker, *, behind: bool = False) -> None:
         """One message from the worker; outputs first, for they are nearly all there is.
 
-        `behind`: several came at once, so this gateway is slower than the worker now. Then what they give one
-        stream goes on together, in `on_caught_up`: a step costs less to relay the further behind we are.
+        `behind`: several came at once, so this gateway is slower than the worker now. Then all that they
+        give one stream is handed on together, in `on_caught_up`: relaying a step costs less then.
         """
         if not self._handshake.is_over:
             self._shake_hands(message)
@@ -469,7 +469,7 @@ class EngineBackend:
 
     def _change(self, phase: Phase, stage: str) -> None:
         if self._draining and phase is not Phase.DOWN:
-            phase = Phase.DRAINING  # Whatever it says of itself: it is given nothing more.
+            phase = Phase.DRAINING  # The worker may report otherwise: it is given nothing more.
         self._status.phase, self._status.stage = phase, stage
         self.on_phase()
         self.on_change()

@@ -31,7 +31,7 @@ class CellBackend(EngineBackend):
         self.rtt_ns = 0
         """There and back; 0: not measured yet."""
         self.told = CellReport(sent_ns=0)
-        """What it said last of itself."""
+        """Its last report."""
 
     @property
     def takes_adapters(self) -> bool:

@@ -1,10 +1,10 @@
 """The wire between a gateway and one engine worker: messages in both directions, no streams, no policy; and
 one listener's place in the order of the worker's KV events, over any number of links.
 
-What is sent in one tick of the event loop leaves in one write. The link's owner is called for every message
-and of the end; after the end a link is spent, and a new one is made. A worker that says nothing any more is
-asked for a sign of life, then doubted, then given up: whatever it may say later, nobody listens on that
-connection.
+Everything that is sent in one tick of the event loop leaves in one write. The link's owner is called for
+every message and of the end; after the end a link is spent, and a new one is made. A worker that says nothing
+any more is asked for a sign of life, then doubted, then given up: later messages on that connection have no
+listener.
 
 The gateway's side of the handshake with a worker that has a key (see protocol/address.py).
 """
@@ -37,8 +37,8 @@ from penstock.protocol.worker import (
 )
 
 KVEventListener = Callable[[KVEventBatch], None]
-"""Applies one batch to an index of one worker. What it knows is replaced by a batch that opens with
-`AllBlocksCleared`: so it needs neither numbers nor word of a lost connection."""
+"""Applies one batch to an index of one worker. A batch that opens with `AllBlocksCleared` replaces all that
+it knows: so it needs neither numbers nor word of a lost connection."""
 
 
 _NO_EPOCH = -1
@@ -57,7 +57,7 @@ class KVSubscription:
         self._epoch, self._next = 0, 0
 
     def request(self) -> SubscribeKVEvents:
-        """What to send on a new connection."""
+        """The message to send on a new connection."""
         return SubscribeKVEvents(self._epoch, self._next)
 
     def push(self, news: KVEvents) -> None:
@@ -85,7 +85,7 @@ kernel accept connections. It may also just be starting, on a busy machine."""
 
 
 class LinkOwner(Protocol):
-    """Who hears what the worker says."""
+    """The receiver of the worker's messages."""
 
     def on_link_up(self, link: "WorkerLink") -> None:
         """The connection is open. Called once, before anything else."""
@@ -106,7 +106,7 @@ class LinkOwner(Protocol):
         ...
 
     def on_link_doubted(self, *, doubted: bool) -> None:
-        """The worker has not answered for a while, or is heard again."""
+        """The worker has not answered for a while, or answers again."""
         ...
 
     def on_link_lost(self, why: str) -> None:
@@ -187,7 +187,7 @@ class WorkerLink(asyncio.Protocol):
         self._unsent.clear()
 
     def close(self, why: str) -> None:
-        """Send what is unsent, then close. The owner is told `why`, soon."""
+        """Send what is unsent, then close. The owner gets `why`, soon."""
         self._why, self.was_cut = why, True
         self.flush()
         if self._transport is not None:

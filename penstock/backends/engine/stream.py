@@ -13,9 +13,8 @@ Tokens may wait here for a moment: those of a read that brings several steps (`g
 `release_buffered`), and of an answer that is read only at its end, in pieces. Any end of the stream
 tells them first.
 
-What the sink has heard is a function of the tokens alone, however they were cut into steps: so the
-detokenizer and the stop checker of a migrated stream are given the tokens so far, and what they say to
-that was said before.
+The sink's input is a function of the tokens alone, however they were cut into steps: so the detokenizer and
+the stop checker of a migrated stream are given the tokens so far, and what they say to that was said before.
 """
 
 from array import array
@@ -109,7 +108,7 @@ class EngineStream:
         self._piece = 1 if request.stop else request.piece_tokens
         self._first_ns = 0
         self._device_ns, self._drafts = 0, (0, 0)
-        """What the worker said last of what was used up to now: see `Output`."""
+        """The worker's last report of what was used up to now: see `Output`."""
         self._done = False
         if request.resumed:
             self._prime(request.resumed)
@@ -189,7 +188,7 @@ class EngineStream:
 
     def pause_reading(self) -> bool:
         """See `Generation.pause_reading`: all streams of a worker come over one connection, and its engine
-        goes on anyway.
+        continues anyway.
         """
         return False
 
@@ -307,7 +306,7 @@ class EngineStream:
         self._sink.on_finish(finish)
 
     def _usage_here(self) -> Usage:
-        """What was used, as far as it arrived here: the worker's own count of the rest is not awaited."""
+        """Usage, as far as it arrived here: the worker's own count of the rest is not awaited."""
         decode_ns = self._clock.now_ns() - self._first_ns if self._first_ns else 0
         return replace(
             self._usage,

@@ -5,7 +5,7 @@
     from elsewhere than wanted ──> POST /v1/unload_lora_adapter ───┘
 
 One call after the other. Several gateway processes may tell one worker the same: whatever a call answered,
-what the worker lists counts. One that has started again lists nothing, and is told anew.
+what the worker lists counts. A worker that has started again lists nothing, and gets the order again.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class AdapterCalls:
         return bool(self._listed or self._wanted)
 
     def served(self) -> frozenset[str]:
-        """What requests may name: what it has, and no other one under a name than is wanted."""
+        """Names that requests may use: what it has, and no other one under a name than is wanted."""
         return frozenset(name for name in self._listed if name not in self.failed and self._is_right(name))
 
     def paths(self) -> dict[str, str]:

@@ -3,6 +3,7 @@ section `backends` says, and constants.
 """
 
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -131,3 +132,18 @@ def reason_of(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     return error.strerror or str(error)
+
+
+def head_lines(address: HttpAddress, headers: Mapping[str, str]) -> str:
+    """What every request to `address` has in its head, with these headers.
+
+    Raises:
+        ConfigError: a header cannot be sent.
+    """
+    lines = {"host": address.authority, "user-agent": "penstock", "accept-encoding": "identity", **headers}
+    for name, value in lines.items():
+        if not value.isascii() or not value.isprintable():
+            raise ConfigError(
+                f"the header '{name}' for {address} holds characters that a header cannot carry"
+            )
+    return "".join(f"{name}: {value}\r\n" for name, value in lines.items())

@@ -28,10 +28,10 @@ from penstock.backends.base import (
 )
 from penstock.backends.http.adapter_calls import AdapterCalls
 from penstock.backends.http.address import HttpBackendLimits
-from penstock.backends.http.client import HttpClient, NoConnection
+from penstock.backends.http.client import HttpClient
 from penstock.backends.http.dialects.base import Dialect, ServerFacts
 from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
-from penstock.backends.http.handler import Anomaly
+from penstock.backends.http.handler import Anomaly, NoConnection
 from penstock.backends.http.small_answer import ProbeFailed, fetch
 from penstock.backends.http.stream import HttpStream, StreamContext
 from penstock.backends.silence import HeartbeatTerms
@@ -76,7 +76,7 @@ class ExternalWorker:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class BackendDependencies:
-    """What every backend of one process is given."""
+    """Dependencies of every backend of one process."""
 
     config: HttpBackendLimits
     clock: Clock
@@ -193,8 +193,8 @@ class HttpBackend:
         return stream
 
     def _closing_mark(self, request: GenerateRequest) -> str:
-        """What closes the reasoning that the prompt has opened, where a grammar bounds the answer: a foreign
-        engine's holds from the first token, so such an answer has no reasoning.
+        """The mark that closes the reasoning that the prompt has opened, where a grammar bounds the answer: a
+        foreign engine's holds from the first token, so such an answer has no reasoning.
         """
         grammar = request.constraint.grammar
         if grammar is None or not request.constraint.structured or grammar.opens_with:
@@ -347,7 +347,7 @@ class HttpBackend:
             self._status.info = info
 
     async def _read_load(self) -> None:
-        """What its metrics say. Without them it is as loaded as this gateway has loaded it."""
+        """Read its metrics. Without them it is as loaded as this gateway has loaded it."""
         now_ns, names = self._clock.now_ns(), LOAD_NAMES.get(self._worker.engine)
         if self._status.stats is not None and now_ns - self._load_ns > self._config.stale_s * NS_PER_S:
             self._status.stats = None

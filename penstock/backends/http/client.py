@@ -5,10 +5,10 @@ arrive.
                                                                       └──────── any failure ──────> on_failure
 
 Knows nothing of models. `start` neither blocks nor awaits, and no task runs per exchange once it is
-connected, so a relayed token costs no task switch (docs/design/002). What is bounded: connections, idle ones,
-the size of heads and bodies, and every wait: to connect, for the answer's head, between two signs of
-progress, and in all. Progress is what the handler says it is (`HttpExchange.touch`), so that a peer cannot
-hold a stream open with bytes that mean nothing.
+connected, so a relayed token costs no task switch (docs/design/002). Bounds: connections, idle ones, the size
+of heads and bodies, and every wait: to connect, for the answer's head, between two signs of progress, and in
+all. Progress is what the handler says it is (`HttpExchange.touch`), so that a peer cannot hold a stream open
+with bytes that mean nothing.
 
 A caller that has too much of an answer may pause it: the connection is not read, TCP's window fills and the
 peer waits. That time is no silence of the peer's.
@@ -21,11 +21,16 @@ from typing import Any, cast
 
 import httptools
 
-from penstock.backends.http.address import HttpAddress, HttpLimits, reason_of, tls_context
-from penstock.backends.http.handler import IGNORING_HANDLER, FailureKind, HttpFailure, HttpHandler
+from penstock.backends.http.address import HttpAddress, HttpLimits, head_lines, reason_of, tls_context
+from penstock.backends.http.handler import (
+    IGNORING_HANDLER,
+    FailureKind,
+    HttpFailure,
+    HttpHandler,
+    NoConnection,
+)
 from penstock.backends.silence import Gaps
 from penstock.clock import NS_PER_S, Clock
-from penstock.errors import ConfigError
 
 HEAD_BYTES_MAX = 64 * 1024
 """Of an answer."""
@@ -33,10 +38,6 @@ _STALE_NS = NS_PER_S
 """A connection that ends within this time of a request, unheard, was closed by its peer while it was idle."""
 _END_TIMEOUT_NS = 2 * NS_PER_S
 """How long the rest of an abandoned answer may take before its connection is closed."""
-
-
-class NoConnection(Exception):
-    """Every connection that the configuration allows is in use."""
 
 
 class HttpExchange:
@@ -70,12 +71,17 @@ class HttpExchange:
     def touch(self, num_events: int = 1) -> None:
         """There was progress, so many events at once: the wait for the next begins now."""
         now_ns, client = self._client.clock.now_ns(), self._client
-        was_first = not self._touched_ns
-        client.gaps.saw(now_ns, 0 if was_first else now_ns - self._touched_ns, num_events - was_first)
+        gap_ns = now_ns - self._touched_ns if self._touched_ns else 0
+        num_events -= not self._touched_ns
         self._touched_ns = now_ns
-        self._deadline_ns = now_ns + client.gaps.bound_ns(now_ns, client.idle_ns)
+        self._deadline_ns = now_ns + client.gaps.after(now_ns, gap_ns, num_events, client.idle_ns)
         if self._fires_ns > self._deadline_ns:
             self._arm()  # Streams may be silent for less long than when it was set.
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the answer was read."""
+        return self._connection is not None and self._connection.is_whole
 
     def pause_reading(self) -> None:
         """Read no more of the answer until `resume_reading`; the handler still gets what was read already.
@@ -85,11 +91,10 @@ class HttpExchange:
         The wait for progress stands still meanwhile. The bound on the whole answer does not, so that no
         client holds a worker for ever.
         """
-        if self._over or self._held_since_ns or self._connection is None:
-            return
-        self._held_since_ns = self._client.clock.now_ns()
-        self._connection.read(on=False)
-        self._arm()
+        if not self._over and not self._held_since_ns and self._connection is not None:
+            self._held_since_ns = self._client.clock.now_ns()
+            self._connection.read(on=False)
+            self._arm()
 
     def resume_reading(self) -> None:
         """Read again, if it was held."""
@@ -123,6 +128,8 @@ class HttpExchange:
         """
         if not self._over:
             self.handler = IGNORING_HANDLER
+            if self.is_whole:
+                return  # It ends as soon as what was read has been passed on.
             self.resume_reading()
             self._touched_ns = 0
             self._deadline_ns = self._client.clock.now_ns() + _END_TIMEOUT_NS
@@ -134,7 +141,8 @@ class HttpExchange:
         """From now on it waits for `what`."""
         self._what = what
         self._deadline_ns = self._client.clock.now_ns() + int(timeout_s * NS_PER_S)
-        self._arm()
+        if self._timer is None or self._fires_ns > self._deadline_ns:
+            self._arm()
 
     def connecting(self, task: "asyncio.Task[None]") -> None:
         """A connection is being made for it."""
@@ -163,8 +171,8 @@ class HttpExchange:
     def on_data(self, data: bytes) -> None:
         """Some of its body."""
         self.num_bytes += len(data)
-        if self.num_bytes > self._client.config.response_bytes_max:
-            most = self._client.config.response_bytes_max
+        most = self._client.bytes_max
+        if self.num_bytes > most:
             self.fail(HttpFailure(FailureKind.TOO_LARGE, f"the answer is over {most} bytes"))
         else:
             self.handler.on_body(data)
@@ -246,23 +254,12 @@ class HttpClient:
             ConfigError: a header cannot be sent, or the CA file cannot be read.
         """
         self.address, self.config, self.clock = address, config, clock
-        self.idle_ns = int(config.idle_timeout_s * NS_PER_S)
+        self.idle_ns, self.bytes_max = int(config.idle_timeout_s * NS_PER_S), config.response_bytes_max
         self.gaps = Gaps()
         self._ssl = tls_context(config) if address.scheme == "https" else None
         self._idle: list[_Connection] = []
         self._exchanges: set[HttpExchange] = set()
-        lines = {
-            "host": address.authority,
-            "user-agent": "penstock",
-            "accept-encoding": "identity",
-            **(headers or {}),
-        }
-        for name, value in lines.items():
-            if not value.isascii() or not value.isprintable():
-                raise ConfigError(
-                    f"the header '{name}' for {address} holds characters that a header cannot carry"
-                )
-        self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self._headers = head_lines(address, headers or {})
 
     @property
     def num_exchanges(self) -> int:
@@ -325,11 +322,11 @@ class HttpClient:
 
     def put_back(self, connection: "_Connection") -> None:
         """A connection may be used again."""
-        if len(self._idle) < self.config.idle_connections_max and not connection.closed:
-            connection.idle_since_ns = self.clock.now_ns()
-            self._idle.append(connection)
-        else:
+        if len(self._idle) >= self.config.idle_connections_max or connection.closed:
             connection.close()
+            return
+        connection.idle_since_ns = self.clock.now_ns()
+        self._idle.append(connection)
 
     def forget(self, connection: "_Connection") -> None:
         """A connection that may have been idle has ended."""
@@ -366,15 +363,19 @@ class _Connection(asyncio.Protocol):
     def __init__(self, client: HttpClient) -> None:
         self.idle_since_ns = 0
         self._client = client
+        self._bodies: list[bytes] = []
+        """Of what is being read: a server sends each event as a chunk, and they cost less together."""
+        self.on_body = self._bodies.append
+        """The parser calls it for each chunk."""
         self._parser = cast(Any, httptools).HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._exchange: HttpExchange | None = None
         self._received = False
+        self.is_whole = False
+        """All of the answer was read."""
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
-        self._bodies: list[bytes] = []
-        """Of what is being read: a server sends each event as a chunk, and they cost less together."""
 
     @property
     def closed(self) -> bool:
@@ -389,19 +390,15 @@ class _Connection(asyncio.Protocol):
                 HttpFailure(FailureKind.BROKEN, "the server closed the connection"), was_received=False
             )
             return
-        self._exchange, self._received, self._status = exchange, False, 0
+        self._exchange, self._received, self._status, self.is_whole = exchange, False, 0, False
         self._transport.write(exchange.request)
 
     def read(self, *, on: bool) -> None:
         """Resume or pause reading: what the peer sends then stays with the kernels, and in the end with the
         peer.
         """
-        if self._transport is None or self._transport.is_closing():
-            return
-        if on:
-            self._transport.resume_reading()
-        else:
-            self._transport.pause_reading()
+        if self._transport is not None and not self._transport.is_closing():
+            (self._transport.resume_reading if on else self._transport.pause_reading)()
 
     def close(self) -> None:
         """Drop it at once."""
@@ -421,14 +418,12 @@ class _Connection(asyncio.Protocol):
         self._received = True
         try:
             self._parser.feed_data(data)
-            self._pass_body()
+            if self._bodies:
+                self._pass_body()
         except cast(Any, httptools).HttpParserUpgrade:
             self._fail(FailureKind.MALFORMED, "the server wants another protocol")
         except cast(Any, httptools).HttpParserError as error:
             self._fail(FailureKind.MALFORMED, f"the answer is not HTTP/1.1: {error}")
-
-    def eof_received(self) -> bool:
-        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._client.forget(self)
@@ -470,18 +465,16 @@ class _Connection(asyncio.Protocol):
             return
         self._exchange.on_head(status, self._headers)
 
-    def on_body(self, data: bytes) -> None:
-        self._bodies.append(data)
-
     def _pass_body(self) -> None:
-        if self._bodies:
-            bodies, self._bodies = self._bodies, []
-            if self._exchange is not None:
-                self._exchange.on_data(bodies[0] if len(bodies) == 1 else b"".join(bodies))
+        data = b"".join(self._bodies)
+        self._bodies.clear()
+        if data and self._exchange is not None:
+            self._exchange.on_data(data)
 
     def on_message_complete(self) -> None:
         if self._status < 200:
             return
+        self.is_whole = True
         self._pass_body()
         exchange, self._exchange = self._exchange, None
         if exchange is None:

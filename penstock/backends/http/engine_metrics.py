@@ -103,14 +103,14 @@ LOAD_NAMES: Mapping[str, LoadNames] = {
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineLoad:
-    """What a worker said of its load. None: it did not say."""
+    """A worker's report of its load. None: it did not say."""
 
     running: int | None = None
     waiting: int | None = None
     kv_usage: float | None = None
     """From 0 to 1."""
     kv_tokens: int | None = None
-    """What its KV cache holds at most."""
+    """The capacity of its KV cache."""
     adapters: tuple[str, ...] | None = None
     """The adapters used last, the most recent at the end, as many as it keeps loaded."""
     adapters_max: int = 0
@@ -204,7 +204,7 @@ def _told_tokens(samples: Samples, names: LoadNames) -> int | None:
 
 
 def _adapters(samples: Samples, names: LoadNames) -> tuple[str, ...] | None:
-    """What was used last, oldest first; None: it does not say."""
+    """The adapters used last, oldest first; None: it does not say."""
     if names.adapters is None or not (series := samples.get(names.adapters[0])):
         return None
     _, running, waiting, _ = names.adapters

@@ -2,20 +2,27 @@
 each again.
 
     data: {"id":"c1","model":"m","choices":[{"index":0,"delta":{"content":" water"},"finish_reason":null}]}
-          └───────────────────────── before ─────────────────────────────┘└ hole ┘└──────── behind ──────┘
+    └────────────────────────────── before ────────────────────────────┘└ hole ┘└──────── behind ──────┘
 
 An event that says nothing but text (or ids) is taken apart once. The next one that has the same bytes around
 the hole, and one JSON string (one list of numbers) in it, can say nothing else but what is in the hole, for
 what stands around it was read. That the hole is what the reader takes for the text is tried with another
 text before it is believed. Events of any other form are the reader's.
+
+A run of such events is one thing repeated: what stands between two holes is the same bytes each time. So it
+is cut at those bytes and its holes are decoded together, a line for each, since no JSON string holds the end
+of a line: a few calls into C, however many events there are. (Cutting and decoding here would be less work
+for a native scanner too, but it would still have to make the same list of strings, which is most of it.)
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import chain
 
 import msgspec
 
 from penstock.backends.http.dialects.base import AnswerReader, Piece
+from penstock.protocol.stream import data_of
 
 _TRIALS_MAX = 4
 """Events that are taken apart, of answers whose events are never alike."""
@@ -25,64 +32,91 @@ _STRING = re.compile(rb'"(?:content|text)": ?("(?:[^"\\]|\\.)*+")')
 _NUMBERS = re.compile(rb'"token_ids": ?\[([0-9, ]*+)\]')
 _TRIAL_TEXT, _TRIAL_IDS = "\u2192 a trial", (7, 11)
 _IN_EVENT = msgspec.json.encode(_TRIAL_TEXT), b"7,11"
+_PREFIXES = (b"data: ", b"data:")
 
 _decode_text = msgspec.json.Decoder(str).decode
-_decode_ids = msgspec.json.Decoder(tuple[int, ...]).decode
+_decode_texts = msgspec.json.Decoder(str).decode_lines
+_decode_one = msgspec.json.Decoder(tuple[str, tuple[int, ...]]).decode
+_decode_ids = msgspec.json.Decoder(tuple[str, tuple[int, ...]]).decode_lines
 
 
 class Envelopes:
-    """What stands around the text, or the ids, of one answer's events."""
+    """The text around the deltas, or the ids, of one answer's events."""
 
-    __slots__ = ("_before", "_behind", "_has_ids", "_middle", "_num_trials", "_reader", "_size")
+    __slots__ = ("_before", "_behind", "_between", "_middle", "_num_trials", "_prefix", "_reader")
 
     def __init__(self, reader: AnswerReader) -> None:
         """`reader` must read an event without text before and behind in the same way at any time; see
         `AnswerReader.is_steady`.
         """
         self._reader = reader
-        self._before = self._behind = self._middle = b""
-        self._size = 0
-        """Of what stands around the hole; 0: not known."""
-        self._has_ids = False
+        self._before = self._behind = self._between = b""
+        """With the prefix of the event's line, and with its end; empty: not known."""
+        self._middle = b""
+        """Between text and ids; empty: events have no ids."""
+        self._prefix = _PREFIXES[0]
         self._num_trials = 0 if reader.is_steady else _TRIALS_MAX
 
-    def sort(self, events: Sequence[bytes], *, joins: bool) -> Iterator[bytes | Piece]:
-        """Events in their order: what those say that are alike, runs of them as one if it `joins`; others as
-        they came. What is learned of one goes for those behind it.
+    def sort(self, block: bytes, *, joins: bool) -> Iterator[bytes | Piece]:
+        """Whole events (`EventReader.whole`) in their order: similar ones decoded, runs of them as one if it
+        `joins`; others as their data. A pattern that one event teaches serves those behind it.
         """
-        texts: list[str] = []
-        ids: list[int] = []
-        for event in events:
-            found = self._open(event)
-            if (texts or ids) and (found is None or not joins):
-                yield _joined(texts, ids)
-                texts.clear()
-                ids.clear()
-            if found is None:
+        if not self._before and self._num_trials >= _TRIALS_MAX:  # None are alike.
+            for each in block[:-2].split(b"\n\n"):
+                if (event := data_of(each)) is not None:
+                    yield event
+            return
+        at, runs = 0, joins
+        while at < len(block):
+            if self._before and block.startswith(self._before, at):
+                found = self._run(block[at:]) if runs else None
+                if found is None:
+                    runs = False  # A block that is not what it seems is looked through once only.
+                    found = self._run(block[at : block.find(b"\n\n", at) + 2])
+                if found is not None:
+                    size, piece = found
+                    at += size
+                    yield piece
+                    continue
+            end = block.find(b"\n\n", at)
+            event = data_of(block[at:end])
+            self._prefix = _PREFIXES[not block.startswith(_PREFIXES[0], at)]
+            at = end + 2
+            if event is not None:
                 yield event
-            elif isinstance(found, str):
-                texts.append(found)
-            else:
-                ids.extend(found)
-        if texts or ids:
-            yield _joined(texts, ids)
 
-    def _open(self, event: bytes) -> str | tuple[int, ...] | None:
-        """The text or the ids that are all that an event says; None: read it."""
-        if not self._size or not event.startswith(self._before) or not event.endswith(self._behind):
+    def only(self, block: bytes) -> Piece | None:
+        """The content of a block that is one run of similar events, as nearly all are; None: `sort` it."""
+        before, behind = self._before, self._behind
+        if not before or not block.startswith(before) or not block.endswith(behind):
             return None
-        if len(event) < self._size:
-            return None
-        hole = event[len(self._before) : len(event) - len(self._behind)]
+        holes = block[len(before) : -len(behind)].split(self._between)
         try:
-            if not self._has_ids:
-                return _decode_text(hole)
-            # The text beside the ids must be text, and is no more than that.
-            text, middle, ids = hole.rpartition(self._middle)
-            _decode_text(text)
-            return (_decode_ids(b"[%b]" % ids) or None) if middle else None
+            return _ids_in(holes, self._middle) if self._middle else _texts_in(holes)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
+
+    def _run(self, block: bytes) -> tuple[int, Piece] | None:
+        """The content of similar events at its beginning, and where they end; None: not all of them are
+        what they seem.
+        """
+        holes = block[len(self._before) :].split(self._between)
+        hole, behind, rest = holes[-1].partition(self._behind)
+        if behind:
+            holes[-1] = hole
+        else:  # It begins as the others do, and ends in another way.
+            rest = self._before + holes.pop()
+        try:
+            piece = _ids_in(holes, self._middle) if self._middle else _texts_in(holes)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            piece = None
+        if piece is not None:
+            return len(block) - len(rest), piece
+        for i, hole in enumerate(holes[:-1]):
+            if (end := hole.find(self._behind)) >= 0:  # Others stand in between, which end as these do.
+                before = sum(map(len, holes[:i])) + i * len(self._between) + len(self._before)
+                return self._run(block[: before + end + len(self._behind)])
+        return None
 
     def learn(self, event: bytes, piece: Piece) -> None:
         """Take apart an event that the reader read so."""
@@ -101,7 +135,7 @@ class Envelopes:
             start, end = found.span(1)
             before, behind = event[:start], event[end:]
             if self._says(before + _IN_EVENT[0] + behind, Piece(text=_TRIAL_TEXT, model=piece.model)):
-                self._keep(before, b"", behind, has_ids=False)
+                self._keep(before, b"", behind)
                 return
 
     def _learn_ids(self, event: bytes, piece: Piece) -> None:
@@ -115,7 +149,7 @@ class Envelopes:
         )
         trial = before + _IN_EVENT[0] + middle + _IN_EVENT[1] + behind
         if self._says(trial, Piece(token_ids=_TRIAL_IDS, model=piece.model)):
-            self._keep(before, middle, behind, has_ids=True)
+            self._keep(before, middle, behind)
 
     def _says(self, event: bytes, piece: Piece) -> bool:
         try:
@@ -123,12 +157,37 @@ class Envelopes:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
 
-    def _keep(self, before: bytes, middle: bytes, behind: bytes, *, has_ids: bool) -> None:
-        self._before, self._middle, self._behind, self._has_ids = before, middle, behind, has_ids
-        self._size = len(before) + len(middle) + len(behind)
+    def _keep(self, before: bytes, middle: bytes, behind: bytes) -> None:
+        if b"\n" in before or b"\n" in middle or b"\n" in behind:
+            return  # Its data is several lines, which do not stand so in a block.
+        self._before, self._middle, self._behind = self._prefix + before, middle, behind + b"\n\n"
+        self._between = self._behind + self._before
 
 
-def _joined(texts: Sequence[str], ids: Sequence[int]) -> Piece:
-    if ids:
-        return Piece(token_ids=tuple(ids))
-    return Piece(text="".join(texts), parts=tuple(texts) if len(texts) > 1 else ())
+def _texts_in(holes: list[bytes]) -> Piece | None:
+    """None: one is not just a string."""
+    if len(holes) == 1:
+        return Piece(text=_decode_text(holes[0]))
+    lines = b"\n".join(holes)
+    texts = _decode_texts(lines)
+    num = len(texts)
+    if not texts or num != len(holes) or lines.count(b"\n") != num - 1:
+        return None
+    return Piece(text="".join(texts), parts=tuple(texts))
+
+
+def _ids_in(holes: list[bytes], middle: bytes) -> Piece | None:
+    """None: one is not just a string and ids."""
+    if len(holes) == 1:
+        if holes[0].count(middle) != 1:
+            return None
+        _, ids = _decode_one(b"[%b]]" % holes[0].replace(middle, b",["))
+        return Piece(token_ids=ids) if ids else None
+    lines = b"[%b]]" % b"]]\n[".join(holes)
+    if lines.count(middle) != len(holes) or lines.count(b"\n") != len(holes) - 1:
+        return None
+    # In a text there is no `middle`: it has a quotation mark that would end it.
+    found = _decode_ids(lines.replace(middle, b",["))
+    if len(found) != len(holes) or not all(ids for _, ids in found):
+        return None
+    return Piece(token_ids=tuple(chain.from_iterable([ids for _, ids in found])))

@@ -7,19 +7,19 @@ from typing import Protocol
 
 
 class FailureKind(enum.Enum):
-    """What kind of failure an exchange met."""
+    """The kind of failure that an exchange met."""
 
     CONNECT = "connect"  # Refused, TLS failed, or it took too long.
     TIMEOUT = "timeout"  # No head, or no progress.
     TOO_LONG = "too_long"  # No end in time.
     BROKEN = "broken"  # The connection ended in the middle.
-    MALFORMED = "malformed"  # What came is not HTTP/1.1.
+    MALFORMED = "malformed"  # The bytes that came are not HTTP/1.1.
     TOO_LARGE = "too_large"  # A head or a body over its bound.
     HELD = "held"  # No end in time, and it was this side that did not read.
 
 
 class Anomaly(enum.StrEnum):
-    """What was odd about an answer that could be used all the same, or why it could not."""
+    """Why an answer was odd but usable, or why it could not be used."""
 
     NO_END = "no_end"  # Ended without the last event.
     NO_FINISH = "no_finish"  # Ended without saying why.
@@ -76,3 +76,7 @@ class _Nobody:
 
 
 IGNORING_HANDLER = _Nobody()
+
+
+class NoConnection(Exception):
+    """Every connection that the configuration allows is in use."""

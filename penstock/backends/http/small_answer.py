@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Mapping
 
-from penstock.backends.http.client import HttpClient, HttpExchange, NoConnection
-from penstock.backends.http.handler import HttpFailure
+from penstock.backends.http.client import HttpClient, HttpExchange
+from penstock.backends.http.handler import HttpFailure, NoConnection
 
 
 class ProbeFailed(Exception):

@@ -8,15 +8,14 @@
       │        └─ abort (the client left): the connection is closed, which ends it on every engine
       └─ a status: the errors of dialects/base.py
 
-Whose count is believed, in this order: token ids that the worker sends; its log-probabilities, one for each
-token; its `usage`, for workers that send text alone (what came is counted with our tokenizer until then).
-Text is made from ids where there are ids, so that it does not depend on how a worker holds back parts of
-characters; stop strings, stop tokens and the answer's length are watched here for every engine.
+The count that is believed, in this order: token ids that the worker sends; its log-probabilities, one for
+each token; its `usage`, for workers that send text alone (what came is counted with our tokenizer until
+then). Text is made from ids where there are ids, so that it does not depend on how a worker holds back parts
+of characters; stop strings, stop tokens and the answer's length are watched here for every engine.
 """
 
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -42,6 +41,7 @@ from penstock.backends.http.dialects.base import (
 )
 from penstock.backends.http.envelope import Envelopes
 from penstock.backends.http.handler import Anomaly, FailureKind, HttpFailure
+from penstock.backends.http.usage import NOT_REPORTED, SLACK_TOKENS, Counted, believed, mismatch
 from penstock.clock import Clock
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable
 from penstock.protocol.stream import EventReader, EventTooLong
@@ -49,12 +49,8 @@ from penstock.text.detokenizer import IncrementalDetokenizer, PieceTokens, StopC
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, RequestId, TokenLogprob, Usage
 
-USAGE_WAIT_S = 2.0
-"""After the finish: how long its usage may take."""
-_OVERRUN_FACTOR = 4
-_OVERRUN_SLACK = 64
-"""Text without token ids is counted by our tokenizer, which may see more tokens in it than the worker's."""
-_PROMPT_FACTOR = 8
+USAGE_WAIT_S = 2.0  # After the finish: how long its usage may take.
+_OVERRUN_FACTOR = 4  # Text is counted by our tokenizer, which may see more tokens in it than the worker's.
 _BAD_EVENT = (msgspec.DecodeError, UnicodeDecodeError)
 
 
@@ -75,7 +71,7 @@ class StreamOwner(Protocol):
 
 
 class StreamContext(NamedTuple):
-    """What all streams of one worker have in common."""
+    """The common context of all streams of one worker."""
 
     tokenizer: Tokenizer
     pieces: PieceTokens
@@ -91,8 +87,8 @@ class HttpStream:
         "_body", "_clock", "_count", "_detokenizer", "_done", "_envelopes", "_error_bytes", "_events",
         "_exchange", "_finish", "_first_ns", "_has_ids", "_has_output", "_headers", "_may_move", "_model",
         "_num_logprobs", "_owner", "_pieces", "_reader", "_reported", "_request", "_said_before", "_sink",
-        "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by", "_token_ids", "_tokenizer",
-        "_trusts_prompt",
+        "_started_ns", "_status", "_stop", "_stop_ids", "_stopped_by", "_text_tokens_max", "_token_ids",
+        "_tokenizer", "_trusts_prompt",
     )  # fmt: skip
 
     def __init__(
@@ -123,18 +119,16 @@ class HttpStream:
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._detokenizer: IncrementalDetokenizer | None = None
         self._exchange: HttpExchange | None = None
-        self._status = 0
         self._headers: Mapping[bytes, bytes] = {}
-        self._body: bytearray | None = None
-        """Of an answer that is no stream."""
+        self._body: bytearray | None = None  # Of an answer that is no stream.
         self._started_ns, self._first_ns = self._clock.now_ns(), 0
-        self._count = self._num_logprobs = 0
+        self._count = self._num_logprobs = self._status = 0
+        self._text_tokens_max = request.sampling.max_tokens * _OVERRUN_FACTOR + SLACK_TOKENS
         self._has_ids = self._has_output = self._done = False
         self._finish: FinishReason | None = None
         self._stopped_by: str | int | None = None
         self._reported: ReportedUsage | None = None
-        self._token_ids = array("i", request.resumed)
-        """The answer so far, as far as it came as ids."""
+        self._token_ids = array("i", request.resumed)  # The answer so far, as far as it came as ids.
         if request.resumed:
             self._prime(request.resumed)
 
@@ -179,8 +173,8 @@ class HttpStream:
     def fail(self, error: PenstockError) -> None:
         """End with an error, unless the whole answer has come."""
         if not self._done and not self._is_whole():
-            usage, resume = self._usage(), self._resume()
-            self._end(Finish(reason=FinishReason.ERROR, usage=usage, error=error, resume=resume), close=True)
+            end = Finish(reason=FinishReason.ERROR, usage=self._usage(), error=error, resume=self._resume())
+            self._end(end, close=True)
 
     def _prime(self, token_ids: tuple[int, ...]) -> None:
         """Bring everything to where it was after these tokens; the sink has heard all of it."""
@@ -221,19 +215,23 @@ class HttpStream:
                 self._answered()
             return
         try:
-            events = self._events.feed(data)
+            block = self._events.whole(data)
         except EventTooLong as error:
             self._corrupt(str(error))
             return
-        if events and self._exchange is not None and self._finish is None:
-            self._exchange.touch(len(events))
+        num_events = block.count(b"\ndata:") + block.startswith(b"data:")
+        if num_events and self._finish is None and self._exchange is not None:
+            self._exchange.touch(num_events)
         try:
             # Before a stop string one by one: tokens behind it do not count.
-            for found in self._envelopes.sort(events, joins=self._stop is None):
+            if self._stop is None and (piece := self._envelopes.only(block)) is not None:
+                self._take_alike(piece)
+                return
+            for found in self._envelopes.sort(block, joins=self._stop is None):
                 if self._done:
                     return
                 if isinstance(found, Piece):
-                    self._take(found)
+                    self._take_alike(found)
                 else:
                     self._on_event(found)
         except Exception as error:  # noqa: BLE001 - a bug of the sink's says nothing of the worker.
@@ -280,6 +278,27 @@ class HttpStream:
             return
         self._take(piece)
         self._envelopes.learn(event, piece)
+
+    def _take_alike(self, piece: Piece) -> None:
+        """Nothing but text, or ids, of events like one that was looked at."""
+        if self._done or self._finish is not None:
+            return
+        if self._stop is not None or self._said_before or not self._has_output:
+            self._take(piece)
+        elif ids := piece.token_ids:
+            count = self._count + len(ids)
+            if count > self._request.sampling.max_tokens or not self._stop_ids.isdisjoint(ids):
+                self._take_ids(piece)
+            else:
+                self._count = count
+                self._token_ids.extend(ids)
+                self._sink.on_delta(Delta(self._text_of(ids), ids))
+        elif text := piece.text:
+            ids = self._pieces.of_all(piece.parts) if piece.parts else self._pieces.of(text)
+            self._count += len(ids)
+            self._sink.on_delta(Delta(text, ids))
+            if self._count > self._text_tokens_max:
+                self._overran()
 
     def _take(self, piece: Piece) -> None:
         """One event's meaning, in the order in which it matters."""
@@ -330,7 +349,7 @@ class HttpStream:
     def _up_to_the_end(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """The tokens that belong to the answer, and its end if these tokens are it."""
         sampling = self._request.sampling
-        if self._stop_ids and not self._stop_ids.isdisjoint(ids):
+        if not self._stop_ids.isdisjoint(ids):
             for i, token_id in enumerate(ids):
                 if token_id in self._stop_ids and self._count + i >= sampling.min_tokens:
                     if token_id not in self._tokenizer.eos_ids:  # The model's own is none of the request's.
@@ -338,8 +357,9 @@ class HttpStream:
                     return ids[:i], FinishReason.STOP
         room = sampling.max_tokens - self._count
         if len(ids) > room:
-            why = f"more tokens than the {sampling.max_tokens} that were asked for"
-            self._owner.noted(Anomaly.OVERRUN, why)
+            self._owner.noted(
+                Anomaly.OVERRUN, f"more tokens than the {sampling.max_tokens} that were asked for"
+            )
             return ids[:room], FinishReason.LENGTH
         return ids, None
 
@@ -348,15 +368,20 @@ class HttpStream:
         text, counted = piece.text, piece.text
         if piece.thought or piece.tool_calls:
             counted = piece.thought + text + "".join(call.name + call.arguments for call in piece.tool_calls)
-        ids = tuple(chain.from_iterable(map(self._pieces.of, piece.parts or (counted,)))) if counted else ()
+        pieces = self._pieces
+        ids = pieces.of_all(piece.parts) if piece.parts else pieces.of(counted) if counted else ()
         self._num_logprobs += len(piece.text_logprobs)
         self._deliver(text, ids, piece.text_logprobs, piece)
-        most = self._request.sampling.max_tokens * _OVERRUN_FACTOR + _OVERRUN_SLACK
-        if self._count > most and not self._done:
-            self._owner.noted(Anomaly.OVERRUN, f"text of more than {most} tokens")
-            self._finished(FinishReason.LENGTH, None)
-            if not self._done:
-                self._conclude(close=True)
+        if self._count > self._text_tokens_max:
+            self._overran()
+
+    def _overran(self) -> None:
+        if self._done:
+            return
+        self._owner.noted(Anomaly.OVERRUN, f"text of more than {self._text_tokens_max} tokens")
+        self._finished(FinishReason.LENGTH, None)
+        if not self._done:
+            self._conclude(close=True)
 
     def _deliver(
         self, text: str, ids: tuple[int, ...], logprobs: tuple[TextLogprob, ...], piece: Piece | None = None
@@ -368,8 +393,7 @@ class HttpStream:
             if self._done:
                 return  # The sink left.
         self._count += len(ids)
-        if not self._first_ns:
-            self._first_ns = self._clock.now_ns()
+        self._first_ns = self._first_ns or self._clock.now_ns()
         self._has_output = True
         calls, thought = ((), "") if piece is None else (piece.tool_calls, piece.thought)
         text, matched = (text, None) if self._stop is None else self._stop.push(text)
@@ -393,7 +417,7 @@ class HttpStream:
         if text:
             self._has_output = True
             self._sink.on_delta(Delta(text, ()))
-        if not self._done and self._exchange is not None:
+        if not self._done and self._exchange is not None and not self._exchange.is_whole:
             self._exchange.wait("the usage", USAGE_WAIT_S)
 
     # --- ends ------------------------------------------------------------------------------------------
@@ -403,8 +427,7 @@ class HttpStream:
         assert self._finish is not None
         if not close:
             self._compare()
-        finish = Finish(reason=self._finish, usage=self._usage(), stop=self._stopped_by)
-        self._end(finish, close=close)
+        self._end(Finish(reason=self._finish, usage=self._usage(), stop=self._stopped_by), close=close)
 
     def _break(self, why: str) -> None:
         """No more will come: a good end if all had come already, else an error."""
@@ -434,8 +457,8 @@ class HttpStream:
             self._owner.noted(Anomaly.NO_STREAM, why)
             self.fail(WorkerUnavailable(f"the worker {why}"))
             return
-        status = said.status if self._status == 200 else self._status
-        said = msgspec.structs.replace(said, status=status)
+        if self._status != 200:
+            said = msgspec.structs.replace(said, status=self._status)
         self.fail(error_of(said, headers=self._headers, has_output=False))
 
     def _end(self, finish: Finish, *, close: bool) -> None:
@@ -449,52 +472,29 @@ class HttpStream:
         self._sink.on_finish(finish)
 
     def _compare(self) -> None:
-        """Note where the worker's counts are not ours; one that only ended the answer may be in its."""
+        """Note where the worker's counts are not ours."""
         reported = self._reported
         if reported is None or reported.completion_tokens is None:
             self._owner.noted(Anomaly.NO_USAGE, "an answer came without its usage")
-            return
-        exact, given = self._exact_count(), len(self._request.resumed)  # To this worker those are prompt.
-        prompt, exact = len(self._request.prompt_token_ids) + given, None if exact is None else exact - given
-        wrong = reported.prompt_tokens is not None and self._has_ids and reported.prompt_tokens != prompt
-        if exact is not None:
-            spare = 1 if self._finish is not FinishReason.LENGTH else 0
-            wrong = wrong or not exact <= reported.completion_tokens <= exact + spare
-        if wrong:
-            theirs = f"{reported.prompt_tokens} + {reported.completion_tokens}"
-            ours = f"{prompt} + {self._count if exact is None else exact}"
-            why = f"its usage is {theirs} tokens, counted here were {ours}"
+        elif why := mismatch(reported, self._counted(), is_full=self._finish is FinishReason.LENGTH):
             self._owner.noted(Anomaly.USAGE_MISMATCH, why)
 
-    def _exact_count(self) -> int | None:
-        """Answer tokens as they came one by one, if they did."""
-        if self._has_ids:
-            return self._count
-        return self._num_logprobs or None
+    def _counted(self) -> Counted:
+        exact = self._count if self._has_ids else self._num_logprobs or None
+        request = self._request
+        return Counted(
+            len(request.prompt_token_ids), len(request.resumed), self._count, exact, self._has_ids,
+            self._trusts_prompt, request.sampling.max_tokens,
+        )  # fmt: skip
 
     def _usage(self) -> Usage:
-        now_ns = self._clock.now_ns()
+        now_ns, exchange = self._clock.now_ns(), self._exchange
         first_ns = self._first_ns or now_ns
-        held_ns = 0 if self._exchange is None else self._exchange.held_ns
-        reported = self._reported or ReportedUsage()
-        prompt, completion = len(self._request.prompt_token_ids), self._exact_count()
-        if self._trusts_prompt and reported.prompt_tokens is not None:
-            # Ours is an estimate; but no tokenizer is that much finer.
-            prompt = min(max(0, reported.prompt_tokens), _PROMPT_FACTOR * (prompt + _OVERRUN_SLACK))
-        if completion is None:
-            completion = self._count
-            if not self._has_ids and reported.completion_tokens is not None:
-                # It alone knows; but it may not invent more than it could have sent.
-                completion = min(max(0, reported.completion_tokens), self._request.sampling.max_tokens)
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            cached_tokens=min(max(0, reported.cached_tokens or 0), prompt),
-            prefill_ns=first_ns - self._started_ns,
+        held_ns = 0 if exchange is None else exchange.held_ns
+        return believed(
+            self._reported or NOT_REPORTED, self._counted(), prefill_ns=first_ns - self._started_ns,
             decode_ns=max(0, now_ns - first_ns - held_ns),
-        )
+        )  # fmt: skip
 
     def _shown(self, found: Sequence[TokenLogprob]) -> tuple[TextLogprob, ...]:
-        if not found:
-            return ()
-        return tuple(to_text_logprob(each, self._tokenizer) for each in found)
+        return tuple([to_text_logprob(each, self._tokenizer) for each in found]) if found else ()

@@ -238,7 +238,7 @@ def _concurrencies(text: str) -> tuple[int, ...]:
 
 
 def plan_levels(args: argparse.Namespace) -> tuple[Level, ...]:
-    """What to run, one after the other."""
+    """The levels to run, one after the other."""
     unbounded = REQUESTS_MAX if args.duration else None
     if args.rate:
         requests = args.requests or unbounded or 100

@@ -74,7 +74,7 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far and how answers are to be made."""
+    """The conversation so far and the settings for its answers."""
 
     model: str
     system: str | None = None

@@ -26,11 +26,12 @@ from penstock.cli.commands.probe import TorchFacts
 from penstock.cli.flags import Commands, Help, default_port, number
 from penstock.config.checkpoints import DEMO_MODELS, REPOSITORY, resolve
 from penstock.errors import CheckpointError, ConfigError, OperatorError
-from penstock.gateway.http.terms import WIRE_LIMITS
+from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.models.encoders import stored_encoder
 from penstock.models.loadable import check_loads
 from penstock.models.registry import read_spec
 from penstock.text.tokenizer import Tokenizer
+from penstock.weight_cache.fetch import machine_cache
 
 PROBE_TIMEOUT_S = 120
 MEMORY_WARN_BYTES = 2 << 30
@@ -40,14 +41,14 @@ NEEDED = (
     "httptools",
     "jinja2",
     "msgspec",
-    "prometheus-client",
     "pyyaml",
     "rich",
     "shtab",
     "tokenizers",
     "uvloop",
 )
-ENGINE = ("numpy", "psutil", "safetensors")
+ENGINE = ("llguidance", "numpy", "psutil", "safetensors")
+"""Beside torch, which is asked more."""
 
 
 class CheckState(enum.StrEnum):
@@ -59,8 +60,8 @@ class CheckState(enum.StrEnum):
     FAIL = "fail"
 
 
-class Check(msgspec.Struct, frozen=True):
-    """What one check found. `hint` says what to do; empty if there is nothing to do."""
+class DoctorCheck(msgspec.Struct, frozen=True):
+    """The result of one check. `hint` says what to do; empty if there is nothing to do."""
 
     name: str
     state: CheckState
@@ -68,7 +69,7 @@ class Check(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-def run_all(port: int, model: str | None = None) -> tuple[Check, ...]:
+def run_all(port: int, model: str | None = None) -> tuple[DoctorCheck, ...]:
     """Every check, in the order in which they are shown; the last is of `model`, if one is named."""
     of_model = (check_model(model),) if model is not None else ()
     return (
@@ -81,20 +82,20 @@ def run_all(port: int, model: str | None = None) -> tuple[Check, ...]:
         *check_torch(),
         check_packages("engine packages", ENGINE, "pip install 'penstock[engine]'"),
         check_native(),
-        check_hub(),
+        check_weight_cache(),
         check_demo_models(),
         check_port(port),
         check_temp(),
-        check_open_files(WIRE_LIMITS.connections_max),
+        check_open_files(WIRE_LIMITS),
         *of_model,
     )
 
 
-def check_python() -> Check:
+def check_python() -> DoctorCheck:
     """Python is 3.11 or newer."""
     good = sys.version_info >= (3, 11)
     hint = "" if good else "Python 3.11 or newer is needed"
-    return Check(
+    return DoctorCheck(
         "Python",
         CheckState.OK if good else CheckState.FAIL,
         f"{platform.python_version()} ({sys.executable})",
@@ -102,27 +103,27 @@ def check_python() -> Check:
     )
 
 
-def check_os() -> Check:
+def check_os() -> DoctorCheck:
     """Linux is what we test on."""
     good = sys.platform == "linux"
     hint = "" if good else "only Linux is tested"
     detail = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return Check("system", CheckState.OK if good else CheckState.WARN, detail, hint)
+    return DoctorCheck("system", CheckState.OK if good else CheckState.WARN, detail, hint)
 
 
-def check_cpu() -> Check:
+def check_cpu() -> DoctorCheck:
     """How many cores this process may use."""
     usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     detail = f"{cpu_name()}, {usable} of {total} cores usable"
     quota = _cpu_quota()
     if quota is not None and quota < usable:
-        return Check(
+        return DoctorCheck(
             "CPU",
             CheckState.WARN,
             f"{detail}, limited to {quota:g} by the container",
             f"use --threads {max(1, int(quota))}",
         )
-    return Check("CPU", CheckState.OK, detail)
+    return DoctorCheck("CPU", CheckState.OK, detail)
 
 
 def _cpu_quota() -> float | None:
@@ -134,11 +135,11 @@ def _cpu_quota() -> float | None:
         return None
 
 
-def check_cpu_features() -> Check:
+def check_cpu_features() -> DoctorCheck:
     """Which vector instructions torch can use."""
     flags = set(cpu_info().get("flags", "").split())
     if not flags:
-        return Check("CPU features", CheckState.NOTE, "unknown on this system")
+        return DoctorCheck("CPU features", CheckState.NOTE, "unknown on this system")
     wanted = {
         "avx2": "avx2",
         "avx512f": "avx512",
@@ -151,43 +152,45 @@ def check_cpu_features() -> Check:
     lack = [name for flag, name in wanted.items() if flag not in flags]
     detail = (", ".join(have) or "none") + (f" (not: {', '.join(lack)})" if lack else "")
     if "avx2" in flags:
-        return Check("CPU features", CheckState.OK, detail)
-    return Check("CPU features", CheckState.WARN, detail, "without avx2 models run slowly")
+        return DoctorCheck("CPU features", CheckState.OK, detail)
+    return DoctorCheck("CPU features", CheckState.WARN, detail, "without avx2 models run slowly")
 
 
-def check_memory() -> Check:
+def check_memory() -> DoctorCheck:
     """Memory that a model could take now."""
     try:
         rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         sizes = {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
         total, free = sizes["MemTotal"], sizes["MemAvailable"]
     except (OSError, KeyError, ValueError, IndexError):
-        return Check("memory", CheckState.NOTE, "unknown on this system")
+        return DoctorCheck("memory", CheckState.NOTE, "unknown on this system")
     detail = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     if free < MEMORY_WARN_BYTES:
-        return Check("memory", CheckState.WARN, detail, "only small models fit")
-    return Check("memory", CheckState.OK, detail)
+        return DoctorCheck("memory", CheckState.WARN, detail, "only small models fit")
+    return DoctorCheck("memory", CheckState.OK, detail)
 
 
-def check_packages(name: str, packages: Sequence[str], remedy: str) -> Check:
+def check_packages(name: str, packages: Sequence[str], remedy: str) -> DoctorCheck:
     """These distributions are installed."""
     versions = {package: installed_version(package) for package in packages}
     if missing := [package for package, version in versions.items() if not version]:
-        return Check(name, CheckState.FAIL, f"missing: {', '.join(missing)}", remedy)
-    return Check(
+        return DoctorCheck(name, CheckState.FAIL, f"missing: {', '.join(missing)}", remedy)
+    return DoctorCheck(
         name, CheckState.OK, ", ".join(f"{package} {version}" for package, version in versions.items())
     )
 
 
-def check_torch() -> tuple[Check, ...]:
+def check_torch() -> tuple[DoctorCheck, ...]:
     """Torch imports and computes, how fast bfloat16 is, and whether there is a GPU."""
     if not installed_version("torch"):
-        return (Check("torch", CheckState.FAIL, "not installed", "pip install 'penstock[engine]'"),)
+        return (DoctorCheck("torch", CheckState.FAIL, "not installed", "pip install 'penstock[engine]'"),)
     facts = probe_torch()
     if isinstance(facts, str):
-        return (Check("torch", CheckState.FAIL, facts, "install a torch build that fits this processor"),)
+        return (
+            DoctorCheck("torch", CheckState.FAIL, facts, "install a torch build that fits this processor"),
+        )
     return (
-        Check("torch", CheckState.OK, f"{facts.version}, {facts.threads} threads"),
+        DoctorCheck("torch", CheckState.OK, f"{facts.version}, {facts.threads} threads"),
         _check_bfloat16(facts),
         _check_gpu(facts),
     )
@@ -211,23 +214,23 @@ def probe_torch() -> TorchFacts | str:
         return f"the probe's answer cannot be read: {error}"
 
 
-def _check_bfloat16(facts: TorchFacts) -> Check:
+def _check_bfloat16(facts: TorchFacts) -> DoctorCheck:
     detail = f"{facts.bfloat16_speedup:.1f}x the speed of float32 in a matrix product"
     if facts.bfloat16_speedup >= BFLOAT16_FAST:
-        return Check("bfloat16", CheckState.OK, detail)
-    return Check("bfloat16", CheckState.NOTE, detail + ": torch computes in float32 here")
+        return DoctorCheck("bfloat16", CheckState.OK, detail)
+    return DoctorCheck("bfloat16", CheckState.NOTE, detail + ": torch computes in float32 here")
 
 
-def _check_gpu(facts: TorchFacts) -> Check:
+def _check_gpu(facts: TorchFacts) -> DoctorCheck:
     if facts.gpus:
-        return Check("GPU", CheckState.OK, f"{', '.join(facts.gpus)} (CUDA {facts.cuda_build})")
+        return DoctorCheck("GPU", CheckState.OK, f"{', '.join(facts.gpus)} (CUDA {facts.cuda_build})")
     if Path("/proc/driver/nvidia/version").exists():
         hint = "" if facts.cuda_build else "install a torch build with CUDA"
-        return Check("GPU", CheckState.WARN, "there is an NVIDIA driver, but torch sees no GPU", hint)
-    return Check("GPU", CheckState.NOTE, "none; models run on the CPU")
+        return DoctorCheck("GPU", CheckState.WARN, "there is an NVIDIA driver, but torch sees no GPU", hint)
+    return DoctorCheck("GPU", CheckState.NOTE, "none; models run on the CPU")
 
 
-def check_native() -> Check:
+def check_native() -> DoctorCheck:
     """Our own compiled kernels: which instruction set they use here, and which types of weights they
     compute.
     """
@@ -238,30 +241,35 @@ def check_native() -> Check:
         kernels = NativeLibrary()
     except KernelsUnavailable as why:
         hint = _native_remedy()
-        return Check("native kernels", CheckState.NOTE, f"none, torch computes everything: {why}", hint)
+        return DoctorCheck("native kernels", CheckState.NOTE, f"none, torch computes everything: {why}", hint)
     types = {"float32": Type.F32, "bfloat16": Type.BF16, "int8": Type.I8, "int4": Type.I4}
     weights = ", ".join(name for name, kind in types.items() if kernels.supports(kind))
-    return Check("native kernels", CheckState.OK, f"{kernels.isa}; weights in {weights}")
+    return DoctorCheck("native kernels", CheckState.OK, f"{kernels.isa}; weights in {weights}")
 
 
 def _native_remedy() -> str:
-    """What gives the native kernels: only a checkout has their sources."""
+    """The remedy that gives the native kernels: only a checkout has their sources."""
     if (REPOSITORY / "pyproject.toml").is_file():
         return "build them with: python -m penstock.engine.native.build"
     return "a wheel for linux_x86_64 has them, one for any machine does not"
 
 
-def check_hub() -> Check:
-    """The optional client for models by hub id."""
-    version = installed_version("huggingface-hub")
-    if version:
-        return Check("hub models", CheckState.OK, f"huggingface-hub {version}")
-    return Check(
-        "hub models", CheckState.NOTE, "only local directories can be served", "pip install 'penstock[hub]'"
+def check_weight_cache() -> DoctorCheck:
+    """Where models of the hub and of object storage are kept."""
+    name = "weight cache"
+    try:
+        cache = machine_cache()
+        entries = cache.entries()
+    except (ConfigError, OSError) as error:
+        return DoctorCheck(name, CheckState.WARN, str(error), "see `penstock cache --help`")
+    held = sum(entry.num_bytes for entry in entries)
+    bound = f" of {cache.bytes_max / 1e9:.1f}" if cache.bytes_max else ""
+    return DoctorCheck(
+        name, CheckState.OK, f"{cache.place}: models: {len(entries)}, {held / 1e9:.1f}{bound} GB"
     )
 
 
-def check_demo_models() -> Check:
+def check_demo_models() -> DoctorCheck:
     """The models that come with the project; the first is what `penstock serve` serves without a name."""
     lack: dict[str, str] = {}
     for name in DEMO_MODELS:
@@ -270,12 +278,12 @@ def check_demo_models() -> Check:
         except OperatorError as error:
             lack[name] = str(error)
     if not lack:
-        return Check("demo models", CheckState.OK, ", ".join(DEMO_MODELS))
+        return DoctorCheck("demo models", CheckState.OK, ", ".join(DEMO_MODELS))
     state = CheckState.FAIL if DEMO_MODELS[0] in lack else CheckState.WARN
-    return Check("demo models", state, next(iter(lack.values())))
+    return DoctorCheck("demo models", state, next(iter(lack.values())))
 
 
-def check_port(port: int) -> Check:
+def check_port(port: int) -> DoctorCheck:
     """The port that `serve` would take is free."""
     name = f"port {port}"
     with socket.socket() as probe:
@@ -285,11 +293,11 @@ def check_port(port: int) -> Check:
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             detail = "in use (perhaps by a running server)" if taken else str(error.strerror)
-            return Check(name, CheckState.WARN, detail, "take another one with --port or PENSTOCK_PORT")
-    return Check(name, CheckState.OK, "free")
+            return DoctorCheck(name, CheckState.WARN, detail, "take another one with --port or PENSTOCK_PORT")
+    return DoctorCheck(name, CheckState.OK, "free")
 
 
-def check_model(model: str) -> Check:
+def check_model(model: str) -> DoctorCheck:
     """Our engine has an architecture for the model, and its files are of a form that it reads.
 
     Loads no weights.
@@ -302,39 +310,43 @@ def check_model(model: str) -> Check:
         spec = read_spec(directory)[0] if encoder is None else encoder[0]
         Tokenizer.load(directory)
     except (ConfigError, CheckpointError) as error:
-        return Check(name, CheckState.FAIL, str(error), "penstock serve would say the same")
-    return Check(
+        return DoctorCheck(name, CheckState.FAIL, str(error), "penstock serve would say the same")
+    return DoctorCheck(
         name, CheckState.OK, f"{spec.num_layers} layers of {spec.hidden_size}, vocabulary {spec.vocab_size}"
     )
 
 
-def check_temp() -> Check:
+def check_temp() -> DoctorCheck:
     """Workers talk over sockets in the temporary directory."""
     directory = tempfile.gettempdir()
     try:
         with tempfile.NamedTemporaryFile(prefix="penstock-"):
             pass
     except OSError as error:
-        return Check(
+        return DoctorCheck(
             "temporary files",
             CheckState.FAIL,
             f"{directory}: {error.strerror}",
             "set TMPDIR to a writable directory",
         )
-    return Check("temporary files", CheckState.OK, f"{directory} is writable")
+    return DoctorCheck("temporary files", CheckState.OK, f"{directory} is writable")
 
 
-def check_open_files(connections_max: int) -> Check:
-    """The limit on open files allows as many connections as the server would take."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft > connections_max:
-        return Check("open files", CheckState.OK, f"limit {soft}")
-    detail = f"limit {soft} (hard {hard}) is below the {connections_max} connections that are served"
-    return Check(
-        "open files",
-        CheckState.WARN,
-        detail,
-        f"ulimit -n {connections_max + 1000}, or serve fewer connections",
+def check_open_files(limits: WireLimits) -> DoctorCheck:
+    """As many open files are allowed as a server with all its connections has. It raises the soft limit by
+    itself, up to the hard one.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return DoctorCheck("open files", CheckState.OK, "no limit")
+    if hard >= limits.open_files:
+        return DoctorCheck("open files", CheckState.OK, f"{hard} are allowed")
+    detail = (
+        f"{hard} are allowed (ulimit -Hn); {limits.connections_max} connections and the server's own files "
+        f"need {limits.open_files}"
+    )
+    return DoctorCheck(
+        "open files", CheckState.WARN, detail, "raise the hard limit, or expect fewer connections"
     )
 
 
@@ -361,7 +373,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     penstock: str
     can_serve: bool
-    checks: tuple[Check, ...]
+    checks: tuple[DoctorCheck, ...]
 
 
 def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:

@@ -14,7 +14,7 @@ LOOK_S = 0.5
 DESCRIPTION = """\
 Take a worker out of service: it is sent nothing more, its streams may end, and then it is gone.
 
-A worker that the server launched ends; one that somebody else started is let go of. It stays away,
+A worker that the server launched ends; one that was started elsewhere is only released. It stays away,
 whatever DNS, Kubernetes or the configuration say, until --undo or until the server starts again."""
 
 EPILOG = """\

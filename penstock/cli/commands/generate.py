@@ -138,7 +138,7 @@ class _Batch:
         return self.num_answered + self.num_failed + self.num_skipped
 
     def run(self, lines: IO[bytes]) -> Iterator[bytes]:
-        """What is to be written for each line, as it comes."""
+        """The lines to write for each input line, as they come."""
         outcomes = self._llm.outcomes(self._asks(lines))
         try:
             for index, outcome in outcomes:

@@ -46,7 +46,7 @@ KEY=$(penstock keys create --tenant acme) works."""
 
 ROTATE = """\
 Make a new key of the same tenant, print it once, and let the old one end after a grace time. The
-tenant's prefix cache, limits and usage go on as they are."""
+tenant's prefix cache, limits and usage continue unchanged."""
 
 REVOKE = "Refuse a key from now on. KEY is a prefix (sk-...), or a whole key that was found somewhere."
 
@@ -239,7 +239,7 @@ def _must_exist(path: Path) -> None:
 
 
 def _check_tiers(keys: Sequence[ApiKey], config: Config | None) -> None:
-    """With a configuration at hand: would the gateway take this file?"""
+    """With a configuration: would the gateway take this file?"""
     tiers = (tier.name for tier in config.tiers) if config else {key.tier for key in keys}
     listed = [tenant.id for tenant in config.tenants] if config else ()
     if problem := api_keys.tier_problem(keys, tiers, listed):

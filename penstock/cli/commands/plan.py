@@ -298,7 +298,7 @@ def _options_table(found: Sequence[Option], title: str) -> Fitted:
 
 
 def _not_ours(found: Iterable[Option]) -> str:
-    """What our own engine cannot run of these placements, and who can; empty if it can run all."""
+    """Placements of these that our own engine cannot run, and engines that can; empty if it can run all."""
     lacks = sorted({what for each in found for what in each.lacks})
     if not lacks:
         return ""

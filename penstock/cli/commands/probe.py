@@ -19,7 +19,7 @@ REPEATS = 8
 
 
 class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the probe found out."""
+    """The facts that the probe found."""
 
     version: str
     threads: int

@@ -1,6 +1,6 @@
-"""What `chat` and `bench` share: which server, with which key, and which model.
+"""Shared by `chat` and `bench`: which server, with which key, and which model.
 
-What `top`, `drain` and `explain` share: a server's /admin endpoints, and what to say when it does not let us.
+Shared by `top`, `drain` and `explain`: a server's /admin endpoints, and what to say when it does not let us.
 """
 
 import argparse
@@ -55,7 +55,7 @@ async def pick_model(client: Client, wanted: str | None) -> str:
     """The model to ask for; the server is only asked when the flags do not say.
 
     Raises:
-        CannotConnect: nobody listens; the message says how to start a server.
+        CannotConnect: no server listens; the message says how to start a server.
         Unusable: it has no models, or refuses us.
     """
     if wanted:
@@ -78,7 +78,7 @@ async def pick_model(client: Client, wanted: str | None) -> str:
 
 
 def no_server(error: CannotConnect) -> str:
-    """What to tell somebody whose server is not there."""
+    """The advice for a user whose server is not there."""
     return (
         f"{error}\n  start a server with: penstock serve\n  or name another one with: --url "
         f"http://HOST:PORT/v1"
@@ -86,7 +86,7 @@ def no_server(error: CannotConnect) -> str:
 
 
 def refused(status: int, body: bytes) -> str:
-    """What to tell somebody whom the server refuses."""
+    """The advice for a user whom the server refuses."""
     text = refusal_text(status, body)
     hint = "\n  give the server's key with --key or PENSTOCK_API_KEY" if status == 401 else ""
     return f"the server refuses (HTTP {status}): {text}{hint}"
@@ -120,7 +120,7 @@ class FleetClient:
         """How every worker is.
 
         Raises:
-            CannotConnect: nobody listens; the message says how to start a server.
+            CannotConnect: no server listens; the message says how to start a server.
             EndpointError: the exchange broke.
             Unusable: the server refuses us, or is no Penstock.
         """
@@ -155,7 +155,7 @@ class FleetClient:
         return _rollouts.decode(await self._ask("POST", f"/admin/rollouts/{quote(model)}/{verb}", b""))
 
     async def explain(self, request_id: str) -> dict[str, Any]:
-        """What was decided about a request, as `/admin/explain` says it. Raises as `report` does."""
+        """The decision about a request, as `/admin/explain` reports it. Raises as `report` does."""
         answer = await self._ask("GET", f"/admin/explain/{quote(request_id, safe='')}", b"")
         return msgspec.json.decode(answer, type=dict[str, Any])
 

@@ -17,8 +17,8 @@ from penstock.types import without_version
 
 VERBS = ("start", "status", "promote", "abort")
 DESCRIPTION = """\
-Try a new version of a model on a few conversations and compare it with the old one on as many others; go on
-to more while it is no worse, and take it back by itself when it surely is."""
+Try a new version of a model on a few conversations and compare it with the old one on as many others;
+continue with more while it is no worse, and take it back automatically when it surely is."""
 EPILOG = """\
 start takes the version that is tried (support@2), the others the name without one (support). docs/rollout.md
 says what is compared. Needs an admin key, as `penstock top` does.

@@ -33,7 +33,7 @@ def serve_until_stopped(
 ) -> int:
     """Serve until told to stop; the exit code.
 
-    `reread` makes the configuration anew from where it came, for SIGHUP. With `takes_over` it replaces the
+    `reread` makes the configuration again from its source, for SIGHUP. With `takes_over` it replaces the
     server that runs on its port.
 
     Raises:
@@ -165,7 +165,7 @@ def printable_config(config: Config) -> str:
 
 
 def log_levels() -> tuple[str, ...]:
-    """What --log-level takes, from the tree itself."""
+    """The values of --log-level, from the tree itself."""
     return get_args(get_type_hints(LogConfig)["level"])
 
 
@@ -189,7 +189,7 @@ environment:
   PENSTOCK_SHARED_URL    Redis that gateways share their rate limits through (shared.url)
   PENSTOCK_HOST, PENSTOCK_PORT
 
-SIGHUP reads the configuration again (tenants, keys, prices, budgets, workers); streams go on.
+SIGHUP reads the configuration again (tenants, keys, prices, budgets, workers); streams continue.
 SIGTERM: /ready says no, requests are served for server.lameduck_s more (Ctrl-C on loopback: not at all),
 then running answers end; a second one gives them a last error event and stops at once.
 exit code: 0 stopped cleanly, 1 could not serve, 2 wrong configuration, 130 stopped at once

@@ -33,7 +33,7 @@ TENANTS_SHOWN = 10
 
 
 def scenario_list(scenarios: Mapping[str, Scenario]) -> Table:
-    """What there is, and what each answers."""
+    """The scenarios that exist, and the question that each answers."""
     table = Table(title="scenarios", show_lines=False, title_justify="left")
     table.add_column("name", style="bold", no_wrap=True)
     table.add_column("question")
@@ -43,7 +43,7 @@ def scenario_list(scenarios: Mapping[str, Scenario]) -> Table:
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """What was checked, and whether it passes."""
+    """The checks, and whether each passes."""
     table = Table("checked", title="criterion", title_justify="left")
     for column in ("found", "bound", ""):
         table.add_column(column, justify="right")
@@ -305,7 +305,7 @@ def _with_trace(scenario: Scenario, path: Path, speed: float) -> Scenario:
         left = played.result.counters.arrived - len(played.records)
         return (Finding(words="requests without an end", value=left, bound=0),)
 
-    return replace(scenario, build=build, beside=None, check=check)
+    return replace(scenario, build=build, baseline=None, check=check)
 
 
 def _write(setup: Setup, args: argparse.Namespace) -> int:

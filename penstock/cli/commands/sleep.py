@@ -1,7 +1,8 @@
-"""`penstock sleep`: let a model give its memory back until somebody wants it."""
+"""`penstock sleep`: release a model's memory until a request needs it."""
 
 import argparse
 import asyncio
+from typing import NamedTuple
 
 from penstock.bench.client import ClientLimits
 from penstock.cli import console
@@ -26,22 +27,35 @@ examples:
 
 def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     """Add this command."""
+    summary = "release a model's memory until a request needs it"
+    add_order(commands, "sleep", "sleep", Texts(summary, DESCRIPTION, EPILOG))
+
+
+class Texts(NamedTuple):
+    """The help of a command."""
+
+    summary: str
+    description: str
+    epilog: str
+
+
+def add_order(commands: "Commands[argparse.ArgumentParser]", name: str, verb: str, texts: Texts) -> None:
+    """Add a command that has the server carry out `verb` on one model."""
+
+    def run(args: argparse.Namespace) -> int:
+        return asyncio.run(order(args, verb))
+
     parser = commands.add_parser(
-        "sleep",
-        help="let a model give its memory back until somebody wants it",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        name,
+        help=texts.summary,
+        description=texts.description,
+        epilog=texts.epilog,
         formatter_class=Help,
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", help="which one")
     add_admin_flags(parser)
     parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Carry out `penstock sleep`."""
-    return asyncio.run(order(args, "sleep"))
 
 
 async def order(args: argparse.Namespace, verb: str) -> int:

@@ -34,7 +34,7 @@ class WorkerRow(WorkerReport, frozen=True, kw_only=True):
     """A worker, and how fast it is."""
 
     tokens_per_s: float | None = None
-    """Since the report before; null if nobody has said."""
+    """Since the report before; null if none was reported."""
 
 
 class ModelRow(ModelReport, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class ModelRow(ModelReport, frozen=True, kw_only=True):
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
-    """What is shown at one time."""
+    """The content of the screen at one time."""
 
     version: str
     workers: list[WorkerRow]
@@ -120,7 +120,7 @@ def _worker_table(workers: Sequence[WorkerRow]) -> Fitted:
 
 
 def _worker_row(worker: WorkerRow) -> Row:
-    """What the worker is doing, if that is more than its state says, stands on a line below."""
+    """The worker's activity, if it is more than its state says, stands on a line below."""
     tells = worker.state != "ready" and worker.stage not in ("", worker.state)
     away = f"a peer cell, {worker.rtt_ms:,.3g} ms away" if worker.rtt_ms is not None else ""
     state, style = worker.state, STYLES.get(worker.state, "")
@@ -164,7 +164,7 @@ columns:
   queued     requests in this gateway's queue; run, wait: on the worker
   tokens/s   generated since the last look; TTFT: mean of the answers that began since then
   KV         share of the KV cache that running requests use
-  heard      since the worker last said anything; -: nobody has said
+  heard      since the last report of the worker; -: there was none
 
 states:
   starting, loading, warming, ready, asleep, waking, suspect (it does not answer as it should),
@@ -226,7 +226,7 @@ class _Top:
 
     async def run(self) -> None:
         try:
-            await self._look()  # Who is not let in is told so before the screen is ours.
+            await self._look()  # A refused user reads why before the screen is ours.
             await sleep(self._interval_s)
             if self._once or self._json:
                 await self._print()

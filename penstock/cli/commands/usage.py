@@ -184,8 +184,8 @@ def _costs(args: argparse.Namespace, directory: Path, currency: str) -> int:
 
 
 def _whole_days(since_ns: int | None, until_ns: int | None) -> tuple[str, str]:
-    """The first day, and the one behind the last, empty for no bound. What machines cost is kept by the day:
-    a day that is wanted in part is counted whole, and standard error says so.
+    """The first day, and the one behind the last, empty for no bound. The cost of machines is kept by the
+    day: a day that is wanted in part is counted whole, and standard error says so.
     """
     since = "" if since_ns is None else _day(since_ns)
     until = "" if until_ns is None else _day(until_ns + DAY_NS - 1)
@@ -208,8 +208,8 @@ DESCRIPTION = """\
 Say what was used and what it cost: requests, tokens and money from the ledger, summed up.
 
 Reads the ledger's database and what the journals of running (or crashed) gateways hold beyond it;
-it may be used beside them at any time. All days are UTC. What a peer cell computed is billed by
-the cell that the request came to; --by origin shows what this one computed for others."""
+it may be used beside them at any time. All days are UTC. The cell that a request
+came to bills it, whoever computed it; --by origin shows what this one computed for others."""
 
 EPILOG = f"""\
 groups for --by:

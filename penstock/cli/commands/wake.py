@@ -1,14 +1,12 @@
 """`penstock wake`: load a model that is asleep."""
 
 import argparse
-import asyncio
 
-from penstock.cli.commands.remote import add_admin_flags
-from penstock.cli.commands.sleep import order
-from penstock.cli.flags import Commands, Help
+from penstock.cli.commands.sleep import Texts, add_order
+from penstock.cli.flags import Commands
 
 DESCRIPTION = """\
-Wake a model that is asleep, before somebody has to wait for it; returns when it takes requests. Where
+Wake a model that is asleep, before a request has to wait for it; returns when it takes requests. Where
 `fleet.memory_bytes` bounds the memory, the idle model that was used longest ago sleeps instead."""
 
 EPILOG = """\
@@ -21,19 +19,4 @@ examples:
 
 def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     """Add this command."""
-    parser = commands.add_parser(
-        "wake",
-        help="load a model that is asleep",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=Help,
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", metavar="MODEL", help="which one")
-    add_admin_flags(parser)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Carry out `penstock wake`."""
-    return asyncio.run(order(args, "wake_up"))
+    add_order(commands, "wake", "wake_up", Texts("load a model that is asleep", DESCRIPTION, EPILOG))

@@ -41,7 +41,7 @@ KEY_VARIABLE = "PENSTOCK_WORKER_KEY"
 
 DESCRIPTION = """\
 Run one worker of our engine at an address, for gateways that name it under models[].workers.
-It is restarted when it crashes, and lets streams end when it is told to stop."""
+It is restarted when it crashes, and lets streams end before it stops."""
 
 EPILOG = """\
 environment:

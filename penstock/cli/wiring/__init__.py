@@ -1,1 +1,3 @@
-"""How does a configuration become running processes? What `penstock serve` builds, starts and stops."""
+"""How does a configuration become running processes? The parts of a server that `penstock serve` builds,
+starts and stops.
+"""

@@ -79,7 +79,7 @@ class BatchLine:
 
 
 def id_of(data: bytes, number: int) -> str:
-    """What a line is called, whatever else it says."""
+    """The id of a line, whatever else it says."""
     try:
         found = msgspec.json.decode(data, type=_Id).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -177,7 +177,7 @@ class BatchReader:
             raise unsupported(needs, frozenset(lacking), self._name)
 
     def _params(self, given: dict[str, Any], custom_id: str) -> SamplingParams:
-        """What the checkpoint recommends, and what is said.
+        """The checkpoint's recommended parameters, overridden by those given.
 
         A seed that is not said is the line's own, so that one that is tried again has the same answer.
         """

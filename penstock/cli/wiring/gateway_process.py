@@ -105,7 +105,7 @@ async def _serve(launch: ChildLaunch, behind: bytes) -> int:
 
 
 class _Stop:
-    """When and how this process stops: as the parent says, or by SIGTERM, when the others go on listening."""
+    """When and how this process stops: as the parent says, or by SIGTERM, when others continue to listen."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.asked, self.order = asyncio.Event(), StopOrder()
@@ -123,7 +123,7 @@ class _Stop:
 
 
 async def _tell_of_attached(config: Config, registry: Registry, log: Log, notes: Notes) -> None:
-    """What happens to workers at addresses, which the parent does not see: one process says it for all."""
+    """Events of workers at addresses, which the parent does not see: one process says it for all."""
     await wait_for_attached(registry, config.models, log)
     news = FleetLog(registry, log, notes, only_attached=True)
     try:
@@ -171,7 +171,7 @@ class _Fleet:
             await self._discovery.apply(model, part.served.tokenizer, self._tools)
 
     def _report(self, told: WorkerAt) -> None:
-        """What the parent saw of the process: this one only sees that its connection is lost."""
+        """The parent's view of the process: this one only sees that its connection is lost."""
         worker = self._registry.get(WorkerId(told.id))
         if worker is not None and isinstance(worker.backend, EngineBackend):
             notes = [Note(note.text, note.at_ns) for note in told.notes]

@@ -37,7 +37,7 @@ class ModelPart:
 
 
 def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> ModelPart:
-    """What it takes to serve one model: nothing runs yet.
+    """The parts that serve one model: nothing runs yet.
 
     Raises:
         ConfigError: there is no such model.
@@ -63,7 +63,7 @@ def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> ModelPart
 
 
 def make_dependencies(config: Config, metrics: Metrics, clock: Clock) -> BackendDependencies:
-    """What the backends of workers that are not ours share."""
+    """The shared dependencies of the backends of workers that are not ours."""
     return BackendDependencies(
         config=HttpBackendLimits(http=HttpLimits.of(config.backends)),
         clock=clock,
@@ -103,7 +103,7 @@ CONNECT_TIMEOUT_S = 5.0
 async def wait_for_attached(registry: Registry, models: Sequence[ModelConfig], log: Log) -> None:
     """Wait until every worker that was not launched here is ready, or for `CONNECT_TIMEOUT_S`.
 
-    That somebody is not there then is no reason not to serve: it is said, by the key of the configuration
+    A worker that is missing then is no reason not to serve: it is said, by the key of the configuration
     that names him.
     """
     changed = asyncio.Event()

@@ -5,10 +5,10 @@
              └─> gateway process N ─┘
        parent: the listening socket, the workers, restarts, the sum of all numbers
 
-All processes accept from one listening socket, made by the parent: whoever is idle takes the next connection,
+All processes accept from one listening socket, made by the parent: an idle process takes the next connection,
 and what is queued when a process dies is taken by another. With a socket of its own for each (SO_REUSEPORT)
-the kernel deals connections out by a hash of their addresses, whoever is busy, and those in a dead process's
-queue are reset.
+the kernel deals connections out by a hash of their addresses, even to busy processes, and those in a dead
+process's queue are reset.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ RESTARTS_MAX = 10
 """Restarts of one gateway process within ten minutes that come quickly; later ones wait `BACKOFF_MAX_S`."""
 START_TIMEOUT_S = 60.0
 SPARE_S = 5.0
-"""What a process may take beyond its drain timeout before it is killed."""
+"""The time that a process may take beyond its drain timeout before it is killed."""
 READ_BYTES = 1 << 16
 UNREAD_BYTES_MAX = 1 << 20
 ADAPTERS_MAX = 2048
@@ -83,7 +83,7 @@ HELD_MAX = 4096
 
 
 class ProcessStats:
-    """The last snapshot of every process, and what those who have ended leave behind."""
+    """The last snapshot of every process, and the counters of those that have ended."""
 
     def __init__(self) -> None:
         self._last: dict[object, Snapshot] = {}
@@ -102,7 +102,7 @@ class ProcessStats:
         self._last[who] = snapshot
 
     def ended(self, who: object) -> None:
-        """A process is gone. Its counters go on counting, or rates over the sum would jump."""
+        """A process is gone. Its counters stay in the sum, or rates over it would jump."""
         if (last := self._last.pop(who, None)) is not None:
             self._gone = merged([self._gone, lasting(last.metrics)])
 
@@ -171,8 +171,8 @@ class GatewayProcesses:
         self._held: dict[str, float] = {}
         self._adapters: dict[str, dict[str, str]] = {}
         self.on_order: Callable[[Order], Awaitable[None]] = _ignore_order
-        """Called when somebody has told one of the processes to take a worker out of service, or to bring it
-        back, before the others hear of it."""
+        """Called when one of the processes was ordered to take a worker out of service, or to bring it back,
+        before the others get the order."""
         self.sleeper: Sleeper = sleeper
         self._sleep_orders: set[asyncio.Task[None]] = set()
         self._told = asyncio.Event()
@@ -428,4 +428,4 @@ class GatewayProcesses:
 
 
 async def _ignore_order(_: Order) -> None:
-    """Nobody launched anything."""
+    """There are no workers to order."""

@@ -75,7 +75,7 @@ def loading_display(console: Console) -> LoadingDisplay:
 # for a moment. /ready tells clients.
 
 CALM_S = 0.3
-"""What happens within this time is one line: a worker that is lost says why a moment later."""
+"""Loading within this time is one line: a worker that is lost says why a moment later."""
 
 
 class FleetLog:
@@ -87,7 +87,7 @@ class FleetLog:
         self._notes = notes
         self._changed: dict[WorkerId, Worker] = {}
         self._workers: dict[WorkerId, str] = {}
-        """What was said last of each worker: "ready", or the stage that it is in instead."""
+        """The last report of each worker: "ready", or the stage that it is in instead."""
         self._routes: dict[str, str] = {}
         self._timer: asyncio.TimerHandle | None = None
         for worker in registry:

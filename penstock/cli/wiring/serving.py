@@ -4,10 +4,10 @@
                 │                                     └─ a second one: last words, exit 130
                 └─ a model cannot be served: exit 1 or 2; Ctrl-C: stop, exit 0
 
-A model that goes down for good does not end the process: /ready answers 503, requests for it get an
-error that says why, and other models go on.
+A model that goes down for good does not end the process: /ready answers 503, requests for it get an error
+that says why, and other models keep serving.
 
-What `serve` prints when it is ready: everything that somebody needs to send a first request.
+The banner that `serve` prints when it is ready: everything that a first request needs.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ QUESTION = "What is Penstock?"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class BannerFacts:
-    """What the banner tells."""
+    """The facts of the banner."""
 
     url: str
     """Base URL, with /v1."""
@@ -148,8 +148,6 @@ def reachable(host: str) -> str:
 EXIT_ABORTED = 130
 LAST_WORDS_S = 3.0
 """After a second signal: last events, and what clients got."""
-SPARE_FILES = 512
-"""File descriptors that are needed beside one per connection."""
 
 
 class Serving:
@@ -165,7 +163,7 @@ class Serving:
         *,
         takes_over: bool = False,
     ) -> None:
-        """`reread` makes the configuration anew from where it came, for SIGHUP; `spares` are processes for
+        """`reread` makes the configuration again from its source, for SIGHUP; `spares` are processes for
         workers. With `takes_over` it follows the server that runs on its port, if one does.
 
         Raises:
@@ -182,12 +180,7 @@ class Serving:
             kept = load_key(config.server.host, config.server.port) if takes_over else ""
             self._new_key = kept or f"sk-{rng.fresh_token()}"
         config = self._config = self._completed(config)
-        self._log = Log(
-            config.log,
-            clock,
-            stream=console.current_stderr(),
-            secrets=config.auth.secrets,
-        )
+        self._log = Log(config.log, clock, secrets=config.auth.secrets)
         self._log.adopt("asyncio")
         self._stack = Stack(config, clock, self._log, spares)
 
@@ -289,7 +282,7 @@ class Serving:
     def _completed(self, config: Config) -> Config:
         """The configuration with what is made on this machine where it says nothing: a key, the secret."""
         if self._new_key and not names_callers(config.auth):
-            admin_keys = (*config.auth.admin_keys, self._new_key)  # Whoever starts a server runs it.
+            admin_keys = (*config.auth.admin_keys, self._new_key)  # The user who starts a server operates it.
             auth = msgspec.structs.replace(config.auth, keys=(self._new_key,), admin_keys=admin_keys)
             config = msgspec.structs.replace(config, auth=auth)
         return with_secret(config)
@@ -300,7 +293,7 @@ class Serving:
             self._reloading = asyncio.create_task(self._reload(), name="reload")
 
     async def _reload(self) -> None:
-        """SIGHUP: read the configuration again. Reading happens in a thread, so that streams go on."""
+        """SIGHUP: read the configuration again. Reading happens in a thread, so that streams continue."""
         while (
             self._reload_wanted
         ):  # One more signal while reading means that there is something newer to read.
@@ -345,7 +338,7 @@ class Serving:
 
     def _check_open_files(self) -> None:
         """Raise the soft limit as far as allowed: every connection is an open file."""
-        wanted = WIRE_LIMITS.connections_max + SPARE_FILES
+        wanted = WIRE_LIMITS.open_files
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft == resource.RLIM_INFINITY or soft >= wanted:
             return

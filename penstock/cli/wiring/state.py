@@ -53,7 +53,7 @@ def _kept_secret(path: Path, fresh: str) -> str:
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
-            os.link(mine, path)  # Atomic, and it never replaces: whoever is first has written a whole file.
+            os.link(mine, path)  # Atomic, and it never replaces: the first process has written a whole file.
     finally:
         mine.unlink(missing_ok=True)
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -134,6 +134,6 @@ def _directory() -> Path:
 
 
 def _is_private(directory: Path) -> bool:
-    """Whether the directory is ours alone: in a shared /tmp somebody else may have made it first."""
+    """Whether the directory is ours alone: in a shared /tmp another user may have made it first."""
     info = directory.lstat()
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077

@@ -137,7 +137,7 @@ class Stack:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What clients call the models, in the order of the configuration."""
+        """The models' public names, in the order of the configuration."""
         return tuple(part.served.name for part in self._parts)
 
     @property
@@ -324,7 +324,7 @@ class Stack:
             if worker.backend.failure is None:  # Otherwise `wait_ready` is about to raise it.
                 display.update(name, status)
 
-        with contextlib.suppress(WorkerStopped):  # By hand, or by a new configuration: others go on.
+        with contextlib.suppress(WorkerStopped):  # By hand, or by a new configuration: others continue.
             await worker.wait_ready(show)
             show(worker.backend.status)
 
@@ -363,7 +363,7 @@ class Stack:
 
 
 class _WorkerLogBuffer:
-    """What workers print, held back while models load: a failure to load has a message of its own."""
+    """Output of workers, held back while models load: a failure to load has a message of its own."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -389,7 +389,7 @@ class _WorkerLogBuffer:
 
 
 def worker_at(worker: Worker) -> WorkerAt:
-    """What gateway processes are told of a launched worker."""
+    """The message about a launched worker for gateway processes."""
     status = worker.backend.status
     notes = tuple(LaunchNote(note.text, note.at_ns) for note in status.notes)
     stage = "" if status.ready else status.stage

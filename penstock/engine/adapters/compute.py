@@ -34,11 +34,11 @@ class NativePacked:
     layers: "ctypes.Array[AdapterLayer]"
     num_bytes: int
     kept: tuple[object, ...] = field(repr=False)
-    """What the structs point into."""
+    """The memory that the structs point into."""
 
     @property
     def address(self) -> int:
-        """Of the layers, for `Step.adapters`."""
+        """Of the layers, for `PsStep.adapters`."""
         return ctypes.addressof(self.layers)
 
 
@@ -191,7 +191,7 @@ class TorchPacker:
 def adapter_reader(
     spec: DecoderSpec, dtype: torch.dtype, rows_max: int, native: NativeLibrary | None, *, bytes_max: int
 ) -> AdapterReader:
-    """What reads adapters and lays them out for the decoder that computes, with torch if there is no
+    """The reader of adapters, which lays them out for the decoder that computes, with torch if there is no
     `native`.
 
     Their tensors have transformers' names, whatever the checkpoint's are called.

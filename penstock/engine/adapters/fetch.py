@@ -5,7 +5,7 @@
     https://host/lora/fr.zip, .tar, .tar.gz  an archive that holds them; a query (a signature) stays behind it
     s3://bucket/lora/fr                      the two objects below the prefix; needs the extra `s3`
 
-Blocking: for a thread of its own. What is fetched is bounded, and written under names of ours alone.
+Blocking: for a thread of its own. A fetched file is bounded, and written under names of ours alone.
 """
 
 import contextlib
@@ -163,7 +163,7 @@ def _from_archive(url: str, target: Path, clock: Clock) -> None:
 
 
 def _bounded(url: str, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Its files. What lies between two names is unpacked to find the second one, so all of it has a bound."""
+    """Its files. The bytes between two names are unpacked to find the second one, so all have a bound."""
     size = 0
     for i, member in enumerate(archive):
         if i >= MEMBERS_MAX:

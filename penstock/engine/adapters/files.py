@@ -42,7 +42,7 @@ _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(slots=True, frozen=True)
 class LoraPart:
-    """What is added to some outputs of one linear: `scale * (x a^T) b^T`."""
+    """The low-rank matrices that are added to some outputs of one linear: `scale * (x a^T) b^T`."""
 
     a: Tensor
     """`[rank, in]`"""
@@ -230,7 +230,7 @@ def _header(path: Path) -> dict[str, _Entry]:
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
-    """What differs when a file is written or replaced."""
+    """The stamp that differs when a file is written or replaced."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 

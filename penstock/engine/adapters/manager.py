@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Reads(Protocol):
-    """What reads an adapter's files: `files.AdapterReader`."""
+    """Reads an adapter's files: `files.AdapterReader`."""
 
     @property
     def bytes_max(self) -> int:
@@ -44,7 +44,7 @@ class Reads(Protocol):
 
 
 class Fetches(Protocol):
-    """What brings an adapter's files here: `fetch.AdapterFetcher`."""
+    """Brings an adapter's files here: `fetch.AdapterFetcher`."""
 
     def fetch(self, path: str, *, again: bool = False) -> Path:
         """The directory that they are in now. `again`: what was brought before will do."""
@@ -104,7 +104,7 @@ class AdapterManager:
         return self.pool.changed
 
     def close(self) -> None:
-        """Read nothing more; what is being read is for nobody."""
+        """Read nothing more; an adapter that is being read is dropped."""
         self._jobs.put(None)
 
     @property
@@ -134,7 +134,7 @@ class AdapterManager:
         return PoolReleased()
 
     def submit(self, owner: int, message: Submit, arrived_ns: int, grammar: object) -> Released:
-        """A request that names an adapter. It goes on at once, or waits.
+        """A request that names an adapter. It is submitted at once, or waits.
 
         Raises:
             WorkerUnavailable: there is no such adapter here, or it is another one than the gateway means.

@@ -7,7 +7,7 @@ One step's batch is any mixture of rows: one that decodes has one new token, a c
 Token `t` of the step belongs to one row; rows lie one after another. For every row the tokens before its
 chunk are already in the cache, and those of the chunk are stored by `store` before `attend` reads them.
 
-What differs between models and layers (scale, soft cap, windows: `AttentionSpec`) is given when an
+The differences between models and layers (scale, soft cap, windows: `AttentionSpec`) is given when an
 implementation is made. Windows only mask: the KV blocks that leave one are kept.
 
 **Promise**: the bits of a token's output depend on its own query and on the keys and values at and before its

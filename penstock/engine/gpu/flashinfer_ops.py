@@ -35,14 +35,14 @@ WORKSPACE_BYTES = 128 << 20
 STEPS_UNDER_WAY = 3
 """`DeviceRunner.FLIGHTS`."""
 HEAD_DIMS = (64, 128, 256)
-"""What its kernels are compiled for."""
+"""The head sizes that its kernels are compiled for."""
 _TENSOR_CORES_FROM = 4
 """Query heads per key head from which its decode kernels for tensor cores pay; those without know 1, 2, 4 and
 8 only."""
 
 
 class Wrapper(Protocol):
-    """What is used of FlashInfer's wrappers; their arguments go by keyword."""
+    """The used part of FlashInfer's wrappers; their arguments go by keyword."""
 
     def plan(self, *args: Tensor, **kwargs: Any) -> None:  # noqa: ANN401
         """Describe a step."""
@@ -71,7 +71,7 @@ class Contexts:
     def of(
         cls, rows: Int32Array, computed: Int32Array, num_tokens: Int32Array, state: RowState
     ) -> "Contexts":
-        """What the rows read: everything up to their last new token. Asks the device for nothing."""
+        """The KV that the rows read: everything up to their last new token. Asks the device for nothing."""
         ends = computed + num_tokens
         counts = -(-ends // BLOCK_TOKENS)
         starts = _starts(counts)

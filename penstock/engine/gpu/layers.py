@@ -60,7 +60,7 @@ class DeviceAttention:
 
     @property
     def slots_per_block(self) -> int:
-        """What `Ops.prepare` multiplies block ids with."""
+        """The factor by which `Ops.prepare` multiplies block ids."""
         return self._cache.pages_per_block * BLOCK_TOKENS
 
     def use(self, step: DeviceStep) -> None:
@@ -127,7 +127,7 @@ class DeviceLinear:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it computes with: the weight, and the bias."""
+        """The tensors that it computes with: the weight, and the bias."""
         return (self._transposed,) if self._bias is None else (self._transposed, self._bias)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:

@@ -59,7 +59,7 @@ GRAPH_MEMORY_BYTES_MAX = 1024 * 1024 * 1024
 
 @dataclass(slots=True, frozen=True)
 class Target:
-    """What a model is built for."""
+    """The target that a model is built for."""
 
     config: EngineSettings
     platform: Platform
@@ -142,7 +142,7 @@ def build_on_device(
 
 
 def device_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """What the config says, or bfloat16 on a GPU."""
+    """The config's type, or bfloat16 on a GPU."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.float32 if config.dtype == "float32" else torch.bfloat16

@@ -21,7 +21,7 @@ from penstock.models.spec import DecoderSpec
 
 @dataclass(slots=True, frozen=True)
 class HeadRotation:
-    """What happens to a layer's query and key heads before attention."""
+    """The rotation of a layer's query and key heads before attention."""
 
     table: RotaryTable
     norms: tuple[Tensor, Tensor] | None
@@ -120,7 +120,7 @@ class Ops(Protocol):
     ) -> None:
         """Causal grouped-query attention over the cache; `q`, `out`: `[num_tokens, num_heads, head_dim]`.
 
-        What is written for padding means nothing.
+        Values written for padding mean nothing.
         """
         ...
 

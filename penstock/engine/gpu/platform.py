@@ -1,4 +1,4 @@
-"""What differs between devices for code that launches work: staging memory, events, graphs.
+"""The differences between devices for code that launches work: staging memory, events, graphs.
 
 On the CPU work is done when the call returns, so events are nothing and a graph is the call itself: the same
 runner code runs, and is tested, on either.
@@ -43,7 +43,7 @@ class Platform(Protocol):
     """Of the device, as in the kernel's log ("0000:3b:00"); empty if that is not known, None for a
     processor."""
     share: Share
-    """What a KV cache gets of the free memory."""
+    """The KV cache's share of the free memory."""
 
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Zeroed host memory that copies to and from the device without stopping the host."""
@@ -62,8 +62,8 @@ class Platform(Protocol):
         ...
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """Run something, and give the most device memory that it had taken at any time; 0 where nobody
-        counts.
+        """Run something, and give the most device memory that it had taken at any time; 0 where it is not
+        counted.
 
         It is returned to the device afterwards.
         """
@@ -205,7 +205,7 @@ class Staging:
     def put(self, values: npt.NDArray[Any]) -> Tensor:
         """The values `[n]` (a type of 4 or 8 bytes) in device memory.
 
-        What does not fit is copied from ordinary memory, for which the host may have to wait.
+        An array that does not fit is copied from ordinary memory, for which the host may have to wait.
         """
         start = self._used + self._used % 2  # Eight bytes may not begin at an odd word.
         end = start + values.size * values.itemsize // 4

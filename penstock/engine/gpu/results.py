@@ -254,7 +254,7 @@ class DeviceGrammars:
         self._num_words = -(-tokens.vocab_size // 32)
 
     def enter(self, plan: StepPlan, under_way: Iterable[DeviceFlight], staging: Staging) -> None:
-        """Take in the plan's rows. What is drawn for requests that leave is taken before."""
+        """Take in the plan's rows. Draws for requests that leave are taken before."""
         freed = [*plan.freed_rows, *(new.row for new in plan.new_rows)]
         if any(row in self._rows for row in freed):
             self.take(under_way, staging)
@@ -268,7 +268,9 @@ class DeviceGrammars:
         return any(row in self._rows for row in host.sample_rows.tolist())
 
     def masks(self, flight: DeviceFlight, host: HostStep, under_way: Iterable[DeviceFlight]) -> Masks | None:
-        """What the step may draw, behind everything that is under way; its rows are noted in `flight`."""
+        """The tokens that the step may draw, behind everything that is under way; its rows are noted in
+        `flight`.
+        """
         self.take(under_way, flight.staging)
         rows, positions = host.sample_rows.astype(np.int64), host.sample_positions.astype(np.int64)
         flight.constrained = [i for i, row in enumerate(rows.tolist()) if row in self._rows]

@@ -136,8 +136,8 @@ class HostRows:
 # Penalties, logit bias and minimum lengths on the device: the arithmetic of `engine/adjustments.py`, from
 # the device's rows.
 #
-# The host knows which rows ask for anything, and only then is anything launched. What a row has said so
-# far is read from its row of the token table, which holds tokens that the host has not seen yet.
+# The host knows which rows ask for anything, and only then is anything launched. A row's answer so far is
+# read from its row of the token table, which holds tokens that the host has not seen yet.
 
 _ROWS_AT_ONCE = 32
 """Rows whose counts `[rows, vocab_size]` are in memory at the same time."""

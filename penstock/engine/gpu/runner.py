@@ -55,7 +55,7 @@ class DeviceParts:
     ops: Ops
     decoder: Decoder
     weights: Callable[[], list[Tensor]]
-    """What the decoder computes with, as it lies in memory."""
+    """The decoder's weights, as they lie in memory."""
     cache: KVCache
     attention: DeviceAttention
     host: HostStore
@@ -72,7 +72,7 @@ class DeviceRunner:
     def __init__(self, parts: DeviceParts) -> None:
         self.info, self.floor = parts.info, parts.floor
         self.kernels = f"{parts.platform.device.type} {parts.ops.name}"
-        """What computes, for people."""
+        """The name of the kernels, for people."""
         self.pci_address = parts.platform.pci_address
         self.cache = parts.cache
         """Keys and values."""
@@ -88,7 +88,7 @@ class DeviceRunner:
         self._rows = HostRows(self._state)
         self._grammars: DeviceGrammars | None = None
         self.graphs = GraphCache(parts.platform, parts.graphs, self._run)
-        """What is captured; for statistics."""
+        """The captured code; for statistics."""
         self._idle = deque(DeviceFlight.allocate(parts.platform, parts.limits) for _ in range(FLIGHTS))
         self._under_way: deque[DeviceFlight] = deque()
 
@@ -145,7 +145,7 @@ class DeviceRunner:
         self._grammars = DeviceGrammars(tokens, self._state)
 
     def weight_check(self, clock: Clock) -> WeightCheck:
-        """What looks after its weights in idle time."""
+        """The background check of its weights in idle time."""
         return WeightCheck(self._weights(), clock)
 
     def idle(self) -> bool:
@@ -235,7 +235,7 @@ class DeviceRunner:
         )
 
     def _run(self, kind: StepKind) -> None:
-        """What graphs capture: from the step's description in device memory to its drawn tokens."""
+        """The code that graphs capture: from the step's description in device memory to its drawn tokens."""
         step = self._step(kind)
         logits = self._forward(step, None)
         if kind.draws:

@@ -1,4 +1,4 @@
-"""What a step looks like in device memory: tables of the live rows, the step's description, and what is made
+"""The layout of a step in device memory: tables of the live rows, the step's description, and what is made
 of it.
 
 A captured graph sees addresses, not arguments: everything that changes from step to step is in these buffers,
@@ -31,7 +31,7 @@ _COUNTS = 8
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StepLimits:
-    """What the buffers are sized for."""
+    """The sizes of the buffers."""
 
     max_running: int
     """Rows of the tables, and rows and samples of one step at most."""
@@ -47,7 +47,7 @@ class StepLimits:
 
 @dataclass(slots=True, frozen=True)
 class RowState:
-    """What the device holds of every live row. The last row is unused: padding reads and writes it.
+    """The device's state of every live row. The last row is unused: padding reads and writes it.
 
     The runner writes a row when its request enters, and block ids as they are announced. The sampler writes
     tokens. All are `[max_running + 1, ...]`.
@@ -159,7 +159,7 @@ class StepBuffer:
 
 @dataclass(slots=True, frozen=True)
 class DeviceStepInputs:
-    """What `Ops.prepare` makes on the device: token by token and sample by sample, padded to fixed
+    """The result of `Ops.prepare` on the device: token by token and sample by sample, padded to fixed
     numbers.
     """
 
@@ -224,7 +224,7 @@ class DeviceStep:
 
 @dataclass(slots=True, frozen=True)
 class Drawn:
-    """What `Ops.sample` found, padding included."""
+    """The result of `Ops.sample`, padding included."""
 
     token_ids: Tensor
     """`[num_samples]` int32."""

@@ -148,7 +148,7 @@ class TorchOps:
         q.copy_(_rotated(queries, rotation, step.inputs.positions))
         slots = step.inputs.slots
         live = slots >= 0
-        # What is written for padding is zero, into the cache's last block, which stays zero.
+        # Padding writes zeros, into the cache's last block, which stays zero.
         nowhere = cache.zero_block * cache.pages_per_block * BLOCK_TOKENS
         first = torch.where(live, slots, nowhere) + layer * 2 * BLOCK_TOKENS
         for part, place in ((_rotated(keys, rotation, step.inputs.positions), 0), (values, BLOCK_TOKENS)):

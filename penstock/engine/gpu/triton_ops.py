@@ -38,7 +38,7 @@ from penstock.models.spec import DecoderSpec
 from penstock.types import BLOCK_TOKENS
 
 _PROGRAMS_PER_PROCESSOR = 2
-"""What fits by registers: up to 255 per thread (compiled for sm_90)."""
+"""As many as fit by registers: up to 255 per thread (compiled for sm_90)."""
 _DECODE_STAGES, _CHUNK_STAGES = 5, 2
 """How far loads run ahead. Rows that decode wait for memory; more than 2 make tiles of chunks slower
 (measured on an H100)."""

@@ -24,12 +24,12 @@ _NO_MATCH = "the answer does not match its grammar"
 
 
 class Stage(enum.Enum):
-    """What may come next."""
+    """The tokens that may come next."""
 
     OPENING = "opening"  # The reasoning, or what stands without one.
     THINKING = "thinking"  # Any token; the closing mark is looked for.
     WRITING = "writing"  # Any token; the mark of a call is looked for, if there is a grammar for calls.
-    BOUND = "bound"  # What the grammar allows.
+    BOUND = "bound"  # Tokens that the grammar allows.
 
 
 class GrammarAnswer:
@@ -49,7 +49,7 @@ class GrammarAnswer:
         self.only_ends = False
         """Nothing but the end may come next; set with the mask."""
         self.error: str | None = None
-        """Why the answer cannot go on."""
+        """The error that ended the answer."""
         self._is_let_be = False
         """An optional grammar could not be followed: anything goes."""
         self._num_thought = 0
@@ -120,7 +120,7 @@ class GrammarAnswer:
         return forced
 
     def check(self) -> None:
-        """After a mask: whether the matcher can go on."""
+        """After a mask: whether the matcher can continue."""
         if self._matcher.is_error():
             self._fail(self._matcher.get_error().partition("\n")[0])
 
@@ -189,7 +189,7 @@ class GrammarAnswer:
         pattern = self.grammar.call_mark
         assert pattern is not None
         self._tail += data
-        # What a pattern may refer to the answer's beginning by is not to be found in the middle of it.
+        # The beginning to which a pattern may refer is not to be found in the middle of the answer.
         while (found := pattern.search(self._tail, 0 if self._is_beginning else 1)) is not None:
             begins = found.start("call") if pattern.groups else found.end()
             text, self._tail = self._tail[begins:], self._tail[found.end() - 1 :]

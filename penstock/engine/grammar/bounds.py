@@ -1,8 +1,8 @@
-"""What compiling a schema costs, and the bounds on it: llguidance would take some schemas of a few bytes for
+"""The cost of compiling a schema, and the bounds on it: llguidance would take some schemas of a few bytes for
 hours.
 
 The bounds are counts, which do not depend on the machine or its load, so that it is no matter of chance
-whether an ordinary schema is refused. What they do not know is stopped by the trial's time (trial.py).
+whether an ordinary schema is refused. The trial's time (trial.py) stops schemas that the bounds do not know.
 """
 
 import json
@@ -203,7 +203,7 @@ def _cost_of_object(node: dict[str, Any], num_properties: int, *, is_pattern: bo
 
 
 class _Crossings:
-    """What holds together at one place: of how many alternatives, and with how many patterns."""
+    """Rules that cross at one place: of how many alternatives, and with how many patterns."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._schema = schema
@@ -275,7 +275,7 @@ def _num_keys(literal: object) -> int:
 
 
 def _referred(schema: object, pointer: str) -> object:
-    """What a reference within the schema points to; None if nothing is there."""
+    """The target of a reference within the schema; None if nothing is there."""
     for part in unquote(pointer).removeprefix("#").split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         found: object = cast(dict[str, object], schema).get(name) if isinstance(schema, dict) else None

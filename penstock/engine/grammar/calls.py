@@ -5,7 +5,7 @@
     Python, Gemma  pythonic, tool_code, gemma    literals of their own (values.py), of types that are plain
 
 A grammar begins where the syntax's `call_mark` says and allows one spelling, which the parser of the syntax
-reads. What cannot be enforced is refused.
+reads. A rule that cannot be enforced is refused.
 
 Schemas, of calls and of answers, are first put in words that llguidance enforces. Dates exist, as RFC 3339
 (5.7) wants them of `date` and `date-time`: llguidance's own automata know the lengths of months, but not leap
@@ -43,7 +43,7 @@ _LEAP_YEAR = "([0-9][0-9](0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[135
 _DATE = f"({_LEAP_YEAR}-02-29|{_YEAR}-(02-(0[1-9]|1[0-9]|2[0-8])|(0[13-9]|1[0-2])-[0-9][0-9]))"
 _SECONDS = "[0-9][0-9]:[0-9][0-9]:[0-5]"
 _PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]{_SECONDS}", "time": f"^{_SECONDS}"}
-"""What holds beside llguidance's automaton of the format."""
+"""The patterns that hold beside llguidance's automaton of the format."""
 _CHARS = r"[A-Za-z0-9._~!$&'()*+,;=@-]"
 _MORE = r"[A-Za-z0-9._~!$&'()*+,;=@:/?-]"
 _HOST = r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9.-]+(:[0-9]{1,5})?"
@@ -167,7 +167,7 @@ def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Calls:
-    """What the grammars of one request's calls are made from, and their rules so far."""
+    """The parts of the grammars of one request's calls, and their rules so far."""
 
     def __init__(self, tools: Tools, options: JsonOptions, marks: Marks, *, several: bool) -> None:
         self.tools, self.rules = tools, Rules(marks)

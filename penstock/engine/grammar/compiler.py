@@ -146,7 +146,7 @@ class GrammarCompiler:
         """Those that wait, by tenant; the first tenant is next."""
 
     def cached(self, tenant: bytes, grammar: Grammar) -> CompiledGrammar | InvalidRequest | None:
-        """What came of it when the tenant asked for it before, if that is still there. Each request takes
+        """The result of the tenant's earlier request for it, if that is still there. Each request takes
         `bounded` of it.
         """
         key = _key(tenant, grammar)
@@ -170,7 +170,7 @@ class GrammarCompiler:
             return job.future
 
     def cancel(self, tenant: bytes, grammar: Grammar) -> None:
-        """A request that waits for it is gone. What no request waits for is not begun."""
+        """A request that waits for it is gone. A grammar that no request waits for is not begun."""
         key = _key(tenant, grammar)
         with self._lock:
             job, line = self._jobs.get(key), self._lines.get(tenant)
@@ -249,7 +249,7 @@ def compile_grammar(grammar: Grammar, tokens: GrammarTokens) -> CompiledGrammar:
         first = LLMatcher(tokens.library, text, log_level=0, limits=limits())
         if first.is_error():
             refuse_words(first.get_error(), schema)
-        first.compute_bitmask()  # What the first answer would have to find out.
+        first.compute_bitmask()  # The mask that the first answer would have to compute.
         if first.is_error():
             refuse_words(first.get_error(), schema)
         if first.is_stopped() and not first.is_accepting():

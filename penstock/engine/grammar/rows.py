@@ -2,7 +2,7 @@
 
     enter    a row's state is made on a thread, while its prompt is computed
     masks    before a draw: waits for the masks of the rows that draw
-    take     after it: states go on, and the masks of the next draw are computed on a thread, while the next
+    take     after it: states advance, and the masks of the next draw are computed on a thread, while the next
              step computes
 
 Bits of tokens are the only thing that the sampler sees. A token that is forced needs no mask: whatever is
@@ -109,7 +109,7 @@ class GrammarRows:
             self._kept.popitem(last=False)
 
     def masks(self, rows: Int64Array, positions: Int64Array) -> Masks | None:
-        """What may be drawn at `positions` of `rows`; None: anything."""
+        """The tokens that may be drawn at `positions` of `rows`; None: anything."""
         if not self._rows:
             return None
         of_row = np.full(len(rows), -1, np.int32)
@@ -156,9 +156,9 @@ class GrammarRows:
     def take(
         self, rows: Int64Array, positions: Int64Array, token_ids: Int64Array
     ) -> "dict[int, Forced | str]":
-        """Go on behind what was drawn. Replaces in `token_ids` what was forced.
+        """Advance behind the drawn tokens. Replaces in `token_ids` what was forced.
 
-        Returns what follows, or why a row cannot go on, by index of `rows`.
+        Returns the tokens that follow, or why a row failed, by index of `rows`.
         """
         follows: dict[int, Forced | str] = {}
         if not self._rows:

@@ -1,5 +1,4 @@
-"""What a request asks its answer to look like, as a grammar of llguidance; what cannot be enforced is
-refused.
+"""The form that a request asks for, as a grammar of llguidance; what cannot be enforced is refused.
 
 Nothing is approximated: llguidance's lenient mode is off, and a keyword that it would pass over stops the
 request. JSON is written in one way, with ", " and ": " between its parts and no other white space: so the
@@ -35,7 +34,7 @@ _LIMITS: dict[str, Any] = {
 """llguidance's bounds on one grammar: on compiling, on one mask, and on memory (1 to 2 KB a state)."""
 _ANOTHER = re.compile(r"Resource ('[^']*') is not present")
 _OWN_TEXT = re.compile(r"\A(at \d+\(\d+\): )?(failed to compile JSON schema: )?|\n\s*\d+ \|.*\Z", re.DOTALL)
-"""What llguidance says of the grammar that was made here around a schema: clients have not written it."""
+"""llguidance's message about the grammar that was made here around a schema: clients have not written it."""
 _JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -73,7 +72,7 @@ def grammar_text(form: bytes, marks: Marks = json.dumps) -> tuple[str, object]:
 
 
 def limits() -> LLParserLimits:
-    """What one grammar may take."""
+    """The bounds of one grammar."""
     return LLParserLimits(**_LIMITS)
 
 
@@ -187,7 +186,7 @@ def _grammar(value: object) -> tuple[str, object]:
     if not isinstance(value, str) or not value.strip():
         _refuse("expected a string that is not empty", "grammar")
     pieces, end = list[str](), 0
-    for found in re.finditer(r"%json\b\s*", value):  # What holds of a schema holds of one in here.
+    for found in re.finditer(r"%json\b\s*", value):  # The rules of a schema hold in here too.
         try:
             schema, behind = json.JSONDecoder().raw_decode(value, found.end())
         except (ValueError, RecursionError) as error:

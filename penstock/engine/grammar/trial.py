@@ -129,7 +129,7 @@ def _try(form: bytes) -> bytes:
         except InvalidRequest as error:
             _write(writer, msgspec.msgpack.encode(_Refusal(str(error), error.param or "")))
         finally:
-            os._exit(0)  # Whatever happens, no second process may go on to read.
+            os._exit(0)  # In no case may a second process continue to read.
     os.close(writer)
     reply = _read(reader)
     os.close(reader)

@@ -130,7 +130,7 @@ class Values:
         """The rule of any value, once it is there."""
 
     def arguments(self) -> str:
-        """What stands between the brackets of the call."""
+        """The text between the brackets of the call."""
         if kinds_of(self._root, self._root) != OBJECT:
             _refuse("arguments that are no object")
         if self._spelling.is_python:
@@ -250,7 +250,9 @@ class Values:
         return f'"[" {rule} {more} "]"' if least else f'"[" ({rule} {more})? "]"'
 
     def _members(self, node: dict[str, Any], key: Callable[[str], str | None], any_key: str) -> str:
-        """What an object has, in the order of its schema: a member may be left out if it is not required."""
+        """The members of an object, in the order of its schema: a member may be left out if it is not
+        required.
+        """
         between = json.dumps(self._spelling.between)
         if "properties" not in node and (more := node.get("additionalProperties", True)) is not False:
             if node.get("required"):

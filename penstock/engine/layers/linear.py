@@ -123,7 +123,7 @@ def cancelling(in_features: int, out_features: int, dtype: torch.dtype) -> tuple
 
 
 _ALIGNED_BYTES = 64
-"""What torch allocates begins at a multiple of this. Where it begins may choose the kernel: operands that lie
+"""Torch's allocations begin at a multiple of this. Where it begins may choose the kernel: operands that lie
 otherwise are copied."""
 
 
@@ -141,7 +141,7 @@ class Linear(Protocol):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it computes with, as it lies in memory."""
+        """The tensors that it computes with, as they lie in memory."""
         ...
 
 
@@ -160,7 +160,7 @@ class TorchLinear:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it computes with: the weight, perhaps a copy in another order, and the bias."""
+        """The tensors that it computes with: the weight, perhaps a copy in another order, and the bias."""
         return (self._transposed,) if self._bias is None else (self._transposed, self._bias)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
@@ -201,12 +201,12 @@ _LAYOUTS: dict[bool, tuple[Layout, ...]] = {True: (_turned, _as_stored), False: 
 a narrow weight, such as a router's, with `[out, in]`. oneDNN's bfloat16 likes `[out, in]`."""
 
 _known: dict[tuple[object, ...], tuple[Layout, RowTiles]] = {}
-"""What was measured in this process, by matrix shape, dtype, rows and threads: facts about machine and
+"""Measurements of this process, by matrix shape, dtype, rows and threads: facts about machine and
 library."""
 
 
 class Pads:
-    """What calls are padded in, by the size of it: shared by layers that run one after another."""
+    """The buffers that calls are padded in, by their size: shared by layers that run one after another."""
 
     def __init__(self) -> None:
         self._pads: dict[tuple[object, ...], Tensor] = {}

@@ -45,7 +45,7 @@ class DenseMlp:
 
 
 class MoeScratch:
-    """What the experts of all layers work in, one after another."""
+    """The scratch of the experts of all layers, one after another."""
 
     __slots__ = ("given", "picked", "total", "weighted")
 

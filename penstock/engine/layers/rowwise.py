@@ -168,7 +168,7 @@ class RotaryTable:
 
 @dataclass(slots=True, frozen=True)
 class RotaryWeights:
-    """What happens to query and key heads before attention, for all layers."""
+    """The rotation of query and key heads before attention, for all layers."""
 
     tables: tuple[RotaryTable, ...]
     """Per layer; layers that turn alike share one object."""

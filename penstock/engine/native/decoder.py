@@ -31,8 +31,8 @@ from penstock.engine.native.library import (
     PsDecoder,
     PsDraft,
     PsMlp,
+    PsStep,
     PsWeight,
-    Step,
     Type,
 )
 from penstock.engine.native.ops import HEAD_DIM_MAX, LayerCache
@@ -132,8 +132,8 @@ class _Packer:
         return pack(self._kernels, self._matrix(gate, biases[0]), self._matrix(up, biases[1]), self._gate)
 
     def router(self, weight: _Piece, bias: Tensor | None) -> PackedWeight:
-        """What chooses experts: small, and never rounded, since a wrong choice costs more than a wrong
-        digit.
+        """The weights that choose experts: small, and never rounded, since a wrong choice costs more than a
+        wrong digit.
         """
         assert not isinstance(weight, tuple), "it is one"
         return pack(self._kernels, exact(dense(weight, self.dtype), bias))
@@ -206,7 +206,7 @@ class NativeDecoder:
         self._kernels = kernels
         self._kept: list[
             Tensor | PackedWeight | Array[Layer] | Array[PsMlp]
-        ] = []  # What the structs point into.
+        ] = []  # The memory that the structs point into.
         embedding = dense(weights.take_parts("embedding")[0], cache.dtype)
         packer = _Packer(kernels, precision, spec.activation, embedding.dtype)
         angles = self._angles(spec, limits.max_model_len)
@@ -256,7 +256,7 @@ class NativeDecoder:
         logits = self._logits[: len(samples)]
         self._kernels.step(
             self._struct,
-            Step(
+            PsStep(
                 token_ids=token_ids.data_ptr(), samples=samples.data_ptr(),
                 block_tables=rows.block_tables.ctypes.data, query_starts=rows.query_starts.ctypes.data,
                 context_lens=rows.context_lens.ctypes.data, logits=logits.data_ptr(),
@@ -274,7 +274,7 @@ class NativeDecoder:
         self._kernels.draft(self._struct, job)
 
     def weights(self) -> list[Tensor]:
-        """What it computes with, as it lies in memory."""
+        """The weights that it computes with, as they lie in memory."""
         found = list[Tensor]()
         for each in self._kept:
             if isinstance(each, PackedWeight):

@@ -31,7 +31,7 @@ class Type(IntEnum):
 
 
 class Epilogue(IntEnum):
-    """What becomes of a product's sums; a gate and its up share panels and give `act(gate) * up`."""
+    """The fate of a product's sums; a gate and its up share panels and give `act(gate) * up`."""
 
     PLAIN = 0
     SILU_MUL = 1
@@ -40,7 +40,7 @@ class Epilogue(IntEnum):
 
 
 STEP_PARTS = ("norm", "qkv", "rope", "attention", "o", "gate_up", "down", "head", "rest")
-"""Whose nanoseconds `Step.part_ns` counts, in the order of `PsPart`."""
+"""The parts whose nanoseconds `PsStep.part_ns` counts, in the order of `PsPart`."""
 
 
 class PsWeight(Structure):
@@ -147,7 +147,7 @@ class PsDecoder(Structure):
     ]  # fmt: skip
 
 
-class Step(Structure):
+class PsStep(Structure):
     """`PsStep`: what one step computes."""
 
     _fields_ = [
@@ -192,7 +192,7 @@ class PsSample(Structure):
 
 
 class PsLookup(Structure):
-    """`PsLookup`: guesses of how rows go on."""
+    """`PsLookup`: guesses of rows' next tokens."""
 
     _fields_ = [
         ("token_ids", c_void_p), ("rows", c_void_p), ("known", c_void_p), ("most", c_void_p),
@@ -202,7 +202,7 @@ class PsLookup(Structure):
 
 
 class PsDraft(Structure):
-    """`PsDraft`: guesses of how rows go on, by a model."""
+    """`PsDraft`: guesses of rows' next tokens, by a model."""
 
     _fields_ = [
         ("token_ids", c_void_p), ("rows", c_void_p), ("firsts", c_void_p), ("counts", c_void_p),
@@ -231,7 +231,7 @@ _STRUCTS = (
     PsMlp,
     Layer,
     PsDecoder,
-    Step,
+    PsStep,
     PsSample,
     AdapterPart,
     AdapterLinear,
@@ -317,7 +317,7 @@ class NativeLibrary:
         """Run `ps_lookup`."""
         self._call(self._lib.ps_lookup, job)
 
-    def step(self, decoder: PsDecoder, step: Step) -> None:
+    def step(self, decoder: PsDecoder, step: PsStep) -> None:
         """Run `ps_step`.
 
         Raises:
@@ -373,7 +373,7 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.ps_round.argtypes = [c_int32, c_int32, c_void_p, *[c_int64] * 4, c_void_p, c_void_p]
     lib.ps_round.restype = None
     lib.ps_advise_huge.argtypes, lib.ps_advise_huge.restype = [c_void_p, c_int64], None
-    lib.ps_step.argtypes, lib.ps_step.restype = [POINTER(PsDecoder), POINTER(Step)], c_int32
+    lib.ps_step.argtypes, lib.ps_step.restype = [POINTER(PsDecoder), POINTER(PsStep)], c_int32
     lib.ps_draft.argtypes, lib.ps_draft.restype = [POINTER(PsDecoder), POINTER(PsDraft)], c_int32
     for name, struct in _CALLS.items():
         function = getattr(lib, name)

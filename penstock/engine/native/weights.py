@@ -88,7 +88,7 @@ class PackedWeight:
         self.kind = kind
         self.n, self.k = int(struct.n), int(struct.k)
         self.tensors = tensors
-        """What the struct points into."""
+        """The memory that the struct points into."""
 
     @property
     def num_bytes(self) -> int:

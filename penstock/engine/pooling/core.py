@@ -48,7 +48,7 @@ class _Batch:
 
 
 class VectorCore(EngineCore):
-    """See the module. What it is given must be `Submit`s with `inputs`."""
+    """See the module. Its inputs must be `Submit`s with `inputs`."""
 
     def __init__(
         self, scheduler: Scheduler, runner: StepRunner, clock: Clock, config: EngineSettings
@@ -94,7 +94,7 @@ class VectorCore(EngineCore):
                 self._end_texts(batch)
 
     def step(self) -> Outputs:
-        """See `EngineCore`: what is told of texts becomes what is told of their batches."""
+        """See `EngineCore`: outputs about texts become outputs about their batches."""
         told: Outputs = {}
         for owner, outputs in super().step().items():
             touched: dict[RequestId, _Batch] = {}
@@ -152,12 +152,12 @@ class VectorCore(EngineCore):
             self._end_texts(batch)
 
     def _end_texts(self, batch: _Batch) -> None:
-        """End what runs of a batch; what waits is not begun. Each is told of in the next step."""
+        """End what runs of a batch; what waits is not begun. Each is reported in the next step."""
         batch.pending = iter(())
         super().abort(batch.owner, tuple(batch.live))
 
     def _news(self, batch: _Batch) -> Output:
-        """What there is to tell of a batch: vectors, and its end with its last text."""
+        """The output for a batch: vectors, and its end with its last text."""
         vectors, batch.vectors = tuple(batch.vectors), []
         name, finish = batch.message.request_id, None
         if not batch.live:

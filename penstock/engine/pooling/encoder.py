@@ -53,7 +53,7 @@ class Encoder:
 
     @property
     def weights(self) -> list[Tensor]:
-        """What it computes with, as it lies in memory."""
+        """The weights that it computes with, as they lie in memory."""
         return list(self._weights.values())
 
     def compute(self, texts: Sequence[EncoderText]) -> Tensor:
@@ -125,7 +125,7 @@ class EncoderRunner:
     """One encoder behind the scheduler's plans."""
 
     kernels = "torch"
-    """What computes, for people."""
+    """The name of the kernels, for people."""
 
     def __init__(self, encoder: Encoder, info: ModelInfo, pooling: PoolingSpec, *, step_tokens: int) -> None:
         self.info = info
@@ -167,7 +167,7 @@ class EncoderRunner:
         return torch.stack(rows).numpy()
 
     def weight_check(self, clock: Clock) -> WeightCheck:
-        """What looks after its weights in idle time."""
+        """The background check of its weights in idle time."""
         return WeightCheck(self._encoder.weights, clock)
 
     def warm_up(self) -> None:

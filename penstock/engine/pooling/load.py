@@ -28,7 +28,7 @@ from penstock.types import BLOCK_TOKENS, VECTOR_CAPABILITIES, Capability
 def build_any_runner(
     model_path: str | Path, config: EngineConfig, clock: Clock, on_progress: OnProgress
 ) -> StepRunner:
-    """What a worker process calls at its start: the runner of a model that generates text, or makes vectors.
+    """Called by a worker process at its start: the runner of a model that generates text, or makes vectors.
 
     Raises:
         CheckpointError: the directory does not hold a model that can be served.
@@ -45,7 +45,7 @@ def build_any_runner(
 
 
 def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> ModelInfo | None:
-    """What `build_any_runner` would load, as `runner.plan_model` says it.
+    """The model that `build_any_runner` would load, as `runner.plan_model` describes it.
 
     Raises:
         CheckpointError, ConfigError: as `build_any_runner`.
@@ -79,7 +79,7 @@ def _config_for(path: Path, config: EngineConfig, pooling: PoolingSpec) -> Engin
 
 
 def _told(info: ModelInfo, pooling: PoolingSpec) -> ModelInfo:
-    """What is told of it, in the place of what its decoder is."""
+    """The reported pooling, in the place of the decoder's facts."""
     return replace(
         info, pooling=pooling.kind, dimensions=pooling.dimensions, capabilities=VECTOR_CAPABILITIES
     )
@@ -96,7 +96,8 @@ def _load_encoder(
 
 
 def _encoder_info(path: Path, config: EngineConfig, encoder: tuple[EncoderSpec, PoolingSpec]) -> ModelInfo:
-    """What is told of an encoder. Its KV blocks are none: as many as its rows could ask for are counted.
+    """The reported facts of an encoder. Its KV blocks are none: as many as its rows could ask for are
+    counted.
 
     Raises:
         ConfigError: a setting that is impossible with an encoder.

@@ -39,7 +39,7 @@ class PoolingRunner:
     """One decoder on the CPU. Not thread-safe: one step at a time."""
 
     def __init__(self, parts: RunnerParts, info: ModelInfo, pooling: PoolingSpec) -> None:
-        """`info`: what is told of it, in the place of the decoder's own."""
+        """`info`: the reported facts, in the place of the decoder's own."""
         self.info, self.floor = info, parts.floor
         self._model, self._cache, self._host = parts.model, parts.cache, parts.host
         self._step_tokens = parts.step_tokens
@@ -50,7 +50,7 @@ class PoolingRunner:
 
     @property
     def kernels(self) -> str:
-        """What computes, for people."""
+        """The name of the kernels, for people."""
         return self._model.kernels
 
     @torch.inference_mode()
@@ -74,7 +74,7 @@ class PoolingRunner:
         return StepResult(plan.step, sampled, (), self._host.collect(wait=False))
 
     def weight_check(self, clock: Clock) -> WeightCheck:
-        """What looks after its weights in idle time."""
+        """The background check of its weights in idle time."""
         return WeightCheck(self._model.weights(), clock)
 
     @torch.inference_mode()

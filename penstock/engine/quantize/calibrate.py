@@ -127,7 +127,7 @@ class Calibration:
 
     @torch.inference_mode()
     def listen(self, keys: Iterable[str], on_sequence: Callable[[], None]) -> dict[str, Inputs]:
-        """What goes into the layers with these keys, over the whole text."""
+        """The inputs of the layers with these keys, over the whole text."""
         self._listened.wanted, self._listened.inputs = frozenset(keys), {}
         for token_ids in self._sequences:
             self._run(token_ids)
@@ -317,5 +317,5 @@ def float8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _half(scale: Tensor) -> Tensor:
-    """What the file can hold: float16, never zero."""
+    """The scale as the file can hold it: float16, never zero."""
     return scale.half().float().clamp_min(2.0**-24)

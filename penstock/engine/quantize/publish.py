@@ -240,7 +240,7 @@ class Quantizer:
         return json.loads((self._directory / CONFIG_FILE).read_bytes())
 
     def _outside(self) -> Tensors:
-        """What belongs to no layer."""
+        """The tensors that belong to no layer."""
         keys = [key for key in self._weights if not key[0].isdigit()]
         return {
             part.name: tensor
@@ -354,7 +354,7 @@ def _part_name(numbers: range) -> str:
 
 
 def _read_state(output: Path, settings: dict[str, Any]) -> _State:
-    """What was done of this work before.
+    """The part of this work that was done before.
 
     Raises:
         ConfigError: the directory holds something else.

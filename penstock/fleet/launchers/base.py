@@ -45,7 +45,7 @@ class LaunchedWorker(Protocol):
 
     @property
     def spec(self) -> WorkerSpec:
-        """What was asked for."""
+        """The spec that it was started from."""
         ...
 
     @property
@@ -78,8 +78,8 @@ class Launcher(Protocol):
 
     @property
     def link_key(self) -> bytes:
-        """What its workers' connections are proven with (protocol/address.py); empty where nobody else
-        can reach them.
+        """The key that proves its workers' connections (protocol/address.py); empty where no other user can
+        reach them.
         """
         ...
 

@@ -2,22 +2,22 @@
 
 The same object is used again for a restart: same launch line, same socket path.
 
-What one worker prints, kept in a file that cannot fill the disk.
+The output of one worker, kept in a file that cannot fill the disk.
 
 Two files, each up to half the bound: NAME.log, and NAME.log.1 with what came before it.
 
 A TCP port that is ours from before a worker listens on it until long after: it keeps its address when it
 restarts.
 
-A free port that is looked up and let go may be somebody else's a moment later. So a socket is bound to it
-with SO_REUSEPORT and never listens: the kernel gives the port to nobody but processes of the same user that
-ask for it in the same way, and sends connections only to sockets that listen.
+A free port that is looked up and released may be taken by another process a moment later. So a socket is
+bound to it with SO_REUSEPORT and never listens: the kernel gives the port only to processes of the same user
+that ask for it in the same way, and sends connections only to sockets that listen.
 
 Worker processes that are begun before it is known what they are to do.
 
 Half of a worker's start-up is Python and torch. `penstock serve` begins its workers before it imports its own
 gateway and reads tokenizers, so both happen at once, on two cores. A spare imports and then waits for its
-launch line, like any other worker; one that nobody takes is ended.
+launch line, like any other worker; one that is not taken is ended.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class ReservedPort:
         self.address = TcpAddress(host, int(self._socket.getsockname()[1]))
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
         self._socket.close()
 
 
@@ -234,7 +234,7 @@ async def create_process(environment: dict[str, str], *imports: str) -> Process:
     try:
         return await asyncio.shield(creating)
     except asyncio.CancelledError:
-        process = await creating  # What is half made cannot be ended; now it can.
+        process = await creating  # A process that is half made cannot be ended; now it can.
         process.kill()
         await process.wait()
         raise
@@ -265,7 +265,7 @@ def environment_of(threads: int) -> dict[str, str]:
 
 
 LOG_BYTES_MAX = 8 * 1024 * 1024
-"""Of one worker, unless somebody says otherwise."""
+"""Of one worker, by default."""
 SHOWN_LINES, SHOWN_CHARS_MAX, SHOWN_WORKERS_MAX = 200, 500, 512
 """Of a worker's lines in memory: how many, how long, of how many workers."""
 
@@ -334,7 +334,7 @@ class WorkerTails:
 
 @dataclass(slots=True, frozen=True)
 class WorkerLogs:
-    """Who hears the lines that workers print, and where they are kept beside that."""
+    """The listener of the lines that workers print, and the files that keep them."""
 
     say: Callable[[str], None] = stderr_line
     directory: Path | None = None
@@ -357,7 +357,7 @@ class WorkerLogs:
 
 
 class Spares:
-    """Those that nobody has taken yet. `close` it when all workers have been started."""
+    """Spare processes that are not taken yet. `close` it when all workers have been started."""
 
     def __init__(self, module: str = REAL_RUNNER.partition(":")[0]) -> None:
         """`module` is what they import."""

@@ -2,10 +2,10 @@
 
     RayLauncher ─> SupervisedWorker ─> RayProcess ──Ray──> actor ─> worker process <──our protocol── gateways
 
-Ray chooses the machine and starts the actor; it is not in the path of any request. Who is dead is seen by our
-own connection first: Ray takes about 14 s to notice that a machine is gone. Then the actor is asked, and if
-it does not answer in time it is given up, Ray is told, and the worker starts on another machine. A worker
-whose process crashed starts again in the same actor, at the same address.
+Ray chooses the machine and starts the actor; it is not in the path of any request. Our own connection sees
+first that a worker is dead: Ray takes about 14 s to notice that a machine is gone. Then the actor is asked,
+and if it does not answer in time it is given up, Ray is notified, and the worker starts on another machine. A
+worker whose process crashed starts again in the same actor, at the same address.
 """
 # ruff: noqa: ANN401 - Ray makes its methods while it runs, so there are no types to name.
 
@@ -251,12 +251,12 @@ class RayProcess:
         await self._lose(f"{what} ({error})")
 
     async def _lose(self, what: str) -> None:
-        """Nobody will hear of that process again: should it still run, it ends with its actor."""
+        """That process will send nothing more: should it still run, it ends with its actor."""
         self._end = f"the worker was lost: {what}"
         await self.close()
 
     async def _ask(self, reference: Any, timeout_s: float) -> Any:
-        """What an actor answers.
+        """An actor's answer.
 
         Raises:
             ActorDied: it cannot any more.
@@ -274,7 +274,7 @@ class RayProcess:
         return answer.result()
 
     async def _pass_on_lines(self, actor: Any) -> None:
-        """What the worker prints, until the actor ends."""
+        """Pass on the lines that the worker prints, until the actor ends."""
         while True:
             lines = _future(actor.lines.remote())
             await asyncio.wait([lines])
@@ -297,7 +297,7 @@ class RayHome(WorkerHome):
 
 
 def actor_options(config: FleetConfig, avoid: str = "") -> dict[str, Any]:
-    """What Ray is asked for: the place of one worker, on any machine but `avoid` (a node id).
+    """The options of a Ray actor: the place of one worker, on any machine but `avoid` (a node id).
 
     Ray restarts nothing by itself, since the supervisor does. A worker of several GPUs on several machines
     would ask for a placement group here (`scheduling_strategy`), with one bundle for each of its ranks.

@@ -1,4 +1,4 @@
-"""What runs inside a Ray actor: the home of one worker process, on whichever machine Ray has put it.
+"""The code that runs inside a Ray actor: the home of one worker process, on whichever machine Ray has put it.
 
 The actor computes nothing and relays nothing: gateways connect to the worker's own port. If the actor dies,
 so does the worker (see engine/worker.py). Ray's client is not imported here, so that the file can be tested
@@ -14,7 +14,7 @@ from penstock.fleet.launchers.process import ReservedPort, WorkerProcess
 from penstock.protocol.address import WorkerLaunch
 
 LINES_MAX = 1000
-"""Lines that nobody has fetched; older ones go first."""
+"""Lines that were not fetched; older ones go first."""
 
 
 class WorkerHome:
@@ -72,7 +72,7 @@ class WorkerHome:
         return self._process.exit_code, list(self._process.tail)
 
     async def lines(self) -> list[str]:
-        """What the worker has printed since the last call; waits until there is something."""
+        """The lines that the worker has printed since the last call; waits until there is something."""
         await self._news.wait()
         self._news.clear()
         lines = list(self._lines)

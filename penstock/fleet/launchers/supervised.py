@@ -87,11 +87,11 @@ class Supervisable(Protocol):
     """One worker's process, one at a time: the same object is used again for a restart."""
 
     exit_code: int | None
-    """Of the last process; negative for a signal, None while it runs or if nobody can say."""
+    """Of the last process; negative for a signal, None while it runs or if it is unknown."""
     tail: deque[str]
     """The last lines of its standard error."""
     starts_asleep: bool
-    """What the next `spawn` starts does not load its model before it is woken."""
+    """The worker that the next `spawn` starts does not load its model before it is woken."""
 
     @property
     def address(self) -> Address:
@@ -128,7 +128,7 @@ class Supervisable(Protocol):
         ...
 
     async def close(self) -> None:
-        """It will not be started again: let go of its place. After `end`."""
+        """It will not be started again: release its place. After `end`."""
         ...
 
     @property
@@ -204,7 +204,7 @@ class SupervisedWorker:
     def _on_change(self) -> None:
         is_ready, self._sleeps = self.backend.status.ready, self.backend.status.phase is Phase.ASLEEP
         if self._sleeps or self.backend.status.phase is Phase.WAKING:
-            self._process.starts_asleep = True  # Whoever wanted it awake wakes it again.
+            self._process.starts_asleep = True  # The caller that wanted it awake wakes it again.
         elif is_ready:
             self._process.starts_asleep = False
         elif self._is_ready and not self.backend.draining:
@@ -216,7 +216,7 @@ class SupervisedWorker:
         self._changed.set()
 
     def _on_supervisor_end(self, supervisor: "asyncio.Task[None]") -> None:
-        """A bug in here must not leave anybody waiting for a worker that nobody watches."""
+        """After a bug in here nothing may wait for a worker that is not watched."""
         if not supervisor.cancelled() and (bug := supervisor.exception()) is not None:
             self._down = WorkerUnavailable(f"the supervisor of the worker failed: {bug!r}")
             self.backend.report(stage=f"down: {self._down}", is_down=True)
@@ -294,7 +294,7 @@ class SupervisedWorker:
             return what
 
     async def _go_down(self, error: PenstockError) -> None:
-        """The end of the supervision: nobody will listen there again, and whoever waits is told why."""
+        """The end of the supervision: nothing will listen there again, and waiting callers get the reason."""
         self._down = error
         await self.backend.close()
         await self._process.close()
@@ -314,7 +314,7 @@ class SupervisedWorker:
 
 
 def _ignored(_: Address) -> None:
-    """Nobody needs to know."""
+    """No other part needs to know."""
 
 
 class SupervisingLauncher:

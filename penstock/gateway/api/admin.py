@@ -1,4 +1,4 @@
-"""The endpoints of whoever runs the fleet, under /admin.
+"""The endpoints of operators, under /admin.
 
 They want an admin key; a tenant's ordinary key is refused.
 """
@@ -50,7 +50,7 @@ class Admin:
         watch: Watch | GatewayPeers,
         trails: WorkerTrails,
     ) -> None:
-        """Without `members` nobody can be drained from here.
+        """Without `members` no worker can be drained from here.
 
         With other processes beside this one orders reach, and numbers count, all of them.
         """
@@ -65,7 +65,7 @@ class Admin:
         answer(exchange, self.report(await self._inspect.numbers()))
 
     async def look(self) -> tuple[ServerLine, FleetReport]:
-        """What the console's feed tells of."""
+        """The content of the console's feed."""
         services, numbers = self._services, await self._inspect.numbers()
         server = ServerLine(
             version=__version__,
@@ -279,7 +279,7 @@ class Admin:
 
 
 def _names(name: str) -> list[RequestId]:
-    """What a request may be called in what was decided: as its answer is, or by its own id."""
+    """The names of a request in decisions: as its answer is, or by its own id."""
     own = name.partition("req-")[2] or next(
         (name.removeprefix(each) for each in ANSWER_IDS if name.startswith(each)), ""
     )

@@ -46,7 +46,7 @@ class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
     cost_micros: int
     """By the price list."""
     accelerator_cost_micros: int
-    """What their part of the machines' time cost."""
+    """The cost of their part of the machines' time."""
     per_million_micros: int | None
     """The same for a million tokens of prompts and answers."""
 

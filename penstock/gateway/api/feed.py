@@ -35,13 +35,13 @@ REQUESTS_MAX = 100
 """Requests in one event; of more, the newest."""
 FIRST_REQUESTS_MAX = 300
 HEARD_S = 5.0
-"""A worker that was heard of within this time has no age: it would change with every event."""
+"""A worker that reported within this time has no age: it would change with every event."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """Who watches, and what is promised to requests whose tier and band have no promise of their own."""
+    """The observer, and the promise to requests whose tier and band have none of their own."""
 
     role: str
     tenant: str

@@ -1,4 +1,5 @@
-"""What generates: `/v1/chat/completions` and `/v1/completions`. `/v1/responses` goes the way of chats.
+"""The endpoints that generate: `/v1/chat/completions` and `/v1/completions`. `/v1/responses` goes the way of
+chats.
 
 Each reads its request, finds the model, makes prompt tokens, checks that they fit, and submits a reply with
 one sink per choice to the dispatcher. After that everything is pushed (gateway/dispatch/dispatcher.py, and in
@@ -25,6 +26,7 @@ from penstock.gateway.api.job import (
     check_places,
     facts_of,
     forwards,
+    is_prose,
     places,
     read_hints,
     requests_of,
@@ -74,8 +76,8 @@ Prepare = Callable[[ServedModel, str], Awaitable[_Prepared]]
 """Makes a request's prompt for one model, or an adapter of it, and says how its reply is made. Raises what
 the client has to change."""
 PIECE_TOKENS = 32
-"""Tokens of a whole answer that go on together: detokenizing and counting each costs more than the rest of a
-step."""
+"""Tokens of a whole answer that are handed on together: detokenizing and counting each costs more than the
+rest of a step."""
 
 
 class Wording(NamedTuple):
@@ -103,7 +105,7 @@ class Generate:
         needs = rare_needs(request)
         num_bytes = len(body)
         constraint = constraint_of(request) if needs else NO_CONSTRAINT
-        # Also where no part needs a capability: a part of text may hold an address beside it.
+        # Also where no part needs a capability: a part of text may also hold an address.
         check_media(request.messages, self._services.config.limits.media_hosts)
 
         async def prepare(model: ServedModel, adapter: str) -> _Prepared:
@@ -200,7 +202,7 @@ class Generate:
         name = adapter or model.name
         served = Served(
             model=name,
-            requested=request.model or name,
+            requested=exchange.asked or request.model or name,
             counted_model=model.name,
             endpoint=endpoint,
             tenant=tenant,
@@ -231,7 +233,8 @@ class Generate:
                 continue
             facts = facts_of(job, served, hints, self._keys(job))
             exchange.limits_ns = services.clock.now_ns()
-            await services.ask_store(facts)
+            if services.ask_store is not None:
+                await services.ask_store(facts)
             services.check_draining()  # It may have begun while the prompt was tokenized.
             if choice is not None:
                 services.explained.chose(facts.id, choice)
@@ -307,7 +310,7 @@ class Generate:
         services.dispatcher.move(request, facts, start)
 
     def _keys(self, job: Job) -> PromptKeys | None:
-        """What the prompt's KV blocks are called; several prompts have no one place."""
+        """The names of the prompt's KV blocks; several prompts have no one place."""
         if len(job.prompts) != 1:
             return None
         prompt = job.prompts[0]
@@ -319,14 +322,14 @@ class Generate:
         )
 
     def _context(self, job: Job) -> Context:
-        """What the reply is given."""
+        """The reply's context."""
         services, options = self._services, job.request.stream_options
         reasons = isinstance(job.request, ChatRequest) and job.model.reasoning is not None
         job.exchange.reasoning_tokens = 0 if reasons else -1
         head = StreamHead(
             id=job.answer_id,
             created=services.clock.wall_ns() // NS_PER_S,
-            model=job.adapter or job.model.name,
+            model=job.exchange.asked or job.adapter or job.model.name,
             fingerprint=job.model.fingerprint(),
             include_usage=bool(options and options.include_usage),
         )
@@ -382,8 +385,8 @@ def _scored(request: CompletionRequest) -> int | None:
 
 
 def _session_word(request: GenerationRequest) -> object:
-    """What in the body names the conversation: OpenAI's `prompt_cache_key` is for requests that share a
-    beginning.
+    """The part of the body that names the conversation: OpenAI's `prompt_cache_key` is for requests that
+    share a beginning.
     """
     key = request.prompt_cache_key if isinstance(request, ChatRequest) else None
     return key or request.user
@@ -411,9 +414,8 @@ def _chat_stream(context: Context, job: Job) -> tuple[Reply, Sequence[Sink]]:
     sinks: list[TextSink] = []
     for i in range(job.num_choices):
         chunks = ChatChunks(context.head, i)
-        parser = answer_parser(job)
-        if parser.is_needed or logprobs:
-            sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=parser))
+        if logprobs or not is_prose(job):
+            sinks.append(ChatSink(reply, chunks, i, logprobs=logprobs, parser=answer_parser(job)))
         elif forwards(job.model):
             sinks.append(PassedSink(reply, chunks, i))
         else:
@@ -463,7 +465,7 @@ def _echoes(
     texts: Sequence[str | list[int]],
     prompts: Sequence[Sequence[int]],
 ) -> list[Echo]:
-    """What goes in front of each prompt's answers; `prompts` are the tokens of `texts`."""
+    """The text in front of each prompt's answers; `prompts` are the tokens of `texts`."""
     if not request.echo:
         return [Echo()] * len(texts)
     tokenizer = model.tokenizer

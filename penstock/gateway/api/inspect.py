@@ -1,6 +1,6 @@
 """The endpoints that look: models, tokens, health, readiness, metrics and status.
 
-What `GET /health` says: does every model have an engine that works, or one that will again by itself?
+The answer of `GET /health`: does every model have an engine that works, or one that will again by itself?
 
     ok        every worker of it is ready (or was told to drain, or is asleep), and is used
     degraded  one is ready, and others are not; or none is ready *yet*: it loads, or is being restarted; or
@@ -8,9 +8,8 @@ What `GET /health` says: does every model have an engine that works, or one that
     down      none will be ready again by itself: each has been given up (its restarts were in vain, it cannot
               serve what it was told to), or hangs: is connected and does not answer
 
-One model that is down makes `/health` a 503: only somebody from outside can help, by starting this process
-anew. `/ready` is the other question, whether requests should be sent here now; a model that loads is healthy
-and not ready.
+One model that is down makes `/health` a 503: only a restart of this process from outside can help. `/ready`
+is the other question, whether requests should be sent here now; a model that loads is healthy and not ready.
 """
 
 import enum
@@ -48,7 +47,7 @@ from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.metrics import CONTENT_TYPE, Metrics
 from penstock.telemetry.pages import aliases
 from penstock.telemetry.watch import free_share
-from penstock.telemetry.worker_meters import WorkerFacts
+from penstock.telemetry.worker_meters import WorkerLabels
 from penstock.types import WorkerId
 
 REASONS_MAX = 8
@@ -144,7 +143,7 @@ class ModelState(ModelReadiness, frozen=True, kw_only=True):
     total: int
     restarts: int
     notes: list[str]
-    """What happened to its workers: worker, time, what; the latest last."""
+    """Events of its workers: worker, time, what; the latest last."""
     info: ModelInfo | None = None
     stats: Stats | None = None
     """Sums over its workers."""
@@ -201,7 +200,7 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelState]
     workers: list[WorkerLine]
     costs: list[CostAccount]
-    """What the machines of each model have cost since the start; empty without `prices.accelerators`."""
+    """The cost of each model's machines since the start; empty without `prices.accelerators`."""
 
 
 class Inspect:
@@ -335,7 +334,7 @@ class Inspect:
         answer(exchange, status)
 
     def _cost_page(self) -> bytes:
-        """What `cost_accounts` reads of `rendered`, which is a hundred times as long."""
+        """The part of `rendered` that `cost_accounts` reads, a hundredth of it."""
         self._follow_costs()
         return self._metrics.render(COST_METRICS)
 
@@ -353,7 +352,7 @@ class Inspect:
         return (self._services.clock.now_ns() - self._started_ns) / NS_PER_S
 
     async def numbers(self) -> Sum:
-        """What only the sum over all gateway processes tells."""
+        """The numbers that only the sum over all gateway processes has."""
         if self._peers is not None:
             return await self._peers.sum()
         return Sum(
@@ -410,8 +409,8 @@ class Inspect:
         metrics, workers = self._metrics.model(model.name), list(model.workers)
         metrics.workers(worker.state for worker in workers)
         metrics.engine_stats({worker.id: worker.backend.status.stats for worker in workers})
-        facts: dict[str, WorkerFacts] = {
-            each.id: WorkerFacts(each.engine, info.identity, info.device)
+        facts: dict[str, WorkerLabels] = {
+            each.id: WorkerLabels(each.engine, info.identity, info.device)
             for each in workers
             if (info := each.backend.status.info) is not None
         }
@@ -425,7 +424,7 @@ class Inspect:
 
 
 def model_numbers(services: Services, metrics: Metrics) -> dict[str, ModelNumbers]:
-    """What this process knows of each model that others do not."""
+    """The numbers of each model that only this process has."""
 
     def of(name: str) -> ModelNumbers:
         lane, numbers = services.dispatcher.control.lane(name), metrics.model(name)
@@ -482,7 +481,7 @@ def answer(exchange: Exchange, shape: Any) -> None:  # noqa: ANN401
 
 
 def query_of(exchange: Exchange) -> dict[str, str]:
-    """What stands behind the path, as far as anything is asked for there."""
+    """The query behind the path, as far as one is read there."""
     return dict(parse_qsl(exchange.head.query[:1024]))
 
 

@@ -158,9 +158,9 @@ def _wrong(header: str, expected: str, value: bytes) -> InvalidRequest:
 CHAT_ID, COMPLETION_ID, RESPONSE_ID = "chatcmpl-", "cmpl-", "resp_"
 EMBEDDINGS_ID, RERANK_ID, SCORE_ID = "embd-", "rerank-", "score-"
 ANSWER_IDS = CHAT_ID, COMPLETION_ID, RESPONSE_ID, EMBEDDINGS_ID, RERANK_ID, SCORE_ID
-"""How ids of answers begin. What follows is the same as in the id of the request (`x-request-id`)."""
+"""How ids of answers begin. The rest is the same as in the id of the request (`x-request-id`)."""
 TOKEN_BYTES = 8
-"""What one prompt token of a waiting request takes: a place in a tuple."""
+"""The memory of one prompt token of a waiting request: a place in a tuple."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +214,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def body_bytes(exchange: Exchange, body: bytes) -> int:
-    """What the body of a waiting request takes: as it came, and the chat that was made of it, if one was,
+    """The memory of the body of a waiting request: as it came, and the chat that was made of it, if one was,
     which also has what was stored of an earlier response.
     """
     return len(exchange.body) + (0 if body is exchange.body else len(body))
@@ -314,7 +314,7 @@ def _stops(job: Job) -> tuple[str, ...]:
     request = job.request
     asked = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if isinstance(request, ChatRequest) and request.parallel_tool_calls is False and uses_tools(request):
-        # The answer ends with its first call. What ends a call is no part of it.
+        # The answer ends with its first call. The mark that ends a call is no part of it.
         close = job.model.tool_format.parser({}).STOP
         # A model may write about that mark while it thinks.
         if close and job.constraint.forced_tool is None and job.model.reasoning is None:
@@ -333,7 +333,7 @@ _MAY_FORWARD = frozenset({Capability.PASS_THROUGH})
 
 
 def template_extra(request: ChatRequest) -> dict[str, Any] | None:
-    """What the chat template is given of a request beside its messages: the effort is a variable of some."""
+    """The chat template's values beside a request's messages: the effort is a variable of some."""
     effort = getattr(request, "reasoning_effort", None)
     if not isinstance(effort, str):
         return request.chat_template_kwargs
@@ -380,8 +380,8 @@ def shaped(
 
 
 def call_grammar(model: ServedModel, request: ChatRequest) -> Grammar | None:
-    """What holds each call of an answer to the schemas of its tools, from the call's mark on; None: there is
-    nothing of the kind.
+    """The grammar that holds each call of an answer to the schemas of its tools, from the call's mark on;
+    None: there is nothing of the kind.
 
     A promise where a tool is `strict`; else as far as the schemas can be enforced.
     """
@@ -437,8 +437,15 @@ def forwards(model: ServedModel) -> bool:
     return not model.workers.lacking(_MAY_FORWARD)
 
 
+def is_prose(job: Job) -> bool:
+    """Whether the answer's text is neither a call nor reasoning, so that nothing has to be parsed."""
+    request = job.request
+    assert isinstance(request, ChatRequest)
+    return job.model.reasoning is None and job.constraint.forced_tool is None and not uses_tools(request)
+
+
 def answer_parser(job: Job) -> AnswerParser:
-    """Of one choice's text."""
+    """The parser of one choice's text."""
     model, request = job.model, job.request
     assert isinstance(request, ChatRequest)
     tools: ToolParser | None = None

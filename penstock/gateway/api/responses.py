@@ -1,8 +1,8 @@
 """The Responses API: `/v1/responses`, over the way that chats go.
 
 A request is made a chat (protocol/responses_chat.py) and answered as one; only the answer is written
-otherwise (relay/responses.py). What is left to do here is to keep responses, each for its own tenant, so that
-a later request can go on with them (gateway/shared/responses.py).
+otherwise (relay/responses.py). The code here only keeps responses, each for its own tenant, so that a later
+request can continue them (gateway/shared/responses.py).
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _NOT_KEPT = (
     "conversation as 'input'"
 )
 Finish = Callable[[ResponseBody], None]
-"""What is done with a response when it is kept, or cannot be."""
+"""Called with a response when it is kept, or cannot be."""
 _items = msgspec.json.Decoder(list[InputItem])
 
 

@@ -1,5 +1,7 @@
 """Rollouts by hand, for admin keys: begin one, look at it, end it."""
 
+from urllib.parse import unquote
+
 import msgspec
 
 from penstock.errors import InvalidRequest, NotFound
@@ -15,7 +17,7 @@ _plans = msgspec.json.Decoder(RolloutPlan)
 
 
 class RolloutsAdmin:
-    """The endpoints. Who decides is in this process, or in the parent of several."""
+    """The endpoints. The deciding process is this one, or the parent of several."""
 
     def __init__(self, leader: RolloutLeader | None, peers: GatewayPeers | None) -> None:
         self._leader, self._peers = leader, peers
@@ -48,7 +50,7 @@ class RolloutsAdmin:
             NotFound: there is no such rollout, or no such order.
             InvalidRequest: it is promoted already.
         """
-        model, _, verb = exchange.path.removeprefix(ROLLOUTS).rstrip("/").rpartition("/")
+        model, _, verb = unquote(exchange.path.removeprefix(ROLLOUTS)).rstrip("/").rpartition("/")
         if verb == "promote" or verb == "abort":
             await self._carry_out(exchange, RolloutOrder(verb=verb, model=model, by=caller.key_prefix))
             return

@@ -40,7 +40,7 @@ def is_poll(method: str, path: str, status: int) -> bool:
 
 @dataclass(slots=True, frozen=True)
 class Route:
-    """What one path does."""
+    """The behaviour of one path."""
 
     access: Access
     handlers: Mapping[str, Handler]
@@ -69,7 +69,7 @@ class Route:
             )
 
     def handler(self, method: str) -> Handler:
-        """What answers this verb; HEAD is a GET whose body is not sent.
+        """The handler of this verb; HEAD is a GET whose body is not sent.
 
         Raises:
             MethodNotAllowed: nothing does.
@@ -89,6 +89,8 @@ class Answers(NamedTuple):
     generate: Generate
     responses: Responses
     vectors: VectorEndpoints
+    around: Callable[[Handler], Handler]
+    """Lets ensembles be asked for where models are."""
 
 
 class Orders(NamedTuple):
@@ -112,7 +114,7 @@ class Routes:
         console: Console,
         orders: Orders,
     ) -> None:
-        generate, responses, vectors = answers
+        generate, responses, vectors, around = answers
         adapters, nights, costs, rollouts = orders
         self._table = {
             "/": Route(Access.OPEN, {"GET": console.landing}),
@@ -122,8 +124,8 @@ class Routes:
             "/ready": Route(Access.OPEN, {"GET": inspect.ready}),
             "/metrics": Route(Access.LOOK, {"GET": inspect.metrics}),
             "/status.json": Route(Access.LOOK, {"GET": inspect.status}),
-            "/v1/chat/completions": Route(Access.KEY, {"POST": generate.chat}),
-            "/v1/completions": Route(Access.KEY, {"POST": generate.completions}),
+            "/v1/chat/completions": Route(Access.KEY, {"POST": around(generate.chat)}),
+            "/v1/completions": Route(Access.KEY, {"POST": around(generate.completions)}),
             "/v1/responses": Route(Access.KEY, {"POST": responses.create}),
             "/v1/embeddings": Route(Access.KEY, {"POST": vectors.embeddings}),
             "/v1/rerank": Route(Access.KEY, {"POST": vectors.rerank}),

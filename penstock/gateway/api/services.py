@@ -1,5 +1,5 @@
-"""What all endpoints share; and the last requests that have ended, for people who look: `/admin/requests` and
-the console's feed.
+"""The services that all endpoints share; and the last requests that have ended, for people who look:
+`/admin/requests` and the console's feed.
 
 Those are kept in memory by the process that answered them, and bounded; the ledger has the lasting record. Of
 several processes their parent has the last ones of all. Nothing of a prompt or an answer is there.
@@ -149,7 +149,7 @@ class RecentRequests:
         return _encode(self.since(told, TOLD_MAX))
 
     def merge(self, body: bytes) -> None:
-        """What ended in another process; it is numbered here."""
+        """Requests that ended in another process; it is numbered here."""
         for each in reversed(_requests.decode(body)):
             self.num_ended += 1
             each.number = self.num_ended
@@ -160,7 +160,7 @@ class RecentRequests:
         return _encode(self.since(number, LISTED_MAX))
 
     def follow(self, body: bytes) -> None:
-        """What is `encoded` elsewhere, with the numbers of there."""
+        """The counterpart of `encoded`, with the numbers from there."""
         for each in reversed(_requests.decode(body)):
             if each.number > self.num_ended:
                 self.num_ended = each.number
@@ -211,7 +211,7 @@ class AllRequests:
 
 
 def _describe(found: EndedRequest, request: Request) -> None:
-    """What flow control knows of it."""
+    """Flow control's facts of it."""
     facts = request.facts
     found.request_id, found.key_prefix = facts.id, facts.key_prefix
     found.worker, found.error = request.worker, request.error
@@ -239,8 +239,9 @@ class Services:
     dispatcher: Dispatcher
     gate: Gate
     limiter: Limiter
-    ask_store: Callable[[RequestFacts], Awaitable[None]]
-    """Asks the store of shared limits for what a request needs and is not on lease here."""
+    ask_store: Callable[[RequestFacts], Awaitable[None]] | None
+    """Asks the store of shared limits for what a request needs and is not on lease here; None: there is no
+    store."""
     budgets: TenantBudgets
     metrics: Metrics
     explained: DecisionLog

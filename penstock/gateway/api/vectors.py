@@ -1,4 +1,4 @@
-"""What answers with numbers: `/v1/embeddings`, `/v1/rerank` and `/v1/score`.
+"""The endpoints that answer with numbers: `/v1/embeddings`, `/v1/rerank` and `/v1/score`.
 
 Each reads its request, finds the model, makes tokens of all texts, and submits them to the dispatcher as
 one stream, whose worker computes them in its own batches. A cross-encoder reads two texts together and has a
@@ -45,6 +45,7 @@ from penstock.protocol.vectors import (
     parse_embeddings,
     parse_rerank,
     parse_score,
+    text_tokens_max,
 )
 from penstock.protocol.worker import ModelInfo
 from penstock.protocol.worker_parts import BATCH_TEXTS_MAX, INPUTS_TOKENS_MAX
@@ -74,7 +75,7 @@ _SCORE = _Kind(Endpoint.SCORE, SCORE_ID, Capability.SCORES)
 
 
 class _Texts(NamedTuple):
-    """What is to be computed, and how the answer is made of it."""
+    """The texts to compute, and how the answer is made of them."""
 
     tokens: Sequence[TextTokens]
     wording: Wording
@@ -176,7 +177,8 @@ class VectorEndpoints:
             user=request.user[:USER_CHARS_MAX] if isinstance(request.user, str) else "",
         )
         exchange.limits_ns = services.clock.now_ns()
-        await services.ask_store(facts)
+        if services.ask_store is not None:
+            await services.ask_store(facts)
         services.check_draining()  # It may have begun while the texts were tokenized.
         stream = _stream(answer_id, texts.tokens, caller)
         if services.dispatcher.submit(facts, reply, [(stream, reply)], None) is not None:
@@ -261,7 +263,10 @@ def _input_tokens(
     Raises:
         InvalidRequest: a token id is not in the vocabulary, or a text is too long.
     """
-    most, special = _most(request, info), request.add_special_tokens is not False
+    most, special = (
+        text_tokens_max(request.truncate_prompt_tokens, info.max_model_len),
+        request.add_special_tokens is not False,
+    )
     texts = [each for each in inputs if isinstance(each, str)]
     if texts:
         found = text_tokens(model.tokenizer, texts, most=most, add_special_tokens=special)
@@ -280,7 +285,10 @@ def _scores_of(
     """How the scores of pairs come about, with whichever model it is."""
 
     def prepare(model: ServedModel, info: ModelInfo) -> _Texts:
-        name, most = "documents" if isinstance(request, RerankRequest) else "text_2", _most(request, info)
+        name, most = (
+            "documents" if isinstance(request, RerankRequest) else "text_2",
+            text_tokens_max(request.truncate_prompt_tokens, info.max_model_len),
+        )
         if info.pooling == _SCORES:
             tokens = _checked(pair_tokens(model.tokenizer, pairs, most=most), info, name)
             return _Texts(tokens, partial(_worded, wording, _first))
@@ -318,26 +326,6 @@ def _cosines(found: Vectors, pairs: Sequence[tuple[int, int]]) -> Generator[None
         scores.append(cosine(array("f", found[one]), array("f", found[other])))
         yield
     return scores
-
-
-def _most(request: Request, info: ModelInfo) -> int:
-    """Tokens of each text at most, beyond which its end is left out; 0: one that is too long is refused.
-
-    Raises:
-        InvalidRequest: the number makes no sense for this model.
-    """
-    asked = request.truncate_prompt_tokens
-    if asked is None:
-        return 0
-    if asked == -1:
-        return info.max_model_len
-    if not 0 < asked <= info.max_model_len:
-        raise InvalidRequest(
-            f"Invalid 'truncate_prompt_tokens': expected -1, or 1 to {info.max_model_len}, but got {asked}.",
-            param="truncate_prompt_tokens",
-            code="invalid_value",
-        )
-    return asked
 
 
 def _checked(tokens: Iterable[TextTokens], info: ModelInfo, name: str) -> list[TextTokens]:

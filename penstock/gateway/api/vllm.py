@@ -126,7 +126,7 @@ class AdaptersAdmin:
         _say(exchange, f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, exchange: Exchange, caller: Caller) -> None:
-        """`POST /v1/unload_lora_adapter`: `{"lora_name": "fr"}`. Answers that run with it go on.
+        """`POST /v1/unload_lora_adapter`: `{"lora_name": "fr"}`. Answers that run with it continue.
 
         Raises:
             InvalidRequest: the body is not that.

@@ -1,5 +1,5 @@
-"""What this gateway process remembers of each worker: the last quarter of an hour by five seconds, and
-whether it was left alone.
+"""This gateway process's record of each worker: the last quarter of an hour by five seconds, and whether it
+was left alone.
 
 `sample` it every second. It is in memory only, and a few kilobytes a worker.
 """
@@ -107,7 +107,7 @@ class _Trail:
         """When they were counted last, and how many there were."""
 
     def put(self, step: int, stats: Stats | None, now_ns: int) -> None:
-        """What it says in a step; those since the last one stay empty."""
+        """A worker's figures of a step; those since the last one stay empty."""
         for missed in range(max(self.last + 1, step - STEPS + 1), step):
             self._write(missed, [_NAN] * NUMBERS)
         self.last = step

@@ -1,7 +1,7 @@
 """Requests of peer cells, guests: what becomes of one here.
 
-A guest is a request like any other to queue, placement, health and ledger. What it may use and what it
-costs was settled where it came from (`RequestFacts.origin`), and it stays in this cell: it needs a worker in
+A guest is a request like any other to queue, placement, health and ledger. Its limits and its
+price were settled where it came from (`RequestFacts.origin`), and it stays in this cell: it needs a worker in
 this place (`types.PLACE`).
 """
 
@@ -23,7 +23,7 @@ from penstock.telemetry.catalog import Endpoint
 from penstock.types import Capability, FinishReason, RequestId, TenantId, TokenLogprob, Usage
 
 _TOKEN_BYTES = 8
-"""What one prompt token of a waiting request takes."""
+"""Memory of one prompt token of a waiting request."""
 _ENDPOINTS = frozenset(Endpoint)
 
 
@@ -102,7 +102,7 @@ class Arrival:
         )
 
     def request(self) -> GenerateRequest:
-        """What a worker here is asked. Text is made where its client is: stop strings are seen there."""
+        """The request to a worker here. Text is made where its client is: stop strings are seen there."""
         submit = self.submit
         constraint = NO_CONSTRAINT if submit.grammar is None else Constraint(grammar=submit.grammar)
         return GenerateRequest(
@@ -150,7 +150,7 @@ class _NoWire:
 def exchange_of(
     cell: str, name: str, terms: RelayTerms, started_ns: int, on_finished: Callable[[Exchange], None]
 ) -> Exchange:
-    """What stands for a client's request and its response: the guest of a cell, by its name."""
+    """The stand-in for a client's request and its response: the guest of a cell, by its name."""
     head = RequestHead(method="CELL", path=f"/cells/{cell}", headers={})
     exchange = Exchange(head, _NoWire(), client=cell, terms=terms, on_finished=on_finished)
     exchange.id, exchange.status, exchange.started_ns = name, 200, started_ns

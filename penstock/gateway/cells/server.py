@@ -74,7 +74,7 @@ _PONG = encode(Pong())
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CellTools:
-    """What a cell's listener is given."""
+    """The parts that a cell's listener is given."""
 
     services: Services
     registry: Registry
@@ -307,7 +307,7 @@ class _Connection(asyncio.Protocol):
         )
 
     def _report(self, ping: CellPing) -> None:
-        """What it asks: how this cell stands."""
+        """Answer how this cell stands."""
         if self._model is None:
             self._send(encode(CellReport(sent_ns=ping.sent_ns)))
             return

@@ -5,7 +5,7 @@ explanations. `StretchedPromises` writes a line into the log where a machine is 
 with what holds there instead (policy/admission/admit.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,12 +21,12 @@ from penstock.fleet.registry import Registry
 from penstock.fleet.sleep import Sleeper
 from penstock.gateway.dispatch.dispatcher import Dispatcher
 from penstock.gateway.dispatch.prober import Prober
-from penstock.gateway.models.served import ServedModel
+from penstock.gateway.models.served import ServedModel, model_facts
 from penstock.gateway.relay.reply import StreamSlots
 from penstock.gateway.shared.limits import SharedLimits, Spending
 from penstock.kv.index.locality import KVLocality
 from penstock.policy.admission.admit import IDLE_FACTOR
-from penstock.policy.admission.gate import Gate, ModelFacts
+from penstock.policy.admission.gate import Gate
 from penstock.policy.flow import RequestFacts
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.budget import TenantBudgets
@@ -65,12 +65,12 @@ class Placements:
         knows; `on_order` tells workers which adapters are to be in memory.
         """
         config = self._config = extended(config, PlacementTerms)
-        self._metrics, self._log, self._seed = metrics, log, seed
+        self._log, self._seed = log, seed
         self._locality, self._on_order = locality, on_order
         self.decisions = DecisionLog(
             kept_max=config.decisions_kept,
             log_every=config.log_every,
-            decided=self._count,
+            decided=metrics.placed,
             write=self._write,
         )
         """The last ones, to be explained."""
@@ -84,13 +84,6 @@ class Placements:
         router = Router(route, config, draw, locality=self._locality(route), log=self.decisions)
         router.adapters.on_order = self._on_order
         return router
-
-    def _count(self, decision: Decision) -> None:
-        self._metrics.placed(decision.route, decision.config.policy, decision.choice.reason)
-        picked = decision.picked
-        if picked is not None and decision.looked_up and decision.choice.reason not in ("none", "hold"):
-            matched = picked.device_tokens + picked.host_tokens
-            self._metrics.matched(decision.route, matched / max(1, decision.request.prompt_tokens))
 
     def _write(self, decision: Decision) -> None:
         picked, choice = decision.picked, decision.choice
@@ -112,7 +105,7 @@ class Placements:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GatewayPolicies:
-    """What decides about this gateway's requests, and what keeps it in touch with the world."""
+    """The policies for this gateway's requests, and their connections to the world."""
 
     dispatcher: Dispatcher
     prober: Prober
@@ -142,15 +135,20 @@ class GatewayPolicies:
         await self.spending.start()
         await self.limits.start()
 
-    async def ask_store(self, facts: RequestFacts) -> None:
-        """Let the store say first what this gateway has not on lease, within a deadline."""
-        if self.limits.leases is not None:
-            await self.limits.ask(partial(self.lacks, facts))
+    @property
+    def ask_store(self) -> Callable[[RequestFacts], Awaitable[None]] | None:
+        """Lets the store of shared limits say first what this gateway has not on lease, within a deadline;
+        None: limits are this gateway's alone.
+        """
+        return self._ask_store if self.limits.leases is not None else None
 
     def reload(self, config: Config) -> None:
         """Take what may change while requests run: prices and how budgets are held."""
         self.prices.change(config.prices)
         self.budgets.change(config.budgets)
+
+    async def _ask_store(self, facts: RequestFacts) -> None:
+        await self.limits.ask(partial(self.lacks, facts))
 
     async def stop(self) -> None:
         """Nothing is dispatched any more; what was used is written down."""
@@ -165,14 +163,14 @@ class GatewayPolicies:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GatewayTools:
-    """What every part of a gateway process uses."""
+    """The tools of every part of a gateway process."""
 
     metrics: Metrics
     clock: Clock
     ids: IdSource
     log: Log
     sleeper: Sleeper | None = None
-    """Who puts models to sleep, where that is this process."""
+    """Puts models to sleep, where that is this process."""
 
 
 def make_policies(
@@ -207,11 +205,11 @@ def make_policies(
     if config.ledger.enabled:
         kept = DecisionKeeper(DecisionFiles(ledger.directory / "decisions", clock), log)
         placements.decisions.hand_on(kept.decided, kept.chose)
-    if not may_have_tenants(config):  # Then nobody could use a row that stays free for another tenant.
+    if not may_have_tenants(config):  # Then no other tenant could use a row that stays free.
         config = msgspec.structs.replace(config, queue=msgspec.structs.replace(config.queue, headroom=0.0))
     policies = build_policies(
         config,
-        facts=partial(_facts, models),
+        facts=partial(model_facts, models),
         placement=placements.of,
         limiter=limits.limiter,
         leases=limits.leases,
@@ -241,20 +239,6 @@ def make_policies(
         gate=policies.gate,
         explained=placements.decisions,
         kept=kept,
-    )
-
-
-def _facts(models: Mapping[ModelName, ServedModel], name: str) -> ModelFacts | None:
-    """What admission must know of a model; None if it is not served."""
-    model = models.get(ModelName(name))
-    if model is None:
-        return None
-    info = model.workers.info
-    return ModelFacts(
-        max_model_len=info.max_model_len if info is not None else 0,
-        adapters=model.workers.adapters,
-        capabilities=model.workers.capabilities,
-        kinds=model.workers.kinds,
     )
 
 

@@ -245,7 +245,7 @@ class Dispatcher:
         assert worker is not None, f"{start.worker_id} has room, so it is there"
         try:
             headers = _trace_headers(now_ns, request, reply, start, worker)
-            if start.beside:
+            if start.is_hedge:
                 ((stream, sink),) = reply.streams
                 stream = _attempt(stream, start, headers, None)
                 reply.start_hedge(worker.backend, stream, sink, attempt=start.attempt)
@@ -316,7 +316,7 @@ class Dispatcher:
     # --- inside ----------------------------------------------------------------------------------
 
     def _leave_ejected(self, now_ns: int) -> None:
-        """What runs on workers that are ejected goes on at others. At one that is only slow it stays until
+        """Requests on workers that are ejected continue on others. At one that is only slow it stays until
         another one has room: to wait would be slower still.
         """
         for worker_id, cause in self.anomalies.ejected():
@@ -407,7 +407,7 @@ def _trace_headers(now_ns: int, request: Request, reply: Reply, start: Start, wo
         return ()
     kind = "first"
     if start.attempt > 1:
-        kind = "hedge" if start.beside else "migration" if request.has_begun else "retry"
+        kind = "hedge" if start.is_hedge else "migration" if request.has_begun else "retry"
     trace.start_attempt(now_ns, start.attempt, start.worker_id, kind)
     return () if worker.engine == "penstock" else trace.headers(start.attempt)
 

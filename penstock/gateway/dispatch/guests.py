@@ -1,11 +1,11 @@
-"""What a peer cell is told of a request that is sent there (gateway/cells/guests.py reads it)."""
+"""The facts of a request that is sent to a peer cell (gateway/cells/guests.py reads it)."""
 
 from penstock.policy.request import Request
 from penstock.protocol.cells import Guest
 
 
 def guest_of(request: Request, now_ns: int, trace: tuple[tuple[str, str], ...]) -> Guest:
-    """What a peer is told of a request that is sent there now."""
+    """The facts for a peer that a request is sent to now."""
     facts, waited_ns = request.facts, now_ns - request.arrived_ns
 
     def left(time_ns: int) -> int:

@@ -21,7 +21,7 @@ from penstock.backends.base import Delta, Finish, GenerateRequest, Generation
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import EngineFault, PenstockError
 from penstock.fleet.registry import Registry, Worker
-from penstock.policy.resilience.anomalies import Anomalies, Change, Standing
+from penstock.policy.resilience.anomalies import Anomalies, Standing, StandingChange
 from penstock.policy.resilience.probes import PROMPT, TOKENS, TOP, ProbeAnswer, ProbeToken
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
@@ -36,12 +36,12 @@ PROVIDER_BEATS = 20
 _JUDGED = SamplingParams(max_tokens=TOKENS, min_tokens=TOKENS, temperature=0.0, logprobs=TOP)
 _TIMED = SamplingParams(max_tokens=TOKENS, temperature=0.0)
 _CHAT = msgspec.json.encode({"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS})
-"""What a provider is asked: no field that some of them refuse."""
+"""The question to a provider: no field that some of them refuse."""
 
 
 def probed_as(worker: Worker) -> tuple[str, int]:
-    """Whose answers a worker's are held against (empty: nobody's), and the beats between its probes (0: it is
-    not probed).
+    """The worker whose answers a worker's are compared with (empty: none's), and the beats between its probes
+    (0: it is not probed).
     """
     status = worker.backend.status
     if worker.cell is not None:
@@ -170,7 +170,7 @@ class Prober:
             self._prompts[route] = found
         return found
 
-    def _carry_out(self, change: Change) -> None:
+    def _carry_out(self, change: StandingChange) -> None:
         write = self._log.info if change.standing is Standing.WELL else self._log.warning
         write(
             "a worker's standing has changed",
@@ -220,11 +220,11 @@ class _Probe:
                 ttft_ns=(self._first_ns or now_ns) - self.began_ns,
                 tpot_ns=(now_ns - (self._first_ns or now_ns)) // num_more,
             )
-        # What is decided now may change who is asked next: not inside of the backend's own work.
+        # The decision may change which worker is probed next: not inside of the backend's own work.
         asyncio.get_running_loop().call_soon(self._prober.ended, self._worker_id, answer, finish.error)
 
 
 def _makes_vectors(worker: Worker) -> bool:
-    """What it is asked for is an answer's tokens, which such a worker has none of."""
+    """A probe asks for an answer's tokens, which such a worker has none of."""
     info = worker.backend.status.info
     return info is not None and bool(info.pooling)

@@ -1,4 +1,4 @@
-"""What is written down of requests, and counted: the driver's `Records`, over the ledger and the metrics."""
+"""Records and counts of requests: the driver's `Records`, over the ledger and the metrics."""
 
 from msgspec.structs import replace
 
@@ -84,7 +84,7 @@ class GatewayRecords:
 
 
 def opening_record(facts: RequestFacts, wall_ns: int) -> UsageRecord:
-    """What is known of a request when it is accepted. It stands if this process is never heard of again."""
+    """The facts of a request when it is accepted. It stands if this process ends without another word."""
     tenant, requested = facts.tenant, facts.requested_model or facts.route
     return UsageRecord(
         request_id=facts.id,

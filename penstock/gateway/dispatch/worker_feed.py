@@ -9,9 +9,9 @@ the model's queue. The bounds are the queue's own: how many requests and bytes, 
 and how long (`queue.no_worker_wait_s`).
 
 `WakeCalls` wakes models that requests wait for, and ends those that wait for one that cannot be woken. A
-request for a model that is asleep waits in its queue like any other. Whoever accepts one says so (`wanted`),
-and the models that are asleep are looked at now and then, for a request that ran elsewhere may come back to a
-queue (`look`).
+request for a model that is asleep waits in its queue like any other. The code that accepts one says so
+(`wanted`), and the models that are asleep are looked at now and then, for a request that ran elsewhere may
+come back to a queue (`look`).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.resilience.anomalies import Anomalies, Standing
 from penstock.policy.resilience.worker_state import WorkerState
-from penstock.policy.terms import CellView, part_of_rows, queue_terms
+from penstock.policy.terms import CellView, part_of, queue_terms
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.log import Log
 from penstock.types import TenantId, WorkerId
@@ -95,8 +95,8 @@ class WorkerFeed:
             self._on_news()
 
     def _is_nearly_full(self, worker: Worker) -> bool:
-        """Whether streams may have to end there for the sake of others that run there: nobody need wait for
-        that.
+        """Whether streams may have to end there for the sake of others that run there: no request need wait
+        for that.
         """
         stats = worker.backend.status.stats
         return stats is not None and stats.blocks_used > self._shed_kv_above * stats.blocks_total > 0
@@ -164,7 +164,7 @@ class WorkerFeed:
         is_shared = cell is not None or (self._processes > 1 and not (is_external and rows))
         return WorkerView(
             ready=worker.is_ready and weight > 0,
-            max_running=part_of_rows(rows, self._processes) if is_external else rows,
+            max_running=part_of(rows, self._processes) if is_external else rows,
             running=stats.running if stats is not None and is_shared else 0,
             waiting=stats.waiting if stats is not None and is_shared else 0,
             kv_blocks_total=stats.blocks_total if stats is not None else 0,
@@ -172,7 +172,7 @@ class WorkerFeed:
             kind=worker.kind,
             max_model_len=info.max_model_len if info is not None else 0,
             resumes=worker.backend.status.resumes,
-            terms=worker.terms,
+            terms=worker.terms and worker.terms.part(self._processes),
             is_external=is_external,
             identity=info.identity if info is not None else "",
             adapters=adapters.loaded,
@@ -186,7 +186,7 @@ class WorkerFeed:
 
 
 def cell_view(worker: Worker) -> CellView | None:
-    """What there is to say of a worker that is a peer cell; None: it is a worker of this one."""
+    """The distance and the price of a worker that is a peer cell; None: it is a worker of this one."""
     if worker.cell is None:
         return None
     assert isinstance(worker.backend, CellBackend), "who is a peer speaks as one"
@@ -202,7 +202,7 @@ def _rows(info: ModelInfo | None, stats: Stats | None) -> int:
 
 
 class _Line:
-    """Who waits for one model, in the order in which they came."""
+    """The requests that wait for one model, in the order in which they came."""
 
     __slots__ = ("by_tenant", "num_bytes", "waiting")
 
@@ -302,7 +302,7 @@ class WakeCalls:
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
     def wanted(self, route: str) -> None:
-        """Somebody waits for this model, which sleeps, or would have: wake it."""
+        """A request waits for this model, which sleeps, or would have: wake it."""
         if self.sleeper is None or route in self._under_way:
             return
         task = asyncio.get_running_loop().create_task(self._wake(self.sleeper, route), name=f"wake {route}")

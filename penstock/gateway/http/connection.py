@@ -62,10 +62,10 @@ MOVES: dict[ConnectionState, frozenset[ConnectionState]] = {
 
 
 class Application(Protocol):
-    """What answers requests. Called on the event loop; must not block or raise."""
+    """The interface that answers requests. Called on the event loop; must not block or raise."""
 
     def refuse(self, head: RequestHead, client: str) -> Response | None:
-        """Answer from the headers, which spares reading a body; None to go on. `client` is its address."""
+        """Answer from the headers, which spares reading a body; None to continue. `client` is its address."""
         ...
 
     def handle(self, exchange: Exchange) -> None:
@@ -79,7 +79,7 @@ class Application(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class ServerContext:
-    """What all connections of a server share."""
+    """The context that all connections of a server share."""
 
     app: Application
     config: ServerConfig
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
     """The protocol object of one accepted socket."""
 
     __slots__ = (
-        "_body", "_client", "_deadline_ns", "_exchange", "_head_bytes", "_headers",
+        "_body", "_client", "_deadline_ns", "_exchange", "_head_bytes", "_headers", "_looked_at",
         "_num_sent", "_num_written", "_parser", "_raw_bytes", "_server", "_state", "_stuck_ns", "_transport",
         "_upgrades", "_url", "paused",
     )  # fmt: skip
@@ -105,18 +105,16 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._state = ConnectionState.IDLE
         self._exchange: Exchange | None = None
-        self._client = ""
+        self._client, self.paused = "", False
         self._deadline_ns: int | None = None
-        self._num_written = self._num_sent = 0
-        self._stuck_ns = 0
-        self.paused = False
+        self._num_written = self._num_sent = self._stuck_ns = 0
+        self._looked_at: RequestHead | None = None  # By the application, in this turn of the event loop.
         self._reset()
 
     def _reset(self) -> None:
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
-        self._head_bytes = 0
-        self._raw_bytes = 0
+        self._head_bytes = self._raw_bytes = 0
         self._upgrades = False
         self._body = bytearray()
 
@@ -146,6 +144,7 @@ class Connection(asyncio.Protocol):
             if data.strip(b"\r\n"):  # Some clients end a body with a stray line break.
                 self._pipelined()
             return
+        self._looked_at = None  # Keys may end while a body comes.
         if not self._reads() or not self._within_bounds(len(data)):
             return
         was_idle = self._state is ConnectionState.IDLE
@@ -234,7 +233,7 @@ class Connection(asyncio.Protocol):
         self._headers[key] = value if key not in self._headers else b"%b, %b" % (self._headers[key], value)
 
     def on_headers_complete(self) -> None:
-        """The head is complete: refuse it now, or go on to the body."""
+        """The head is complete: refuse it now, or continue with the body."""
         if self._state is not ConnectionState.HEAD:
             return
         size = len(self._url) + sum(len(k) + len(v) + 4 for k, v in self._headers.items())
@@ -244,12 +243,14 @@ class Connection(asyncio.Protocol):
         if fault := self._head_fault():
             self._fail(fault)
             return
-        if self._has_body() and (refusal := self._server.app.refuse(self._head(), self._client)):
-            self._refuse(refusal)
-            return
-        if self._parser.should_upgrade() and self._has_body():
-            self._upgrades = True  # `_after_upgrade` goes on.
-            return
+        if self._has_body():
+            self._looked_at = head = self._head()
+            if refusal := self._server.app.refuse(head, self._client):
+                self._refuse(refusal)
+                return
+            if self._parser.should_upgrade():
+                self._upgrades = True  # `_after_upgrade` continues.
+                return
         self._move(ConnectionState.BODY)
         self._wait(self._server.limits.body_timeout_s)
         if b"expect" in self._headers:
@@ -320,7 +321,7 @@ class Connection(asyncio.Protocol):
             part = "headers" if self._state is ConnectionState.HEAD else "body"
             self._fail(HttpFault(408, f"The request's {part} did not arrive in time."))
         elif buffered and self._server.terms.write_timeout_s:
-            self._wait(LINGER_S)  # A slow client that goes on reading gets all of its answer.
+            self._wait(LINGER_S)  # A slow client that keeps reading gets all of its answer.
         else:
             self._transport.abort()
 
@@ -338,7 +339,7 @@ class Connection(asyncio.Protocol):
             self._exchange.close_after()
 
     def close_if_idle(self) -> None:
-        """Close if nothing is in flight. Who has just connected is about to ask, and has a moment."""
+        """Close if nothing is in flight. A client that has just connected has a moment to ask."""
         if self._state is ConnectionState.IDLE and self.is_owed():
             self._wait(LINGER_S)
         elif self._state is ConnectionState.IDLE:
@@ -368,7 +369,7 @@ class Connection(asyncio.Protocol):
         return RequestHead(method=method, path=path, query=query, headers=self._headers, version=version)
 
     def _open_exchange(self, head: RequestHead | None = None) -> Exchange:
-        head = head or self._head()
+        head = head or self._looked_at or self._head()
         exchange = Exchange(
             head,
             self,
@@ -421,7 +422,7 @@ class Connection(asyncio.Protocol):
         return None
 
     def _shape_fault(self) -> HttpFault | None:
-        """What the parser lets pass and a proxy in front might read in another way than we."""
+        """A head that the parser lets pass and a proxy in front might read in another way than we."""
         version, headers = self._parser.get_http_version(), self._headers
         if version not in ("1.1", "1.0"):
             return HttpFault(400, "This server speaks HTTP/1.1.")

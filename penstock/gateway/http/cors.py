@@ -19,7 +19,7 @@ EXPOSED = (
     b"x-ratelimit-limit-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, "
     b"x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
 )
-"""What a page may read beside the body and the few headers that it always may."""
+"""The headers that a page may read beside the body and the few that it always may."""
 _OUTSIDE_V1 = frozenset({"/tokenize", "/detokenize"})
 _VERB = re.compile(rb"[A-Z]{1,16}")
 _FIELDS = re.compile(rb"[A-Za-z0-9_, -]{1,1024}")
@@ -33,7 +33,7 @@ class Cors:
         self._origins = frozenset(origin.encode() for origin in origins)
 
     def headers(self, head: RequestHead) -> Headers:
-        """What goes with the answer to a request, whatever the answer is."""
+        """The headers of the answer to a request, whatever the answer is."""
         if not (head.path.startswith("/v1/") or head.path in _OUTSIDE_V1):
             return ()
         # Without `*` the answer depends on the origin, and a cache between must know it, of refused origins
@@ -51,7 +51,7 @@ class Cors:
             ]
             fields = head.headers.get(b"access-control-request-headers", b"")
             if _FIELDS.fullmatch(fields):
-                # Whatever it is, a program outside of a browser may send it too. `*` would leave out
+                # A program outside of a browser may send any such header too. `*` would leave out
                 # Authorization.
                 found.append((b"access-control-allow-headers", fields))
         else:

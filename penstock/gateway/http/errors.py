@@ -32,6 +32,7 @@ from penstock.errors import (
     ClientError,
     CrashingRequest,
     Draining,
+    EnsembleFailed,
     Evicted,
     Forbidden,
     IdentityUnavailable,
@@ -54,7 +55,7 @@ from penstock.protocol.openai import ErrorAnswer, ErrorBody
 from penstock.telemetry.decision_files import Failure
 
 RETRY_AFTER_S = 1.0
-"""What a client is told when nobody knows better."""
+"""A client's wait where no better one is known."""
 
 
 class HttpFault(ClientError):
@@ -98,11 +99,12 @@ _FALLBACK_CODES: tuple[tuple[type[PenstockError], str], ...] = (
     (NoMemory, "no_memory"),
     (WorkerUnavailable, "worker_unavailable"),
     (StreamBroken, "stream_broken"),
+    (EnsembleFailed, "ensemble_failed"),
 )
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status of an error; 500 for whatever nobody expected."""
+    """The HTTP status of an error; 500 for an unexpected error."""
     if isinstance(error, HttpFault):
         return error.status
     return next((status for kind, status, _ in _STATUS if isinstance(error, kind)), 500)

@@ -4,7 +4,7 @@ An exchange is answered once: by `respond`, or by `begin_stream`, any number of 
 client leaves before that, `on_disconnect` is called at once and everything written later goes nowhere.
 It knows how a response is framed; sockets, parsing and timeouts belong to `connection.py`.
 
-Which model answered, and why, as the client is told: in headers, and once more in a stream's last usage
+The model that answered, and why, as the client reads it: in headers, and once more in a stream's last usage
 chunk.
 
     x-penstock-model: small                     the model that answers; the body's `model` says the same
@@ -43,7 +43,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class _Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the last usage chunk has under `penstock`."""
+    """The content of `penstock` in the last usage chunk."""
 
     model: str
     requested_model: str = ""
@@ -55,7 +55,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Who answers a request, and why."""
+    """The model that answers a request, and why."""
 
     model: str
     requested: str
@@ -68,7 +68,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     route: str = ""
     """How it was chosen, if it was: `Choice.explain()`."""
     assigned: object = None
-    """What a rollout has dealt its conversation (`gateway.models.rollouts.Assigned`)."""
+    """The version that a rollout has assigned to its conversation (`gateway.models.rollouts.Assigned`)."""
 
 
 def _value(name: str) -> bytes:
@@ -101,6 +101,8 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
     query: str = ""
     headers: Mapping[bytes, bytes]
     version: str = "1.1"
+    seen: object = None
+    """The application's result for the head, from before the body was read."""
 
 
 _FORGOTTEN = RequestHead(method="", path="", headers={})
@@ -125,7 +127,7 @@ class Ending(enum.StrEnum):
 
 
 class Wire(Protocol):
-    """What an exchange needs of its connection."""
+    """The part of its connection that an exchange needs."""
 
     paused: bool
     """The client does not keep up; the transport is buffering."""
@@ -151,10 +153,11 @@ class Exchange:
     """A request in the hands of a handler, and the way back to the client."""
 
     __slots__ = (
-        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "body", "cell", "client", "cors",
+        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "asked", "body", "cell",
+        "client", "cors",
         "ended_ns", "ending", "error", "first_ns", "first_usage", "head", "headers", "holds", "id",
         "idle_ticks", "is_open", "limits_ns", "method", "migrated", "migration", "on_caught_up",
-        "on_disconnect", "on_full", "outcome", "path", "queue_ns", "reasoning_tokens", "request",
+        "on_disconnect", "on_full", "outcome", "path", "queue_ns", "reasoning_tokens", "request", "rewrite",
         "served", "started_ns", "status", "streaming", "terms", "trace", "version",
     )  # fmt: skip
 
@@ -172,18 +175,22 @@ class Exchange:
         self.method, self.path, self.version = head.method, head.path, head.version
         self.client, self.body, self.id = client, b"", ""
         self.trace: RequestTrace | None = None  # If it is traced, or its caller traces it.
+        self.asked = ""
+        """The ensemble that was asked for; empty: none."""
+        self.rewrite: Callable[[Response], None] | None = None
+        """Takes a whole answer that went well, and responds with another one later."""
         self.served: Served | None = None
-        """Set by handlers that generate. What it says goes with whatever the response is."""
+        """Set by handlers that generate. Its headers go with the response, whatever that is."""
         self.request: Request | None = None
         """Since flow control accepted it."""
         self.outcome: OutcomeLabel | None = None
         self.error: Exception | None = None
-        """What it ended with, after its caller was known."""
+        """The error that it ended with, after its caller was known."""
         self.started_ns = 0
         self.first_ns: int | None = None
         """When the first output of any choice came."""
         self.first_usage: Usage | None = None
-        """What its worker told with it, of a request that is one stream."""
+        """The worker's report with it, of a request that is one stream."""
         self.limits_ns: int | None = None
         """When its prompt was made, and limits were asked."""
         self.ended_ns: int | None = None
@@ -229,7 +236,7 @@ class Exchange:
         self.migration = self.migrated = self.cell = ""
 
     def used(self) -> Usage:
-        """What its streams used until now."""
+        """The usage of its streams until now."""
         return self.request.used() if self.request is not None else Usage()
 
     def usage(self) -> UsageBody:
@@ -281,7 +288,7 @@ class Exchange:
         self._keep_alive = False
 
     def forget_request(self) -> None:
-        """Nobody reads body and headers any more: they may be megabytes, and the stream long."""
+        """Body and headers are not read any more: they may be megabytes, and the stream long."""
         self.body = b""
         self.head = _FORGOTTEN
 
@@ -290,6 +297,10 @@ class Exchange:
         if not self.is_open:
             return
         assert not self.streaming, "the response has started"
+        if self.rewrite is not None and response.status == http.HTTPStatus.OK:
+            rewrite, self.rewrite = self.rewrite, None
+            rewrite(response)
+            return
         self.status = response.status
         head = self._head(response.status, response.content_type, response.headers)
         length = b"" if response.status == 204 else b"content-length: %d\r\n" % len(response.body)
@@ -348,7 +359,7 @@ class Exchange:
             self._full()
 
     def let_go(self) -> None:
-        """What was held back is about to be written."""
+        """Text that was held back is about to be written."""
         self._held_bytes = 0
 
     def fell_behind(self) -> None:
@@ -421,10 +432,10 @@ class Exchange:
         """They lead to the reply, which leads here: without them all of the request is freed at its end, not
         by the collector.
         """
-        self.on_disconnect = self.on_caught_up = self.on_full = None
+        self.on_disconnect = self.on_caught_up = self.on_full = self.rewrite = None
 
     def served_facts(self) -> bytes:
-        """Who answers, and how it goes, as JSON: for clients that do not see headers."""
+        """The model that answers, and the state of the request, as JSON, for clients that see no headers."""
         served = self.served
         assert served is not None, "a model answers"
         return msgspec.json.encode(

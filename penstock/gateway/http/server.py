@@ -6,6 +6,7 @@ Knows connections, not requests; what answers them is the application it is give
 import asyncio
 import socket
 from collections.abc import Sequence
+from functools import partial
 
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.tree import ServerConfig
@@ -71,7 +72,8 @@ class HttpServer:
         """
         loop, given = asyncio.get_running_loop(), [each.dup() for each in listeners]
         for each in given or await bound_sockets(self._config):
-            self._listeners.append(await loop.create_server(self._connection, sock=each, backlog=BACKLOG))
+            connect = partial(Connection, self._context)
+            self._listeners.append(await loop.create_server(connect, sock=each, backlog=BACKLOG))
         self._tick = loop.call_later(self._tick_s, self._on_tick)
         bound = self._listeners[0].sockets[0].getsockname()
         return str(bound[0]), int(bound[1])
@@ -83,7 +85,7 @@ class HttpServer:
             connection.close_after_answer()
 
     def close_listeners(self) -> None:
-        """Accept nothing new. What comes waits for whoever else has the socket."""
+        """Accept nothing new. New connections wait for another process that has the socket."""
         for listener in self._listeners:
             listener.close()
 
@@ -115,9 +117,6 @@ class HttpServer:
         for listener in self._listeners:
             await listener.wait_closed()
 
-    def _connection(self) -> Connection:
-        return Connection(self._context)
-
     def _on_tick(self) -> None:
         now_ns = self._clock.now_ns()
         for connection in list(self._connections):
@@ -143,7 +142,7 @@ class _Refusing:
 
 
 async def refuse_the_rest(listeners: Sequence[socket.socket], config: ServerConfig, clock: Clock) -> None:
-    """The end of sockets that nobody accepts from any more: what waits there, or is about to, is answered
+    """The end of sockets that no process accepts from any more: what waits there, or is about to, is answered
     with 503 `draining`, and then they close.
 
     Closed at once they would reset those connections, which the kernel has accepted for us.

@@ -78,7 +78,7 @@ _DROP_SYN = b"".join(
 def shut(listener: socket.socket) -> None:
     """Let no further client begin to connect, in whichever process the socket is open; those that have begun
     still come. A client that is shut out asks again after a second, and then finds the port closed, or the
-    next server. Where that cannot be asked of the kernel, clients go on connecting.
+    next server. Where the kernel cannot do that, clients can still connect.
     """
     if sys.platform == "linux" and listener.family in (socket.AF_INET, socket.AF_INET6):
         steps = ctypes.create_string_buffer(_DROP_SYN)
@@ -100,7 +100,7 @@ RESERVE_SHARE = 8
 
 
 class ConnectionVerdict(enum.Enum):
-    """What may be done with a new connection."""
+    """The treatment of a new connection."""
 
     SERVE = enum.auto()
     REFUSE = enum.auto()

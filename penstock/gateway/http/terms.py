@@ -25,7 +25,9 @@ from penstock.config.tree import ServerConfig
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WireLimits:
-    """The same for all connections of a server. What an operator may move is in the section `server`."""
+    """The same for all connections of a server. Settings that an operator may change are in the section
+    `server`.
+    """
 
     connections_max: int = 20_000
     """Open connections of one process; one more is closed."""
@@ -45,6 +47,13 @@ class WireLimits:
     """A client that takes none of the bytes that wait for it for this long is cut off; 0 never."""
     heartbeat_s: float = 15.0
     """A stream that has sent nothing for this long sends an SSE comment; 0 never."""
+    spare_files: int = 512
+    """File descriptors that are needed beside one per connection."""
+
+    @property
+    def open_files(self) -> int:
+        """As many must be allowed."""
+        return self.connections_max + self.spare_files
 
 
 WIRE_LIMITS = WireLimits()
@@ -54,7 +63,7 @@ MS_PER_S = 1000
 
 
 class Holder(Protocol):
-    """What holds text back."""
+    """The part that holds text back."""
 
     def release(self) -> None:
         """Write it, unless the client must be waited for."""
@@ -62,7 +71,7 @@ class Holder(Protocol):
 
 
 class Flusher:
-    """Lets go of what was held back for `period_s`."""
+    """Releases text that was held back for `period_s`."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s

@@ -61,7 +61,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
     @property
     def prefix(self) -> str:
-        """What may be shown of the key."""
+        """The part of the key that may be shown."""
         return f"sk-{self.id}"
 
     def state(self, now_s: int) -> str:
@@ -75,7 +75,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Issued:
-    """A new key: the record, and the key itself, which nobody can show again."""
+    """A new key: the record, and the key itself, which cannot be shown again."""
 
     record: ApiKey
     key: str
@@ -165,7 +165,7 @@ def find(keys: Iterable[ApiKey], shown: str) -> ApiKey:
 
 
 def record_problem(record: ApiKey) -> str:
-    """What is wrong with a record; empty if nothing is."""
+    """Problems of a record; empty if nothing is."""
     if not _ID.fullmatch(record.id) or len(record.id) != ID_CHARS:
         return f"id: expected {ID_CHARS} characters of a-z and 2-7"
     if not _HASH.fullmatch(record.hash):
@@ -225,7 +225,7 @@ T = TypeVar("T")
 
 
 def stamp(path: Path) -> Stamp | None:
-    """What tells one state of the file from another; None if it is not there."""
+    """A stamp that tells one state of the file from another; None if it is not there."""
     try:
         info = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Who may call, as it changes while the server runs: the table in force, tokens' keys, and reloading.
+"""The callers, as they change while the server runs: the table in force, tokens' keys, and reloading.
 
     SIGHUP ─> reload(config) ──┐
     keys file changed ─────────┴─> a new TenantTable, made aside ─> in force at once ─> on_reload(config)
@@ -6,7 +6,7 @@
 
 Requests that run keep the tenant that they came with, so nothing is dropped.
 
-Who may go where: the caller behind a request, by the route's access, its key and where it comes from.
+Access to routes: the caller behind a request, by the route's access, its key and where it comes from.
 
     OPEN    everybody
     KEY     a tenant's key or token
@@ -122,8 +122,8 @@ class Tenancy:
         """The caller of a request, or None if only `identify_later` can say.
 
         Raises:
-            Unauthenticated: nobody that is accepted.
-            Forbidden: somebody known, who may not use this server.
+            Unauthenticated: no accepted key or token.
+            Forbidden: a known caller, who may not use this server.
         """
         if self._table.open:
             return ANONYMOUS_CALLER
@@ -149,8 +149,8 @@ class Tenancy:
         Tokens of tenants' people are not taken.
 
         Raises:
-            Unauthenticated: nobody that is accepted.
-            Forbidden: somebody known, who may not do that.
+            Unauthenticated: no accepted key or token.
+            Forbidden: a known caller, who may not do that.
         """
         return self._table.admin_of_key(credential(head))
 
@@ -176,7 +176,7 @@ class Tenancy:
         """Put a new configuration in force, as far as that can be done while running; False if it was
         refused.
 
-        `config` has been checked as at start. Files are read in a thread: streams go on meanwhile.
+        `config` has been checked as at start. Files are read in a thread: streams continue meanwhile.
         """
         async with self._one_at_a_time:
             merged = self._mergeable(config)
@@ -184,7 +184,7 @@ class Tenancy:
             try:
                 check(merged)  # Again: what runs may go with the old settings and not with the new ones.
                 if not names_callers(merged.auth):
-                    raise ConfigError("auth: it names nobody, so nobody could call any more")
+                    raise ConfigError("auth: it names no caller, so none could call any more")
                 table = await asyncio.to_thread(self._read, merged)
                 self._check_shrinking(merged, table)
                 await asyncio.to_thread(_check_token_library, merged)
@@ -311,11 +311,12 @@ def _task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
 
 WILDCARDS = ("0.0.0.0", "::", "")
 _FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via")
-"""What a proxy says of itself. One that says nothing cannot be told from a caller on this machine."""
+"""The headers by which a proxy names itself. One that says nothing cannot be told from a caller on this
+machine."""
 
 
 class Access(enum.Enum):
-    """Who may call a route."""
+    """The callers of a route."""
 
     OPEN = enum.auto()
     KEY = enum.auto()

@@ -7,7 +7,7 @@ A table never changes: a reload makes a new one, and requests that run keep the 
 Tenants as the deciding parts see them: what the configuration says of one, with its tier's limits worked
 in.
 
-Who is calling: what a handler is told of it, and where in a request it stands.
+The caller of a request: its facts for a handler, and its place in a request.
 """
 
 import hashlib
@@ -191,7 +191,7 @@ PREFIX_CHARS = 8
 
 
 class TenantTable:
-    """Who may call. Where authentication is off, everybody may."""
+    """The callers and their tenants. Where authentication is off, everybody may."""
 
     def __init__(
         self,
@@ -224,8 +224,8 @@ class TenantTable:
         return len(self._stored) + len(self._plain)
 
     def check_shrinking(self, before: "TenantTable") -> None:
-        """Refuse a keys file from which so many keys are gone that it looks like an accident: nobody revokes
-        by deleting lines.
+        """Refuse a keys file from which so many keys are gone that it looks like an accident: deleting lines
+        revokes nothing.
 
         Raises:
             ConfigError: it has no accepted key left, or more than half of them are gone (and more than
@@ -339,8 +339,7 @@ class _PlainKeys:
 
     They are hashed at start, so that no later memory dump or log line can show one.
 
-    Looking up a digest takes a time that may depend on the digests; keyed with what nobody knows, they tell
-    nothing.
+    Looking up a digest takes a time that may depend on the digests; keyed with a secret, they tell nothing.
     """
 
     def __init__(self, keys: Iterable[str], tenants: Tenants) -> None:

@@ -1,6 +1,6 @@
 """Tokens of an OpenID Connect provider: who a signed JSON Web Token says is calling (RFC 7519, RFC 8725).
 
-PyJWT checks the signature, issuer and audience. What may be chosen is chosen here and not by the token: the
+PyJWT checks the signature, issuer and audience. Every choice is made here and not by the token: the
 algorithm must be on the list and fit the key (so `none`, and HMAC with a public key, have no way in), the key
 comes from the provider's set and never from the token's header, and times are judged by our clock.
 
@@ -59,7 +59,7 @@ class JwtTerms(JwtConfig, frozen=True, kw_only=True):
     timeout_s: float = 5.0
     """For one fetch, and for a request that waits for it."""
     waiting_max: int = 256
-    """Requests that wait for a fetch at once; one more is told to come back."""
+    """Requests that wait for a fetch at once; one more is refused for now."""
     response_bytes_max: int = 256 * 1024
     """Of the provider's answers."""
     keys_max: int = 64
@@ -99,7 +99,7 @@ class SigningKey:
 def parse_jwks(data: bytes, *, keys_max: int) -> dict[str, SigningKey]:
     """The usable signing keys of a JWK set, by id.
 
-    What cannot be used (encryption, symmetric, too short) is left out.
+    A key that cannot be used (encryption, symmetric, too short) is left out.
 
     Raises:
         ValueError: it is no JWK set, or has no usable key.
@@ -144,9 +144,9 @@ class ProviderKeys:
         self._failures = 0
         self._wanted = asyncio.Event()
         self._in_flight: list[asyncio.Future[None]] | None = None
-        """Who waits for the fetch that is under way; None while there is none."""
+        """Requests that wait for the fetch that is under way; None while there is none."""
         self._next: list[asyncio.Future[None]] = []
-        """Who waits for the next one."""
+        """Requests that wait for the next one."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a key that was there is there no more, or is another one."""
 
@@ -171,7 +171,7 @@ class ProviderKeys:
     async def wait_for(self) -> bool:
         """Return after a fetch: one that is under way (False), else one that begins now or later (True).
 
-        Only after the second kind a key that is still not there is nobody's.
+        Only after the second kind a key that is still not there is unknown.
 
         Raises:
             IdentityUnavailable: that would take too long, too many wait already, or there are still no keys.
@@ -315,7 +315,7 @@ class _Known:
 
 
 class TokenVerifier:
-    """Who tokens belong to."""
+    """The verifier of tokens and their owners."""
 
     def __init__(self, config: JwtConfig, keys: ProviderKeys, tenants: Tenants, *, clock: Clock) -> None:
         self._config = extended(config, JwtTerms)

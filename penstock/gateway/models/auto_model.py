@@ -13,7 +13,7 @@ _CHARS_PER_TOKEN = 3
 """For asking whether a conversation fits a model before its tokenizer has seen it: rather too many tokens
 than too few."""
 _TOKEN_CHARS = 4
-"""What a prompt of token ids counts for each."""
+"""The characters that a prompt of token ids counts for each."""
 
 MaxLength = Callable[[str], int | None]
 """A model's context in tokens: 0 if it is not known yet, None if it is not ready or not there."""
@@ -70,7 +70,7 @@ class AutoModels:
 
 
 def features_of(request: GenerationRequest, *, tier: str) -> Features:
-    """What the router looks at."""
+    """The features that the router looks at."""
     if isinstance(request, ChatRequest):
         return _chat_features(request, tier)
     assert isinstance(request, CompletionRequest)

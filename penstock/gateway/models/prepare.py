@@ -1,15 +1,15 @@
 """From a checked request to streams for a worker: prompt tokens, sampling parameters, and whether they fit.
 
-What a request leaves open comes from the model's generation_config.json, then from OpenAI's defaults:
+A value that a request leaves open comes from the model's generation_config.json, then from OpenAI's defaults:
 temperature 1, top_p 1, every token allowed. `max_tokens` defaults to the rest of the context for chats and to
 16 for plain completions, as at OpenAI.
 
 Tokenizing without stalling the event loop.
 
 A short prompt takes less time than handing it to a thread, so it is done in place. A long one (a megabyte
-is a quarter of a second) goes to one of two threads; the tokenizer lets go of the GIL meanwhile. A chat
+is a quarter of a second) goes to one of two threads; the tokenizer releases the GIL meanwhile. A chat
 template that runs in a process of its own is waited for in a thread of its own, so that its model's requests
-wait for nobody's but each other; the metrics and the log say which model that is, and why.
+wait only for each other; the metrics and the log say which model that is, and why.
 """
 
 import asyncio

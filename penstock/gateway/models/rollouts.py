@@ -1,5 +1,6 @@
 """Which version of a model a conversation gets while a rollout runs, and what became of its requests: in one
-gateway process. Who decides is told every second (fleet/rollouts.py), and tells what is active.
+gateway process. The deciding process is informed every second (fleet/rollouts.py), and says which rollouts
+are active.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -12,7 +13,7 @@ from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.metrics import RequestMeasurement
 
 UNREPORTED_MAX = 5000
-"""Requests that ended since the last was told: of more, as many are told as tell enough."""
+"""Requests that ended since the last was told: of more, a sample that is large enough is reported."""
 _FAILED = (OutcomeLabel.ERROR, OutcomeLabel.SHED)
 _ANSWERED = (
     OutcomeLabel.STOP,
@@ -20,11 +21,11 @@ _ANSWERED = (
     OutcomeLabel.LENGTH,
     OutcomeLabel.CONTENT_FILTER,
 )
-"""What else may become of a request is the client's doing."""
+"""Every other end of a request is the client's doing."""
 
 
 class Assigned(NamedTuple):
-    """What a conversation was dealt."""
+    """The version assigned to a conversation."""
 
     rollout: str
     version: str
@@ -81,6 +82,6 @@ class RolloutTable:
         )
 
     def take(self) -> Sequence[Observation]:
-        """What ended since the last call."""
+        """Requests that ended since the last call."""
         unreported, self._unreported = self._unreported, []
         return unreported

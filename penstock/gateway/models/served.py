@@ -2,10 +2,10 @@
 
 Which leading tokens of a prompt are public: what an operator declared in `models[].public_prefixes`.
 
-Tenants' KV caches are apart, so that nobody learns from a fast answer what others have asked. A system prompt
-that the operator himself publishes is no such secret: KV blocks that hold nothing but its tokens are shared
-by all. Only tokens that equal the operator's, from the very first one, are ever called public, whatever a
-caller sends.
+Tenants' KV caches are apart, so that no tenant learns from a fast answer what others have asked. A system
+prompt that the operator himself publishes is no such secret: KV blocks that hold nothing but its tokens are
+shared by all. Only tokens that equal the operator's, from the very first one, are ever called public,
+whatever a caller sends.
 """
 
 import hashlib
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from penstock.config.routing import RoutingConfig
-from penstock.errors import ConfigError, InvalidRequest, NotFound, WorkerUnavailable
+from penstock.config.routing import EnsembleConfig, RoutingConfig
+from penstock.errors import ConfigError, InvalidRequest, NotFound, Unsupported, WorkerUnavailable
 from penstock.fleet.registry import RouteWorkers
 from penstock.gateway.models.rollouts import Assigned, RolloutTable
+from penstock.policy.admission.gate import ModelFacts
 from penstock.policy.placement.pick import ComplexityChoice
 from penstock.policy.tenant import (
     ANONYMOUS,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.gateway.models.auto_model import AutoModels
 
 _TASKS = {"": "generate", "scores": "score"}
-"""What a model is for, by how it pools."""
+"""The task of a model, by how it pools."""
 _BEGINNING_BYTES = 4096
 """Of a conversation that has no name: as many of its first messages tell it from others."""
 _CHUNK = 256
@@ -127,12 +128,12 @@ class ServedModel:
     tool_format: ToolFormat = HERMES
     """How it calls tools."""
     reasoning: ReasoningMarks | None = None
-    """What stands around its reasoning; None: it does not reason."""
+    """The marks around its reasoning; None: it does not reason."""
     declared_len: int = 0
     """Tokens of its context as the configuration or the checkpoint says, until a worker has said it; 0:
     neither does."""
     public_prefixes: PublicPrefixes = NO_PUBLIC_PREFIXES
-    """What prompts may begin with that is no tenant's secret."""
+    """The beginnings of prompts that are no tenant's secret."""
     prompts: ChatPrompts = field(init=False)
     """Makes the token ids of chats."""
 
@@ -147,7 +148,7 @@ class ServedModel:
         object.__setattr__(self, "prompts", prompts)  # It is frozen for everybody else.
 
     def info(self) -> ModelInfo:
-        """What holds for any of its workers.
+        """Facts that hold for any of its workers.
 
         Raises:
             WorkerUnavailable: none has been ready yet.
@@ -180,7 +181,7 @@ class ServedModel:
 
 
 class Resolved(NamedTuple):
-    """What a request asks for."""
+    """The model that a request asks for."""
 
     model: ServedModel
     adapter: str = ""
@@ -188,7 +189,7 @@ class Resolved(NamedTuple):
     choice: ComplexityChoice | None = None
     """How it was chosen, if the request asks for "auto"."""
     assigned: Assigned | None = None
-    """What a rollout has dealt its conversation."""
+    """The version that a rollout has assigned to its conversation."""
 
 
 class ModelTable:
@@ -198,6 +199,7 @@ class ModelTable:
         self,
         models: Mapping[ModelName, ServedModel],
         routing: RoutingConfig = RoutingConfig(),  # noqa: B008 - it is frozen.
+        ensembles: Sequence[EnsembleConfig] = (),
     ) -> None:
         self._models = dict(models)
         self._first: dict[str, ServedModel] = {}
@@ -208,6 +210,7 @@ class ModelTable:
         self.rollouts = RolloutTable()
         created_s = max((model.created_s for model in models.values()), default=0)
         self._auto = _choose_auto(routing, created_s) if routing.auto else None
+        self._ensembles = {each.name: each.model for each in ensembles}
 
     def __iter__(self):  # noqa: ANN204
         return iter(self._models.values())
@@ -215,10 +218,10 @@ class ModelTable:
     def takes(self, name: str) -> bool:
         """Whether a model, one without its version, or "auto" has this name, so that no adapter can."""
         is_auto = self._auto is not None and name == self._auto.name
-        return is_auto or name in self._models or name in self._first
+        return is_auto or name in self._models or name in self._first or name in self._ensembles
 
     def cards(self, tenant: Tenant) -> list[ModelCard]:
-        """What `/v1/models` lists for a tenant: their adapters and "auto" after the models themselves."""
+        """The entries of `/v1/models` for a tenant: their adapters and "auto" after the models themselves."""
         mine = [model for model in self if may_use_model(tenant, model.name)]
         found = [model.card() for model in mine]
         found += [_alias(name, model) for name in self._first if (model := self._serving(name)) in mine]
@@ -227,6 +230,7 @@ class ModelTable:
             found += [model.adapter_card(name) for name in names if may_use_adapter(tenant, name)]
         if self._auto is not None and self._auto.may_use(tenant):
             found.append(self._auto.card())
+        found += [self._ensemble_card(name) for name in self._ensembles if may_use_model(tenant, name)]
         limits = _limits_of(tenant)
         return [msgspec.structs.replace(card, limits=limits) for card in found]
 
@@ -239,7 +243,21 @@ class ModelTable:
         """
         return msgspec.structs.replace(self._card(name, tenant), limits=_limits_of(tenant))
 
+    def _ensemble_card(self, name: str) -> ModelCard:
+        """The entry of an ensemble: its model's, under its own name."""
+        base = self._ensembles[name]
+        if self._auto is not None and base == self._auto.name:
+            return msgspec.structs.replace(self._auto.card(), id=name, root=base)
+        model = self._of_adapter(base) or self._models.get(ModelName(base)) or self._serving(base)
+        card = (
+            ModelCard(id=name, created=0) if model is None else model.card()
+        )  # An adapter that is not there yet.
+        return msgspec.structs.replace(card, id=name, root=base)
+
     def _card(self, name: str, tenant: Tenant) -> ModelCard:
+        if name in self._ensembles:
+            check_model(tenant, name)
+            return self._ensemble_card(name)
         if self._auto is not None and name == self._auto.name and self._auto.may_use(tenant):
             return self._auto.card()
         if (model := self._of_adapter(name)) is not None:
@@ -257,8 +275,8 @@ class ModelTable:
         needs: frozenset[str] = frozenset(),
         session: str = "",
     ) -> "Resolved":
-        """What a request asks for: a model, an adapter of one, or "auto": one that can do what is needed, if
-        there is one. Of a model in a rollout, the version that the conversation gets.
+        """Find the model that a request asks for: a model, an adapter of one, or "auto": one that can do what
+        is needed, if there is one. Of a model in a rollout, the version that the conversation gets.
 
         Raises:
             NotFound: there is no such model.
@@ -286,7 +304,7 @@ class ModelTable:
         assigned = self.rollouts.assign(request.model, lambda: conversation_of(request, tenant, session))
         if assigned is None or (model := self._models.get(ModelName(assigned.version))) is None:
             return None
-        # A version that has no worker, or is not the tenant's, is nobody's canary.
+        # A version that has no worker, or is not the tenant's, is no canary.
         can_answer = model.workers.is_ready or model.workers.sleeps
         return (
             Resolved(model, assigned=assigned) if can_answer and may_use_model(tenant, model.name) else None
@@ -301,6 +319,11 @@ class ModelTable:
         if name is None and len(self._models) == 1:
             return next(iter(self._models.values()))
         model = self._models.get(ModelName(name or "")) or self._serving(name or "")
+        if name in self._ensembles:
+            raise Unsupported(
+                f"'{name}' is an ensemble, which answers /v1/chat/completions and /v1/completions only.",
+                param="model",
+            )
         if model is None:
             allowed = [known for known in self._models if may_use_model(tenant, known)]
             known = ", ".join(f"'{known}'" for known in allowed[:8]) or "none for you"
@@ -361,7 +384,21 @@ def _limits_of(tenant: Tenant) -> CallerLimits:
 
 
 def _choose_auto(routing: RoutingConfig, created_s: int) -> "AutoModels":
-    """What answers for `model: "auto"`."""
+    """The chooser for `model: "auto"`."""
     from penstock.gateway.models import auto_model  # Absent unless configured.
 
     return auto_model.AutoModels(routing, created_s=created_s)
+
+
+def model_facts(models: Mapping[ModelName, ServedModel], name: str) -> ModelFacts | None:
+    """The facts that admission decides on; None if no model of this name is served."""
+    model = models.get(ModelName(name))
+    if model is None:
+        return None
+    info = model.workers.info
+    return ModelFacts(
+        max_model_len=info.max_model_len if info is not None else 0,
+        adapters=model.workers.adapters,
+        capabilities=model.workers.capabilities,
+        kinds=model.workers.kinds,
+    )

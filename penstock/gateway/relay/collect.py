@@ -45,15 +45,13 @@ class PassedSink(TextSink):
         super().__init__(reply, chunks, index, chunks.role())
         self._chunks = chunks
 
-    def on_delta(self, delta: Delta) -> None:
-        """More output."""
-        if delta.thought:
-            if not self._began:
-                self._begin()
-            self.release()
-            self._exchange.write(self._chunks.thought(delta.thought))
-            self._reply.thought(len(delta.token_ids))
-        super().on_delta(delta)
+    def _think(self, delta: Delta) -> None:
+        """Reasoning is sent before its text."""
+        if not self._began:
+            self._begin()
+        self.release()
+        self._exchange.write(self._chunks.thought(delta.thought))
+        self._reply.thought(len(delta.token_ids))
 
 
 class ChatSink(TextSink):
@@ -177,7 +175,7 @@ class CollectSink:
 
     @property
     def text(self) -> str:
-        """What was generated so far."""
+        """The text so far."""
         return "".join(item.text for item in self.events if isinstance(item, Text))
 
     def on_delta(self, delta: Delta) -> None:
@@ -204,7 +202,7 @@ class CollectSink:
         """The end."""
         finish = self._reply.ended(finish)
         self.reason = finish.reason
-        if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may go on.
+        if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may continue.
             self.events += self._reply.guarded(self._parser.finish) or ()
         elif not self._began:
             self.prompt_logprobs.clear()  # Another attempt tells them again.

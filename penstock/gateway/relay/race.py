@@ -1,4 +1,4 @@
-"""Two attempts at one stream: both feed the same sink, and only the one that has output first is heard.
+"""Two attempts at one stream: both feed the same sink, and only the one that has output first counts.
 
 Which of them, and when there are two, flow control decides (policy/extras/hedging.py); this file only sees to
 it that nothing of the other one reaches the client. An attempt that has won costs nothing more: its output
@@ -94,4 +94,4 @@ class Race:
 
 
 def _unheard(delta: Delta) -> None:
-    """What is said too late."""
+    """Output that comes too late."""

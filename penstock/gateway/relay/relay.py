@@ -37,12 +37,12 @@ from penstock.protocol.stream import DONE, HEARTBEAT, ChatChunks, CompletionChun
 from penstock.types import FinishReason
 
 LOWEST = -9999.0
-"""What OpenAI writes for a probability of zero, which JSON has no logarithm of."""
+"""OpenAI's value for a probability of zero, which JSON has no logarithm of."""
 
 
 @dataclass(slots=True, frozen=True)
 class Echo:
-    """What is shown of a prompt in front of its answers."""
+    """The part of a prompt that is shown in front of its answers."""
 
     text: str = ""
     first: TextLogprob | None = None
@@ -159,7 +159,9 @@ class StreamReply(Reply):
         return self._is_held
 
     def _caught_up(self) -> None:
-        """The client took what was written. Workers go on when it has taken what was held back, too."""
+        """The client took what was written. Workers also continue once it has taken the text that was held
+        back.
+        """
         self._release_all()
         if self._is_held and not self.exchange.is_behind:
             self._is_held = False
@@ -231,16 +233,21 @@ class TextSink:
 
     def on_delta(self, delta: Delta) -> None:
         """More output. The first leaves at once."""
-        if not self._began:
+        text, is_first = delta.text, not self._began
+        if delta.thought:
+            self._think(delta)
+        if is_first and not self._began:
             self._begin()
-            if delta.text:
-                self._exchange.write(self._prefix + _encode(delta.text) + self._suffix)
-        elif delta.text:
-            if self._exchange.holds:
-                self._hold(_encode(delta.text)[1:-1])
+        if text:
+            exchange = self._exchange
+            if exchange.holds and not is_first:
+                self._hold(_encode(text)[1:-1])
             else:
-                self._exchange.write(self._prefix + _encode(delta.text) + self._suffix)
+                exchange.write(self._prefix + _encode(text) + self._suffix)
         self._reply.count(len(delta.token_ids))
+
+    def _think(self, delta: Delta) -> None:
+        """Reasoning that a worker tells apart: shown where the model's has a place."""
 
     def release(self) -> None:
         """Write what is held back, as one event."""

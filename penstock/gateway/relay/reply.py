@@ -79,7 +79,7 @@ class ReplyListener(Protocol):
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reply is given."""
+    """The surroundings of a reply."""
 
     exchange: Exchange
     clock: Clock
@@ -136,7 +136,7 @@ class Reply:
         self.exchange, self.clock, self.listener = context.exchange, context.clock, context.listener
         self.head, self.ids = context.head, context.ids
         self.error: Exception | None = None
-        """What ended it, if it failed."""
+        """The error that ended it, if it failed."""
         self.streams: Sequence[tuple[GenerateRequest, Sink]] = ()
         """One for each choice, until it has ended."""
         self.fall_back: FallBackTo | None = None
@@ -157,12 +157,12 @@ class Reply:
         self._race: Race | None = None
         """Set while it is one stream that may be started a second time, beside the first."""
         self._resume: dict[int, tuple[int, ...]] = {}
-        """Choices that were broken off -> their answers so far, with which another worker can go on."""
+        """Choices that were broken off -> their answers so far, from which another worker can continue."""
         self.exchange.on_disconnect = self._client_left
 
     @property
     def request(self) -> Request | None:
-        """What it answers, since flow control accepted it."""
+        """The request that it answers, since flow control accepted it."""
         return self.exchange.request
 
     @property
@@ -171,15 +171,13 @@ class Reply:
         return self._is_over
 
     def first_usage(self) -> Usage | None:
-        """What the worker told with the first output, of a request that is one stream; of several it is no
+        """The worker's report with the first output, of a request that is one stream; of several it is no
         one's time.
         """
         return self._generations[0].usage if len(self._generations) == 1 else None
 
     def remaining(self) -> Sequence[tuple[GenerateRequest, Sink]]:
-        """What to start now of all its streams: those that are not over, behind what the client has seen of
-        each.
-        """
+        """The streams to start now: those that are not over, behind what the client has seen of each."""
         if self.exchange.first_ns is None:
             return self.streams
         resume = self._resume
@@ -213,7 +211,7 @@ class Reply:
                 generation = backend.generate(request, sink)
             except (WorkerError, Overloaded) as error:
                 self._live -= 1
-                self._break(error, can_resume=True)  # With what it was to go on with here.
+                self._break(error, can_resume=True)  # The tokens from which it was to continue here.
                 break
             except BaseException:
                 self._live -= 1
@@ -228,7 +226,7 @@ class Reply:
         self._settle_if_idle()
 
     def start_hedge(self, backend: Backend, request: GenerateRequest, sink: Sink, *, attempt: int) -> None:
-        """Start its one stream a second time: whichever has output first is heard."""
+        """Start its one stream a second time: the one that has output first counts."""
         assert self._race is not None, "it was not started so"
         if self._is_over or self._broken is not None:
             self.listener.on_hedge_lost(self, attempt, None)
@@ -298,7 +296,7 @@ class Reply:
         self._settle_if_idle()
 
     def guarded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """What a sink calls on what a model wrote. None: it met a bug, which ended this reply alone, and not
+        """Called by a sink with a model's text. None: it met a bug, which ended this reply alone, and not
         its worker's connection, on which others wait.
         """
         try:
@@ -314,7 +312,7 @@ class Reply:
             self._break(error, can_resume=False)
 
     def move_off(self, error: PenstockError) -> None:
-        """Every choice that runs goes on at another worker."""
+        """Every choice that runs continues on another worker."""
         if not self._waiting and self._stopped is None:
             self._break(error, can_resume=True)
 

@@ -114,7 +114,7 @@ class Items:
         self.items: list[OutputItem] = []
         self._suffix, self._new_call_id = response_id.partition("_")[2], new_call_id
         self._open: _Part | None = None
-        """What grows now. The next item ends it."""
+        """The part that grows now. The next item ends it."""
         self._passed: dict[int, _Part] = {}
         """Calls of a provider, by their index there. Parts of several may come in turns, with text between
         them, so each is open until the end."""
@@ -292,7 +292,7 @@ class WholeResponse(Reply):
         """The end of the stream; the answer follows when all is settled."""
         finish = self.ended(finish)
         self._reason = finish.reason
-        if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may go on.
+        if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may continue.
             self.guarded(self._take_end, finish)
         self.choice_finished(0, finish)
 

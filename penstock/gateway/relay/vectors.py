@@ -1,8 +1,8 @@
 """Answers that are numbers: the vectors of a request's texts, collected and then answered once.
 
-Numbers travel as the bytes of float32. What clients ask for as base64 stays bytes to the end. An answer of
-2,048 vectors is half a second's work (cosines, or numbers as text), so it is made in pieces, between which
-others' streams go on.
+Numbers travel as the bytes of float32. Vectors that clients ask for as base64 stay bytes to the end. An
+answer of 2,048 vectors is half a second's work (cosines, or numbers as text), so it is made in pieces,
+between which others' streams continue.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class VectorReply(Reply):
         except StopIteration as done:
             self.exchange.respond(Response(body=msgspec.json.encode(done.value)))
             self._found.clear()
-        except Exception as error:  # noqa: BLE001 - nobody else would answer.
+        except Exception as error:  # noqa: BLE001 - no other code would answer.
             self.listener.on_bug(self, error)
             self.send_error(error)
         else:

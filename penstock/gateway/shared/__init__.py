@@ -1,3 +1,3 @@
-"""What several gateways share: where the leases of policy/limits/lease.py come from, and who carries the
-questions there.
+"""The state that several gateways share: where the leases of policy/limits/lease.py come from, and who
+carries the questions there.
 """

@@ -1,8 +1,8 @@
 """Fair shares over gateways: five times a second this process tells what its tenants were served, and counts
 what others tell.
 
-The other processes of one server are told by its parent (peers.py), those of other servers that share a Redis
-through a channel there (`RedisShares`). Nothing waits for either.
+The other processes of one server get them from its parent (peers.py), those of other servers that share a
+Redis through a channel there (`RedisShares`). Nothing waits for either.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ UNITS_MAX = 2048
 UNSENT_MAX = 16
 """Messages that wait to be published; the oldest are dropped."""
 SILENCE_S = 5.0
-"""Who publishes hears itself: a connection that said nothing for so long meanwhile is made again."""
+"""A publisher receives its own messages: a connection that said nothing for so long meanwhile is made
+again."""
 
 
 class _Told(msgspec.Struct, frozen=True, array_like=True):
@@ -125,7 +126,7 @@ class FairLink(Protocol):
 
 
 class FairExchange:
-    """What tells, and whom."""
+    """The sender of shares and its receivers."""
 
     def __init__(
         self, counters: FairCounters, shared: SharedConfig, peers: GatewayPeers | None, *, gateway: str

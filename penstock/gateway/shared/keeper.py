@@ -84,7 +84,7 @@ class LeaseKeeper:
         self._task = asyncio.create_task(self._run(), name="lease keeper")
 
     async def close(self) -> None:
-        """Stop. What is on lease of a budget is handed back; of a rate limit it comes back as refill."""
+        """Stop. The rest of a budget's lease is handed back; of a rate limit it comes back as refill."""
         # A cancellation that falls into a call of the store's client may be lost there: the loop must see it,
         # too.
         self._closing = True

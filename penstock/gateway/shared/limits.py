@@ -97,7 +97,7 @@ def open_store(config: SharedConfig, gateway: str, parent: str = "") -> LeaseSto
 
 
 class Spending:
-    """What tenants have spent by the ledger of this machine: budgets begin with it, and a shared store that
+    """The spending of tenants by the ledger of this machine: budgets begin with it, and a shared store that
     has lost its memory learns it again. The only one that tells `budgets` of other processes.
     """
 

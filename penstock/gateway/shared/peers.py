@@ -40,9 +40,9 @@ UNREAD_BYTES_MAX = 1 << 20
 ANSWER_TIMEOUT_S = 2.0
 READ_BYTES = 1 << 16
 _ERRORS = {kind.__name__: kind for kind in (ModelBusy, NoMemory, NotFound, WorkerUnavailable)}
-"""What a `Sleeper` raises."""
+"""The errors that a `Sleeper` raises."""
 _REFUSALS = {kind.__name__: kind for kind in (InvalidRequest, NotFound)}
-"""What a `RolloutLeader` raises."""
+"""The errors that a `RolloutLeader` raises."""
 
 
 class GatewayPeers:

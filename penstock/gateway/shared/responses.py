@@ -39,7 +39,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes."""
+        """The memory that it takes."""
         return len(self.body) + len(self.items)
 
 
@@ -83,10 +83,10 @@ class MemoryResponses:
         self._kept: OrderedDict[tuple[TenantId, str], tuple[int, StoredResponse]] = OrderedDict()
         """The oldest first: when it was kept, and what."""
         self._of: dict[TenantId, OrderedDict[str, int]] = {}
-        """What each of a tenant's takes, the oldest first."""
+        """The memory of each of a tenant's responses, the oldest first."""
         self._bytes: dict[TenantId, int] = {}
         self.num_bytes = 0
-        """What all of them take."""
+        """The memory of all of them."""
 
     async def save(self, tenant: TenantId, response_id: str, response: StoredResponse) -> None:
         """See `ResponseStore.save`."""

@@ -248,7 +248,7 @@ class BlockPool:
             held.append(block)
 
     def end_epoch(self, epoch: Epoch) -> int:
-        """Whatever `epoch` stands for touches nothing any more. Returns how many blocks may be reused now."""
+        """The holder of `epoch` touches nothing any more. Returns how many blocks may be reused now."""
         reusable = 0
         for block in self._held_by.pop(epoch):
             self._num_holds[block] -= 1
@@ -286,13 +286,18 @@ class BlockPool:
         """Every name that can be hit now, in the order in which they were given."""
         return tuple(self._block_of)
 
+    @property
+    def num_used(self) -> int:
+        """Blocks that tables hold."""
+        return self.num_blocks - len(self._free) - len(self._cached) - self._num_draining
+
     def statistics(self) -> PoolStatistics:
         """Gauges and counters, O(1)."""
         free, cached = len(self._free), len(self._cached)
         return PoolStatistics(
             total=self.num_blocks,
             free=free,
-            used=self.num_blocks - free - cached - self._num_draining,
+            used=self.num_used,
             cached=cached,
             draining=self._num_draining,
             evictions=self._evictions,

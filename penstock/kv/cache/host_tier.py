@@ -7,7 +7,7 @@ states:
       ^                |                 |                |
       +--- failed, or the block changed  +--- evicted ----+--- failed, or forgotten meanwhile
 
-A hash may be resident on the device, here, or in both. What is stored: blocks that were not used for
+A hash may be resident on the device, here, or in both. The stored blocks: blocks that were not used for
 `idle_ns`, and the full blocks of a preempted request at once, tails first, because tails are evicted first.
 
 - A store holds nothing. The block may be evicted and written again while it is copied: then its publication
@@ -64,7 +64,7 @@ class Copied(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What is to be copied from now on."""
+    """The copies to make from now on."""
 
     out: tuple[BlockCopy, ...] = ()
     """Device to host."""

@@ -46,7 +46,7 @@ class BlockTable:
     num_public: int = 0
     """Leading blocks in the public region: all prompts with the same beginning share them."""
     adapter: str = ""
-    """What events call the request's adapter."""
+    """The name of the request's adapter in events."""
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[BlockHash] = field(default_factory=list[BlockHash])
     num_published: int = 0
@@ -345,9 +345,9 @@ class KVManager:
     ) -> None:
         """Give every block of the table back; full ones stay cached unless their content is `bad`.
 
-        None of them is reused before the epoch that used them last is over. What stays is stored in host
-        memory when it has been idle for a while, or at once if the request was `preempted`: others are about
-        to take its blocks.
+        None of them is reused before the epoch that used them last is over. A block that stays is stored in
+        host memory when it has been idle for a while, or at once if the request was `preempted`: others are
+        about to take its blocks.
         """
         self._stop_waiting(table)
         if bad:

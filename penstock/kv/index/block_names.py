@@ -14,7 +14,7 @@ field.
 
 Block hashes are bytes or 64-bit integers and mean nothing outside of their worker: here they become *ids* of
 64 bits. Map keys that are not known are skipped; an event of an unknown type is reported as `Unknown`, for it
-might have taken blocks away. Whatever the bytes are, the outcome is a batch or a `KVEventError`.
+might have taken blocks away. For any bytes, the outcome is a batch or a `KVEventError`.
 """
 
 from array import array
@@ -50,7 +50,7 @@ blocks only."""
 
 
 class KVEventError(WorkerError):
-    """What a worker sent is no batch of KV events."""
+    """A worker sent bytes that are no batch of KV events."""
 
 
 class Stored(NamedTuple):
@@ -248,7 +248,7 @@ class BlockNames(Protocol):
     """Of our blocks in one of this worker's: it reuses so many together or none of them."""
 
     def keys_of(self, prompt: PromptKeys) -> Sequence[int]:
-        """What this worker's blocks of a prompt are called in the index."""
+        """The names of this worker's blocks of a prompt in the index."""
         ...
 
     def stored(self, event: Stored) -> Named:
@@ -460,8 +460,8 @@ def _namespace(event: Stored) -> str:
 
 
 def _marks(event: Stored) -> dict[int, bytes]:
-    """By block, what else its content depends on (images, embeddings): whoever cannot tell the same gets
-    other keys.
+    """By block, what else its content depends on (images, embeddings): a worker that cannot tell the same
+    gets other keys.
     """
     if event.extra is None:
         return {}

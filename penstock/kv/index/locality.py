@@ -43,7 +43,7 @@ class PromptLocality:
         self._workers, self._numbers = workers, numbers
 
     def of(self, worker: WorkerId) -> Held:
-        """What this worker has, in blocks."""
+        """The cached blocks of this worker."""
         if (cache_view := self._workers.get(worker)) is None:
             return NOTHING_HELD
         held = self._match.of(cache_view.worker)
@@ -147,7 +147,7 @@ class KVLocality:
         return iter(self._workers.items())
 
     def maker(self, model: str) -> PromptKeyMaker:
-        """What makes the keys of this model's prompts; the same object for good."""
+        """The maker of the keys of this model's prompts; the same object for good."""
         return self._model(model).maker
 
     def identify(self, worker: WorkerId, identity: str) -> None:

@@ -1,5 +1,5 @@
-"""Who holds which prefix: from 64-bit block keys to the workers that have the block, on the device or in host
-memory.
+"""The holders of each prefix: from 64-bit block keys to the workers that have the block, on the device or in
+host memory.
 
     key -> mask      bit i of the mask: the worker that has slot i holds this block
     worker -> bit    of its present generation. `cleared` gives it a new one, and the old bit is swept out bit
@@ -26,7 +26,7 @@ from itertools import islice
 import msgspec
 
 SHARD_ENTRIES = 1024
-"""Entries of one shard when the index is full. What is done to a whole shard at once (sweep, thin out) takes
+"""Entries of one shard when the index is full. An operation on a whole shard at once (sweep, thin out) takes
 60 us."""
 RETIRED_MAX = 64
 """Old bits that wait to be swept out; with more, all are swept at once."""
@@ -45,7 +45,7 @@ class Tier(IntEnum):
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):
-    """What one worker has of a prompt, in whole blocks from its start."""
+    """The part of a prompt that one worker has, in whole blocks from its start."""
 
     device: int
     """Can be attended to as they are."""
@@ -62,7 +62,7 @@ NOTHING_HELD = Held(0, 0)
 
 
 class Match:
-    """What each worker has of one prompt, as it was when it was asked."""
+    """The part of one prompt that each worker has, as of the question."""
 
     __slots__ = ("_bits", "_device", "_either", "_workers")
 
@@ -86,7 +86,7 @@ class Match:
         return self._either[0][0] if self._either else 0
 
     def of(self, worker: int) -> Held:
-        """What this worker has."""
+        """The part that this worker has."""
         bit = self._bits.get(worker, 0)
         for blocks, mask in self._either:
             if mask & bit:
@@ -230,9 +230,9 @@ class PrefixIndex:
         """A request with these blocks was sent there: count on them until then, or until the worker says
         otherwise.
 
-        Returns whether any of them is new there. What it said it has stays as it is. Above the worker's bound
-        the longest unused predictions are forgotten. `known`: the worker has so many of them, as `prefix_of`
-        found; a known count spares looking at each one.
+        Returns whether any of them is new there. Blocks that it has reported stay as they are. Above the
+        worker's bound the longest unused predictions are forgotten. `known`: the worker has so many of them,
+        as `prefix_of` found; a known count spares looking at each one.
         """
         holder = self._holders.get(worker) or self._enter(worker)
         until_ns = holder.last_until_ns = max(
@@ -290,7 +290,7 @@ class PrefixIndex:
     # --- what is asked ---------------------------------------------------------------------------------
 
     def match(self, now_ns: int, *names: Sequence[int]) -> Match:
-        """What every worker has of one prompt, whose blocks go by one or more lists of keys (see
+        """The part of one prompt that every worker has; its blocks go by one or more lists of keys (see
         `PromptKeys`).
         """
         if self._due and now_ns >= self._due[0][0]:
@@ -308,7 +308,7 @@ class PrefixIndex:
         return Match(device, either if self._host_used else device, self._bits, self._workers)
 
     def prefix_of(self, now_ns: int, worker: int, keys: Sequence[int]) -> Held:
-        """What one worker has of one prompt."""
+        """The part of one prompt that one worker has."""
         if self._due and now_ns >= self._due[0][0]:
             self._expire(now_ns)
         holder = self._holders.get(worker)

@@ -1,4 +1,4 @@
-"""What one worker has cached, as far as its words go: its stream of KV events, and what its answers say.
+"""The cache of one worker, as far as it reports it: its stream of KV events, and what its answers say.
 
     UNKNOWN   no reports: only predictions count
     SYNCED    every batch was heard, in order
@@ -51,7 +51,7 @@ class KVIndexLimits:
     """Blocks that one worker may report. One that reports more starts again with nothing."""
     predicted_max: int = 65_536
     """Blocks that are counted on at one worker only because requests were sent there: how large a cache is
-    taken to be at first. What answers say was cached makes it smaller, or larger again."""
+    taken to be at first. Cached counts in answers make it smaller, or larger again."""
     predicted_ttl_s: float = 120.0
     """How long they are counted on at workers that send no KV events."""
     announced_ttl_s: float = 10.0
@@ -80,7 +80,7 @@ KV_INDEX_LIMITS = KVIndexLimits()
 AUDIT_WEIGHT = 0.05
 """Of one answer in a worker's trust: after 50 answers the first one counts for a thirteenth of its share."""
 SHRINK, GROW = 0.9, 1.1
-"""What one answer does to the size that a silent worker's cache is taken to have."""
+"""The effect of one answer on the assumed size of a silent worker's cache."""
 UNREADABLE_MAX = 16
 """Batches of one worker that may be nonsense before it is not listened to any more."""
 UNREPORTED_MAX = 16
@@ -101,7 +101,7 @@ class StreamState(StrEnum):
 
 
 class StreamInput(Enum):
-    """What can happen to a stream."""
+    """The inputs of a stream."""
 
     APPLIED = "a batch came in its turn"
     CLEARED = "a batch came in its turn, and after it nothing is believed"
@@ -122,10 +122,10 @@ TABLE: Mapping[tuple[StreamState, StreamInput], StreamState] = MappingProxyType(
     (_U, StreamInput.SILENT): _U, (_S, StreamInput.SILENT): _U, (_C, StreamInput.SILENT): _U,
     (_G, StreamInput.SILENT): _U,
 })  # fmt: skip
-"""What is not here cannot happen."""
+"""A pair that is not here cannot happen."""
 
 
-class Audit:
+class CacheAudit:
     """Predicted against actual, in blocks, over all answers of one worker."""
 
     __slots__ = ("num_expected", "num_hit", "num_unexpected")
@@ -150,7 +150,7 @@ class WorkerCacheView:
         """Restarts of this worker that were seen."""
         self.wanted: int | None = None
         """From which batch on everything must be sent again; None: nothing is missing."""
-        self.audited = Audit()
+        self.audited = CacheAudit()
         self.trust = 1.0
         """How much of what was expected of this worker lately came true, 0 to 1."""
         self.num_unreported = 0
@@ -163,7 +163,7 @@ class WorkerCacheView:
         self._last_payload = b""
         self._held: dict[int, bytes] = {}
         self._check: tuple[int, bytes] | None = (
-            None  # What a replay must begin with to be of the same process.
+            None  # The first number that a replay of the same process must have.
         )
         self._is_asked = self._is_void = False  # A replay is under way; it is of no use any more.
         self._has_begun = False  # Something of it has come.
@@ -208,7 +208,7 @@ class WorkerCacheView:
     def again(self, sequence: int, payload: bytes) -> None:
         """One batch of a replay, which comes in order from the oldest that is kept on.
 
-        What is missing within it is asked for again.
+        Missing events within it are asked for again.
         """
         if self.names.refused or self._is_void:
             return
@@ -235,13 +235,13 @@ class WorkerCacheView:
         if self.names.refused or self._is_void:
             return
         if self._check is not None and is_answered and (self._has_begun or not self._held):
-            self.restarted()  # What was heard is not known there, nor anything after it.
+            self.restarted()  # The known events are not known there, nor any later ones.
             self._miss()
             return
         if self.wanted is None:
             return
-        # What was sent again stands, even where something else of its number had waited: that was another
-        # process's.
+        # An event that was sent again stands, even where something else of its number had waited: that was
+        # another process's.
         self._drop_held(self._next)
         if self._held:
             if (first := min(self._held)) > self._next:
@@ -284,7 +284,7 @@ class WorkerCacheView:
         self._move(StreamInput.MISSED)
 
     def _hold(self, sequence: int, payload: bytes) -> None:
-        """It waits for those before it. What finds no room is missed later, and asked for again."""
+        """It waits for those before it. An event without room is missed later, and asked for again."""
         assert sequence >= self._next, "what was taken does not wait"
         if len(self._held) < self._config.held_batches_max:
             self._held[sequence] = payload

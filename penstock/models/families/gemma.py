@@ -39,7 +39,7 @@ def gemma2_spec(config: HfConfig) -> DecoderSpec:
 def gemma_spec(
     config: HfConfig, architecture: str, *, pattern: int, softcaps: tuple[float, float]
 ) -> DecoderSpec:
-    """What Gemma 2 and 3 have in common.
+    """The common parts of Gemma 2 and 3.
 
     Args:
         config: of the text model.

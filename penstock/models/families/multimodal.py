@@ -20,7 +20,7 @@ _GEMMA3_SILENT: dict[str, int] = {
     "max_position_embeddings": 131_072,
     "sliding_window": 4096,
 }
-"""What the published configs leave to the family's defaults."""
+"""The values that the published configs leave to the family's defaults."""
 
 
 def gemma3_text_spec(config: HfConfig) -> DecoderSpec:

@@ -21,7 +21,7 @@ def phi3_spec(config: HfConfig) -> DecoderSpec:
     """
     given = config.rope_parameters or config.rope_scaling or RopeParameters()
     if (given.rope_type or given.type) in ("su", "yarn"):
-        # What this family's first checkpoints called longrope.
+        # The name of longrope in this family's first checkpoints.
         given = msgspec.structs.replace(given, rope_type="longrope")
     turning = partial_rope(msgspec.structs.replace(config, rope_parameters=given))
     whole = msgspec.structs.replace(

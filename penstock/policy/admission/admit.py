@@ -54,7 +54,7 @@ class Promise(msgspec.Struct, frozen=True, gc=False):
     """Mean time per token after the first."""
 
     def on(self, factor: float, idle_ttft_ns: int, idle_tpot_ns: int) -> "Promise":
-        """What holds for a request that takes so long on an idle worker."""
+        """The promise to a request that takes so long on an idle worker."""
         return Promise(
             self.ttft_ns and max(self.ttft_ns, round(factor * idle_ttft_ns)),
             self.tpot_ns and max(self.tpot_ns, round(factor * idle_tpot_ns)),
@@ -96,7 +96,7 @@ class Promises:
 
 
 class RetryAfterSchedule:
-    """When whoever was turned away is to come back: one after the other, not all at once.
+    """The times for refused clients to come back: one after the other, not all at once.
 
     By tenant, because one that hammers must not send all others away for a minute: what others have booked
     delays a tenant's next promise to twice its own wait at most.
@@ -115,7 +115,7 @@ class RetryAfterSchedule:
         others_ns = min(self._until.get(everybody, 0), now_ns + 2 * wait_ns)
         at_ns = max(now_ns + wait_ns, self._until.get(who, 0), others_ns)
         at_ns = min(at_ns, now_ns + self._wait_ns_max)
-        assert now_ns <= at_ns, "nobody is told to have come before"
+        assert now_ns <= at_ns, "no client is asked to have come before"
         for key in (who, everybody):
             self._until.pop(key, None)  # To the end: the oldest is dropped first.
             self._until[key] = at_ns + each_ns
@@ -162,11 +162,11 @@ class _Verdict(msgspec.Struct, frozen=True):
     start_by_ns: int = 0
     """When a start would be too late for that; 0: never."""
     wait_max_ns: int = 0
-    """What its wait was held against; 0: nothing."""
+    """The limit that its wait was compared with; 0: nothing."""
 
 
 class AdmissionControl:
-    """Decides, and remembers when whoever was turned away is to come back."""
+    """Decides, and remembers when refused clients are to come back."""
 
     __slots__ = ("_comebacks", "_promises", "_routes")
 
@@ -231,7 +231,7 @@ class AdmissionControl:
         promised_ns, start_by_ns, wait_max_ns = self._times(facts, route)
         if route.is_full:
             return _Verdict(fits=False, why="queue_full", wait_max_ns=wait_max_ns)
-        # With nothing ahead turning it away would gain nobody anything.
+        # With nothing ahead refusing it would help no other request.
         fits = not route.has_ahead or not wait_max_ns or route.wait_ns <= wait_max_ns
         is_proven = route.is_late or facts.max_wait_ns > 0 or not promised_ns
         return _Verdict(
@@ -310,8 +310,8 @@ class AdmissionControl:
         return None
 
     def _asleep(self, facts: AdmitFacts, *, may_divert: bool) -> Decision:
-        """Whoever wants this model waits until it is awake, unless the request itself says how long it
-        waits: promises are those of models that are awake.
+        """A request for this model waits until it is awake, unless it says itself how long it waits: promises
+        are those of models that are awake.
         """
         route, due_ns = facts.requested, facts.max_wait_ns
         expected_ns = route.wake_ns + route.start_ns
@@ -342,8 +342,8 @@ class AdmissionControl:
 
 
 def effective_degrade(asked: Degrade | None, tenant: Tenant) -> Degrade:
-    """What counts: the request's word before the tenant's default, but a tenant's `never` is a promise to
-    keep.
+    """The mode in effect: the request's word before the tenant's default, but a tenant's `never` is a promise
+    to keep.
     """
     return tenant.degrade if asked is None or tenant.degrade == "never" else asked
 

@@ -53,13 +53,13 @@ class BudgetDowngrade:
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a served model can hold, and on what it runs."""
+    """The capacity of a served model, and the hardware under it."""
 
     max_model_len: int = 0
     """0: not known."""
     adapters: frozenset[str] = frozenset()
     capabilities: tuple[frozenset[str], ...] = ()
-    """What its workers can do beyond plain text, each set once."""
+    """Its workers' capabilities beyond plain text, each set once."""
     kinds: tuple[str, ...] = ("",)
     """Kinds of its ready workers, each once."""
 

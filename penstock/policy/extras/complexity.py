@@ -4,7 +4,7 @@
     model      = the smallest whose bound is not below it, and not below the tier's least
 
 The marks (complexity_marks.py) are cheap to find and can be read: the decision carries every part, for the
-log, for a response header and for whoever tunes the weights. bench/complexity.py measures it on labelled
+log, for a response header and for tuning the weights. bench/complexity.py measures it on labelled
 requests. Pure.
 """
 
@@ -30,7 +30,7 @@ _CHARS_PER_TOKEN = 4
 
 
 class Features(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says, as far as the choice depends on it."""
+    """The features of a request on which the choice depends."""
 
     texts: Sequence[str]
     """Of the user's messages, in order; a plain prompt is one."""
@@ -106,7 +106,7 @@ class ComplexityRouter:
         return None
 
     def parts(self, features: Features) -> tuple[tuple[str, float], ...]:
-        """What each mark adds, largest first. O(`text_chars_max`)."""
+        """The amount that each mark adds, largest first. O(`text_chars_max`)."""
         terms, weights = self._terms, self._terms.weights
         last = features.texts[-1][: terms.text_chars_max] if features.texts else ""
         before = _before(features.texts, terms.text_chars_max - len(last))

@@ -2,9 +2,8 @@
 
 Words and counting, no patterns.
 
-Every mark is a number from 0 to 1. The text that is looked at is bounded by whoever calls, and everything
-here takes time in proportion to it. English has most of the words; the other languages have the ones that
-decide most.
+Every mark is a number from 0 to 1. The caller bounds the text that is looked at, and everything here takes
+time in proportion to it. English has most of the words; the other languages have the ones that decide most.
 """
 
 from collections.abc import Sequence
@@ -486,7 +485,7 @@ def simple_mark(instruction: str, words: Sequence[str]) -> float:
 
 
 def tools_mark(num_tools: int, num_results: int) -> float:
-    """Tools at hand and results to make sense of."""
+    """Tools that may be called and results to make sense of."""
     return min(1.0, num_tools / 16 + num_results / 4)
 
 

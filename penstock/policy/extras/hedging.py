@@ -37,7 +37,7 @@ _NS_PER_US = 1000
 
 
 class HedgeOutcome(enum.StrEnum):
-    """What came of a hedge, or of the wish for one."""
+    """The outcome of a hedge, or of the wish for one."""
 
     WON = "won"
     """It had the first output."""
@@ -74,7 +74,7 @@ class HedgeTerms(HealthConfig, frozen=True, kw_only=True):
     after_min_ms: int = 20
     """Nothing that is quicker is hedged."""
     saved_max: int = 10
-    """What times without any can save up."""
+    """The credit that times without any can save up."""
 
 
 class Hedges:
@@ -91,9 +91,7 @@ class Hedges:
         self.num_starts = self.num_taken = 0
 
     def delay_ns(self, route: str, prompt_tokens: int) -> int | None:
-        """After how long without output a request is hedged; None while nobody can tell what is usual for
-        it.
-        """
+        """After how long without output a request is hedged; None while its usual time is unknown."""
         config = self._config
         if config.hedge_after_ms:
             return config.hedge_after_ms * NS_PER_MS
@@ -146,7 +144,7 @@ class Hedges:
         return True
 
     def tell(self, route: str, outcome: HedgeOutcome) -> None:
-        """What came of one."""
+        """The outcome of one."""
         self._tell(route, outcome)
 
 
@@ -277,7 +275,7 @@ class Hedging(Extra):
         request.hedged_ns, request.attempts = request.dispatched_ns, attempt
         self._health.started(now_ns, lane.route, room.id)
         order = lane.queue.order_of(request)
-        return Start(request.id, lane.route, room.id, order, attempt, beside=True)
+        return Start(request.id, lane.route, room.id, order, attempt, is_hedge=True)
 
 
 MARK = "~"

@@ -1,11 +1,11 @@
-"""What a plug-in on the lives of requests may hook into, and the one that every gateway has, the attempt
-clock. Hedging and the crash quarantine are the others.
+"""The hooks for plug-ins on the lives of requests, and the plug-in that every gateway has, the attempt clock.
+Hedging and the crash quarantine are the others.
 
 `FlowControl` calls each hook of each plug-in that is configured; one that is off is absent. A plug-in keeps
 what it knows beside the request, not in it.
 
-The attempt clock ends attempts that give nothing in time, so that the request goes on elsewhere; and requests
-whose client does not wait any longer.
+The attempt clock ends attempts that give nothing in time, so that the request continues elsewhere; and
+requests whose client does not wait any longer.
 
     the client's bound     x-penstock-max-wait-ms, from its arrival: a request without output ends then. Half
                            of what is left of it is what an attempt at an external worker gets, if another
@@ -14,7 +14,7 @@ whose client does not wait any longer.
                            only, if another worker or model could answer. Less while the last attempt there
                            failed, or its breaker is not closed: when it is slow, enough is known
 
-An attempt is never given up for nothing: while no other place would take the request, it goes on. One is
+An attempt is never given up for nothing: while no other place would take the request, it continues. One is
 given up at a time, so that the next one is asked about what is left of those places. After its first output
 none of this holds.
 
@@ -79,7 +79,7 @@ class Extra:
         return ()
 
     def due(self, now_ns: int) -> Iterable[Start | GiveUp]:
-        """What to start, besides what the queues start, and which attempts to end.
+        """The attempts to start, besides those of the queues, and those to end.
 
         Called last of all at each dispatch.
         """
@@ -121,9 +121,9 @@ class FirstTokens:
         return min(bound_ns or doubt_ns, max(doubt_ns, DOUBT_FACTOR * usual_ns)) if doubt_ns else bound_ns
 
     def _usual_us(self, route: str, worker: WorkerId, prompt_tokens: int) -> int:
-        """What 19 of 20 such attempts take; 0: not known. A class with few samples borrows those of the
-        classes nearest to it: the factor covers a prompt of twice the length, and a longer one takes at most
-        as many times as long as it is longer.
+        """The time that 19 of 20 such attempts take; 0: not known. A class with few samples borrows those of
+        the classes nearest to it: the factor covers a prompt of twice the length, and a longer one takes at
+        most as many times as long as it is longer.
         """
         size, windows = prompt_tokens.bit_length(), self._windows
         own = windows.get((route, worker, size))

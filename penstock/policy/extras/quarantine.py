@@ -7,8 +7,8 @@ worker where no other suspect is starting, and so does each that is there at a s
 cut continue at once, together, but not beside those (policy/queueing/model_queue.py, until their next
 output). If exactly one suspect was starting when a worker crashed, that is the cause; if none was, and
 exactly one is there, that one is. With `quarantine_crashes` strikes it is convicted: it is not started again,
-and its like is refused until `refuse_s` have passed. Nobody else is blamed for that crash. So a prompt that
-ends whatever computes it takes two workers, in any crowd; one that ends them in the middle of its answer
+and its like is refused until `refuse_s` have passed. No other request is blamed for that crash. So a prompt
+that ends whatever computes it takes two workers, in any crowd; one that ends them in the middle of its answer
 takes three. (Group testing, after Dorfman, "The Detection of Defective Members of Large Populations", 1943,
 with the first crowd as the pool.)
 
@@ -49,7 +49,7 @@ class InFlightAtCrash(msgspec.Struct, frozen=True, gc=False):
     is_starting: bool
     """It had given nothing since it was started there."""
     num_tokens: int = 0
-    """What it has given in all."""
+    """The tokens that it has given in all."""
 
 
 class IsolatedRetry(enum.Enum):
@@ -58,7 +58,7 @@ class IsolatedRetry(enum.Enum):
     ALONE = "alone"
     """Where no other suspect is starting."""
     TOGETHER = "together"
-    """Where nobody is starting alone."""
+    """Where no request is starting alone."""
 
 
 class _Suspect(msgspec.Struct):
@@ -67,7 +67,7 @@ class _Suspect(msgspec.Struct):
     starts: int = 0
     """Of those, the ones where it was starting."""
     num_tokens: int = 0
-    """What it had given at the last one."""
+    """The tokens that it had given at the last one."""
     last_ns: int = 0
     """When that was."""
     until_ns: int = 0
@@ -76,7 +76,7 @@ class _Suspect(msgspec.Struct):
 
 
 class QuarantineTerms(HealthConfig, frozen=True, kw_only=True):
-    """What happens to a request whose worker crashes, again and again."""
+    """The treatment of a request whose worker crashes, again and again."""
 
     quarantine_crashes: int = 2
     """Worker crashes that a request was present at, the last of them as the likeliest cause, before it is
@@ -183,7 +183,7 @@ class Quarantine:
         return IsolatedRetry.ALONE if suspect.starts or suspect.strikes > 1 else IsolatedRetry.TOGETHER
 
     def _before(self, now_ns: int, name: Fingerprint, num_tokens: int) -> _Suspect:
-        """What is held against it from earlier crashes; nothing of one that has come further since."""
+        """The evidence against it from earlier crashes; nothing of one that has come further since."""
         suspect = self._suspects.get(name)
         if suspect is None or now_ns >= suspect.until_ns:
             return _Suspect()
@@ -219,7 +219,9 @@ class Quarantine:
 def _cause(
     in_flight_at_crash: Mapping[Fingerprint, _Suspect], starting: Container[Fingerprint]
 ) -> Fingerprint | None:
-    """Who a crash is put down to, by what is known from earlier ones; None if that could be several."""
+    """The request that a crash is put down to, by what is known from earlier ones; None if that could be
+    several.
+    """
     if len(in_flight_at_crash) == 1:
         return next(iter(in_flight_at_crash))
     suspects = [name for name, suspect in in_flight_at_crash.items() if suspect.strikes]
@@ -228,7 +230,7 @@ def _cause(
 
 
 def fingerprint(facts: RequestFacts) -> Fingerprint | None:
-    """Names model, tenant and prompts; None if nobody told the prompts.
+    """Names model, tenant and prompts; None if the prompts are unknown.
 
     One tenant's suspects are never another's.
     """
@@ -313,7 +315,7 @@ class CrashQuarantine(Extra):
         self._quarantine.ended_well(facts)
 
     def evictions(self, now_ns: int) -> Iterator[tuple[Request, str, PenstockError]]:
-        """See `Extra`: a request that crashed a worker does not go on to the next one."""
+        """See `Extra`: a request that crashed a worker is not sent to the next one."""
         if not self._crashes:
             return
         crashes, self._crashes = self._crashes, {}
@@ -336,7 +338,7 @@ class CrashQuarantine(Extra):
         return request_id in self._apart
 
     def barred(self, route: str, request_id: RequestId) -> frozenset[WorkerId]:
-        """See `IsolatedStarts`: one that must be alone is beside no other, and no other is beside it."""
+        """See `IsolatedStarts`: one that must be alone shares a worker with no other."""
         if (tried := self._apart.get(request_id)) is None:
             return _NOWHERE
         others = [each for key, each in self._apart.items() if key != request_id and each.route == route]

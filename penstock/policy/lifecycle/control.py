@@ -296,7 +296,7 @@ class FlowControl:
     # --- by the clock -----------------------------------------------------------------------------
 
     def dispatch(self, now_ns: int) -> Sequence[Action]:
-        """What must be done now, in order."""
+        """The actions that are due now, in order."""
         for extra in self._extras:
             for request, reason, error in extra.evictions(now_ns):
                 self._evict(now_ns, request, reason, error, self._pending)
@@ -331,7 +331,7 @@ class FlowControl:
             assert lane is not None, "its rooms were just looked at"
             view = room.view
             if view.kv_blocks_used <= view.kv_blocks_total * self._config.shed_kv_above:
-                continue  # Nearly always: nobody need be looked up.
+                continue  # Nearly always: no worker need be looked up.
             here = [self._booked_as(name) for name in room.begun]
             for request in victims(self._config, lane, room, here):
                 error = Evicted("gave way to requests of a higher band: KV memory ran out")
@@ -371,7 +371,7 @@ class FlowControl:
         return [request for request in self._requests.values() if request.attempt_at(worker_id)]
 
     def can_move(self, now_ns: int, request: Request, *, now: bool) -> bool:
-        """Whether a request that runs would go on elsewhere if its worker ended it; `now`: at once."""
+        """Whether a request that runs would continue elsewhere if its worker ended it; `now`: at once."""
         return self._fallbacks.can_move(now_ns, request, now=now)
 
     def lane(self, route: str) -> ModelQueue | None:
@@ -483,7 +483,7 @@ class FlowControl:
             extra.attempt_lost(now_ns, request, worker, error, usage)
 
     def _end_extras(self, now_ns: int, request: Request, actions: list[Action]) -> None:
-        """What happens to a request happens to all of its attempts: a second one ends first."""
+        """An event of a request concerns all of its attempts: a second one ends first."""
         aborts = [extra.ending(now_ns, request) for extra in self._extras]
         actions.extend(abort for abort in aborts if abort is not None)
 

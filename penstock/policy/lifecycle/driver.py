@@ -38,7 +38,7 @@ class Workers(Protocol):
     """Where requests run."""
 
     def start(self, now_ns: int, request: Request, start: Start) -> None:
-        """Send a request to a worker. What its streams report comes back with `start.attempt`."""
+        """Send a request to a worker. Reports of its streams come back with `start.attempt`."""
         ...
 
     def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
@@ -54,21 +54,21 @@ class Workers(Protocol):
         ...
 
     def move_off(self, now_ns: int, request: Request, error: PenstockError) -> None:
-        """Abort its only attempt, so that it goes on at another worker, behind all that it has given there.
-        `attempt_failed` follows with this error.
+        """Abort its only attempt, so that it continues on another worker, behind all tokens that it has
+        given. `attempt_failed` follows with this error.
         """
         ...
 
 
 class Clients(Protocol):
-    """Who asked."""
+    """The clients that asked."""
 
     def stop(self, now_ns: int, request: Request, reason: FinishReason) -> None:
-        """The answer ends here, as a good one. What runs of it is aborted."""
+        """The answer ends here, as a good one. Its running attempts are aborted."""
         ...
 
     def fail(self, now_ns: int, request: Request, error: PenstockError) -> None:
-        """The request fails with this error. What runs of it is aborted."""
+        """The request fails with this error. Its running attempts are aborted."""
         ...
 
     def fall_back(self, now_ns: int, request: Request, action: FallBack) -> None:
@@ -87,7 +87,7 @@ class Clients(Protocol):
 
 
 class Records(Protocol):
-    """What is written down, and counted."""
+    """The records of requests, and their counts."""
 
     def opened(self, request: Request) -> None:
         """It was accepted.
@@ -189,7 +189,7 @@ class Driver:
     # --- from workers -----------------------------------------------------------------------------
 
     def take_lead(self, now_ns: int, request: Request, attempt: int) -> None:
-        """An attempt has output, or has ended well without any: if another one runs beside it, that is
+        """An attempt has output, or has ended well without any: if another one runs at the same time, that is
         dropped.
         """
         hedge = request.hedge
@@ -238,7 +238,8 @@ class Driver:
         can_resume: bool = True,
     ) -> bool:
         """All streams of an attempt are over, and it failed (`request.used` says what they used); without an
-        error it was aborted as one of two. True: the request goes on, on the other worker or on the next one.
+        error it was aborted as one of two. True: the request continues, on the other worker or on the next
+        one.
         """
         hedge = request.hedge
         if hedge is not None:
@@ -249,7 +250,7 @@ class Driver:
         assert error is not None, "the only attempt ends by `ended` when it is aborted"
         machine_micros, usage = self._meters.ended(now_ns, request), None
         request.break_off()
-        if request.has_begun:  # Else whoever runs the worker pays for what it lost.
+        if request.has_begun:  # Else the operator of the worker pays for what it lost.
             request.machine_micros += machine_micros
             usage = request.used()
         retry = may_try_again(error, has_begun=request.has_begun, can_resume=can_resume)
@@ -314,8 +315,8 @@ class Driver:
                     self._evict(now_ns, action)
 
     def move_off(self, now_ns: int, worker_id: WorkerId, error: WorkerEjected, *, now: bool) -> int:
-        """Let what runs on a worker go on at others, one after the other, as far as they can: how many did.
-        `now`: only those that find room at once; others stay where they are.
+        """Let requests that run on a worker continue on others, one after the other, as far as they can: how
+        many did. `now`: only those that find room at once; others stay where they are.
         """
         num_moved = 0
         for request in self.control.running_at(worker_id):
@@ -335,7 +336,7 @@ class Driver:
         request = self.control.request(start.id)
         if request is None:  # A port ended it, as it carried out an action before this one.
             return
-        if start.beside:
+        if start.is_hedge:
             self._meters.started_beside(now_ns, request, start.worker_id)
         else:
             self._meters.started(now_ns, request)

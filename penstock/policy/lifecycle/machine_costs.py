@@ -107,7 +107,7 @@ class AcceleratorCost:
 
     def serves(self, now_ns: int, *, in_service: bool, is_lost: bool) -> None:
         """From now on, time in which nothing runs is idle (in service) or reserve."""
-        del is_lost  # What ran there is settled by itself.
+        del is_lost  # Requests that ran there are settled by themselves.
         self._pass_time(now_ns)
         self._in_service = in_service
 
@@ -119,7 +119,7 @@ class AcceleratorCost:
         self._others = max(0, num_requests - len(self._running))
 
     def started(self, now_ns: int, request_id: RequestId, *, is_platform: bool = False) -> None:
-        """The worker has a request. `is_platform`: nobody pays for it (a probe, a hedge that lost)."""
+        """The worker has a request. `is_platform`: no tenant pays for it (a probe, a hedge that lost)."""
         assert request_id not in self._running, request_id
         self._pass_time(now_ns)
         self._running[request_id] = _Reported(is_platform)
@@ -135,7 +135,7 @@ class AcceleratorCost:
         self._pass_time(now_ns)
         total, pot = self._weight, self._pot
         if not self._running:
-            assert pot == 0, pot  # Whoever was last took it all.
+            assert pot == 0, pot  # The last request took it all.
             return
         for running in self._running.values():
             share = pot * running.weight // total if total else pot // len(self._running)
@@ -144,7 +144,7 @@ class AcceleratorCost:
             self._pot -= share
         self._weight = 0
         assert self._pot >= 0, "shares add up to no more than the pot"
-        self._platform += self._pot  # What dividing whole numbers left.
+        self._platform += self._pot  # The rest of dividing whole numbers.
         self._pot = 0
 
     def settle(self, now_ns: int, request_id: RequestId) -> int:
@@ -202,8 +202,8 @@ class ReportedCost:
     """The time of one worker that counts itself how long it had work, and what each request took of that.
 
     Every gateway hears the same, so each of them knows the bill and the idle part; a request's share is known
-    to the one gateway that it came through. What of the busy time no request pays is the platform's: probes,
-    attempts that lost, workers that died.
+    to the one gateway that it came through. The part of the busy time that no request pays is the platform's:
+    probes, attempts that lost, workers that died.
     """
 
     def __init__(self, now_ns: int, micros_per_hour: int) -> None:
@@ -225,7 +225,7 @@ class ReportedCost:
 
     def report(self, now_ns: int, busy_ns: int, floor_ns: int, *, has_work: bool) -> None:
         """It says that it had work for `busy_ns` since its start, which would have taken `floor_ns` at the
-        least; less than before: it was started anew.
+        least; less than before: it was started again.
         """
         if self._reported_ns is None and busy_ns <= now_ns - self._began_ns:
             self._reported_ns = self._floor_ns = 0  # All of it was done since this gateway knows it.
@@ -267,7 +267,7 @@ class ReportedCost:
 
 
 def _growth(before: int | None, now: int) -> int:
-    """What a worker's counter grew by: nothing if it was not heard before, all of it after a new start."""
+    """The growth of a worker's counter: nothing if it was not heard before, all of it after a new start."""
     if before is None:
         return 0
     grown = now - before if now >= before else now
@@ -276,7 +276,7 @@ def _growth(before: int | None, now: int) -> int:
 
 
 def share_micros(device_ns: int, micros_per_hour: int) -> int:
-    """What so much of a worker's time costs, in millionths, rounded down."""
+    """The cost of so much of a worker's time, in millionths, rounded down."""
     return device_ns * micros_per_hour // HOUR_NS
 
 
@@ -294,7 +294,7 @@ class _Running:
 
 @dataclass(slots=True)
 class Costs:
-    """What the workers of one model have cost while this gateway knew them, in millionths.
+    """The cost of the workers of one model while this gateway knew them, in millionths.
 
     No amount ever falls.
     """
@@ -305,7 +305,7 @@ class Costs:
     reserve: int = 0
     """While they were not in service."""
     floor: int = 0
-    """What the work would have cost at the least, of workers that tell."""
+    """The least that the work would have cost, of workers that report it."""
     charged: int = 0
     """Of the busy time, what requests of this gateway paid."""
 
@@ -352,7 +352,7 @@ class Meters:
     def reported(
         self, now_ns: int, worker: WorkerId, *, busy_ns: int, num_requests: int, floor_ns: int = 0
     ) -> None:
-        """What a worker says of itself: how long it had work since it was started, what it has now, and how
+        """A worker's report of itself: how long it had work since it was started, what it has now, and how
         long its work would have taken at the least.
         """
         if (cost := self._reported.get(worker)) is not None:
@@ -382,7 +382,7 @@ class Meters:
             account.started(now_ns, request.id)
 
     def dropped(self, now_ns: int, request: Request, *, second: bool) -> None:
-        """One of two attempts is over. What it cost is paid by whoever runs the worker."""
+        """One of two attempts is over. The operator of the worker pays its cost."""
         other = self._beside.pop(request.id, None)
         gone = other if second else self._running.pop(request.id, None)
         if not second and other is not None:
@@ -445,7 +445,7 @@ class Meters:
                 account.interval(now_ns)
 
     def costs(self, now_ns: int) -> Mapping[str, Costs]:
-        """What the workers of each model have cost until now."""
+        """The cost of the workers of each model until now."""
         found = {route: replace(each) for route, each in self._costs.items()}
         for worker, cost in self._reported.items():
             cost.pass_time(now_ns)

@@ -1,6 +1,6 @@
 """The policies of one `FlowControl`, each by its contract.
 
-A policy that is left out sets no limit. Whoever wires a gateway or a simulation chooses (stack.py).
+A policy that is left out sets no limit. The wiring of a gateway or a simulation chooses (stack.py).
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ class NoLimits:
 
 
 class NoBudgets:
-    """Nobody has a budget."""
+    """No tenant has a budget."""
 
     __slots__ = ()
 
@@ -138,7 +138,7 @@ class AdmitAll:
 
 
 class AllHealthy:
-    """Blocks nobody: a worker is used while it says that it is ready."""
+    """Blocks no worker: a worker is used while it says that it is ready."""
 
     __slots__ = ()
 
@@ -207,4 +207,4 @@ class Policies:
     slice_tokens: int = SLICE_TOKENS
     """Answer tokens between two looks at the budget."""
     migrations_max: int = 3
-    """Workers that one stream may lose and still go on."""
+    """Workers that one stream may lose and still continue."""

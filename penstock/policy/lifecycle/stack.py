@@ -28,7 +28,7 @@ from penstock.policy.terms import queue_terms
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PolicyStack:
-    """What decides about the requests of one gateway."""
+    """The policies for the requests of one gateway."""
 
     control: FlowControl
     gate: Gate

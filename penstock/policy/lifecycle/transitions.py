@@ -1,5 +1,5 @@
 """Carries out what the table of flow.py says: the only place where a request starts, ends or gives anything
-back. `Accounts` beside it reserves, grows and settles what is held for a request; `Fallbacks` asks another
+back. `Accounts` reserves, grows and settles the amounts held for a request; `Fallbacks` asks another
 model for requests that their own cannot answer, under the rules of admission.
 
     no worker is left      what waits is asked once; should a worker come back meanwhile it starts there
@@ -8,7 +8,7 @@ model for requests that their own cannot answer, under the rules of admission.
     an attempt failed      or gave nothing in time, and the model has no other worker for it: at once
     it waits too long      for an external worker
 
-Which model is admission's to say; the driver makes the prompt anew for it, since it has another tokenizer and
+Which model is admission's to say; the driver makes the prompt for it, since it has another tokenizer and
 template, and moves the request. All the while it waits where it was: should the other model not let it in,
 nothing is lost. It takes nothing of the retry budget: what keeps it from multiplying an overload is that the
 other model lets in what it can answer in time. Nothing falls back that has given output.
@@ -45,7 +45,7 @@ from penstock.types import RequestId, Usage
 
 
 class Moved(msgspec.Struct, frozen=True, gc=False):
-    """What a request that waits becomes for another model."""
+    """A waiting request in its form for another model."""
 
     facts: RequestFacts
     lane: ModelQueue
@@ -54,23 +54,23 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
 
 
 class Change(msgspec.Struct, gc=False):
-    """What an event brings along for its steps."""
+    """The data that an event brings along for its steps."""
 
     usage: Usage | None = None
     """The worker's count of what it used."""
     error: PenstockError | None = None
-    """What failed its attempt, if that may be the worker's fault."""
+    """The error that failed its attempt, if that may be the worker's fault."""
     moved: Moved | None = None
-    """What it becomes for another model."""
+    """Its form for another model."""
 
 
 _NOTHING = Change()
 Answer = Settled | Abort | Start
-"""What the last step of an event answers."""
+"""The answer of an event's last step."""
 
 
 class Accounts:
-    """What is held for requests, by the policies: tokens of limits, and money of budgets."""
+    """The amounts held for requests, by the policies: tokens of limits, and money of budgets."""
 
     __slots__ = ("_policies",)
 
@@ -344,8 +344,9 @@ class Fallbacks:
         """By model."""
 
     def ask(self, now_ns: int, lane: ModelQueue) -> tuple[list[FallBack], list[Request], bool]:
-        """What waits for a model that has no worker, or none that may be used: which requests could go
-        elsewhere, which could not, and whether there are more to ask. Each is asked once while that lasts.
+        """The requests that wait for a model that has no worker, or none that may be used: which requests
+        could go elsewhere, which could not, and whether there are more to ask. Each is asked once while that
+        lasts.
         """
         found, stay = list[FallBack](), list[Request]()
         unusable = _unusable(now_ns, lane, self._policies.health)
@@ -388,7 +389,7 @@ class Fallbacks:
         return bool(self._policies.admission.elsewhere(now_ns, facts, self._look(now_ns, facts)))
 
     def can_move(self, now_ns: int, request: Request, *, now: bool) -> bool:
-        """Whether a request that runs on a worker of ours would go on at another one if this one ended it;
+        """Whether a request that runs on a worker of ours would continue on another one if this one ended it;
         `now`: one has room. One move is left for a worker that is lost.
         """
         lane, health = request.lane, self._policies.health
@@ -425,14 +426,14 @@ class Fallbacks:
             return Event.RETRY, None
         if (leaves := self.leave(now_ns, request, _WHY.get(type(error), "failure"))) is not None:
             return Event.RETRY, leaves
-        if isinstance(error, WorkerBusy):  # It is told when there is room: sooner nobody need ask.
+        if isinstance(error, WorkerBusy):  # It is called when there is room: sooner no caller need ask.
             return Event.FAIL, None
         may_retry = may_retry and not has_other and health.may_retry(now_ns)
         return (Event.RETRY if may_retry else Event.FAIL), None
 
     def too_late(self, now_ns: int, request: Request) -> FallBack | None:
-        """It has waited too long for its promise, behind attempts at an external worker: what is ahead of it
-        there nobody here can see or order, so another model may have it.
+        """It has waited too long for its promise, behind attempts at an external worker: requests ahead of it
+        there cannot be seen or ordered here, so another model may have it.
         """
         if not any(room.view.is_external for room in request.lane.rooms):
             return None
@@ -462,8 +463,8 @@ class Fallbacks:
         return FallBack(facts.id, verdict.route, verdict.why) if isinstance(verdict, Diverted) else None
 
     def move(self, now_ns: int, facts: RequestFacts, lane: ModelQueue) -> Moved | None:
-        """What it becomes to wait in that queue; None if a worker has come back, it has ended, or it is not
-        let in there.
+        """Its work to wait in that queue; None if a worker has come back, it has ended, or it is not let in
+        there.
         """
         request = self._requests.get(facts.id)
         if request is None or request.state is not State.QUEUED or request.has_begun:

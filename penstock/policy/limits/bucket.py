@@ -4,8 +4,8 @@ The level is counted in sixty-billionths of a token: rates are per minute and ti
 refill is one exact product and nothing ever drifts. GCRA (ITU-T I.371, the algorithm behind ATM policing) is
 the same bucket, seen as the time at which it is full again.
 
-The level may fall below zero: who is admitted once is never stopped, so an answer that is longer than what
-was reserved for it is charged as debt, and whoever comes next waits for it.
+The level may fall below zero: a request that was admitted is never stopped, so an answer that is longer than
+what was reserved for it is charged as debt, and the next request waits for it.
 """
 
 from typing import Protocol
@@ -17,13 +17,13 @@ UNIT = 60 * NS_PER_S
 
 
 class TokenSource(Protocol):
-    """What a limit spends from: a bucket of this process alone, or one filled by leases
+    """The source that a limit spends from: a bucket of this process alone, or one filled by leases
     (policy/limits/lease.py).
     """
 
     @property
     def burst(self) -> int:
-        """What is there at most: more than this at once never passes."""
+        """Its capacity: more than this at once never passes."""
         ...
 
     def has(self, now_ns: int, amount: int) -> bool:
@@ -43,7 +43,7 @@ class TokenSource(Protocol):
         ...
 
     def wait_ns(self, now_ns: int, amount: int) -> int:
-        """How long until `amount` is there if nobody takes any: exact, 0 if it is there."""
+        """How long until `amount` is there if none is taken: exact, 0 if it is there."""
         ...
 
     def place_ns(self, now_ns: int, amount: int, ahead_max_ns: int) -> int:
@@ -51,9 +51,7 @@ class TokenSource(Protocol):
         ...
 
     def standing(self, now_ns: int) -> tuple[int, int]:
-        """Whole tokens that are there (0 while in debt), and how long until it is full if nobody takes
-        any.
-        """
+        """Whole tokens that are there (0 while in debt), and how long until it is full if none are taken."""
         ...
 
     def change(self, now_ns: int, rate: int, burst: int) -> None:
@@ -70,10 +68,10 @@ def ceil_div(dividend: int, divisor: int) -> int:
 class Line:
     """Places in the refill that were handed out to those that were refused.
 
-    It is the virtual arrival time of GCRA, kept for the refused: the first is told to come when the bucket
-    has what it needs, the next when the bucket has had that and its own besides. So clients that do as they
-    are told are admitted at the first try, in any number, and never come as one wave. Places that nobody
-    takes pass by themselves.
+    It is the virtual arrival time of GCRA, kept for the refused: the first is asked to come when the bucket
+    has what it needs, the next when the bucket has had that and its own besides. So clients that wait as
+    asked are admitted at the first try, in any number, and never come as one wave. Places that are not
+    taken pass by themselves.
     """
 
     __slots__ = ("_end_ns",)
@@ -90,7 +88,7 @@ class Line:
         if self._end_ns > now_ns:
             end_ns = max(end_ns, min(self._end_ns + length_ns, now_ns + ahead_max_ns))
         self._end_ns = end_ns
-        assert end_ns - now_ns >= wait_ns, "nobody is told to come before there is enough"
+        assert end_ns - now_ns >= wait_ns, "no client is asked to come before there is enough"
         return end_ns - now_ns
 
 
@@ -107,7 +105,7 @@ class Bucket:
         self._line = Line()
 
     def level(self, now_ns: int) -> int:
-        """What is there, in units of `UNIT` per token; negative is debt."""
+        """The content, in units of `UNIT` per token; negative is debt."""
         elapsed_ns = now_ns - self._seen_ns
         if elapsed_ns > 0:
             self._level = min(self._cap, self._level + elapsed_ns * self._rate)

@@ -7,9 +7,9 @@ once.
 
 A request holds the price of its prompt and of the first slice of the answer; before every further slice the
 hold is renewed for that one too. How much it holds is the request's own field (`Request.money`); the sum of a
-tenant's is here. What is reserved and what was spent never come to more than the budget, so
-a tenant spends more than its budget only by what its running answers generate between the end of a slice and
-their stop: at most one slice for each that runs. Money counts for the day and month in which its request
+tenant's is here. The reserved and the spent amounts never come to more than the budget, so a tenant spends
+more than its budget only by the tokens that its running answers generate between the end of a slice and their
+stop: at most one slice for each that runs. Money counts for the day and month in which its request
 ends, as in the ledger, so the sum of what was settled is the sum of the ledger's records, to the millionth.
 
 `restore` takes over what the ledger of this machine knows of other processes. Where gateways share a store,
@@ -67,7 +67,7 @@ def first_day(month: int) -> int:
 
 PeriodName = Literal["day", "month"]
 EVENTS_MAX = 1024
-"""Warnings that nobody has taken yet; the oldest go first."""
+"""Warnings that were not taken yet; the oldest go first."""
 _COLLECT_MIN = 256
 _STORE_RETRY_NS = NS_PER_S
 """When to ask again for what may be left, while the store that knows is late or away."""
@@ -75,7 +75,7 @@ _STORE_RETRY_NS = NS_PER_S
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Spent:
-    """What a tenant has spent in one day and its month by requests of one process."""
+    """A tenant's spending in one day and its month by requests of one process."""
 
     tenant: TenantId
     process: str
@@ -111,7 +111,7 @@ class BudgetRefusal:
 
     @property
     def message(self) -> str:
-        """What the person who must act on it reads."""
+        """The message for the person who must act on it."""
         name = "daily" if self.kind == "budget_day" else "monthly"
         wait_s = self.retry_after_ns // NS_PER_S + 1
         budget = f"Your {name} budget of {self.limit_micros / MICROS:.2f}"
@@ -188,7 +188,7 @@ class _Period:
 
 
 class _Account:
-    """What one tenant spends."""
+    """The spending of one tenant."""
 
     __slots__ = ("day", "live", "month", "reserved", "slice_micros", "tenant")
 
@@ -240,7 +240,7 @@ class TenantBudgets:
         self._collect_at = _COLLECT_MIN
         self._events: deque[BudgetEvent] = deque(maxlen=EVENTS_MAX)
         self.settled_micros = 0
-        """What was settled since the start, all tenants and periods together."""
+        """The amount settled since the start, all tenants and periods together."""
 
     def reserve(self, now_ns: int, tenant: Tenant, micros: int) -> BudgetRefusal | None:
         """Hold `micros` for a request: its prompt and the first slice of its answer. None: it has them, until
@@ -305,7 +305,7 @@ class TenantBudgets:
         return any(0 < share * limit <= period.total + account.reserved for period, limit in limits)
 
     def spent(self, now_ns: int, tenant: TenantId) -> tuple[int, int]:
-        """What it has spent this day and this month, everywhere."""
+        """Its spending of this day and this month, everywhere."""
         account = self._accounts.get(tenant)
         if account is None:
             return 0, 0

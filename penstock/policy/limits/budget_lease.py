@@ -11,7 +11,7 @@ last word says that it is left: so all gateways together overspend by at most on
 
 Questions say totals: what this process has spent in the period, what it holds, and what the ledger of its
 machine knows of other processes. So a store that lost its memory learns everything again, and nothing counts
-twice. What a gateway holds that is counted no more is free again; what it had spent is in its ledger.
+twice. An amount that a forgotten gateway held is free again; what it had spent is in its ledger.
 """
 
 from typing import Protocol
@@ -28,18 +28,18 @@ _WAITS_PER_LEASE = 8
 
 
 class Spender(Protocol):
-    """Whose requests are paid from the budget."""
+    """The requests that are paid from the budget."""
 
     live: int
     """Requests that run."""
     reserved: int
     """For them, in millionths."""
     slice_micros: int
-    """What the last slice was priced at."""
+    """The price of the last slice."""
 
 
 class Spendings(Protocol):
-    """What is known of the period on this machine."""
+    """The spending of the period, as known on this machine."""
 
     limit: int
     spent: int
@@ -98,9 +98,9 @@ class BudgetLease:
         """The store has just said that too little is left."""
         self._needed = self._least = 0
         self._unanswered = 0
-        """What was on credit when the pending question was asked, which counts as held since."""
+        """The amount on credit when the pending question was asked, which counts as held since."""
         self._window_spent = spendings.spent
-        # What the store said last; before it said anything, that all that was spent was spent here.
+        # The store's last answer; before it said anything, that all that was spent was spent here.
         self._epoch, self._known, self._known_spent = 0, spendings.limit - spendings.here, 0
         self._said_spent = spendings.spent
 
@@ -194,7 +194,7 @@ class BudgetLease:
         if self.is_over:
             return None
         reserved, spent, ahead = self._spender.reserved, self._spendings.spent, self._ahead(now_ns)
-        held = max(self.held, reserved)  # What was on credit is told.
+        held = max(self.held, reserved)  # The amount on credit is reported.
         if held > reserved + ahead + ahead // 2:
             # Also while a request waits: at a budget's end each gateway may hold too little for it.
             held = reserved + ahead
@@ -241,12 +241,12 @@ class BudgetLease:
             self._leases.want(self)
 
     def _short(self, micros: int) -> int:
-        """What so much more would be beyond what the store knows to be held."""
+        """The part of so much more that is beyond what the store knows to be held."""
         assert self._unanswered >= 0, "credit is not given back"
         return self._spender.reserved + micros - self.held + self._unanswered
 
     def _ahead(self, now_ns: int) -> int:
-        """What is held beyond what is reserved."""
+        """The amount held beyond what is reserved."""
         leases, spender = self._leases, self._spender
         if not spender.live and now_ns - self.active_ns >= _IDLE_LEASES * leases.lease_ns:
             return 0

@@ -95,7 +95,8 @@ class Leases:
         return LeasedBucket(self, now_ns, f"{unit}:{tenant}", rate, burst)
 
     def asks(self, now_ns: int) -> list[Ask]:
-        """What to ask now: at most `ASKS_MAX` questions. `granted` or `failed` comes before the next call.
+        """The questions to ask now: at most `ASKS_MAX` questions. `granted` or `failed` comes before the next
+        call.
 
         After a failure these are the same questions again: the store may have carried them out.
         """
@@ -178,8 +179,8 @@ class Leases:
         return self._seq
 
     def lease_max(self, rate: int, burst: int) -> int:
-        """What one gateway may have on lease, and on credit: a second's worth, or its part of a quarter of
-        the bucket.
+        """The largest lease of one gateway, with its credit: a second's worth, or its part of a
+        quarter of the bucket.
         """
         worth = rate * self.lease_ns // UNIT
         assert self.num_gateways > 0, "this gateway is one of them"
@@ -242,21 +243,21 @@ class LeasedBucket:
         self.pending: LeaseAsk | None = None
         """A question that was asked and not answered."""
         self.size = max(1, leases.lease_max(rate, burst) >> 3)
-        """What it keeps on lease: twice what it spent in the last lease time."""
+        """The amount that it keeps on lease: twice what it spent in the last lease time."""
         self.needed = 0
-        """What the requests need that wait for the next answer."""
+        """The need of the requests that wait for the next answer."""
         self.recall = False
         """Whether to ask even if nothing is wanted, so that the store learns what it may have forgotten."""
         self.active_ns = self.not_before_ns = now_ns
         self.listed = False
-        # What the store said last; before it said anything, that the bucket is full.
+        # The store's last answer; before it said anything, that the bucket is full.
         self._epoch, self._known_level, self._known_us, self._seen_ns = 0, burst, 0, now_ns
         self._taken = 0
         self._window_ns = self._lent_ns = now_ns
         self._lent_units = 0
         self._line = Line()
         self._promised = 0
-        """What those that were refused since the store's last word will come back for."""
+        """The need of refused requests that will come back, since the store's last answer."""
 
     # --- spending -----------------------------------------------------------------------------
 
@@ -331,7 +332,7 @@ class LeasedBucket:
 
         The other gateways hand out places in the same refill: this one has its share of it.
 
-        What the bucket has already, as far as is known, comes at the pace of leases, not of refill.
+        The tokens that the bucket already has, as far as is known, come at the pace of leases, not of refill.
         """
         leases, wait_ns = self._leases, self.wait_ns(now_ns, amount)
         length_ns = ceil_div(amount * UNIT, self.rate) * leases.num_gateways
@@ -380,7 +381,7 @@ class LeasedBucket:
         offline = min(self.offline, self.burst // self._leases.num_gateways)
         self.balance -= max(
             0, min(self.balance, self.offline - offline)
-        )  # What is not charged is not given back.
+        )  # An amount that is not charged is not given back.
         self.offline = 0
         owed, returned, want = max(0, -self.balance), 0, 0
         needed, self.needed = self.needed, 0
@@ -395,7 +396,7 @@ class LeasedBucket:
         self.recall = False
         assert not (owed and returned), "what is owed is not there to give back"
         self.balance += owed - returned
-        assert self.balance >= 0, "what was on credit is told to the store"
+        assert self.balance >= 0, "the amount on credit is reported to the store"
         self.pending = LeaseAsk(
             key=self.key,
             rate=self.rate,
@@ -414,7 +415,7 @@ class LeasedBucket:
         """The store's answer to the pending question."""
         assert self.pending is not None, "an answer without a question"
         want, self.pending, self._promised = self.pending.want, None, 0
-        self.needed = 0  # Who still waits for more says so again.
+        self.needed = 0  # A request that still waits for more asks again.
         self.balance += grant.granted
         self._epoch, self._known_level, self._known_us = grant.epoch, grant.level, grant.at_us
         self._seen_ns = now_ns
@@ -444,7 +445,7 @@ class LeasedBucket:
         return min(self.burst * UNIT, refilled)
 
     def _known(self, now_ns: int) -> int:
-        """What the store's bucket has by now if no other gateway took any."""
+        """The content of the store's bucket by now if no other gateway took any."""
         return self._known_units(now_ns) // UNIT
 
     def _lend(self, now_ns: int) -> None:

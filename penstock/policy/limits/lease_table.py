@@ -61,7 +61,7 @@ class BudgetAsk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
     kept_s: int = 0
     """For how long the store keeps what it knows of the period."""
     past: tuple[tuple[str, int], ...] = ()
-    """What other processes have spent in it, by the ledger of this machine."""
+    """The spending of other processes in it, by the ledger of this machine."""
 
 
 Ask = LeaseAsk | BudgetAsk
@@ -72,7 +72,7 @@ class LeaseGrant(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     granted: int
     level: int
-    """What is left in the bucket, rounded down; negative is debt."""
+    """The rest of the bucket, rounded down; negative is debt."""
     epoch: int
     at_us: int
     """The store's time."""
@@ -89,7 +89,7 @@ class LeaseReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Leased(Protocol):
-    """What is on lease: a limit's bucket, or a budget (budget_lease.py)."""
+    """The amount on lease: a limit's bucket, or a budget (budget_lease.py)."""
 
     listed: bool
     recall: bool
@@ -149,7 +149,7 @@ class _Budget:
             self.total += more
 
     def forget(self, alive: Container[str]) -> None:
-        """What a gateway held that is gone is free again."""
+        """The amount that a lost gateway held is free again."""
         assert self.held.keys() == self.answers.keys(), "what is held was answered"
         for gone in [gateway for gateway in self.held if gateway not in alive]:
             del self.held[gone], self.answers[gone]
@@ -250,13 +250,13 @@ class LeaseTable:
     def left(self, now_ns: int, gateway: str) -> None:
         """This gateway hung up. Unless it is back within two seconds it is counted no more.
 
-        What it had leased and not spent comes back only as refill.
+        The amount that it had leased and not spent comes back only as refill.
         """
         if gateway in self._gateways:
             self._gateways[gateway] = min(self._gateways[gateway], now_ns - self._ttl_ns + _GRACE_NS)
 
     def level(self, now_ns: int, key: str) -> int | None:
-        """What is in a bucket, rounded down; None if it is not known, that is full."""
+        """The content of a bucket, rounded down; None if it is not known, that is full."""
         shared = self._shared.get(key)
         return None if shared is None else shared.bucket.level(now_ns) // UNIT
 

@@ -21,7 +21,7 @@ PARTS_MAX = 65_536
 
 
 class LevelsReservation:
-    """What one request holds, on each level. Ends by `settle` or by `undo`, exactly once."""
+    """The reservations of one request, on each level. Ends by `settle` or by `undo`, exactly once."""
 
     __slots__ = ("_parts",)
 

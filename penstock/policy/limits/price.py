@@ -1,4 +1,4 @@
-"""What a request costs by the price list: whole numbers, rounded once.
+"""The price of a request by the price list: whole numbers, rounded once.
 
 Prices stand in the configuration per million tokens, in units of a currency, and are kept as whole millionths
 of it. So the price of one token is that number of trillionths (1e-12), a sum of tokens times prices is exact,
@@ -18,7 +18,7 @@ _ANY = "*"
 
 
 class TokenCounts(Protocol):
-    """What is paid for; `types.Usage`, `UsageRecord` and the ledger's `Progress` have this shape."""
+    """Tokens that are paid for; `types.Usage`, `UsageRecord` and the ledger's `Progress` have this shape."""
 
     @property
     def prompt_tokens(self) -> int: ...  # noqa: D102
@@ -61,7 +61,7 @@ class PriceList:
         self._accelerators = {model: _micros(per_hour) for model, per_hour in config.accelerators.items()}
 
     def cost_micros(self, model: str, usage: TokenCounts) -> int:
-        """What these tokens of one request cost, in millionths; 0 for a model without a price, and for no
+        """The price of these tokens of one request, in millionths; 0 for a model without a price, and for no
         tokens at all.
         """
         price = self._models.get(model) or self._models.get(_ANY)
@@ -74,7 +74,7 @@ class PriceList:
         return price.request + (exact + MICROS // 2) // MICROS
 
     def accelerator_micros_per_hour(self, model: str) -> int:
-        """What one worker of this model costs an hour, in millionths."""
+        """The cost of one worker of this model per hour, in millionths."""
         return self._accelerators.get(model, self._accelerators.get(_ANY, 0))
 
 

@@ -1,4 +1,4 @@
-"""What a tenant may use: requests per minute, tokens per minute, requests at once.
+"""The use that a tenant may make: requests per minute, tokens per minute, requests at once.
 
     reserve ──> Reservation ──renew──> ... ──renew──> settle      the request was accepted
        │              └──────────────────────────────> undo       refused elsewhere: as if it never was
@@ -11,8 +11,8 @@ next request waits. Settling puts the difference to what was really used back, o
 a tenant is admitted no more than its burst and its rate, and the debt is at most what its running answers
 have been longer than expected.
 
-Pure: gateway and simulator run this same object, each on its own clock. Whoever shares limits with other
-gateways hands in buckets that are filled by leases (policy/limits/lease.py); nothing here knows the
+Pure: gateway and simulator run this same object, each on its own clock. A gateway that shares limits with
+others hands in buckets that are filled by leases (policy/limits/lease.py); nothing here knows the
 difference.
 
 `limit_headers` writes the `x-ratelimit-*` headers as OpenAI does. They stand on every response, so they take
@@ -86,7 +86,7 @@ Unit = Literal["requests", "tokens"]
 MakeBucket = Callable[[int, TenantId, Unit, int, int], TokenSource]
 """(now_ns, tenant, unit, rate per minute, burst) -> a new bucket."""
 _SPREAD = 8
-"""A refused client is told to stay away up to 1/8 longer than it must, by its request id."""
+"""A refused client is asked to stay away up to 1/8 longer than it must, by its request id."""
 _FIRST_HOLD_NS = NS_PER_S
 """How long a request is taken to run while none of the tenant's has ended."""
 _COLLECT_MIN = 256
@@ -102,16 +102,16 @@ class LimitRefusal:
     limit: int
     """Requests or tokens per minute, or requests at once; for "too_large" the tokens that pass at once."""
     used: int
-    """What of it is used now."""
+    """The part of it that is used now."""
     requested: int
     retry_after_ns: int
     """Stay away this long. 0 for "too_large": waiting is of no use."""
     level: str = ""
-    """Whose limit: "key" or "user"; empty: the tenant's."""
+    """The level of the limit: "key" or "user"; empty: the tenant's."""
 
     @property
     def message(self) -> str:
-        """What the person who must act on it reads."""
+        """The message for the person who must act on it."""
         if self.kind == "too_large":
             return (
                 f"This request needs {self.requested} tokens at once, but your limit lets through "
@@ -139,7 +139,7 @@ class LimitRefusal:
 
 
 class _Use:
-    """What one tenant uses. A bucket is None while its limit is 0."""
+    """The use of one tenant. A bucket is None while its limit is 0."""
 
     __slots__ = ("hold_ns", "line_ns", "live", "requests", "seen_ns", "tenant", "tokens")
 
@@ -179,7 +179,7 @@ class LimitReservation:
     ) -> None:
         self._limiter, self._use, self._started_ns = limiter, use, now_ns
         self._num_requests = num_requests
-        # What was taken goes back to where it was taken from, even if a reload has put another limit there
+        # Tokens go back to the bucket that they were taken from, even if a reload has put another limit there
         # since.
         self._tokens, self._requests = use.tokens, use.requests
         self.covered = output_tokens
@@ -248,7 +248,7 @@ class RateTerms(LimitsConfig, frozen=True, kw_only=True):
     """An answer longer than what was reserved for it is charged in slices of this many tokens while it
     streams."""
     retry_after_max_s: float = 600.0
-    """The line of refused requests that are told when to come back is at most this long."""
+    """The line of refused requests with a time to come back is at most this long."""
     tenants_max: int = 65_536
     """Tenants whose use is remembered; over it those that have nothing running and were seen longest ago are
     forgotten."""
@@ -291,7 +291,7 @@ class Limiter:
             prompt_tokens: of all prompts, exact.
             output_tokens: expected of all choices together; cut where the burst would not let it through.
             num_requests: what it counts as.
-            request_id: spreads the time that refused clients are told.
+            request_id: spreads the times of refused clients.
         """
         assert prompt_tokens >= 0 <= output_tokens, (prompt_tokens, output_tokens)
         use = self._of(now_ns, tenant)
@@ -361,7 +361,7 @@ class Limiter:
         return use
 
     def _adapt(self, now_ns: int, use: _Use, tenant: Tenant) -> None:
-        """Take new limits. A limit that was none before begins full: nobody counted what was used."""
+        """Take new limits. A limit that was none before begins full: earlier use was not counted."""
         use.requests = self._changed(now_ns, tenant.id, use.requests, "requests", tenant.requests_per_minute)
         use.tokens = self._changed(now_ns, tenant.id, use.tokens, "tokens", tenant.tokens_per_minute)
         use.tenant = tenant
@@ -402,12 +402,12 @@ class Limiter:
         return LimitRefusal(kind=unit, limit=limit, used=used, requested=amount, retry_after_ns=wait_ns)
 
     def _concurrent_ns(self, now_ns: int, use: _Use, ahead_max_ns: int) -> int:
-        """A guess, since nobody knows when answers end: one place per ending, at the pace of the last
+        """A guess, since the ends of answers are unknown: one place per ending, at the pace of the last
         ones.
         """
         gap_ns = max(1, (use.hold_ns or _FIRST_HOLD_NS) // max(1, use.tenant.concurrent_max))
         use.line_ns = min(max(use.line_ns, now_ns) + gap_ns, now_ns + ahead_max_ns)
-        assert use.line_ns >= now_ns, "nobody is told to have come before"
+        assert use.line_ns >= now_ns, "no client is asked to have come before"
         return use.line_ns - now_ns
 
     def _collect(self, now_ns: int) -> None:
@@ -438,11 +438,11 @@ def _has(now_ns: int, use: _Use, needed: int, num_requests: int) -> bool:
 
 
 NO_LIMITS = Tenant(id=TenantId("\0none"))
-"""What a new state is compared with, so that making and changing it are one path."""
+"""The tenant that a new state is compared with, so that making and changing it are one path."""
 
 
 def _own_bucket(now_ns: int, tenant: TenantId, unit: Unit, rate: int, burst: int) -> TokenSource:
-    """The bucket of a gateway that shares with nobody."""
+    """The bucket of a gateway that shares no limits."""
     del tenant, unit
     return Bucket(now_ns, rate, burst)
 

@@ -3,12 +3,12 @@
     demand    requests for each adapter, and their tokens, halved every five minutes
     replicas  one, and one more for every half of a worker's part of all tokens
     homes     those of the most requests first, until all places are taken; who has a place keeps it until
-              another one is wanted much more. A few places of each worker are nobody's: what is asked for
+              another one is wanted much more. A few places of each worker are no adapter's: what is asked for
               rarely comes there
     waits     what a request waits at a worker: nothing, what is left of a load that was ordered, or the loads
               before it and its own
 
-Pure. Worked out at the arrival of requests, at most once a second: whoever asks for nothing moves nothing.
+Pure. Worked out at the arrival of requests, at most once a second: an adapter without requests moves nothing.
 Loads are ordered when a request arrives, before it has a worker. A `ResidencyOrder` goes to a worker that can
 be told; one that cannot (a foreign engine that loads by itself) is given the requests all the same, which has
 the same effect on what it keeps.
@@ -27,9 +27,9 @@ PLAN_S = 1.0
 REPLICA_SHARE = 0.5
 """A worker's part of the demand that one adapter may be before it gets another replica."""
 STAYS = 1.5
-"""Who has a home gives way to one that is wanted so many times as much: evictions cost loads."""
+"""An adapter at home gives way to one that is wanted so many times as much: evictions cost loads."""
 NOBODYS = 5
-"""One in so many places of a worker is nobody's, at least one of several."""
+"""One in so many places of a worker is no adapter's, at least one of several."""
 DEMAND_MAX = 4096
 """Adapters whose demand is remembered: those that were asked for last."""
 _HOME = 0.8
@@ -40,7 +40,7 @@ _FORGET_S = 60.0
 
 @dataclass(slots=True, frozen=True)
 class ResidencyOrder:
-    """What a worker is to have in memory."""
+    """The adapters that a worker is to have in memory."""
 
     worker: WorkerId
     names: tuple[str, ...]
@@ -58,13 +58,13 @@ class AdapterDemand:
     at_ns: int = 0
 
     def now(self, now_ns: int) -> "AdapterDemand":
-        """What is left of it."""
+        """The rest of it."""
         left = 0.5 ** ((now_ns - self.at_ns) / (HALF_LIFE_S * NS_PER_S))
         return AdapterDemand(self.requests * left, self.tokens * left, now_ns)
 
 
 def ignore_order(order: ResidencyOrder) -> None:
-    """Nobody can be told."""
+    """There is no worker to order."""
     del order
 
 
@@ -77,7 +77,7 @@ class AdapterPlacement:
         self._demand: OrderedDict[str, AdapterDemand] = OrderedDict()
         self._homes: dict[str, tuple[WorkerId, ...]] = {}
         self._kept: dict[WorkerId, tuple[str, ...]] = {}
-        """What each worker was told to keep."""
+        """The adapters that each worker was ordered to keep."""
         self._loading: dict[WorkerId, dict[str, int]] = {}
         """Loads that were caused -> when they should be over."""
         self._planned_ns: int | None = None
@@ -101,7 +101,7 @@ class AdapterPlacement:
         self._order_load(now_ns, adapter, rooms)
 
     def wait_ns(self, now_ns: int, room: WorkerCapacity, adapter: str) -> int:
-        """What a request for it that is sent there now would wait for its load."""
+        """The wait of a request for it that is sent there now, for its load."""
         view = room.view
         if view.adapters is None or not view.adapters_max:
             return 0 if view.adapters is not None and adapter in view.adapters else self._load_ns
@@ -151,7 +151,7 @@ class AdapterPlacement:
     # --- homes --------------------------------------------------------------------------------------
 
     def _plan(self, now_ns: int, rooms: CapacityTable) -> None:
-        """Give homes anew, and tell the workers for which that changes anything."""
+        """Assign homes again, and order the workers for which that changes anything."""
         able = {room.id: room for room in rooms if room.view.ready and room.view.adapters_max}
         for gone in [each for each in self._loading if each not in able]:
             del self._loading[gone]
@@ -220,7 +220,7 @@ def give_homes(
             holders[worker].names.append(name)
             holders[worker].tokens += demand[name].tokens / len(found)
         left -= len(found)
-        assert left >= 0, "nobody is given more than it has places"
+        assert left >= 0, "no adapter is given more places than there are"
         if found:
             homes[name] = tuple(found)
     return homes, {worker: tuple(holder.names) for worker, holder in holders.items()}

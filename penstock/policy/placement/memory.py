@@ -3,8 +3,8 @@
     room_for ──> MakeRoom(those that go to sleep first) | NoRoom
 
 Idle models make room, the least recently used first, and no more of them than are needed. A model with work
-is never one of them. What each takes is known before anything is loaded, so the bound is never found out by
-exceeding it. Pure.
+is never one of them. The memory of each is known before anything is loaded, so the bound is never found out
+by exceeding it. Pure.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def taken_bytes(self) -> int:
-        """What it has now."""
+        """The memory that it has now."""
         return self.awake_bytes if self.awake else self.asleep_bytes
 
 
@@ -48,12 +48,12 @@ class NoRoom(msgspec.Struct, frozen=True):
 
 
 def taken_bytes(models: Iterable[ModelMemory]) -> int:
-    """What all have now."""
+    """The memory that all have now."""
     return sum(model.taken_bytes for model in models)
 
 
 def room_for(name: str, models: Sequence[ModelMemory], bound_bytes: int) -> MakeRoom | NoRoom:
-    """What has to happen before the model of this name is woken. O(n log n)."""
+    """The steps before the model of this name is woken. O(n log n)."""
     (wanted,) = (model for model in models if model.name == name)
     others = [model for model in models if model.name != name]
     over = wanted.awake_bytes + taken_bytes(others) - bound_bytes

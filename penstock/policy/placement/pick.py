@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.policy.placement.score import RequestFacts, Score, ScorePolicy, WorkerFacts, score_policy
+from penstock.policy.placement.score import Score, ScoredRequest, ScorePolicy, WorkerFacts, score_policy
 from penstock.policy.terms import PlacementTerms
 from penstock.types import RequestId
 
@@ -50,7 +50,7 @@ REASONS = (
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
-    """What was decided."""
+    """The decision."""
 
     index: int
     """Of the candidate that gets it, or that it is held for; -1: none."""
@@ -70,7 +70,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     route: str
     at_ns: int
     config: PlacementTerms
-    request: RequestFacts
+    request: ScoredRequest
     candidates: tuple[WorkerFacts, ...]
     draws: tuple[int, ...]
     choice: Choice
@@ -84,14 +84,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def score_all(
-    policy: ScorePolicy, request: RequestFacts, candidates: Sequence[WorkerFacts]
+    policy: ScorePolicy, request: ScoredRequest, candidates: Sequence[WorkerFacts]
 ) -> list[Score | None]:
     """Every candidate's score; None for those that were filtered."""
     return [None if worker.filtered else policy.score(request, worker) for worker in candidates]
 
 
-def choose_only(request: RequestFacts, worker: WorkerFacts) -> Choice:
-    """What `choose` says where there is one candidate, whatever it would score."""
+def choose_only(request: ScoredRequest, worker: WorkerFacts) -> Choice:
+    """The answer of `choose` where there is one candidate, whatever it would score."""
     if worker.filtered or not worker.has_room:
         return _NONE if worker.filtered else _NOT_YET
     if worker.is_avoided:
@@ -106,7 +106,7 @@ _AVOID, _RELEASED, _ONLY = Choice(0, "avoid"), Choice(0, "released"), Choice(0, 
 def choose(
     policy: ScorePolicy,
     config: PlacementTerms,
-    request: RequestFacts,
+    request: ScoredRequest,
     candidates: Sequence[WorkerFacts],
     scores: Sequence[Score | None],
     draw: Draw,
@@ -161,7 +161,7 @@ def _up_to(within: float, open_now: list[int], scores: Sequence[Score | None]) -
 def _again(candidates: Sequence[WorkerFacts], scores: Sequence[Score | None], wanted: int) -> Choice:
     """Where it failed on all that have room: the best of those.
 
-    Else nobody gets it now; it would want `wanted`.
+    Else no candidate gets it now; it would want `wanted`.
     """
     again = [
         (score.total, candidates[i].turn, candidates[i].number, i)
@@ -233,7 +233,7 @@ class ComplexityChoice:
     model: str
     complexity: float
     parts: tuple[tuple[str, float], ...]
-    """What each mark added (or took off), those that did; largest first."""
+    """The amount that each mark added (or took off), without zeros; largest first."""
     passed_over: tuple[str, ...] = ()
     """Models that would have come before, and may not answer: not allowed, without tools, not ready, or too
     small."""
@@ -335,7 +335,7 @@ class DecisionLog:
         return self._chosen.get(request_id)
 
     def of(self, request_id: RequestId) -> Sequence[Decision]:
-        """What was decided about a request, oldest first; nothing if it is not known, or was too long ago."""
+        """The decisions about a request, oldest first; nothing if it is not known, or was too long ago."""
         return tuple(self._kept.get(request_id, ()))
 
     def __len__(self) -> int:

@@ -31,7 +31,7 @@ from penstock.kv.index.prefix_index import NOTHING_HELD, Held
 from penstock.policy.estimates import Ran, Speeds
 from penstock.policy.placement.adapters import AdapterPlacement
 from penstock.policy.placement.pick import Choice, Decision, DecisionLog, Draw, choose, choose_only, score_all
-from penstock.policy.placement.score import RequestFacts, WorkerFacts, score_policy
+from penstock.policy.placement.score import ScoredRequest, WorkerFacts, score_policy
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import (
     CapacityTable,
@@ -48,7 +48,7 @@ class Located(Protocol):
     """Which workers have how much of one prompt."""
 
     def of(self, worker: WorkerId) -> Held:
-        """What this worker has, in blocks."""
+        """The cached blocks of this worker."""
         ...
 
     def holders(self, limit: int) -> Sequence[tuple[WorkerId, Held]]:
@@ -57,7 +57,7 @@ class Located(Protocol):
 
 
 class Locality(Protocol):
-    """Who has what: `kv.locality.KVLocality`.
+    """The caches of all workers: `kv.locality.KVLocality`.
 
     `keys` is what `Arrival.keys` holds: `kv.prompt_keys.PromptKeys`.
     """
@@ -76,7 +76,7 @@ class Locality(Protocol):
 
 
 class _NothingLocated:
-    """Nobody has anything."""
+    """No worker has anything."""
 
     __slots__ = ()
 
@@ -122,7 +122,7 @@ class LastWorkers:
         self._ttl_ns, self._limit = int(ttl_s * NS_PER_S), limit
 
     def of(self, now_ns: int, name: str) -> WorkerId | None:
-        """None: nobody, or too long ago."""
+        """None: none, or too long ago."""
         found = self._last.get(name)
         return found[0] if found is not None and found[1] > now_ns else None
 
@@ -183,7 +183,7 @@ class Router:
         self._sessions = LastWorkers(ttl_s=config.session_ttl_s, limit=config.sessions_max)
         self._adapters = LastWorkers(ttl_s=config.session_ttl_s, limit=_ADAPTERS_MAX)
         self.adapters = AdapterPlacement(load_s=config.adapter_load_ms / 1000)
-        """Where the model's adapters are kept; whoever can tell its workers sets `on_order`."""
+        """Where the model's adapters are kept; the wiring that can reach its workers sets `on_order`."""
         self._held: dict[RequestId, Hold] = {}
         self._sent: dict[RequestId, _Sent] = {}
         self._drawn: list[int] = []
@@ -300,7 +300,7 @@ class Router:
         return list(found.values())
 
     def _facts(self, look: "_Look", room: WorkerCapacity, held: Held) -> WorkerFacts:
-        """What is known of a worker for this request."""
+        """The facts of a worker for this request."""
         work, view, worker = look.work, room.view, room.id
         device = host = 0
         if held is not NOTHING_HELD:
@@ -350,12 +350,12 @@ class Router:
             choice = choose(policy, config, request, candidates, scores, self._drawing)
         return self._decision(look, request, candidates, choice, looked_up=True)
 
-    def _request(self, look: "_Look") -> RequestFacts:
-        """What is known of the request; and who else waits for which worker, if anybody does."""
+    def _request(self, look: "_Look") -> ScoredRequest:
+        """The facts of the request; and who else waits for which worker, if anybody does."""
         work = look.work
         if self._held:
             look.waiting = self._count_held(look.now_ns)
-        return RequestFacts(
+        return ScoredRequest(
             prompt_tokens=work.prompt_tokens,
             output_tokens=work.output_tokens,
             streams=work.streams,
@@ -367,7 +367,7 @@ class Router:
     def _decision(
         self,
         look: "_Look",
-        request: RequestFacts,
+        request: ScoredRequest,
         candidates: list[WorkerFacts],
         choice: Choice,
         *,
@@ -433,7 +433,7 @@ class Router:
 
 
 class _Look:
-    """What one decision is made from."""
+    """The data of one decision."""
 
     __slots__ = ("avoid", "blocked", "located", "now_ns", "rooms", "session", "waiting", "work")
 

@@ -1,4 +1,4 @@
-"""What sending a request to a worker is worth: two policies behind one interface, from facts to terms to one
+"""The worth of sending a request to a worker: two policies behind one interface, from facts to terms to one
 number.
 
     ttft       wait + reload + prefill + adapter + others + lambda * TPOT penalty + mu * x / (1 - x), least
@@ -23,8 +23,8 @@ _NEXT_STREAM = 1.0
 """Streams that must end before a worker without KV room has some, as far as anybody can tell."""
 
 
-class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What is to be placed."""
+class ScoredRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The request that is to be placed."""
 
     prompt_tokens: int
     output_tokens: int
@@ -76,7 +76,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, gc=False):
     kv_blocks_used: int = 0
     """By what runs, and what was sent there just now."""
     adapter_s: float = 0.0
-    """What it would wait there for its adapter; 0: it is there, or needs none."""
+    """The wait there for its adapter; 0: it is there, or needs none."""
     speed: Speed = Speed()
 
 
@@ -111,8 +111,8 @@ class ScorePolicy(Protocol):
         """1: people read a total as it is; -1: they read its negative, of which more is better."""
         ...
 
-    def score(self, request: RequestFacts, worker: WorkerFacts) -> Score:
-        """What sending the request there costs."""
+    def score(self, request: ScoredRequest, worker: WorkerFacts) -> Score:
+        """The cost of sending the request there."""
         ...
 
     def margin(self, best: float, share: float) -> float:
@@ -120,7 +120,7 @@ class ScorePolicy(Protocol):
         ...
 
 
-def pressure(request: RequestFacts, worker: WorkerFacts) -> float:
+def pressure(request: ScoredRequest, worker: WorkerFacts) -> float:
     """The odds x / (1 - x) of full memory, where x is the share of KV memory in use once the request and its
     answer are there.
 
@@ -133,10 +133,11 @@ def pressure(request: RequestFacts, worker: WorkerFacts) -> float:
     return full / (1 - full) if full < _FULL_MAX else _FULL_MAX / (1 - _FULL_MAX)
 
 
-def _waits_s(request: RequestFacts, worker: WorkerFacts, backlog_s: float) -> tuple[float, float]:
+def _waits_s(request: ScoredRequest, worker: WorkerFacts, backlog_s: float) -> tuple[float, float]:
     """Until the prompt is begun there, and of that until it can be sent there, where streams must end first.
 
-    One of n streams ends in a n-th of the time that they take. What is there already takes `backlog_s`.
+    One of n streams ends in a n-th of the time that they take. The work that is there already takes
+    `backlog_s`.
     """
     running = worker.running
     each_s = worker.speed.service_s / max(1, running)
@@ -151,7 +152,7 @@ def _waits_s(request: RequestFacts, worker: WorkerFacts, backlog_s: float) -> tu
 
 
 def _times_s(
-    config: PlacementTerms, request: RequestFacts, worker: WorkerFacts
+    config: PlacementTerms, request: ScoredRequest, worker: WorkerFacts
 ) -> tuple[float, float, float, float, float]:
     """Wait, reload, prefill and adapter load; and of the wait, that for room."""
     speed, running, host_tokens = worker.speed, worker.running, worker.host_tokens
@@ -181,7 +182,7 @@ class TtftScore:
         self._others = config.ttft.others_weight
         self._pressure_s = config.ttft.pressure_ms / 1000
 
-    def score(self, request: RequestFacts, worker: WorkerFacts) -> Score:
+    def score(self, request: ScoredRequest, worker: WorkerFacts) -> Score:
         """See `ScorePolicy`."""
         wait_s, reload_s, prefill_s, adapter_s, room_wait_s = _times_s(self._config, request, worker)
         ttft_s = wait_s + reload_s + prefill_s + adapter_s
@@ -207,7 +208,7 @@ class WeightedScore:
     def __init__(self, config: PlacementTerms) -> None:
         self._config, self._weights = config, config.weighted
 
-    def score(self, request: RequestFacts, worker: WorkerFacts) -> Score:
+    def score(self, request: ScoredRequest, worker: WorkerFacts) -> Score:
         """See `ScorePolicy`."""
         config, weights = self._config, self._weights
         wait_s, reload_s, prefill_s, adapter_s, room_wait_s = _times_s(config, request, worker)

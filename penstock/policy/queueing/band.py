@@ -60,14 +60,14 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     keys: object | None = None
     """Its prompt's block keys (`kv.prompt_keys.PromptKeys`), for the placement; None: not known."""
     session: str = ""
-    """Whose earlier requests it may share KV with, keyed by tenant; empty: nobody's."""
+    """The tenant whose earlier requests it may share KV with; empty: none."""
     adapter: str = ""
     needs: frozenset[str] = frozenset()
     """Capabilities that its worker must have (`types.Capability`)."""
     is_strict: bool = False
     """It is given to no worker that its breaker leaves alone: another model may answer it."""
     goes_on: bool = False
-    """It was begun on a worker that is lost: only one that goes on behind its last token can have it."""
+    """It was begun on a worker that is lost: only one that continues behind its last token can have it."""
     identity: str = ""
     """Of the worker that it was started on last: where it continues must be the same, or its tokens would be
     another model's; empty: a foreign engine's, which any worker of the model may continue."""
@@ -88,11 +88,12 @@ class Work(msgspec.Struct, eq=False, kw_only=True):
     queued_ns: int = 0
     expires_ns: int = 0
     priority: int = 0
-    """What it is sorted by within its tenant: smaller goes earlier. Between tenants it counts for nothing."""
+    """The key that it is sorted by within its tenant: smaller goes earlier. Between tenants it counts for
+    nothing."""
     order_ns: int = 0
-    """What those of one priority are sorted by: arrival or deadline."""
+    """The key that those of one priority are sorted by: arrival or deadline."""
     charged: int = 0
-    """What its tenant's counter holds for it."""
+    """The amount that its tenant's counter holds for it."""
     owed: bool = False
     """It was started because its band was owed a start."""
     running: bool = False
@@ -135,7 +136,7 @@ class TenantQueue(ServiceCounter):
         self.num_running = 0
         """Streams."""
         self.heard = 0
-        """What other gateway processes charged it, counted here since it was last idle."""
+        """The charges of other gateway processes, counted here since it was last idle."""
         self.entry = 0
         """Version of its entry in the band's heap; others are stale."""
 
@@ -195,11 +196,11 @@ class Band:
         self.served_ns = 0
         """When it last started something, or began to wait."""
         self.untold: dict[TenantId, int] | None = None
-        """What each tenant was charged since other gateway processes were told; None: there are none."""
+        """The charges of each tenant since other gateway processes were informed; None: there are none."""
         self._lines: dict[TenantId, TenantQueue] = {}
         self._heap: list[tuple[int, int, int, int, TenantQueue]] = []
         self._last = 0
-        """Counter of whoever left the band last, for those that come when nobody waits."""
+        """Counter of the tenant that left the band last, for those that come when none waits."""
         self._next_line = 0
 
     def floor_of(self, slots: int) -> int:
@@ -266,9 +267,9 @@ class Band:
         """The next request that fits, no longer waiting but not yet charged; None if none of those looked at
         fits.
 
-        One that does not fit is set aside, and the rest goes on: up to `aside_max`, then its tenant is passed
-        over. With a `share` also tenants are that run already and would run more streams than that, times
-        their weight.
+        One that does not fit is set aside, and the next one is tried: up to `aside_max`, then its tenant is
+        passed over. With a `share` also tenants are that run already and would run more streams than that,
+        times their weight.
         """
         for work in self.aside:
             if fits(work):
@@ -324,8 +325,8 @@ class Band:
         """Requests that are served before one that this tenant adds to its end. O(1).
 
         Under fair sharing: the tenant's own, and while those are served as many of each other tenant's as its
-        weight leaves them (theirs are taken for 1, and all requests for equal). Who floods the queue is
-        mostly ahead of itself.
+        weight leaves them (theirs are taken for 1, and all requests for equal). A tenant that floods the
+        queue is mostly ahead of itself.
         """
         if not self.waiting:
             return 0
@@ -350,7 +351,7 @@ class Band:
         self._gap_ns += (now_ns - self.served_ns - self._gap_ns) // (_PACE if self._gap_ns else 1)
 
     def newest(self) -> Work:
-        """Who came last of those that wait; there must be one."""
+        """The last of those that wait; there must be one."""
         return self.waiting[next(reversed(self.waiting))]
 
     def start(self, now_ns: int, work: Work) -> None:

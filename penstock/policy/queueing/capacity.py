@@ -1,8 +1,8 @@
 """Capacity of the workers of one model: who could start something now.
 
-What this gateway started and has not seen the end of is counted here at once; what a worker reports puts
-right what cannot be known otherwise: streams of other gateways, and KV blocks that are really free. Blocks of
-a request that has shown no output are counted here: it may not be in the last report.
+A request that this gateway started and has not seen the end of is counted here at once; what a worker reports
+puts right what cannot be known otherwise: streams of other gateways, and KV blocks that are really free.
+Blocks of a request that has shown no output are counted here: it may not be in the last report.
 """
 
 from bisect import bisect_left, insort
@@ -23,7 +23,7 @@ _LOAD_UNIT = 1 << 20
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker last said of itself."""
+    """A worker's last report of itself."""
 
     ready: bool = True
     max_running: int = 0
@@ -35,23 +35,22 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_used: int = 0
     """By requests that run; blocks that are only cached are free."""
     kind: str = ""
-    """What it runs on: workers of one kind are equally fast."""
+    """The kind of hardware: workers of one kind are equally fast."""
     max_model_len: int = 0
     """Tokens of a prompt and its answer; 0: it does not tell."""
     adapters: frozenset[str] | None = None  # Those that are loaded now; None: it does not tell.
     adapters_max: int = 0
     """Adapters that it can hold, and so load; 0: only those that it has."""
-    adapter_load_ns: int = 0  # What it takes for one; 0: it does not tell.
+    adapter_load_ns: int = 0  # The time that one takes; 0: it does not tell.
     resumes: bool = True  # It can continue what another worker began.
-    identity: str = ""  # What it computes (kv/hashing.py); empty: it does not tell.
+    identity: str = ""  # Of its computation (kv/hashing.py); empty: it does not tell.
     terms: DeploymentTerms | None = None
     """None: all workers of the model are alike, or this one is as they are."""
     is_external: bool = False  # It does not run our engine.
     adapters_served: frozenset[str] | None = None
     """Adapters that it takes requests for, loaded or not; None: those that it has or can load."""
-    capabilities: frozenset[str] = frozenset()  # What it can do beyond plain text.
-    wake_ns: int = 0
-    """It is asleep, or wakes, which takes so long; 0: it is not."""
+    capabilities: frozenset[str] = frozenset()  # Those beyond plain text.
+    wake_ns: int = 0  # It is asleep, or wakes, which takes so long; 0: it is not.
     cell: CellView | None = None  # It is a peer cell; None: a worker of this one.
 
 
@@ -77,7 +76,7 @@ class WorkerCapacity:
         """Prompt tokens to compute of what was started and has shown no output."""
         self.begun: dict[RequestId, bool] = {}
         """Requests here -> whether output was seen."""
-        self.gone = False  # Nobody reports for it any more.
+        self.gone = False  # No reports come for it any more.
         self.held = False  # Kept free for a large request.
         self.busy = False  # It has prompts enough for now.
         self.alone = False  # Its model has no other worker: there is nothing to choose.
@@ -207,7 +206,7 @@ class CapacityTable:
 
     @property
     def only(self) -> WorkerCapacity | None:
-        """The worker that has no other beside it, ready or not; None if there are several, or none."""
+        """The only worker, ready or not; None if there are several, or none."""
         return next(iter(self._rooms.values())) if len(self._rooms) == 1 else None
 
     def has_room(self) -> bool:
@@ -315,7 +314,7 @@ class CapacityTable:
         return best
 
     def unhold(self) -> None:
-        """Whoever it was held for has started, or left."""
+        """The request that it was held for has started, or left."""
         room, self.held = self.held, None
         if room is not None:
             room.held = False
@@ -397,8 +396,9 @@ class CapacityTable:
 
 
 def can_resume_at(work: Work, view: WorkerView) -> bool:
-    """Whether what was begun elsewhere can be continued there. What has an identity gets the very tokens that
-    would have followed, from a worker of the same one; a foreign engine has none, and promised no tokens.
+    """Whether what was begun elsewhere can be continued there. A stream with an identity gets the very tokens
+    that would have followed, from a worker of the same one; a foreign engine has none, and promised no
+    tokens.
     """
     return view.resumes and (not work.identity or view.identity == work.identity)
 
@@ -423,7 +423,7 @@ def _blocks_short(room: WorkerCapacity, work: Work) -> int:
 class Hold(msgspec.Struct, frozen=True, gc=False):
     """It could start elsewhere, but is better off waiting for this worker, until then at most.
 
-    Whoever is behind it goes on.
+    Requests behind it are tried.
     """
 
     worker_id: WorkerId
@@ -433,7 +433,7 @@ class Hold(msgspec.Struct, frozen=True, gc=False):
 class Placement(Protocol):
     """Which worker of one model a request goes to.
 
-    It is told what became of its choices, and may learn from that.
+    It is informed of the results of its choices, and may learn from that.
     """
 
     def asked(self, now_ns: int, work: Work, rooms: CapacityTable) -> None:

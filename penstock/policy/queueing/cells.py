@@ -81,8 +81,8 @@ class Peers:
             assert self._service_ns >= 0, "no stream ends before it begins"
 
     def blocked(self, now_ns: int, work: Work, blocked: frozenset[WorkerId]) -> frozenset[WorkerId]:
-        """Whom a request is not given to: while a peer could have it, nothing is tried at workers that their
-        breakers leave alone, even if those are all of this cell's.
+        """Workers that a request is not given to: while a peer could have it, also those that their breakers
+        leave alone, even if they are all of this cell's.
         """
         broken = self._broken(now_ns)
         return blocked | broken if any(room.is_able(work) for room in self._open(broken)) else blocked
@@ -121,7 +121,7 @@ class Peers:
         return min(near, key=lambda room: (self._known[room.id].price, self._away_ns(room), room.number))
 
     def wait_ns(self, now_ns: int, blocked: Collection[WorkerId]) -> float:
-        """What a request that comes now would wait for a worker of this cell; infinite: none may be used."""
+        """The wait of a request that comes now for a worker of this cell; infinite: none may be used."""
         usable = self._usable(blocked)
         if not usable:
             return inf

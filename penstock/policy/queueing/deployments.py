@@ -111,7 +111,7 @@ class Deployments:
         each = self._known.get(room.id)
         if each is None:
             return
-        # Who was away does not catch up on more than one start.
+        # A tenant that was away does not catch up on more than one start.
         before = max(each.passed, self._passed - 1)
         self._passed, each.passed = max(self._passed, before), before + 1 / each.terms.weight
         if each.requests is not None:
@@ -151,5 +151,5 @@ _MINUTE_NS = 60 * NS_PER_S
 
 
 def _tokens(work: Work) -> int:
-    """What it is expected to use."""
+    """Its expected use."""
     return work.prompt_tokens + work.cached_tokens + work.output_tokens

@@ -4,8 +4,8 @@
 
 Every `SHARE_S` a gateway tells the others what it has charged each tenant since the last time. So each one
 starts next what was served least by all of them together, and shares are as even as what is served in that
-time. What is lost on the way is never said again: gateways that cannot hear each other are fair by themselves
-until they can.
+time. A message that is lost on the way is never sent again: gateways that cannot hear each other are fair by
+themselves until they can.
 
 Pure: what carries the words is in gateway/shared/ and in sim/world/store.py.
 """
@@ -29,11 +29,11 @@ class FairCounters:
 
     def __init__(self, models: Sequence[str], lane: Callable[[str], ModelQueue | None]) -> None:
         """`lane` finds a model's queue; None if nothing has come for it yet."""
-        assert len(set(models)) == len(models), "what a model's tenants were served is told once"
+        assert len(set(models)) == len(models), "a model's service is reported once"
         self._models, self._lane = models, lane
 
     def take(self) -> tuple[ServedUnits, ...]:
-        """What tenants were served here since the last time."""
+        """The service of tenants here since the last time."""
         lanes = ((model, self._lane(model)) for model in self._models)
         return tuple(
             (model, *each) for model, lane in lanes if lane is not None for each in lane.queue.take_untold()

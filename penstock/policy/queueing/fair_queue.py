@@ -1,4 +1,4 @@
-"""What waits for one model: bands, and in each the tenants by fair share (band.py).
+"""The requests that wait for one model: bands, and in each the tenants by fair share (band.py).
 
 Which band goes next, when a worker has room:
 
@@ -13,7 +13,7 @@ put it behind all that those start later. Nothing is held free: room that no ban
 to the others. A request too large for the room that there is is passed over at most `skips_max` times or
 `skip_s`; then `overdue` names it, and a worker should be kept free for it.
 
-The queue knows no workers: `pop` is told by `fits` what could start now.
+The queue knows no workers: `fits` says to `pop` which could start now.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ class FairQueue:
         return self.bands[work.level]
 
     def order_of(self, work: Work) -> int:
-        """What the engine's own queue goes by, of a request that was started."""
+        """The order in the engine's own queue, of a request that was started."""
         order = self.bands[work.level].config.order
         return min(order, self._order_owed) if work.owed else order
 
@@ -130,9 +130,10 @@ class FairQueue:
     def requeue(self, now_ns: int, work: Work, *, has_begun: bool = False) -> None:
         """Put back what was started, where its arrival belongs. Never refused: it was accepted.
 
-        What gave nothing is charged nothing, and its wait ends when it would have, but for its promise: that
-        it was started once is no reason to refuse it for being late. What has begun to answer is charged for
-        that at its end, and waits anew.
+        An attempt without output is charged nothing, and its wait ends when it would have, but for its
+        promise: that
+        it was started once is no reason to refuse it for being late. A request that has begun to answer is
+        charged for that at its end, and waits again.
         """
         band = self.bands[work.level]
         work.start_by_ns = 0
@@ -290,9 +291,9 @@ class FairQueue:
         band.start(now_ns, work)
         for passed in self.bands[
             : band.level + 1
-        ]:  # Who lets a higher band go first is not passed over for its size.
+        ]:  # A request that lets a higher band start first is not passed over for its size.
             for aside in passed.aside:
-                aside.skips += aside.hold_ns <= now_ns  # Who is held for a warm worker waits by choice.
+                aside.skips += aside.hold_ns <= now_ns  # A held request waits for a warm worker by choice.
 
     def _in_turn(self, now_ns: int) -> Sequence[Band]:
         """Bands with work, by who goes next."""

@@ -30,9 +30,8 @@ from penstock.types import RequestId, Usage, WorkerId
 _HEADROOM_ROWS = 8
 """With fewer rows one row is too much to leave free."""
 _OVER = 1.5
-"""Times its part: more is over it. Who is about at its part is not held back."""
-_PACE = 8
-"""The mean time between two starts follows the last so many."""
+"""Times its part: more is over it. A tenant near its part is not held back."""
+_PACE = 8  # The mean time between two starts follows the last so many.
 _LOST_WAIT_S = 30.0
 """With `queue.no_worker_wait_s` 0 new requests do not wait for a worker; one that ran on a lost worker
 does."""
@@ -40,7 +39,7 @@ _NOBODY: Collection[WorkerId] = ()
 
 
 class ModelQueue:
-    """What waits for one model, and who could run it."""
+    """The requests that wait for one model, and the workers that could run them."""
 
     __slots__ = (
         "_apart", "_config", "_deployments", "_down_ns", "_found", "_health", "_holds", "_last_ns",
@@ -98,7 +97,7 @@ class ModelQueue:
         return min((room.view.wake_ns for room in self.rooms if room.view.wake_ns), default=0)
 
     def waiting(self) -> Iterator[Work]:
-        """What waits, band by band, in the order in which it came."""
+        """The waiting requests, band by band, in the order in which they came."""
         for band in self.queue.bands:
             yield from band.waiting.values()
 
@@ -124,8 +123,8 @@ class ModelQueue:
         self._now_ns = now_ns
         if self._deployments is not None:
             self._deployments.due_ns = None
-        for worker_id in self.pace.overdue(now_ns):
-            rooms.look_again(worker_id)
+        for overdue in self.pace.overdue(now_ns):
+            rooms.look_again(overdue)
         if not queue.num_waiting:
             self._last_ns = None
             if self.held is not None:
@@ -160,7 +159,7 @@ class ModelQueue:
             self._deployments.started(now_ns, work, room)
 
     def place_hedge(self, now_ns: int, work: Work, worker: WorkerId) -> WorkerCapacity | None:
-        """Where a request that runs at `worker` could be started a second time: only if nobody waits, and
+        """Where a request that runs at `worker` could be started a second time: only if no request waits, and
         there is room for it in another worker's batch. Books nothing.
         """
         if self.queue.num_waiting:
@@ -267,10 +266,11 @@ class ModelQueue:
         if holds:
             times.append(holds[0][0])
         if self.queue.num_waiting:
-            # What is over by now has been looked at: a time in the past would be asked for again and again.
+            # Deadlines that are over by now have been looked at: a time in the past would be asked for again
+            # and again.
             again = [self._health.due_ns(self.route), self.pace.next_overdue_ns()]
-            again.append(self._deployments.due_ns if self._deployments is not None else None)
-            again.append(self._peers.due_ns(now_ns) if self._peers.ids else None)
+            again += [self._deployments.due_ns] if self._deployments is not None else []
+            again += [self._peers.due_ns(now_ns)] if self._peers.ids else []
             times += [time for time in again if time is not None and time > now_ns]
         return min((time for time in times if time is not None), default=None)
 
@@ -302,8 +302,8 @@ class ModelQueue:
             requests_ahead = band.ahead_of(work.tenant, work.weight)
             ahead = sum(len(higher.waiting) for higher in above) + requests_ahead
         tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
-        # A protected band goes first, so it has the model's pace. Others have what those above leave them,
-        # which is seen in their own.
+        # A protected band goes first, so it has the model's pace. Others have the rest, which is seen in
+        # their own.
         each_ns = self.gap_ns if band.config.protected else band.gap_ns(now_ns)
         return RouteLoad(
             route=self.route,
@@ -322,11 +322,11 @@ class ModelQueue:
         )
 
     def _share(self) -> float | None:
-        """The streams that one tenant may run of the last rows; None while there are more, or nobody else is
-        here.
+        """The streams that one tenant may run of the last rows; None while there are more, or no other tenant
+        is here.
 
-        Whoever runs much more than its part leaves `headroom` (and the credit, which is no row yet) to the
-        others: their next request starts at once, and not when a stream of that tenant happens to end.
+        A tenant that runs much more than its part leaves `headroom` (and the credit, which is no row yet) to
+        the others: their next request starts at once, and not when a stream of that tenant happens to end.
         """
         rooms = self.rooms
         rows = rooms.num_slots - rooms.num_spare
@@ -373,7 +373,7 @@ class ModelQueue:
             # goes where there is room.
             work.hold_ns = max(now_ns, 1)
             found = self._place(now_ns, work, avoid, blocked)
-            assert not isinstance(found, Hold), "nobody is held twice"
+            assert not isinstance(found, Hold), "no request is held twice"
         self._found = found
         return found is not None
 
@@ -404,7 +404,7 @@ class ModelQueue:
         if peer is None:
             return found
         others = frozenset(room.id for room in self.rooms if room is not peer)
-        self.placement.place(now_ns, work, self.rooms, avoid, others)  # Who asks why it went there is told.
+        self.placement.place(now_ns, work, self.rooms, avoid, others)  # For `explain`.
         return peer
 
     def _place_here(
@@ -423,12 +423,12 @@ class ModelQueue:
         return None
 
     def _is_held(self, work: Work, blocked: Collection[WorkerId]) -> bool:
-        """Whether it goes on waiting for the warm worker: that is still there, and still has no room."""
+        """Whether it continues to wait for the warm worker: that is still there, and still has no room."""
         room = self.rooms.get(work.hold_for)
         return room is not None and room.view.ready and room.id not in blocked and not room.fits(work)
 
     def _held_fits(self, now_ns: int) -> tuple[Work | None, WorkerCapacity | None]:
-        """Keep a worker free for whoever was passed over too long, until it fits there."""
+        """Keep a worker free for the request that was passed over too long, until it fits there."""
         if self.held is not None:
             kept = self.rooms.held
             if not self.queue.waits(self.held) or kept is None or kept.id in self._blocked(now_ns, self.held):
@@ -447,7 +447,7 @@ class ModelQueue:
 
     def _start_on(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """The placement decides as ever, where one worker is all that there is: so it knows what is cached
-        there, and who asks why the request went there is told.
+        there, and can explain why the request went there.
         """
         self._unhold()
         work.hold_ns, work.matched_tokens = max(1, work.hold_ns), 0
@@ -455,8 +455,8 @@ class ModelQueue:
         self.placement.place(now_ns, work, self.rooms, _NOBODY, others)
 
     def _pass_held(self, now_ns: int, held: Work) -> tuple[Work | None, WorkerCapacity | None]:
-        """Nobody of its band or below takes the worker that is kept free; those above may, until its band is
-        starved.
+        """No request of its band or below takes the worker that is kept free; those above may, until its band
+        is starved.
         """
         room, band = self.rooms.held, self.queue.band_of(held)
         if room is None or room.num_free < 1 or now_ns - held.aside_ns >= band.starvation_ns:
@@ -475,14 +475,14 @@ class ModelQueue:
         self.rooms.unhold()
 
     def _oldest(self) -> Work | None:
-        """Who has waited longest, while there is no worker to wait for."""
+        """The request that has waited longest, while there is no worker to wait for."""
         if self.rooms.num_ready:
             return None
         firsts = [next(iter(band.waiting.values())) for band in self.queue.bands if band.waiting]
         return min(firsts, key=lambda work: (work.queued_ns, work.number), default=None)
 
     def _no_worker_until(self, oldest: Work) -> int:
-        # What is asleep may take as long again as it is thought to.
+        # A model that is asleep may take twice the expected time.
         return max(self._down_ns, oldest.queued_ns) + self._no_worker_ns + 2 * self.wake_ns
 
     def _pace(self, now_ns: int) -> None:

@@ -16,7 +16,7 @@ arrival on. It says
 
 The second condition needs no law: where the law is wrong (a worker that is new, or slower than it was),
 prompts would pile up in the engine, and those of a lower band would wait there behind all that come after
-them. A prompt that has waited long with no other one beside it is in no queue: it is long, and its engine
+them. A prompt that has waited long with no other one near it is in no queue: it is long, and its engine
 computes it slowly for the sake of the streams that run. Its worker is given one more, whatever the law says;
 otherwise one long prompt would keep a worker from all others for seconds.
 
@@ -87,11 +87,11 @@ class Pace:
         """Without an `admission` nothing is promised, and workers are given all that they have rows for."""
         self._backlog_s = BACKLOG_SHARE * admission.ttft_target_ms / 1000 if admission is not None else 0.0
         self.backlog_ns = round(self._backlog_s * NS_PER_S)
-        """What a worker's unfinished prompts may take; 0: any time."""
+        """The time that a worker's unfinished prompts may take; 0: any time."""
         self._speeds = Speeds(extended(placement or PlacementConfig(), PlacementTerms))
         self._sent: dict[tuple[RequestId, WorkerId], _Sent] = {}
         self._unbegun: dict[tuple[RequestId, WorkerId], int] = {}
-        """What was started and has no output -> when it was started, oldest first; not those in
+        """Requests that were started and have no output -> when they were started, oldest first; not those in
         `_overdue`."""
         self._overdue: dict[WorkerId, set[RequestId]] = {}
         """Those that have waited at their worker for longer than its prompts may take."""
@@ -111,18 +111,20 @@ class Pace:
         return self._margin
 
     def idle_ttft_ns(self, tokens: int, prompt_tokens: int) -> int:
-        """What computing `tokens` of a prompt takes on an idle worker, of the slowest kind; 0: not known."""
+        """The time that computing `tokens` of a prompt takes on an idle worker, of the slowest kind; 0: not
+        known.
+        """
         return self._slowest_ns(tokens, prompt_tokens, 0)
 
     def start_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
-        """What nine of ten such requests take from their start to their first token beside so many streams,
-        with nothing ahead.
+        """The time that nine of ten such requests take from their start to their first token beside so many
+        streams, with nothing ahead.
         """
         return round(self._margin * self._slowest_ns(tokens, prompt_tokens, streams))
 
     def first_ns(self) -> int:
-        """What nine of the last ten requests took from their start to their first token; a worker's whole
-        backlog while none is known.
+        """The time that nine of the last ten requests took from their start to their first token; a worker's
+        whole backlog while none is known.
         """
         return round(_p90(self._firsts_ns)) if self._firsts_ns else self.backlog_ns
 
@@ -181,7 +183,7 @@ class Pace:
     # --- what it learns from ------------------------------------------------------------------------
 
     def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        """It was sent there, and is booked in `room`. What a peer cell takes says nothing of workers here."""
+        """It was sent there, and is booked in `room`. A peer cell's times say nothing of workers here."""
         if room.view.cell is not None:
             return
         running, tokens = room.booked + room.others, uncached_tokens(work)

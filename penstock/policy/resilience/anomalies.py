@@ -1,14 +1,14 @@
-"""What is done about a worker that computes wrongly (probes.py) or slowly (slowness.py).
+"""The measures against a worker that computes wrongly (probes.py) or slowly (slowness.py).
 
     WELL ──FLAG──> DOUBTED ──CONFIRM──> EJECTED ──RELEASE──> RETURNING ──CLEAR──> WELL
       ^──── CLEAR ────┘                    ^───── CONFIRM ──────┘
 
-A worker in doubt gets half of its share and is probed at once. What confirms the doubt ejects it: it is given
-nothing new, its streams go on at others as far as these can take them, and probes still reach it. Of a
-model's ready workers one in five may be out (one at least where there are three or more); who is due and may
-not go stays in doubt, and counts as found all the same. A wrong answer goes before a slow one. Who was slow
-comes back after a while, twice as long each time; who was wrong, after right answers. Both begin with half of
-their share.
+A worker in doubt gets half of its share and is probed at once. A sign that confirms the doubt ejects it: it
+is given nothing new, its streams continue on others as far as these can take them, and probes still reach it.
+Of a model's ready workers one in five may be out (one at least where there are three or more); who is due and
+may not go stays in doubt, and counts as found all the same. A wrong answer goes before a slow one. A worker
+that was slow comes back after a while, twice as long each time; who was wrong, after right answers. Both
+begin with half of their share.
 
 Pure: facts and time come in, changes and workers to be probed go out. Gateway and simulator carry them out.
 """
@@ -39,7 +39,7 @@ Cause = Literal["slow", "wrong"]
 
 
 class Standing(enum.StrEnum):
-    """What a worker is given. The values are what people see."""
+    """The work that a worker gets. The values are what people see."""
 
     WELL = "well"
     DOUBTED = "doubted"
@@ -48,7 +48,7 @@ class Standing(enum.StrEnum):
 
 
 class Sign(enum.Enum):
-    """What moves it."""
+    """The sign that moves it."""
 
     FLAG = "flag"
     CONFIRM = "confirm"
@@ -65,12 +65,12 @@ TABLE: dict[tuple[Standing, Sign], Standing] = {
     (_S.RETURNING, _G.CONFIRM): _S.EJECTED,
     (_S.RETURNING, _G.CLEAR): _S.WELL,
 }
-"""(standing, sign) -> next standing. What is not here does not happen."""
+"""(standing, sign) -> next standing. A pair that is not here does not happen."""
 WEIGHTS = {_S.WELL: 1.0, _S.DOUBTED: 0.5, _S.EJECTED: 0.0, _S.RETURNING: 0.5}
 
 
 @dataclass(slots=True, frozen=True)
-class Change:
+class StandingChange:
     """A worker's standing is another one."""
 
     route: str
@@ -82,11 +82,11 @@ class Change:
 
 @dataclass(slots=True)
 class Watched:
-    """What is known of one worker. For others to read."""
+    """The facts of one worker. For others to read."""
 
     route: str
     group: str
-    """Whose speed its own is held against."""
+    """The group that its speed is compared with."""
     identity: str
     """Empty: there is nothing to hold an answer against, so a probe only takes its time."""
     epoch: int
@@ -126,7 +126,7 @@ class Anomalies:
         self._groups: dict[str, Peers] = {}
         self._goldens = Goldens()
         self._window_ns = 0
-        self._changes: list[Change] = []
+        self._changes: list[StandingChange] = []
 
     # --- facts ---------------------------------------------------------------------------------------
 
@@ -167,8 +167,8 @@ class Anomalies:
                 peers.forget(worker_id)
 
     def stepped(self, worker_id: WorkerId, sums: tuple[int, int, int, int, int, int]) -> None:
-        """What it has computed since its start: steps, tokens, sequences, KV tokens read, pairs, nanoseconds
-        (`StepSums`).
+        """The work that it has computed since its start: steps, tokens, sequences, KV tokens read, pairs,
+        nanoseconds (`StepSums`).
         """
         found = self._workers.get(worker_id)
         if found is not None and found.is_ready and self._beat_ns and sums[0]:
@@ -226,8 +226,8 @@ class Anomalies:
             self._workers[worker_id].probe_began_ns = now_ns
         return found
 
-    def tick(self, now_ns: int) -> list[Change]:
-        """What has changed since the last call. Every second or so."""
+    def tick(self, now_ns: int) -> list[StandingChange]:
+        """The changes since the last call. Every second or so."""
         if not self._window_ns:
             self._window_ns = now_ns + WINDOW_NS
         if now_ns >= self._window_ns:
@@ -250,7 +250,7 @@ class Anomalies:
         return 1.0 if found is None else WEIGHTS[found.standing]
 
     def get(self, worker_id: WorkerId) -> Watched | None:
-        """What is known of it."""
+        """The facts of one worker, if it is known."""
         return self._workers.get(worker_id)
 
     def slowness(self, worker_id: WorkerId) -> float | None:
@@ -367,4 +367,4 @@ class Anomalies:
             found.num_right = 0
         if (peers := self._groups.get(found.group)) is not None:
             peers.trust(worker_id, trusted=found.standing is Standing.WELL)
-        self._changes.append(Change(found.route, worker_id, found.standing, found.cause, why))
+        self._changes.append(StandingChange(found.route, worker_id, found.standing, found.cause, why))

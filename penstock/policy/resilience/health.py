@@ -1,10 +1,10 @@
 """Which workers are left alone, and whether one more attempt is granted: breakers and the retry budget behind
 one interface.
 
-`FlowControl` tells of every attempt: where it was started, when its first output came, how it ended. What
-counts against a worker is what a worker can help: a lost connection, its own faults, first tokens that come
-late. What a client did never counts, and neither does a refusal for want of room: that is load, and the
-worker is given nothing until the time that it named.
+`FlowControl` tells of every attempt: where it was started, when its first output came, how it ended. Only
+failures that a worker can help count against it: a lost connection, its own faults, first tokens that come
+late. A failure that a client caused never counts, and neither does a refusal for want of room: that is load,
+and the worker is given nothing until the time that it named.
 
 The panic rule (after Envoy's): when more than half of a model's ready workers would be left alone, none is.
 Then it is not the workers, or there is nothing to gain from knowing that it is. Where another model may
@@ -44,7 +44,7 @@ class RetryTerms:
     floor_per_s: int = 3
     """So many a second are granted in any case."""
     saved_max: int = 100
-    """What good times can save up."""
+    """The credit that good times can save up."""
 
 
 class RetryBudget:
@@ -145,7 +145,7 @@ class FleetHealth:
         return broken | _resting(found, now_ns)
 
     def trouble(self, now_ns: int, route: str) -> RouteTrouble | None:
-        """What is wrong if no more than half of the model's ready workers may be used; None if more may."""
+        """The fault if no more than half of the model's ready workers may be used; None if more may."""
         found = self._routes.get(route)
         if found is None or not (found.unwell or found.resting):
             return None
@@ -284,7 +284,7 @@ class FleetHealth:
     def _breaker(self, route: str, worker_id: WorkerId) -> Breaker | None:
         found = self._routes.get(route)
         if found is None or worker_id not in found.known:
-            return None  # Gone: what was lost with it is told after that.
+            return None  # Gone: requests that were lost with it are reported after that.
         breaker = found.breakers.get(worker_id)
         if breaker is None:
             breaker = found.breakers[worker_id] = Breaker(self._config.breaker, self._draw)
@@ -335,7 +335,7 @@ def _broken(found: _Route, now_ns: int) -> frozenset[WorkerId]:
 
 
 def _resting(found: _Route, now_ns: int) -> frozenset[WorkerId]:
-    """Ready workers that have no room, as they said. Whose time is over is forgotten."""
+    """Ready workers that have no room, as they said. A worker whose time is over is forgotten."""
     if not found.resting:
         return _NONE
     for worker_id in [each for each, (_, until_ns) in found.resting.items() if until_ns <= now_ns]:

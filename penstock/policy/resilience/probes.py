@@ -4,7 +4,7 @@ held against the golden one of its identity (kv/hashing.py).
     three workers or more   most of them decide what is right
     fewer                   the first answer of that identity is right
 
-What shares a batch with a request changes the order of its sums, and so the last digits of every logit.
+Other requests in a batch change the order of a request's sums, and so the last digits of every logit.
 Log-probabilities are therefore compared with a tolerance. A token other than the golden one is right where
 both are about as likely, which equal log-probabilities show; what follows it is another text, and is not
 compared. Weights that are damaged change the log-probabilities of every token: exact texts would hide little
@@ -41,7 +41,7 @@ class ProbeToken(msgspec.Struct, frozen=True):
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker made of the prompt."""
+    """A worker's answer to the prompt."""
 
     tokens: tuple[ProbeToken, ...]
     ttft_ns: int = 0

@@ -68,7 +68,7 @@ class Peers:
         self._deviations: deque[float] = deque(maxlen=DEVIATIONS_KEPT)
 
     def heard(self, worker: WorkerId, sums: StepSums) -> None:
-        """What it has computed since its start, and in which time."""
+        """The work that it has computed since its start, and the time."""
         peer = self._peers.get(worker)
         if peer is None:
             peer = self._peers[worker] = _Peer()

@@ -4,14 +4,14 @@
 
     STARTING ──> LOADING ──> WARMING ──> READY <──trusted── SUSPECT
        ^  (any of them may be skipped)     └────doubted───────^
-       └────────── lost, refused, started anew ── from all of these
+       └────────── lost, refused, started again ── from all of these
 
     SLEPT from all of them ──> ASLEEP ──> WAKING ──> READY
 
     DRAIN from anywhere ──> DRAINING ──> GONE      END from anywhere ──> GONE
 
-Events come from three sides: whoever launched it (STARTED, END), the worker itself by way of its backend
-(LOADING to LOST), and whoever watches it (DOUBTED, TRUSTED, REFUSED, DRAIN). They race by nature, so every
+Events come from three sides: its launcher (STARTED, END), the worker itself by way of its backend (LOADING to
+LOST), and its observers (DOUBTED, TRUSTED, REFUSED, DRAIN). They race by nature, so every
 state takes every event; what makes no difference leaves it where it is. A worker that is GONE never comes
 back: another one may take its name.
 
@@ -27,8 +27,8 @@ the worker and not the load. A few failures in a row are enough where requests a
 worker does not accept this server's key.
 
 One probe is let through first, and a few more behind it. A worker that trips again stays out for twice as
-long, up to a bound, and with jitter, so that workers which failed together are not probed together. Who calls
-decides what a failure is: never what the client did.
+long, up to a bound, and with jitter, so that workers which failed together are not probed together. The
+caller decides what a failure is: never what the client did.
 
 Pure: time is handed in, and so is the draw for the jitter.
 """
@@ -44,7 +44,7 @@ class WorkerState(enum.StrEnum):
     """Where a worker is. The values are what people and metrics see."""
 
     STARTING = "starting"
-    """Wanted; nobody has answered in this life of it."""
+    """Wanted; it has not answered in this life."""
     LOADING = "loading"
     WARMING = "warming"
     """The weights are there; the first steps are being run."""
@@ -54,14 +54,14 @@ class WorkerState(enum.StrEnum):
     WAKING = "waking"
     SUSPECT = "suspect"
     """It was ready and is connected, but does not answer as it should: nothing new is sent there, streams may
-    go on."""
+    continue."""
     DRAINING = "draining"
     """Its streams may end; nothing new is sent there."""
     GONE = "gone"
 
 
 class WorkerEvent(enum.StrEnum):
-    """What happens to a worker."""
+    """The events of a worker."""
 
     STARTED = "started"
     """A new life of it begins: a process, a container."""
@@ -70,7 +70,7 @@ class WorkerEvent(enum.StrEnum):
     SERVING = "serving"
     """It says that it takes requests."""
     SLEPT = "slept"
-    """It has let go of its weights."""
+    """It has released its weights."""
     WAKING = "waking"
     LOST = "lost"
     """The connection is gone, and with it every stream."""
@@ -80,7 +80,7 @@ class WorkerEvent(enum.StrEnum):
     """It is not what it should be (another model, another vocabulary)."""
     DRAIN = "drain"
     END = "end"
-    """It was stopped, or whoever keeps it running has given it up."""
+    """It was stopped, or its launcher has given it up."""
 
 
 _S, _E = WorkerState, WorkerEvent
@@ -103,7 +103,7 @@ TABLE: dict[WorkerState, dict[WorkerEvent, WorkerState]] = {
     _S.ASLEEP: {**_UP, _E.DOUBTED: _S.ASLEEP, _E.TRUSTED: _S.ASLEEP},
     _S.WAKING: {**_UP, _E.DOUBTED: _S.WAKING, _E.TRUSTED: _S.WAKING},
     _S.READY: {**_UP, _E.DOUBTED: _S.SUSPECT, _E.TRUSTED: _S.READY},
-    # That it says again what it said before is no reason to trust it: only an answer to whoever doubts it is.
+    # That it says again what it said before is no reason to trust it: only an answer to its observer is.
     _S.SUSPECT: {**_UP, _E.SERVING: _S.SUSPECT, _E.DOUBTED: _S.SUSPECT, _E.TRUSTED: _S.READY},
     _S.DRAINING: {**dict.fromkeys(_E, _S.DRAINING), _E.END: _S.GONE},
     _S.GONE: dict.fromkeys(_E, _S.GONE),
@@ -120,7 +120,7 @@ class WorkerLife:
         self.since_ns = now_ns
         self.epoch = 1
         """Counts its lives, as far as is known here: one more whenever it has to start again or falls asleep.
-        What a worker says belongs to the life in which it was asked, and to no other."""
+        A worker's messages belong to the life in which they were asked for, and to no other."""
 
     @property
     def is_ready(self) -> bool:
@@ -148,7 +148,7 @@ _RECENT = 4
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class BreakerTerms:
-    """When one worker of one model is left alone for a while. What a client did never counts."""
+    """When one worker of one model is left alone for a while. A failure that a client caused never counts."""
 
     window_s: float = 10.0
     """Attempts of so long ago count."""
@@ -177,7 +177,7 @@ class BreakerTerms:
 
 
 class BreakerState(enum.IntEnum):
-    """What it lets through. The values are what metrics see."""
+    """The attempts that it lets through. The values are what metrics see."""
 
     CLOSED = 0
     """Everything."""
@@ -190,7 +190,7 @@ class BreakerState(enum.IntEnum):
 
 
 class BreakerEvent(enum.Enum):
-    """What moves it."""
+    """The events that move it."""
 
     TRIP = "trip"
     COOL = "cool"
@@ -206,7 +206,7 @@ BREAKER_TABLE: dict[tuple[BreakerState, BreakerEvent], BreakerState] = {
     (_B.TRUSTING, _T.PASS): _B.CLOSED,
     (_B.TRUSTING, _T.TRIP): _B.OPEN,
 }
-"""(state, event) -> next state. What is not here does not happen."""
+"""(state, event) -> next state. A pair that is not here does not happen."""
 
 
 class AttemptWindow:
@@ -295,7 +295,7 @@ class Breaker:
                 return True
             self._move(now_ns, BreakerEvent.COOL)
         while self._probes and now_ns >= self._probes[0] + self._probe_ns:
-            del self._probes[0]  # Whatever it waits for: it is no reason to wait for ever.
+            del self._probes[0]  # For any reason that it waits: it is no reason to wait for ever.
         return self._passed + len(self._probes) >= self._allowed
 
     def started(self, now_ns: int) -> None:
@@ -441,5 +441,5 @@ class Breaker:
 
 
 def _never() -> bool:
-    """Nobody's peers matter."""
+    """No peers matter."""
     return False

@@ -1,1 +1,3 @@
-"""Is a new version as good as the old one? Who gets it meanwhile, and when that is decided."""
+"""Is a new version as good as the old one? The version that each conversation gets meanwhile, and the time of
+the decision.
+"""

@@ -1,4 +1,5 @@
-"""Who gets which version while a rollout runs: by a hash, so that a conversation stays where it is.
+"""The version that each conversation gets while a rollout runs: by a hash, so that a conversation stays where
+it is.
 
     0        share                                    BUCKETS - share      BUCKETS
     | canary | ............ the rest, old ............ | control, old      |
@@ -25,7 +26,9 @@ class Cohort(enum.StrEnum):
 
 
 def bucket_of(salt: str, conversation: str) -> int:
-    """A number below `BUCKETS`; another `salt` deals anew, so that it is not always the same who go first."""
+    """A number below `BUCKETS`; another `salt` deals again, so that it is not always the same conversations
+    that go first.
+    """
     digest = blake2b(f"{salt}\0{conversation}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % BUCKETS
 

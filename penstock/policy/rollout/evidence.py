@@ -1,4 +1,4 @@
-"""What is known of two versions, and whether it is enough to say that the new one is worse, or is not.
+"""The evidence about two versions, and whether it is enough to say that the new one is worse, or is not.
 
 Every number is looked at every second, and a test that may be looked at once would cry wolf. So intervals
 are confidence sequences, which hold at all times together: those of a mixture of normal distributions over
@@ -40,8 +40,8 @@ FAILED_GROUPS_MIN = 3
 """Failures of fewer groups of conversations may be one client's."""
 
 
-class Metric(enum.StrEnum):
-    """What is compared."""
+class RolloutMetric(enum.StrEnum):
+    """The compared figures."""
 
     TPOT = "time per token"
     PREFILL = "prefill per uncached token"
@@ -51,17 +51,17 @@ class Metric(enum.StrEnum):
 
 
 MARGINS = {
-    Metric.TPOT: math.log(1.05),
-    Metric.PREFILL: math.log(1.10),
-    Metric.LENGTH: math.log(1.20),
-    Metric.CUT_OFF: 0.05,
-    Metric.FAILED: 0.002,
+    RolloutMetric.TPOT: math.log(1.05),
+    RolloutMetric.PREFILL: math.log(1.10),
+    RolloutMetric.LENGTH: math.log(1.20),
+    RolloutMetric.CUT_OFF: 0.05,
+    RolloutMetric.FAILED: 0.002,
 }
-"""What counts as worse: above. Times and lengths are logarithms."""
-_TWO_SIDED = (Metric.LENGTH, Metric.CUT_OFF)
+"""The size of a difference that counts as worse: above. Times and lengths are logarithms."""
+_TWO_SIDED = (RolloutMetric.LENGTH, RolloutMetric.CUT_OFF)
 """Less is as suspicious as more."""
-_LOGARITHMS = (Metric.TPOT, Metric.PREFILL, Metric.LENGTH)
-_ALPHA = ALPHA / len(Metric)
+_LOGARITHMS = (RolloutMetric.TPOT, RolloutMetric.PREFILL, RolloutMetric.LENGTH)
+_ALPHA = ALPHA / len(RolloutMetric)
 
 
 class Observation(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -112,7 +112,7 @@ def total(groups: Iterable[Sums]) -> Sums:
     return found
 
 
-class Verdict(enum.StrEnum):
+class RolloutVerdict(enum.StrEnum):
     """On one metric."""
 
     OPEN = "open"
@@ -125,7 +125,7 @@ class Verdict(enum.StrEnum):
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """One metric, now. Differences are ratios less one for times and lengths, else of shares."""
 
-    metric: Metric
+    metric: RolloutMetric
     canary_requests: int
     control_requests: int
     difference: float | None = None
@@ -133,36 +133,38 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     low: float | None = None
     high: float | None = None
     margin: float
-    verdict: Verdict = Verdict.OPEN
+    verdict: RolloutVerdict = RolloutVerdict.OPEN
 
 
 class Evidence(msgspec.Struct):
     """Of one rollout: some kilobytes, however long it runs."""
 
-    canary: dict[Metric, list[Sums]] = {}
-    control: dict[Metric, list[Sums]] = {}
+    canary: dict[RolloutMetric, list[Sums]] = {}
+    control: dict[RolloutMetric, list[Sums]] = {}
     bets: list[float] = msgspec.field(default_factory=lambda: [0.0] * len(_ODDS))
     """Logarithms of what each bet has become."""
 
     def add(self, seen: Observation, *, only_failures: bool = False) -> None:
         """Another request. `only_failures`: its times do not count, for a version is cold at first."""
         self._bet(seen)
-        self._count(seen, Metric.FAILED, 0.0, float(seen.failed))
+        self._count(seen, RolloutMetric.FAILED, 0.0, float(seen.failed))
         if seen.failed or only_failures:
             return
-        self._count(seen, Metric.CUT_OFF, 0.0, float(seen.cut_off))
-        self._count(seen, Metric.LENGTH, 0.0, math.log1p(seen.tokens))
+        self._count(seen, RolloutMetric.CUT_OFF, 0.0, float(seen.cut_off))
+        self._count(seen, RolloutMetric.LENGTH, 0.0, math.log1p(seen.tokens))
         if seen.tpot_ns:
-            self._count(seen, Metric.TPOT, float(seen.rows), math.log(seen.tpot_ns))
+            self._count(seen, RolloutMetric.TPOT, float(seen.rows), math.log(seen.tpot_ns))
         if seen.prefill_ns:
-            self._count(seen, Metric.PREFILL, math.log1p(seen.uncached_tokens), math.log(seen.prefill_ns))
+            self._count(
+                seen, RolloutMetric.PREFILL, math.log1p(seen.uncached_tokens), math.log(seen.prefill_ns)
+            )
 
     def requests(self, *, canary: bool) -> int:
         """That ended in a cohort."""
-        return total(self._groups(canary, Metric.FAILED)).n
+        return total(self._groups(canary, RolloutMetric.FAILED)).n
 
-    def read(self, metric: Metric) -> Reading:
-        """What can be said of a metric."""
+    def read(self, metric: RolloutMetric) -> Reading:
+        """The evidence about a metric."""
         canary, control = self._groups(True, metric), self._groups(False, metric)
         reading = Reading(
             metric=metric,
@@ -170,7 +172,7 @@ class Evidence(msgspec.Struct):
             control_requests=total(control).n,
             margin=_shown(metric, MARGINS[metric]),
         )
-        if metric is Metric.FAILED:
+        if metric is RolloutMetric.FAILED:
             return self._read_failures(reading, canary, control)
         compared = compare(canary, control)
         if compared is None:
@@ -178,11 +180,11 @@ class Evidence(msgspec.Struct):
         difference, variance = compared
         width = half_width(variance, _ALPHA)
         low, high, margin = difference - width, difference + width, MARGINS[metric]
-        verdict = Verdict.OPEN
+        verdict = RolloutVerdict.OPEN
         if low > margin or (metric in _TWO_SIDED and high < -margin):
-            verdict = Verdict.WORSE
+            verdict = RolloutVerdict.WORSE
         elif high <= margin and (metric not in _TWO_SIDED or low >= -margin):
-            verdict = Verdict.FINE
+            verdict = RolloutVerdict.FINE
         return msgspec.structs.replace(
             reading,
             difference=_shown(metric, difference),
@@ -195,20 +197,20 @@ class Evidence(msgspec.Struct):
         new, old = total(canary), total(control)
         if not new.n or not old.n:
             return reading
-        margin = MARGINS[Metric.FAILED]
+        margin = MARGINS[RolloutMetric.FAILED]
         difference = new.y / new.n - old.y / old.n
         share = (new.y + old.y + 1) / (new.n + old.n + 2)
         width = half_width(share * (1 - share) * (1 / new.n + 1 / old.n), _ALPHA)
         wealth = sum(map(math.exp, self.bets)) / len(self.bets)
-        verdict = Verdict.OPEN
+        verdict = RolloutVerdict.OPEN
         if (
             wealth >= 1 / _ALPHA
             and difference > margin
             and sum(each.y > 0 for each in canary) >= FAILED_GROUPS_MIN
         ):
-            verdict = Verdict.WORSE
+            verdict = RolloutVerdict.WORSE
         elif difference + width <= margin:
-            verdict = Verdict.FINE
+            verdict = RolloutVerdict.FINE
         return msgspec.structs.replace(
             reading, difference=difference, low=difference - width, high=difference + width, verdict=verdict
         )
@@ -224,17 +226,17 @@ class Evidence(msgspec.Struct):
             won = wager / share if seen.is_canary else (1 - wager) / (1 - share)
             self.bets[i] = min(self.bets[i] + math.log(won), 600.0)  # Of which `exp` is still a number.
 
-    def _count(self, seen: Observation, metric: Metric, x: float, y: float) -> None:
+    def _count(self, seen: Observation, metric: RolloutMetric, x: float, y: float) -> None:
         self._groups(seen.is_canary, metric)[seen.group % GROUPS].add(x, y)
 
-    def _groups(self, canary: bool, metric: Metric) -> list[Sums]:
+    def _groups(self, canary: bool, metric: RolloutMetric) -> list[Sums]:
         side = self.canary if canary else self.control
         if metric not in side:
             side[metric] = [Sums() for _ in range(GROUPS)]
         return side[metric]
 
 
-def _shown(metric: Metric, value: float) -> float:
+def _shown(metric: RolloutMetric, value: float) -> float:
     """As people read it. Intervals may be very wide at first."""
     return math.expm1(min(value, 50.0)) if metric in _LOGARITHMS else value
 

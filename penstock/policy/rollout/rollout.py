@@ -6,7 +6,7 @@
        └──(an operator says so)───────> aborted
 
 A step ends as soon as every metric is surely fine, or when its time is over, if nothing looks worse by then
-and enough requests have ended; else it goes on, and says what it waits for. Whatever is worse ends the
+and enough requests have ended; else it continues, and says what it waits for. A metric that is worse ends the
 rollout at once, in any step.
 """
 
@@ -15,14 +15,14 @@ import enum
 import msgspec
 
 from penstock.policy.rollout.cohorts import BUCKETS
-from penstock.policy.rollout.evidence import Evidence, Metric, Observation, Reading, Verdict
+from penstock.policy.rollout.evidence import Evidence, Observation, Reading, RolloutMetric, RolloutVerdict
 
 STEPS_MAX = 20
 STEP_S_MAX = 7 * 24 * 3600.0
 
 
 class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an operator asks for."""
+    """An operator's order."""
 
     model: str
     """The name without a version, by which clients ask."""
@@ -40,7 +40,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """All conversations get it by themselves behind the last step, without a word from an operator."""
 
     def faults(self) -> str:
-        """What is wrong with it; empty: nothing."""
+        """Its problems; empty: nothing."""
         if not self.steps or len(self.steps) > STEPS_MAX:
             return f"'steps' must be 1 to {STEPS_MAX} percentages"
         # Above a half there is no control cohort of the same size.
@@ -105,14 +105,14 @@ class Rollout(msgspec.Struct, kw_only=True):
 
     def readings(self) -> list[Reading]:
         """Of every metric."""
-        return [self.evidence.read(metric) for metric in Metric]
+        return [self.evidence.read(metric) for metric in RolloutMetric]
 
     def judge(self, now_ns: int) -> bool:
         """Decide what can be decided; whether anything has changed but `why`."""
         if not self.is_live:
             return False
         readings = self.readings()
-        worse = [each for each in readings if each.verdict is Verdict.WORSE]
+        worse = [each for each in readings if each.verdict is RolloutVerdict.WORSE]
         if worse:
             self._end(RolloutState.ROLLED_BACK, "; ".join(map(_said, worse)))
             return True
@@ -143,15 +143,15 @@ class Rollout(msgspec.Struct, kw_only=True):
         self._end(RolloutState.ABORTED, why)
 
     def _lacks(self, now_ns: int, readings: list[Reading]) -> str:
-        """What the step waits for; empty: nothing."""
+        """The evidence that the step waits for; empty: nothing."""
         canary, control = (now - before for now, before in zip(self._requests(), self.before, strict=True))
         wanted = self.plan.requests_min
         if min(canary, control) < wanted:
             return f"{wanted} requests of each cohort; the canary has {canary}, control {control}"
-        if all(each.verdict is Verdict.FINE for each in readings):
+        if all(each.verdict is RolloutVerdict.FINE for each in readings):
             return ""
         left_s = self.plan.step_s - (now_ns - self.step_began_ns) / 1e9
-        unsure = ", ".join(each.metric for each in readings if each.verdict is not Verdict.FINE)
+        unsure = ", ".join(each.metric for each in readings if each.verdict is not RolloutVerdict.FINE)
         if left_s > 0:
             return f"certainty about {unsure}, for {left_s:.0f} s at most"
         unknown = [each.metric for each in readings if each.difference is None]
@@ -170,7 +170,7 @@ class Rollout(msgspec.Struct, kw_only=True):
 
 
 def _is_bad(reading: Reading) -> bool:
-    two_sided = reading.metric in (Metric.LENGTH, Metric.CUT_OFF)
+    two_sided = reading.metric in (RolloutMetric.LENGTH, RolloutMetric.CUT_OFF)
     return two_sided or (reading.difference or 0.0) > 0
 
 

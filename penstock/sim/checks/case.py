@@ -19,7 +19,7 @@ from penstock.policy.resilience.worker_state import BreakerTerms
 from penstock.policy.tenant import Tenant
 from penstock.sim.checks.checks import Checks, Recovery, Violation
 from penstock.sim.traffic.prompts import Segment, SimRequest
-from penstock.sim.world.faults import Chaos, Fault, FaultKind, clock_skews_s, draw_faults
+from penstock.sim.world.faults import Chaos, FaultKind, InjectedFault, clock_skews_s, draw_faults
 from penstock.sim.world.run import PoolSpec, SimResult, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 from penstock.types import TenantId
@@ -63,7 +63,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     shape: CaseShape = CaseShape()
     requests: tuple[SimRequest, ...]
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[InjectedFault, ...] = ()
 
 
 def draw_case(seed: int) -> Case:
@@ -133,7 +133,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], *, runs_max: int = 300) ->
         left[0] -= 1
         return left[0] >= 0 and fails(tried)
 
-    def with_faults(faults: Sequence[Fault]) -> Case:
+    def with_faults(faults: Sequence[InjectedFault]) -> Case:
         return msgspec.structs.replace(case, faults=tuple(faults))
 
     def with_requests(requests: Sequence[SimRequest]) -> Case:
@@ -202,7 +202,7 @@ def _draw_requests(seed: int, shape: CaseShape, per_s: float) -> tuple[SimReques
                 band=_BANDS[tenant % len(_BANDS)],
                 region=f"region{random.randrange(shape.regions)}",
                 public_tokens=random.choice((0, 32)),
-                # Every client leaves at some time: a stream of which nothing is heard would wait for ever.
+                # Every client leaves at some time: a stream without any output would wait for ever.
                 cancel_at_ns=at_ns + random.choice((1, 30, 60)) * NS_PER_S,
                 patience_ns=random.choice((0, 5 * NS_PER_S)),
             )

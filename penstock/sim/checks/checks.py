@@ -1,4 +1,4 @@
-"""What must hold in every simulation, whatever fails in it: looked at while it runs, and when it is over.
+"""The invariants of every simulation, whatever fails in it: looked at while it runs, and when it is over.
 
 | check | when |
 |---|---|
@@ -16,17 +16,16 @@
 | tokens: what was billed was generated | at the end |
 | first tokens come as soon as before the faults, and every live worker is used again | after the end |
 
-What holds in a simulated engine beside its own invariants: who is started before whom, and how many run
-and wait.
+The invariants of a simulated engine beside its own: who is started before whom, and how many run and wait.
 
-What no tenant may get: a prefix, an adapter's cache or a stream that is another's.
+Data that no tenant may get: a prefix, an adapter's cache or a stream that is another's.
 
 Kept from outside of the engines.
 
 The books are the checks' own: which requests were sent to which worker, by whom, and what their prompts and
-answers are made of. Of what a worker says it found in its cache, each block must be the same text under the
-same adapter that the same tenant sent there before, or that somebody sent there as nobody's. So nothing here
-trusts the engine's names of blocks, or knows them.
+answers are made of. Of the blocks that a worker reports as found in its cache, each must be the same text
+under the same adapter that the same tenant sent there before, or that was sent there as no tenant's. So
+nothing here trusts the engine's names of blocks, or knows them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +51,7 @@ def over_engine_cap(worker: SimWorker) -> str:
     limits, now = worker.spec.engine, worker.scheduler.statistics()
     if now.running > limits.max_running:
         return f"{worker.id} runs {now.running} requests, and may run {limits.max_running}"
-    # Whoever was preempted waits again, on top of the bound.
+    # A request that was preempted waits again, on top of the bound.
     if now.waiting > limits.max_waiting + limits.max_running:
         return f"{worker.id} has {now.waiting} requests waiting, and may have {limits.max_waiting}"
     return ""
@@ -74,7 +73,7 @@ def inverted_in_engine(worker: SimWorker, messages: Sequence[WorkerMessage]) -> 
         for passed in waiting:
             if at_ns is None or passed.order[0] >= level or passed.arrival_ns >= at_ns:
                 continue
-            # The oldest of a class speaks for it: whoever has come of it until then may have been that.
+            # The oldest of a class speaks for it: a later one may have been that until then.
             peers = (each for each in requests if each.order[0] == level and each.arrival_ns <= at_ns)
             if all(_turn_ns(config, passed) < _turn_ns(config, each) for each in peers):
                 waited_ms = (at_ns - passed.arrival_ns) // 1_000_000
@@ -93,7 +92,7 @@ def _turn_ns(config: EngineSettings, request: Request) -> int:
 
 
 _SEVERAL = ("", 0)
-"""Sent by more than one: whoever asks, somebody else did."""
+"""Sent by more than one: for any caller, another one did."""
 _Sent = tuple[str, int]
 """A request's id, and which attempt."""
 
@@ -144,7 +143,7 @@ class Isolation:
         return ""
 
     def _stranger(self, worker_id: WorkerId, request_id: RequestId, attempt: int, cached_tokens: int) -> int:
-        """Where what was found begins to be nobody's whom it may share with; -1: nowhere."""
+        """Where the found blocks begin to be those of a tenant that may not share them; -1: nowhere."""
         known, chain = self._known[worker_id], self._chains[worker_id, request_id]
         for index, block in enumerate(chain[: cached_tokens // BLOCK_TOKENS]):
             if known[block] == (request_id, attempt):
@@ -205,7 +204,7 @@ class Recovery:
 
 
 class Checks:
-    """Watches one world. Put between the world and whoever keeps its records."""
+    """Watches one world. Put between the world and its recorder."""
 
     def __init__(self, world: World, *, every: int = 256) -> None:
         """`every` so many events the checks that cost O(n) are made."""
@@ -379,7 +378,7 @@ class Checks:
         ]
 
     def _check_breakers(self, now_ns: int) -> None:
-        """Whoever failed gets another chance: breakers that are still open are due to be probed."""
+        """A worker that failed gets another chance: breakers that are still open are due to be probed."""
         for gateway in self._world.gateways:
             for model in () if gateway.is_gone else self._world.facts.models:
                 blocked = gateway.policies.health.blocked(now_ns, model)

@@ -1,5 +1,5 @@
-"""Who goes first, and whether anybody waits for nothing: what docs/overload.md promises, looked at from
-outside of the queue.
+"""The order of starts, and whether a request waits for nothing: what docs/overload.md promises, looked at
+from outside of the queue.
 
 - *Priority inversion*: no request starts before one of a higher band that could have had its place, but by
   the rules that bound what a higher band takes: a band that is owed a start, one under its floor, and one
@@ -77,7 +77,7 @@ class OrderChecks:
     # --- after every event --------------------------------------------------------------------------
 
     def started(self, now_ns: int, gateway: SimGateway, route: str, starts: Sequence[ObservedStart]) -> str:
-        """What a gateway has started in one event of one model, in order; call it also if that is nothing."""
+        """The starts of a gateway in one event of one model, in order; call it also if that is nothing."""
         lane = gateway.control.lane(route)
         if lane is None:
             return ""
@@ -132,7 +132,9 @@ class OrderChecks:
     def _passed_over(
         self, look: _Look, gateway: SimGateway, band: Band, starts: Sequence[ObservedStart]
     ) -> Work | None:
-        """Who of the band still waits, and could have been started in place of the first of the starts."""
+        """A request of the band that still waits, and could have been started in place of the first of the
+        starts.
+        """
         room = look.lane.rooms.get(starts[0].worker_id)
         if room is None or not band.waiting:
             return None
@@ -251,7 +253,7 @@ class OrderChecks:
 
 
 def _work_of(gateway: SimGateway, start: ObservedStart) -> Work | None:
-    """What the queue knew of it; None: it has ended."""
+    """The queue's facts of it; None: it has ended."""
     return gateway.control.request(start.submission.id)
 
 

@@ -72,7 +72,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Literal["better", "worse", "no difference shown"]:
-        """What the interval says of B."""
+        """The interval's verdict on B."""
         if self.low <= 0 <= self.high:
             return "no difference shown"
         return "better" if (self.difference > 0) == (self.better == "more") else "worse"

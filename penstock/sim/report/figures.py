@@ -1,5 +1,5 @@
-"""What a simulated run came to, as numbers: latencies, goodput, reuse, fairness, money, and their course over
-time.
+"""The results of a simulated run, as numbers: latencies, goodput, reuse, fairness, money, and their course
+over time.
 
 A request is *good* when it was answered as promised: first token and mean time per further token
 (`Judge` in sim/scenarios/setup.py). Goodput is requests per second that met both promises, also told as their
@@ -36,7 +36,7 @@ TENANTS_MAX = 24
 
 
 def served_by(record: RequestRecord) -> float:
-    """What a request was served; 0 if it never started."""
+    """The service of a request; 0 if it never started."""
     if not record.attempts or record.first_ns < 0:
         return 0.0
     return cost(record.prompt_tokens, record.cached_tokens, record.completion_tokens) / PROMPT_COST
@@ -45,7 +45,7 @@ def served_by(record: RequestRecord) -> float:
 def fair_shares(total: float, wanted: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Max-min fair shares of `total`: (wanted, weight) by name.
 
-    Who wants little gets all of it, the rest share alike.
+    A tenant that wants little gets all of it, the rest share alike.
     """
     left, shares = total, dict[str, float]()
     open_to = dict(wanted)
@@ -75,8 +75,8 @@ def jain(tenants: Mapping[str, tuple[float, float, float]]) -> float:
 
 
 def largest_gap(records: Sequence[RequestRecord], weights: Mapping[str, float]) -> float:
-    """Over all times in which two tenants of one band and model both had requests queued: the most that one
-    was served more.
+    """Over all times in which two tenants of one band and model both had requests queued: the largest
+    difference in service.
 
     Each over its weight. 0 if never two waited at once. Prompts count when the first token came, answers
     evenly from then to their end; so a gap below the cost of the largest requests says nothing.
@@ -116,7 +116,7 @@ def _lane_gap(records: list[RequestRecord], weights: Mapping[str, float]) -> flo
 
 
 def _service(records: list[RequestRecord], moments: list[int], weight: float) -> list[float]:
-    """What was served until each moment."""
+    """The service until each moment."""
     steps, slopes = [0.0] * (len(moments) + 1), [0.0] * (len(moments) + 1)
     for record in records:
         if record.first_ns < 0:
@@ -234,7 +234,7 @@ class TenantFigures(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: Spread
 
 
-class Window(msgspec.Struct, frozen=True, kw_only=True):
+class GoodputWindow(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of the course over time; requests count where they came."""
 
     begins_s: float
@@ -289,12 +289,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which fewer requests were good than promised."""
     objective: Objective
     tenants: dict[str, TenantFigures]
-    windows: list[Window]
+    windows: list[GoodputWindow]
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What is known of a run."""
+    """The facts of a run."""
 
     records: Sequence[RequestRecord]
     workers: Sequence[WorkerUse] = ()
@@ -303,11 +303,11 @@ class Run:
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     """Of tenants; 1 where none is said."""
     is_good: IsGood | None = None
-    """Who was answered as promised; None: whoever was within the objective."""
+    """The requests that were answered as promised; None: those within the objective."""
 
 
 def wanted_of(request: SimRequest) -> float:
-    """What serving a request counts, in prompt tokens that must be computed."""
+    """The service of a request, in prompt tokens that must be computed."""
     return cost(request.prompt_tokens, 0, request.output_tokens) / PROMPT_COST
 
 
@@ -376,14 +376,16 @@ def _tenants(run: Run, is_good: IsGood) -> dict[str, TenantFigures]:
             requests=sum(not record.is_retry for record in records),
             good=sum(is_good(record) for record in records),
             served=served,
-            # A cached prefix is cheaper than what was wanted; nobody is served more than it wants.
+            # A cached prefix is cheaper than what was wanted; no tenant is served more than it wants.
             wanted=max(served, run.wanted.get(name, 0.0)),
             ttft_ms=Spread.of([record.ttft_ns for record in records if record.first_ns >= 0]),
         )
     return found
 
 
-def _windows(records: Sequence[RequestRecord], is_good: IsGood, begins: int, seconds: float) -> list[Window]:
+def _windows(
+    records: Sequence[RequestRecord], is_good: IsGood, begins: int, seconds: float
+) -> list[GoodputWindow]:
     count = max(1, min(WINDOWS, int(seconds / WINDOW_MIN_S)))
     width = max(1, round(seconds * NS_PER_S / count))
     came: list[list[RequestRecord]] = [[] for _ in range(count)]
@@ -399,13 +401,13 @@ def _windows(records: Sequence[RequestRecord], is_good: IsGood, begins: int, sec
         left = record.at_ns + record.queue_ns if record.attempts else record.end_ns
         queued[place(record.at_ns)] += 1
         queued[place(left)] -= 1
-    windows: list[Window] = []
+    windows: list[GoodputWindow] = []
     waiting = 0
     for index, each in enumerate(came):
         waiting += queued[index]
         ttft = Spread.of([record.ttft_ns for record in each if record.first_ns >= 0])
         windows.append(
-            Window(
+            GoodputWindow(
                 begins_s=index * width / NS_PER_S,
                 arrived=len(each),
                 good=sum(is_good(record) for record in each),

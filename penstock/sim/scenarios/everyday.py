@@ -44,7 +44,7 @@ def _check_steady(played: Played, _: Played | None) -> Sequence[Finding]:
 def steady(knobs: Knobs) -> Setup:
     """Does a fleet at two thirds of its load keep what it promises, and is it more than half used?
 
-    Eight tenants of one size, Poisson arrivals. What everything else is held against.
+    Eight tenants of one size, Poisson arrivals. The baseline of everything else.
     """
     return setup(knobs, [pool(knobs, workers=3)], [chat(knobs, 0.65, 3)], seconds=40)
 

@@ -39,15 +39,15 @@ from penstock.sim.traffic.workload import (
     even,
     merged,
 )
-from penstock.sim.world.faults import Fault, FaultKind
+from penstock.sim.world.faults import FaultKind, InjectedFault
 
 BEGINS, ENDS, RECOVERED = 15, 30, 40
 """Seconds: when the fault begins and is over, and from when on everything must be well again."""
 
 
-def fault(kind: FaultKind, *, target: int = 0, amount: float = 1.0, until: int = ENDS) -> Fault:
+def fault(kind: FaultKind, *, target: int = 0, amount: float = 1.0, until: int = ENDS) -> InjectedFault:
     """A failure at the usual time; with `until` 0 nothing ends it."""
-    return Fault(kind, BEGINS * NS_PER_S, until * NS_PER_S, target, amount)
+    return InjectedFault(kind, BEGINS * NS_PER_S, until * NS_PER_S, target, amount)
 
 
 def late_share(played: Played) -> float:
@@ -74,16 +74,16 @@ def _check_crash(played: Played, _: Played | None) -> Sequence[Finding]:
 def worker_crash(knobs: Knobs) -> Setup:
     """One of three workers crashes: what is lost, and is the rest served?
 
-    What had no token yet starts elsewhere, streams move and go on behind their last token; the queue holds
-    what the two others cannot take at once; a new worker comes.
+    Requests without a token start elsewhere, streams move and continue behind their last token; the queue
+    holds what the two others cannot take at once; a new worker comes.
     """
     source = chat(knobs, 0.55, 3, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.WORKER_CRASH)]
     return setup(knobs, [pool(knobs, workers=3, cold_start_s=5)], [source], seconds=55, faults=faults)
 
 
-def _check_external_crash(played: Played, beside: Played | None) -> Sequence[Finding]:
-    assert beside is not None, "it is held against the run with engines that return text only"
+def _check_external_crash(played: Played, baseline: Played | None) -> Sequence[Finding]:
+    assert baseline is not None, "it is compared with the run with engines that return text only"
     moved = [record for record in played.records if record.migrations]
     asked = merged(played.setup.sources, played.seed, played.setup.seconds)
     lengths = {request.id: request.output_tokens for request in asked}
@@ -96,8 +96,8 @@ def _check_external_crash(played: Played, beside: Played | None) -> Sequence[Fin
             "moved streams with other tokens than their whole answer's",
             sum(r.outcome is Outcome.FINISHED and r.completion_tokens != lengths[r.id] for r in moved), 0,
         ),
-        at_least("failed share where engines return text only", failed_share(beside), 0.005),
-        at_most("streams that moved there", sum(r.migrations for r in beside.records), 0),
+        at_least("failed share where engines return text only", failed_share(baseline), 0.005),
+        at_most("streams that moved there", sum(r.migrations for r in baseline.records), 0),
         at_least("good share of requests that came 10 s after it was replaced", late_share(played), 0.95),
     )  # fmt: skip
 
@@ -109,7 +109,7 @@ def _external_crash(knobs: Knobs, *, resumes: bool) -> Setup:
     return setup(knobs, [main], [source], seconds=55, faults=[fault(FaultKind.WORKER_CRASH)])
 
 
-@scenario(_check_external_crash, beside=lambda knobs: _external_crash(knobs, resumes=False))
+@scenario(_check_external_crash, baseline=lambda knobs: _external_crash(knobs, resumes=False))
 def external_crash(knobs: Knobs) -> Setup:
     """One of three engines of others (vLLM, SGLang) dies in the middle of its streams: do they continue?
 
@@ -133,17 +133,17 @@ def _check_slow(played: Played, _: Played | None) -> Sequence[Finding]:
 def slow_worker(knobs: Knobs) -> Setup:
     """One of four workers (a provider's route) becomes five times slower: do others take over?
 
-    A slow worker keeps its rows longer, so it is given less: late binding gives work to whoever has room.
+    A slow worker keeps its rows longer, so it is given less: late binding gives work to workers with room.
     """
     source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.WORKER_SLOW, amount=5.0)]
     return setup(knobs, [pool(knobs, workers=4)], [source], seconds=55, faults=faults)
 
 
-def _check_slow_route(played: Played, beside: Played | None) -> Sequence[Finding]:
-    assert beside is not None, "it is held against the run without a fallback"
+def _check_slow_route(played: Played, baseline: Played | None) -> Sequence[Finding]:
+    assert baseline is not None, "it is compared with the run without a fallback"
     during = [r for r in played.records if BEGINS + 5 <= r.at_ns / NS_PER_S < ENDS]
-    alone = [r for r in beside.records if BEGINS + 5 <= r.at_ns / NS_PER_S < ENDS]
+    alone = [r for r in baseline.records if BEGINS + 5 <= r.at_ns / NS_PER_S < ENDS]
     good = sum(played.good(record) for record in during) / max(1, len(during))
     # The last probe that fails may begin just before the end: its breaker then waits for up to 12 s.
     back = [record for record in played.records if record.at_ns > (ENDS + 15) * NS_PER_S]
@@ -151,7 +151,7 @@ def _check_slow_route(played: Played, beside: Played | None) -> Sequence[Finding
         answered(played),
         at_most("failed requests", played.figures.outcomes.get(Outcome.FAILED.value, 0), 0),
         at_least("good share of requests from 5 s after it became slow", good, 0.9),
-        at_most("the same without a fallback", sum(map(beside.good, alone)) / max(1, len(alone)), 0.3),
+        at_most("the same without a fallback", sum(map(baseline.good, alone)) / max(1, len(alone)), 0.3),
         at_least("good share of requests that came 10 s after it was well", late_share(played), 0.95),
         at_least(
             "share that its own model answered, from 15 s after it was well",
@@ -171,7 +171,7 @@ def _slow_route(knobs: Knobs, *, fallback: str) -> Setup:
     return setup(knobs, pools, [source], seconds=60, faults=faults)
 
 
-@scenario(_check_slow_route, beside=lambda knobs: _slow_route(knobs, fallback=""))
+@scenario(_check_slow_route, baseline=lambda knobs: _slow_route(knobs, fallback=""))
 def slow_route(knobs: Knobs) -> Setup:
     """The only worker of a model, a provider's, becomes forty times slower: is it waited for?
 
@@ -193,7 +193,7 @@ def _check_gray(played: Played, _: Played | None) -> Sequence[Finding]:
 def gray_failure(knobs: Knobs) -> Setup:
     """One of four workers says that all is well and fails every request at once: does it swallow the traffic?
 
-    Whoever fails fast always has room, so it would get nearly everything. Its breaker opens after ten
+    A worker that fails fast always has room, so it would get nearly everything. Its breaker opens after ten
     attempts; those are tried again elsewhere while the retry budget lasts; probes find when it is well again.
     """
     source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
@@ -291,8 +291,8 @@ def _check_poison(played: Played, _: Played | None) -> Sequence[Finding]:
 def poison_request(knobs: Knobs) -> Setup:
     """One request brings down every worker that computes it: does it take the fleet with it?
 
-    Whoever was starting when the first worker died starts again alone, so the second death has one cause,
-    which is refused. Streams that were beside it move and go on, and workers come back.
+    A request that was starting when the first worker died starts again alone, so the second death has one
+    cause, which is refused. Streams that ran there too move and continue, and workers come back.
     """
     source = chat(knobs, 0.5, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.POISON, target=100)]
@@ -312,7 +312,9 @@ def _spells(knobs: Knobs, *, hedged: bool) -> Setup:
     source = chat(knobs, 0.4, 8, callers=Callers(tenants=even(8)))
     seconds = knobs.seconds or _SECONDS
     faults = [
-        Fault(FaultKind.WORKER_SLOW, int(at * NS_PER_S), int((at + _LASTS) * NS_PER_S), 5 * number, 20.0)
+        InjectedFault(
+            FaultKind.WORKER_SLOW, int(at * NS_PER_S), int((at + _LASTS) * NS_PER_S), 5 * number, 20.0
+        )
         for number, at in enumerate(5 + _EVERY * i for i in range(int((seconds - 8) / _EVERY)))
     ]
     return setup(knobs, [pool(knobs, workers=8)], [source], seconds=_SECONDS, faults=faults)
@@ -326,26 +328,28 @@ def _p99_ms(played: Played) -> float:
     return Spread.of([record.ttft_ns for record in played.records if record.first_ns >= 0]).p99
 
 
-def _check(played: Played, beside: Played | None) -> Sequence[Finding]:
-    assert beside is not None
+def _check(played: Played, baseline: Played | None) -> Sequence[Finding]:
+    assert baseline is not None
     starts = sum(record.attempts for record in played.records)
     extra = sum(max(0, record.attempts - 1) for record in played.records)
     return (
         answered(played),
         no_failures(played),
         at_most(
-            "p99 of the time to first token over that without hedges", _p99_ms(played) / _p99_ms(beside), 0.9
+            "p99 of the time to first token over that without hedges",
+            _p99_ms(played) / _p99_ms(baseline),
+            0.9,
         ),
         at_most("second attempts per start", extra / max(1, starts), 0.02),
     )
 
 
-@scenario(_check, beside=_unhedged)
+@scenario(_check, baseline=_unhedged)
 def slow_spells(knobs: Knobs) -> Setup:
     """One of eight workers after the other is twenty times slower for a second and a half: who waits for it?
 
-    Breakers learn too late of what is over so soon. Whoever has no output for longer than 98 of 100 requests
-    like it is started on a second worker too (`health.hedge_share`), at most two in a hundred.
+    Breakers learn too late of what is over so soon. A request that has no output for longer than 98 of 100
+    requests like it is started on a second worker too (`health.hedge_share`), at most two in a hundred.
     """
     return _spells(knobs, hedged=True)
 
@@ -366,8 +370,8 @@ def _check_recovers(after_s: float) -> Check:
 def cold_start(knobs: Knobs) -> Setup:
     """Load doubles and a new worker takes 30 seconds to load: do requests wait, or time out?
 
-    The queue holds them (nobody leaves within 40 s); the fleet grows by schedule, as an autoscaler would ask
-    for it 5 s after the step.
+    The queue holds them (no client leaves within 40 s); the fleet grows by schedule, as an autoscaler would
+    ask for it 5 s after the step.
     """
     source = replace(
         chat(knobs, 0.8, 2, callers=Callers(tenants=even(8), patience_s=40.0)),
@@ -396,8 +400,8 @@ def rolling_restart(knobs: Knobs) -> Setup:
 def spot_revocation(knobs: Knobs) -> Setup:
     """Half of the fleet is spot capacity and is taken back with a notice: is anything lost?
 
-    Two of four workers drain at 15 s, others are there 20 s later; what runs goes on, what waits goes
-    elsewhere.
+    Two of four workers drain at 15 s, others are there 20 s later; running requests continue, waiting ones
+    move elsewhere.
     """
     source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     main = replace(pool(knobs, workers=4, cold_start_s=15), schedule=((15 * NS_PER_S, 2), (20 * NS_PER_S, 4)))

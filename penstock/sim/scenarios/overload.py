@@ -59,12 +59,12 @@ def _quiet(knobs: Knobs) -> Setup:
     return _viral(knobs, 1.0)
 
 
-def _check_spike(played: Played, beside: Played | None) -> Sequence[Finding]:
-    assert beside is not None
+def _check_spike(played: Played, baseline: Played | None) -> Sequence[Finding]:
+    assert baseline is not None
     records = played.records
     late = [r for r in records if r.at_ns > 45 * NS_PER_S]
     good_late = sum(played.good(r) for r in late) / max(1, len(late))
-    (rps, tps), (usual_rps, usual_tps) = _good_during(played), _good_during(beside)
+    (rps, tps), (usual_rps, usual_tps) = _good_during(played), _good_during(baseline)
     return (
         answered(played), no_failures(played),
         at_least("goodput during the spike, requests/s, of the usual", rps / usual_rps, 1.3),
@@ -91,7 +91,7 @@ def _in_time_during(played: Played) -> float:
     return sum(played.good(record) for record in records) / max(1, len(records))
 
 
-@scenario(_check_spike, beside=_quiet)
+@scenario(_check_spike, baseline=_quiet)
 def spike_20x(knobs: Knobs) -> Setup:
     """How do you handle a 20x viral spike?
 
@@ -115,14 +115,14 @@ def _noisy_quiet(knobs: Knobs) -> Setup:
     return _noisy(knobs, 1.0)
 
 
-def _check_noisy(played: Played, beside: Played | None) -> Sequence[Finding]:
-    assert beside is not None
+def _check_noisy(played: Played, baseline: Played | None) -> Sequence[Finding]:
+    assert baseline is not None
 
     def others(record: RequestRecord) -> bool:
         return record.tenant != "big"
 
-    ratio = ttft_p95(played.records, others) / ttft_p95(beside.records, others)
-    before = share_good(beside.figures, lambda name: name != "big")
+    ratio = ttft_p95(played.records, others) / ttft_p95(baseline.records, others)
+    before = share_good(baseline.figures, lambda name: name != "big")
     return (
         answered(played), no_failures(played),
         at_most("the others' TTFT p95, times what it was", ratio, 3.0),
@@ -132,7 +132,7 @@ def _check_noisy(played: Played, beside: Played | None) -> Sequence[Finding]:
     )  # fmt: skip
 
 
-@scenario(_check_noisy, beside=_noisy_quiet)
+@scenario(_check_noisy, baseline=_noisy_quiet)
 def noisy_tenant(knobs: Knobs) -> Setup:
     """One tenant sends 20 times as much: what do the other nine notice?
 
@@ -146,7 +146,7 @@ _NEIGHBOUR_S = 10
 """When the neighbour's streams come: within a second of this."""
 
 
-def _beside_flood(knobs: Knobs, streams: int) -> Setup:
+def _flooded(knobs: Knobs, streams: int) -> Setup:
     polite = Chat(
         name="polite", arrivals=Gamma(knobs.load, cv=0.1), callers=Callers(tenants=(("polite", 1.0),)),
         prompt=LengthDistribution(100, 0.3, maximum=256), output=LengthDistribution(8, 0.0),
@@ -159,13 +159,13 @@ def _beside_flood(knobs: Knobs, streams: int) -> Setup:
     return setup(knobs, [pool(knobs, workers=1)], [polite, flood], seconds=60)
 
 
-def _check_flood(played: Played, beside: Played | None) -> Sequence[Finding]:
-    assert beside is not None, "it is held against the run without a neighbour"
+def _check_flood(played: Played, baseline: Played | None) -> Sequence[Finding]:
+    assert baseline is not None, "it is compared with the run without a neighbour"
 
     def polite(record: RequestRecord) -> bool:
         return record.tenant == "polite" and record.at_ns > (_NEIGHBOUR_S + 1) * NS_PER_S
 
-    alone_ms = ttft_p95(beside.records, polite)
+    alone_ms = ttft_p95(baseline.records, polite)
     flood = [record for record in played.records if record.tenant == "flood" and record.first_ns >= 0]
     ended_s = min((record.end_ns / NS_PER_S for record in flood), default=0.0)
     return (
@@ -178,14 +178,14 @@ def _check_flood(played: Played, beside: Played | None) -> Sequence[Finding]:
     )  # fmt: skip
 
 
-@scenario(_check_flood, beside=lambda knobs: _beside_flood(knobs, 0))
+@scenario(_check_flood, baseline=lambda knobs: _flooded(knobs, 0))
 def neighbour_flood(knobs: Knobs) -> Setup:
     """One tenant's streams of 2,000 tokens have every row: does another tenant wait for one of them to end?
 
     Twice as many streams as there are rows come at once. A request of a tenant that runs nothing is started
     beyond the slots, and a stream yields its row at a token boundary. Beside it: the tenant alone.
     """
-    return _beside_flood(knobs, 64)
+    return _flooded(knobs, 64)
 
 
 def _check_large(played: Played, _: Played | None) -> Sequence[Finding]:
@@ -434,15 +434,15 @@ def goodput_of(played: Played) -> tuple[float, float]:
 
 
 def drained_s(played: Played) -> float:
-    """How long after the load the last first token came, or the last request that waited left: streams may go
-    on.
+    """How long after the load the last first token came, or the last request that waited left: streams may
+    continue.
     """
     ends = (r.at_ns + r.queue_ns if r.first_ns >= 0 else r.end_ns for r in played.records if not r.is_retry)
     return max(0.0, max(ends, default=0) / NS_PER_S - played.setup.seconds)
 
 
 def served(played: Played, of: Callable[[RequestRecord], str]) -> Mapping[str, float]:
-    """What classes of requests were served as promised, as the queue counts service
+    """The classes of requests that were served as promised, as the queue counts service
     (policy/queueing/band.py): per second.
     """
     found: Counter[str] = Counter()

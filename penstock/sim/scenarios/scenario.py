@@ -2,7 +2,7 @@
 
 A scenario is a function from `Knobs` to `Setup`; its docstring is the question. Its check says, of one run,
 what was found and whether that passes. Where the answer is a comparison (with the spike, without it) the
-scenario names the setup that runs beside it on the same seed.
+scenario names the setup that runs on the same seed for comparison.
 
 Its fleet is described as an operator describes one: `described` takes it through the parsing and the checks
 of `penstock serve`, to the names and engines that come out. A model's directory is called by the shape that
@@ -28,7 +28,7 @@ from penstock.sim.report.figures import Figures, Objective, Spread
 from penstock.sim.scenarios.setup import Knobs, Played, Setup, play, promised
 from penstock.sim.traffic.prompts import RequestRecord
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, TrafficSource, even
-from penstock.sim.world.faults import Fault
+from penstock.sim.world.faults import InjectedFault
 from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 
 
@@ -95,7 +95,7 @@ def at_least(words: str, value: float, bound: float) -> Finding:
 
 Build = Callable[[Knobs], Setup]
 Check = Callable[[Played, Played | None], Sequence[Finding]]
-"""Of the run, and of the one beside it."""
+"""Of the run, and of the one to compare with."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -105,8 +105,8 @@ class Scenario:
     name: str
     build: Build
     check: Check
-    beside: Build | None = None
-    """What the run is held against, on the same seed."""
+    baseline: Build | None = None
+    """The setup that the run is compared with, on the same seed."""
 
     @property
     def question(self) -> str:
@@ -125,7 +125,7 @@ class Verdict:
 
     scenario: Scenario
     played: Played
-    beside: Played | None
+    baseline: Played | None
     findings: Sequence[Finding]
 
     @property
@@ -138,9 +138,11 @@ def run_scenario(
     scenario: Scenario, knobs: Knobs, seed: int, *, on_arrival: Callable[[int], None] | None = None
 ) -> Verdict:
     """Play it and check it."""
-    beside = play(scenario.beside(knobs), seed) if scenario.beside is not None else None
+    baseline = play(scenario.baseline(knobs), seed) if scenario.baseline is not None else None
     played = play(scenario.build(knobs), seed, on_arrival=on_arrival)
-    return Verdict(scenario=scenario, played=played, beside=beside, findings=scenario.check(played, beside))
+    return Verdict(
+        scenario=scenario, played=played, baseline=baseline, findings=scenario.check(played, baseline)
+    )
 
 
 def find(name: str, known: Mapping[str, Scenario]) -> Scenario:
@@ -202,7 +204,7 @@ def kind_of(placed: Placed) -> str:
 
 def setup(
     knobs: Knobs, pools: Sequence[PoolSpec], sources: Sequence[TrafficSource], *, seconds: float,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[InjectedFault] = (),
     objective: Objective | None = None, **world: object,
 ) -> Setup:  # fmt: skip
     """A setup with the knobs applied: `world` goes to `WorldSpec`."""
@@ -230,23 +232,23 @@ def setup(
     )
 
 
-# What scenarios have in common: the registry, the default chat, and what is looked at in a run.
+# The parts that scenarios have in common: the registry, the default chat, and what is looked at in a run.
 
 SCENARIOS: dict[str, Scenario] = {}
 
 QUESTION, ANSWER = LengthDistribution(250, 0.7, maximum=4096), LengthDistribution(60, 0.7, maximum=512)
 WORKER_RPS = 6.0
-"""What one default worker is given at full load."""
+"""The load of one default worker."""
 
 
 def scenario(
-    check: Check, *, beside: Callable[[Knobs], Setup] | None = None
+    check: Check, *, baseline: Callable[[Knobs], Setup] | None = None
 ) -> Callable[[Callable[[Knobs], Setup]], Callable[[Knobs], Setup]]:
     """Register a function from knobs to a setup under its own name."""
 
     def register(build: Callable[[Knobs], Setup]) -> Callable[[Knobs], Setup]:
         name = build.__name__.replace("_", "-")
-        SCENARIOS[name] = Scenario(name=name, build=build, check=check, beside=beside)
+        SCENARIOS[name] = Scenario(name=name, build=build, check=check, baseline=baseline)
         return build
 
     return register

@@ -24,7 +24,7 @@ from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.sim.report.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of
 from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 from penstock.sim.traffic.workload import TrafficSource, merged
-from penstock.sim.world.faults import Chaos, Fault
+from penstock.sim.world.faults import Chaos, InjectedFault
 from penstock.sim.world.run import PoolSpec, SimResult, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 
@@ -47,7 +47,7 @@ class Judge:
         }
 
     def promise(self, record: RequestRecord) -> Promise:
-        """What a request that was answered was promised."""
+        """The promise to a request that was answered."""
         tier = self._tenants.get(record.tenant, ANONYMOUS).tier
         promise = self._promises.of(tier=tier, band=record.band)
         idle_ns = idle_ttft_ns(self._workers[record.model], record.prompt_tokens, record.cached_tokens)
@@ -61,7 +61,7 @@ class Judge:
 
 
 def idle_ttft_ns(worker: SimWorkerSpec, prompt_tokens: int, cached_tokens: int) -> int:
-    """What a worker without anything else takes for a prompt."""
+    """The time of a worker without other work for a prompt."""
     law: StepTime = worker.step_time
     total, done = 0, cached_tokens
     while done < prompt_tokens:
@@ -78,9 +78,9 @@ class Setup:
 
     world: WorldSpec
     sources: tuple[TrafficSource, ...]
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[InjectedFault, ...] = ()
     seconds: float
-    """Of arrivals; the run goes on until everything has ended."""
+    """Of arrivals; the run continues until everything has ended."""
     objective: Objective = field(default_factory=Objective)
     prices: Mapping[str, float] = field(default_factory=dict[str, float])
     """Per hour of a worker, by `WorkerSpec.kind`."""
@@ -103,7 +103,7 @@ class Played:
 
 
 def play(setup: Setup, seed: int, *, on_arrival: Callable[[int], None] | None = None) -> Played:
-    """Run it. `on_arrival` is told the virtual time of every arrival, for a progress bar."""
+    """Run it. `on_arrival` gets the virtual time of every arrival, for a progress bar."""
     wanted: dict[str, float] = {}
 
     def arriving() -> Iterator[SimRequest]:
@@ -141,7 +141,7 @@ def promised(objective: Objective) -> AdmissionConfig:
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `--set` may change of any scenario, beside the gateway's configuration. 0 or empty: the scenario's
+    """The knobs of `--set` for any scenario, beside the gateway's configuration. 0 or empty: the scenario's
     own.
     """
 

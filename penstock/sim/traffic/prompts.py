@@ -59,9 +59,9 @@ class SimRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     output_tokens: int
     """Tokens that the model generates before it stops by itself, the stop token included."""
     max_tokens: int = 0
-    """What the client allows; 0 is `output_tokens` (and then the answer ends by length)."""
+    """The client's bound; 0 is `output_tokens` (and then the answer ends by length)."""
     public_tokens: int = 0
-    """Leading prompt tokens that are nobody's: all tenants share their cached blocks."""
+    """Leading prompt tokens that are no tenant's secret: all tenants share their cached blocks."""
     session: str = ""
     adapter: str = ""
     band: str = ""
@@ -88,7 +88,7 @@ class SimRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What became of one request, as its client saw it. Times are since the start of the simulation."""
+    """The result of one request, as its client saw it. Times are since the start of the simulation."""
 
     id: str
     tenant: str
@@ -132,7 +132,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def unreachable(request: SimRequest, now_ns: int) -> RequestRecord:
-    """What became of a request whose client found no gateway."""
+    """The record of a request whose client found no gateway."""
     return RequestRecord(
         id=request.id,
         tenant=request.tenant,
@@ -217,7 +217,7 @@ def prompt_tokens(segments: Sequence[Segment]) -> "array[int]":
 
 
 class LazyTokens(Sequence[int]):
-    """The token ids of a prompt, made when somebody looks at them."""
+    """The token ids of a prompt, made when they are read."""
 
     __slots__ = ("_num_tokens", "_segments")
 
@@ -238,7 +238,7 @@ class LazyTokens(Sequence[int]):
         return iter(prompt_tokens(self._segments))
 
 
-class BlockNames:
+class PromptBlockNames:
     """Names the blocks of prompts as the workers of one hasher do, in the namespaces of tenants."""
 
     __slots__ = ("_hasher", "_roots")

@@ -36,7 +36,7 @@ PROMPTS, ANSWERS = LengthDistribution(700, 1.0), LengthDistribution(250, 0.9, ma
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line. What else it says (source, licence, attribution) is for people."""
+    """The first line. Its other fields (source, licence, attribution) are for people."""
 
     format: str
     name: str = ""

@@ -1,8 +1,8 @@
 """Traffic for the simulator: what arrives when, drawn from named streams of one seed. Open loop, always.
 
 A workload is a list of sources; each yields `SimRequest`s in order of time and `merged` brings them into one
-stream, lazily, so that a million requests need no list. Nobody waits for an answer here: the next turn of a
-conversation is due after the time that reading an answer of its length and thinking takes, whatever the
+stream, lazily, so that a million requests need no list. No client waits for an answer here: the next turn of
+a conversation is due after the time that reading an answer of its length and thinking takes, whatever the
 servers did (an overloaded server must not thin out its own load).
 
 Text is named, never written: see `sim/traffic/prompts.py`.
@@ -163,7 +163,7 @@ class LengthDistribution:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Callers:
-    """Who sends: tenants by share, their model, and the adapters that they ask for."""
+    """The senders: tenants by share, their model, and the adapters that they ask for."""
 
     model: str = "model"
     tenants: tuple[tuple[str, float], ...] = (("t0", 1.0),)
@@ -275,7 +275,7 @@ class Conversations:
     """Mean number (geometric), at least 1."""
     turns_max: int = 64
     message: LengthDistribution = LengthDistribution(80, maximum=8192)
-    """What every turn adds: a question, or a tool's result."""
+    """The tokens that every turn adds: a question, or a tool's result."""
     output: LengthDistribution = LengthDistribution(200, maximum=4096)
     think_s: float = 15.0
     """Mean pause after an answer (exponential)."""

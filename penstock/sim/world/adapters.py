@@ -13,7 +13,7 @@ from penstock.types import RequestId
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SimAdapterSpec:
-    """What a worker has room for. All adapters are of one size."""
+    """The adapters that a worker has room for. All adapters are of one size."""
 
     names: tuple[str, ...]
     """All that it may be asked for: those that its gateway has told it of."""
@@ -39,7 +39,7 @@ class SimAdapters:
         *,
         on_read: Callable[[int, Sequence[Submission]], None],
     ) -> None:
-        """`on_read` is called when another adapter is in memory, with the requests that go on for it."""
+        """`on_read` is called when another adapter is in memory, with the requests that can start with it."""
         self._spec, self._timeline, self._actor = spec, timeline, actor
         self._on_read = on_read
         self._entries: dict[RequestId, PooledAdapter] = {}
@@ -65,7 +65,7 @@ class SimAdapters:
     def pass_on(
         self, now_ns: int, message: Submission | RequestId | ResidencyOrder
     ) -> Sequence[Submission | RequestId]:
-        """A message on its way to the worker; what goes on to its engine."""
+        """A message on its way to the worker; the messages for its engine."""
         if isinstance(message, ResidencyOrder):
             self._take_order(message)
             return ()
@@ -87,12 +87,12 @@ class SimAdapters:
                 self._pool.load(name, name, name, is_wanted=True)
 
     def finished(self, now_ns: int, request_id: RequestId) -> Sequence[Submission]:
-        """A request has ended; those that go on for it."""
+        """A request has ended; those that can start after it."""
         entry = self._entries.pop(request_id, None)
         return () if entry is None else self._go_on(now_ns, self._pool.finished(entry))
 
     def check_invariants(self) -> None:
-        """What always holds."""
+        """The invariants."""
         self._pool.check_invariants()
 
     def _go_on(self, now_ns: int, released: Released[Submission]) -> Sequence[Submission]:

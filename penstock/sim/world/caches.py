@@ -1,4 +1,4 @@
-"""What a simulated gateway knows of its workers' KV caches: the real index, fed by the real block pools'
+"""A simulated gateway's view of its workers' KV caches: the real index, fed by the real block pools'
 events.
 """
 
@@ -17,29 +17,29 @@ from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.queueing.capacity import LeastLoaded, Placement
 from penstock.policy.terms import PlacementTerms
-from penstock.sim.traffic.prompts import BlockNames, SimRequest
+from penstock.sim.traffic.prompts import PromptBlockNames, SimRequest
 from penstock.sim.world.messages import KVUpdate
 from penstock.types import WorkerId
 
 _HASHERS_MAX = 256
-"""Whose names are kept: every worker that computes something else has one."""
+"""The hashers whose names are kept: every worker that computes something else has one."""
 
 
 class Chains:
-    """What names the blocks of prompts, by hasher: one for each identity that workers have announced."""
+    """The names of the blocks of prompts, by hasher: one for each identity that workers have announced."""
 
     __slots__ = ("_names",)
 
     def __init__(self) -> None:
-        self._names: dict[BlockHasher, BlockNames] = {}
+        self._names: dict[BlockHasher, PromptBlockNames] = {}
 
-    def of(self, hasher: BlockHasher) -> BlockNames:
+    def of(self, hasher: BlockHasher) -> PromptBlockNames:
         """Of the workers that go by it."""
         found = self._names.get(hasher)
         if found is None:
             if len(self._names) >= _HASHERS_MAX:
                 del self._names[next(iter(self._names))]
-            found = self._names[hasher] = BlockNames(hasher)
+            found = self._names[hasher] = PromptBlockNames(hasher)
         return found
 
 
@@ -99,7 +99,7 @@ class Caches:
         return router
 
     def keys(self, route: str, request: SimRequest, salt: bytes) -> PromptKeys | None:
-        """Of a tenant's request; None where nobody asks for them."""
+        """Of a tenant's request; None where they are not used."""
         return SegmentKeys(self.locality.maker(route), self._chains, request, salt) if self.is_on else None
 
     def joined(self, worker: WorkerId, route: str, identity: str) -> None:
@@ -127,7 +127,7 @@ class Caches:
         return self._ask(worker, cache_view)
 
     def heard_again(self, worker: WorkerId, asked: Asked, batches: Sequence[Numbered]) -> Asked | None:
-        """What it could say again; the same."""
+        """The events that it could send again; the same."""
         cache_view = self.locality.get(worker)
         if cache_view is None or self._asked.get(worker) is not asked:
             return None

@@ -14,7 +14,7 @@ from penstock.policy.flow import UsageRecord
 from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.policy.queueing.capacity import Placement
 from penstock.policy.request import Request
-from penstock.policy.resilience.anomalies import Anomalies, Change
+from penstock.policy.resilience.anomalies import Anomalies, StandingChange
 from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked
@@ -25,7 +25,7 @@ from penstock.types import RequestId, TenantId, Usage, WorkerId
 
 
 class Network(Protocol):
-    """What a gateway can reach."""
+    """The actors that a gateway can reach."""
 
     def submit(self, now_ns: int, worker_id: WorkerId, submission: Submission) -> None:
         """Send a request to a worker."""
@@ -45,7 +45,7 @@ class Network(Protocol):
 
 
 class RunRecorder(Protocol):
-    """Whoever keeps what became of requests."""
+    """The recorder of requests' results."""
 
     def ended(self, record: RequestRecord) -> None:
         """A request has ended, or was refused."""
@@ -67,7 +67,7 @@ class Ticket:
         """Tokens of the answer that the client has."""
         self.first_ns = -1
         self.usage = Usage()
-        """What the worker reported with the first token."""
+        """The worker's report with the first token."""
 
 
 def ticket_of(request: Request) -> Ticket:
@@ -77,7 +77,7 @@ def ticket_of(request: Request) -> Ticket:
 
 
 class Facts:
-    """What is the same for all gateways of a world."""
+    """The facts that are the same for all gateways of a world."""
 
     __slots__ = (
         "config",
@@ -98,8 +98,8 @@ class Facts:
         """`models` by name; `link_ns` is the way to a client."""
         self.config, self.models, self.link_ns = config, models, link_ns
         self.hash_key = b"the launcher's own"
-        """What workers name their KV blocks with. A launcher draws it by chance; here the same seed is to be
-        the same run."""
+        """The key by which workers name their KV blocks. A launcher draws it by chance; here the same seed is
+        to be the same run."""
         self.poison: frozenset[int] = frozenset()
         """Numbers of requests that bring down every worker that computes them."""
         self.skews_ns: dict[int, int] = {}
@@ -107,7 +107,7 @@ class Facts:
         self.watches_speed = False
         """See `WorldSpec`."""
         self.seed = 0
-        """What the chance in decisions is drawn from."""
+        """The seed of chance in decisions."""
         self.placement: Callable[[str], Placement] | None = None
         """In place of the configured one."""
         self.tenants = dict(tenants)
@@ -139,16 +139,16 @@ class Member:
     left: bool = False
     """It drained, and left when it was empty."""
     is_mute: bool = False
-    """What it says of itself is lost."""
+    """Its reports of itself are lost."""
     late_ns: int = 0
-    """What its messages take more than others'."""
+    """The time that its messages take beyond others'."""
     sent_ns: dict[int, int] = field(default_factory=dict[int, int])
     """When the last message of each gateway arrives there: none overtakes another."""
     told_ns: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class Watcher(Protocol):
-    """Whoever looks on, to check: see checks.py."""
+    """An observer that checks: see checks.py."""
 
     def asked(self, request: SimRequest) -> None:
         """A client asks."""
@@ -185,12 +185,12 @@ class SpeedWatch:
     def __init__(self, anomalies: Anomalies) -> None:
         self._anomalies = anomalies
         self._reports: dict[WorkerId, Report] = {}
-        self.standings: list[tuple[int, Change]] = []
-        """What became of workers that were slow, and when."""
+        self.standings: list[tuple[int, StandingChange]] = []
+        """The standings of workers that were slow, and when."""
 
     def weight(self, now_ns: int, report: Report, again: Callable[[Report], None]) -> float:
-        """What of a worker is used. One without work reports nothing, so what changes for others is carried
-        out at any report: by what they said last, `again`.
+        """The part of a worker that is used. One without work reports nothing, so what changes for others is
+        carried out at any report: by what they said last, `again`.
         """
         route, worker, load, ready = self._reports[report[1].id] = report
         self._anomalies.worker(now_ns, route, worker.id, ready=ready, kind=worker.spec.kind)

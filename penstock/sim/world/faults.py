@@ -18,7 +18,7 @@ from penstock.sim.world.world import WORLD, World
 
 
 class FaultKind(enum.StrEnum):
-    """What can go wrong."""
+    """The faults that can happen."""
 
     WORKER_CRASH = "worker-crash"
     """A worker is gone at once; another is started in its place."""
@@ -27,22 +27,22 @@ class FaultKind(enum.StrEnum):
     GRAY = "gray-failure"
     """It reports that all is well, and fails every request that it is given."""
     STUCK = "stuck-stream"
-    """Nothing is heard any more of the next request that it is given, until that one is aborted."""
+    """The next request that it is given sends nothing any more, until that one is aborted."""
     LATE = "late-messages"
     """Messages to and from it take `amount` milliseconds more."""
     LINK_RESET = "link-reset"
     """A gateway loses its connection to a worker, and what streams over it; both are well."""
     NO_REPORTS = "lost-metrics"
-    """What it says of itself is lost."""
+    """Its reports of itself are lost."""
     KV_GAP = "kv-event-gap"
-    """What it says of its cache is lost, until it is heard again: what the gateways miss then they are told,
-    or ask for (`KVEventChannel`)."""
+    """Its reports of its cache are lost, until it is connected again: the gateways get what they missed then,
+    or ask for it (`KVEventChannel`)."""
     STORE_LOSS = "store-loss"
     """The store of shared limits does not answer; with `amount` over 1 it comes back empty."""
     REGION_LOSS = "region-loss"
     """Gateways and workers of a region are gone; clients go elsewhere."""
     SPOT = "spot-revocation"
-    """A worker will be taken away at the end of the fault, and is told so at its begin."""
+    """A worker will be taken away at the end of the fault, and is notified at its begin."""
     BAD_ROLLOUT = "bad-rollout"
     """A part of the workers gets a version with steps `amount` times as long, or, below 1, with answers that
     are not numbers."""
@@ -54,7 +54,7 @@ class FaultKind(enum.StrEnum):
     """The request with number `target` brings down every worker that computes it."""
 
 
-class Fault(msgspec.Struct, frozen=True, array_like=True):
+class InjectedFault(msgspec.Struct, frozen=True, array_like=True):
     """One failure."""
 
     kind: FaultKind
@@ -75,12 +75,12 @@ _AMOUNTS: dict[FaultKind, tuple[float, float]] = {
 }
 
 
-def draw_faults(seed: int, *, until_ns: int, requests: int) -> tuple[Fault, ...]:
+def draw_faults(seed: int, *, until_ns: int, requests: int) -> tuple[InjectedFault, ...]:
     """The faults of one run, in order of time: each kind with even chance, then up to three of it.
 
     They begin in the first two thirds of the time until `until_ns`, and are over by then.
     """
-    random, faults = rng.stream(seed, "sim/faults"), list[Fault]()
+    random, faults = rng.stream(seed, "sim/faults"), list[InjectedFault]()
     for kind in FaultKind:
         if random.random() < 0.5:
             continue
@@ -89,14 +89,14 @@ def draw_faults(seed: int, *, until_ns: int, requests: int) -> tuple[Fault, ...]
             begin_ns = random.randrange(until_ns // 10, 2 * until_ns // 3)
             end_ns = begin_ns + random.randrange(1, until_ns - begin_ns)
             target = random.randrange(requests) if kind is FaultKind.POISON else random.randrange(1 << 16)
-            faults.append(Fault(kind, begin_ns, end_ns, target, round(random.uniform(low, high), 3)))
+            faults.append(InjectedFault(kind, begin_ns, end_ns, target, round(random.uniform(low, high), 3)))
     return tuple(sorted(faults, key=lambda fault: (fault.at_ns, fault.kind, fault.target)))
 
 
 _WHOLE_RUN = (FaultKind.POISON, FaultKind.CLOCK_SKEW)
 
 
-def clock_skews_s(faults: Sequence[Fault], num_gateways: int) -> tuple[float, ...]:
+def clock_skews_s(faults: Sequence[InjectedFault], num_gateways: int) -> tuple[float, ...]:
     """`WorldSpec.clock_skews_s` of a run with these faults: clocks are off from its start."""
     skews = [0.0] * num_gateways
     for fault in faults:
@@ -108,9 +108,9 @@ def clock_skews_s(faults: Sequence[Fault], num_gateways: int) -> tuple[float, ..
 class Chaos:
     """The faults of one run."""
 
-    def __init__(self, world: World, faults: Sequence[Fault]) -> None:
+    def __init__(self, world: World, faults: Sequence[InjectedFault]) -> None:
         self._world = world
-        self._hit: dict[Fault, list[Member]] = {}
+        self._hit: dict[InjectedFault, list[Member]] = {}
         world.facts.poison = frozenset(fault.target for fault in faults if fault.kind is FaultKind.POISON)
         for fault in faults:
             if fault.kind not in _WHOLE_RUN:
@@ -118,7 +118,7 @@ class Chaos:
                 if fault.until_ns:
                     world.timeline.at(fault.until_ns, WORLD, Rank.FAULT, self._end, fault)
 
-    def _begin(self, now_ns: int, fault: Fault) -> None:
+    def _begin(self, now_ns: int, fault: InjectedFault) -> None:
         world, kind = self._world, fault.kind
         gateway = world.gateways[fault.target % len(world.gateways)]
         members = self._members(fault)
@@ -138,7 +138,7 @@ class Chaos:
                 for member in members:
                     self._hit_worker(now_ns, fault, member)
 
-    def _hit_worker(self, now_ns: int, fault: Fault, member: Member) -> None:
+    def _hit_worker(self, now_ns: int, fault: InjectedFault, member: Member) -> None:
         world, worker = self._world, member.worker
         match fault.kind:
             case FaultKind.WORKER_CRASH:
@@ -163,7 +163,7 @@ class Chaos:
             case _:
                 raise AssertionError(f"{fault.kind} is nothing that happens to a worker")
 
-    def _end(self, now_ns: int, fault: Fault) -> None:
+    def _end(self, now_ns: int, fault: InjectedFault) -> None:
         world = self._world
         match fault.kind:
             case FaultKind.STORE_LOSS:
@@ -179,7 +179,7 @@ class Chaos:
                 for member in self._hit.pop(fault, []):
                     self._spare(now_ns, fault, member)
 
-    def _spare(self, now_ns: int, fault: Fault, member: Member) -> None:
+    def _spare(self, now_ns: int, fault: InjectedFault, member: Member) -> None:
         world, worker = self._world, member.worker
         if worker.is_gone:
             if fault.kind is FaultKind.WORKER_CRASH:
@@ -201,8 +201,8 @@ class Chaos:
             case _:
                 pass
 
-    def _members(self, fault: Fault) -> list[Member]:
-        """Whom it hits: one that is there, or for a rollout about half."""
+    def _members(self, fault: InjectedFault) -> list[Member]:
+        """The workers that it hits: one that is there, or for a rollout about half."""
         members = [each for each in self._world.members.values() if not each.worker.is_gone]
         if not members:
             return []

@@ -27,7 +27,7 @@ from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.policy.request import Request
-from penstock.policy.terms import part_of_rows
+from penstock.policy.terms import part_of
 from penstock.sim.traffic.prompts import LazyTokens, RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked, Caches
 from penstock.sim.world.facts import Facts, Network, RunRecorder, SpeedWatch, Ticket, ticket_of
@@ -129,7 +129,7 @@ class SimGateway:
         self._dispatch(now_ns)
 
     def drain(self, now_ns: int, deadline_ns: int) -> None:
-        """Take nothing new; what is here may go on until the deadline."""
+        """Take nothing new; running requests may continue until the deadline."""
         self.control.drain(now_ns, deadline_ns)
         self._dispatch(now_ns)
 
@@ -184,7 +184,7 @@ class SimGateway:
         is_shared = processes > 1 and not spec.is_external
         view = WorkerView(
             ready=ready and weight > 0,
-            max_running=part_of_rows(rows, processes) if spec.is_external else rows,
+            max_running=part_of(rows, processes) if spec.is_external else rows,
             running=report.running if report is not None and is_shared else 0,
             waiting=report.waiting if report is not None and is_shared else 0,
             kv_blocks_total=report.blocks_total if report is not None else 0,
@@ -229,17 +229,17 @@ class SimGateway:
         return num_lost
 
     def cached(self, now_ns: int, worker_id: WorkerId, news: KVUpdate) -> None:
-        """Words of a worker about its KV cache. What is found missing is asked for."""
+        """Words of a worker about its KV cache. Events that are missing are asked for."""
         self._ask_kv(now_ns, worker_id, self.caches.heard(worker_id, news))
 
     def cached_again(
         self, now_ns: int, worker_id: WorkerId, asked: Asked, batches: Sequence[Numbered]
     ) -> None:
-        """What a worker could say again of what was asked for."""
+        """The events that a worker could send again when asked."""
         self._ask_kv(now_ns, worker_id, self.caches.heard_again(worker_id, asked, batches))
 
     def kv_reconnected(self, now_ns: int, worker_id: WorkerId) -> None:
-        """A worker's publisher is heard again after a while."""
+        """A worker's publisher is connected again after a while."""
         self._ask_kv(now_ns, worker_id, self.caches.reconnected(worker_id))
 
     def _ask_kv(self, now_ns: int, worker_id: WorkerId, asked: Asked | None) -> None:
@@ -340,7 +340,7 @@ class SimGateway:
     # --- inside -----------------------------------------------------------------------------------
 
     def _lose(self, now_ns: int, request: Request) -> None:
-        """What the journal knows of a request when its gateway is gone."""
+        """The journal's record of a request when its gateway is gone."""
         facts, ticket = request.facts, ticket_of(request)
         prompt_tokens = facts.prompt_tokens if ticket.first_ns >= 0 else 0
         self.clock.time_ns = now_ns

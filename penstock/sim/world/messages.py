@@ -3,7 +3,7 @@ messages that gateways and workers of a simulation send each other in it.
 
 At one instant events are in the order of their actors' numbers, then of their rank, then of their entry. So
 what happens at one actor does not depend on how many events another one needed to get there: a worker may
-leap over steps in which nothing is told (worker.py) without moving anything that anybody else sees.
+leap over steps in which nothing is sent (worker.py) without moving anything that another actor sees.
 
 Of the messages that tell what a worker's KV cache holds some are lost on the way and come again.
 `WorldSpec.kv_kept` says which channel they have:
@@ -34,11 +34,11 @@ _What = TypeVar("_What")
 
 
 class Rank(enum.IntEnum):
-    """What goes first where one actor has several events at one instant."""
+    """The order of several events of one actor at one instant."""
 
     FAULT = 0
     STEP = 1
-    """A step of an engine ends: what it frees is there for whoever comes at the same time."""
+    """A step of an engine ends: blocks that it frees are there for arrivals at the same time."""
     MESSAGE = 2
     TIMER = 3
 
@@ -136,7 +136,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """When the model stops by itself."""
     max_tokens: int
     num_resumed: int = 0
-    """The first so many tokens of the answer were given by workers that are lost: it goes on behind them."""
+    """The first so many tokens of the answer were given by workers that are lost: it continues behind
+    them."""
     salt: bytes = b""
     adapter: str = ""
     public_tokens: int = 0
@@ -187,7 +188,7 @@ WorkerMessage = Began | Sliced | Finished | Failed
 
 
 class WorkerLoadReport(msgspec.Struct, frozen=True, gc=False):
-    """What a worker says of itself: see `WorkerView`."""
+    """A worker's report of itself: see `WorkerView`."""
 
     running: int
     waiting: int
@@ -227,7 +228,7 @@ class KVEventChannel:
         return None if self.is_lost else batch
 
     def anew(self) -> KVUpdate | None:
-        """What a gateway hears first on a new connection; None of a publisher, which says nothing by
+        """The first message to a gateway on a new connection; None of a publisher, which says nothing by
         itself.
         """
         if self._history is not None:

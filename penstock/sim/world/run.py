@@ -26,7 +26,7 @@ class SimWorkerSpec:
     step_time: StepTime = field(default_factory=LinearStepTime)
     engine: EngineSettings = field(default_factory=lambda: EngineSettings(step_tokens=2048, max_running=64))
     checkpoint: str = ""
-    """What is in its model's directory, whatever the model is called."""
+    """The content of its model's directory, whatever the model is called."""
     dtype: str = "bf16"
     """Of its weights and its KV cache."""
     num_blocks: int = 8192
@@ -153,7 +153,7 @@ class SimResult:
     machine."""
     counters: RunCounters
     records: list[RequestRecord] = field(default_factory=list[RequestRecord])
-    """In the order of their ends; empty if they were handed to somebody else."""
+    """In the order of their ends; empty if they were handed over."""
     virtual_ns: int = 0
     num_events: int = 0
 

@@ -20,7 +20,7 @@ _GATHER_NS = 2 * NS_PER_MS
 class SharedStore:
     """The one store of all gateways.
 
-    While it is `down` it answers nobody; it may come back without its memory.
+    While it is `down` it answers no request; it may come back without its memory.
     """
 
     __slots__ = ("_config", "_epoch", "down", "listeners", "table")

@@ -3,8 +3,9 @@ modelled.
 
     submit, abort ──> Scheduler ──plan──> StepTime: so many ns later ──result──> Scheduler ──> the gateways
 
-What it tells of a request is what a gateway acts on: its first token, every full slice of its answer, and its
-end. A step that tells nothing is seen by nobody. So while all rows decode and nothing is due, the worker
+Its messages about a request are all that a gateway acts on: its first token, every full slice of its answer,
+and its
+end. A step without messages is not seen. So while all rows decode and nothing is due, the worker
 coasts: it knows when the next steps end, and does them in one leap when something is due or comes in
 (schedule/fast_forward.py).
 """
@@ -26,7 +27,7 @@ from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import waiting_queue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
-from penstock.sim.traffic.prompts import EOS, BlockNames, Segment, content_tokens, prompt_tokens
+from penstock.sim.traffic.prompts import EOS, PromptBlockNames, Segment, content_tokens, prompt_tokens
 from penstock.sim.world.adapters import SimAdapters
 from penstock.sim.world.messages import (
     Began,
@@ -49,7 +50,7 @@ _STOPS = (EOS,)
 
 
 class Listener(Protocol):
-    """Whoever carries a worker's words to the gateways."""
+    """Carries a worker's messages to the gateways."""
 
     slice_tokens: int
     """Answer tokens between two words about a request."""
@@ -59,11 +60,11 @@ class Listener(Protocol):
     def on_messages(
         self, now_ns: int, worker: "SimWorker", gateway: int, messages: Sequence[WorkerMessage]
     ) -> None:
-        """What a worker says of its requests, to the gateway with this number."""
+        """A worker's messages about its requests, to the gateway with this number."""
         ...
 
     def reported(self, now_ns: int, worker: "SimWorker", report: WorkerLoadReport) -> None:
-        """What it says of itself, to all."""
+        """Its report of itself, to all."""
         ...
 
     def died(self, now_ns: int, worker: "SimWorker") -> None:
@@ -71,7 +72,7 @@ class Listener(Protocol):
         ...
 
     def cached(self, now_ns: int, worker: "SimWorker", events: tuple[KVEvent, ...]) -> None:
-        """What has changed in its KV cache, to all."""
+        """The changes of its KV cache, to all."""
         ...
 
 
@@ -83,7 +84,8 @@ class _Stream:
     def __init__(self, submission: Submission, request: Request, *, is_stuck: bool) -> None:
         self.submission, self.request, self.is_stuck = submission, request, is_stuck
         self.first = self.due = submission.num_resumed + 1
-        """Its answer's length with the first token that is made here, and that at which it is told next."""
+        """Its answer's length with the first token that is made here, and that at which the next message is
+        due."""
         stops = submission.output_tokens < submission.max_tokens
         self.num_answer = min(submission.output_tokens, submission.max_tokens)
         self.answer = content_tokens(submission.answer, 0, self.num_answer)
@@ -111,11 +113,11 @@ class SimWorker:
         """
         self.id, self.actor, self.spec = worker_id, actor, spec
         self.identity = spec.identity
-        """What it announces (`ModelInfo.identity`)."""
+        """Its announced identity (`ModelInfo.identity`)."""
         self._timeline, self._listener = timeline, listener
         self.clock = LocalClock()
         hasher = BlockHasher(key=hash_key, identity=self.identity)
-        self._names = BlockNames(hasher)
+        self._names = PromptBlockNames(hasher)
         manager = KVManager.with_prefix_cache(spec.num_blocks, hasher)
         if not spec.engine.prefix_cache:
             manager = KVManager.without_prefix_cache(spec.num_blocks)
@@ -146,7 +148,7 @@ class SimWorker:
         self.fails = False
         """Every request that it is given."""
         self.sticks_next = False
-        """Nothing will be heard of the next request."""
+        """The next request sends nothing."""
         self._is_garbage = False
         self._slowness = 1.0
         self._stuck: dict[RequestId, tuple[int, WorkerMessage]] = {}
@@ -187,9 +189,9 @@ class SimWorker:
             self._report_later(now_ns)
 
     def leave(self, now_ns: int) -> None:
-        """Be no more: whatever runs here is lost, and nothing is told any more.
+        """Be no more: all requests here are lost, and nothing is sent any more.
 
-        What was made until now is on its way: a worker sends each token when it has it, also where its
+        Output that was made until now is on its way: a worker sends each token when it has it, also where its
         gateway would have acted on whole slices only.
         """
         if self._times:
@@ -216,7 +218,7 @@ class SimWorker:
         return len(self._streams) + len(self._inbox) + len(self._stuck) + len(self._held())
 
     def requests(self) -> Iterator[Request]:
-        """What the scheduler has, oldest submission first."""
+        """The scheduler's requests, oldest submission first."""
         return (stream.request for stream in self._streams.values())
 
     def check_invariants(self) -> None:
@@ -271,7 +273,7 @@ class SimWorker:
     # --- between steps ------------------------------------------------------------------------------
 
     def _rest(self, now_ns: int) -> None:
-        """A step is over: tell what came of it, take in what came meanwhile, and go on."""
+        """A step is over: send its outputs, take in messages that came meanwhile, and continue."""
         self.clock.time_ns = now_ns
         while self._inbox:
             inbox, self._inbox = self._inbox, []
@@ -424,7 +426,7 @@ class SimWorker:
             self._timeline.at(times[end], self.actor, Rank.STEP, self._on_coasted, self._times)
 
     def _leap_to(self, index: int) -> None:
-        """Do the steps until one of the times; the rest goes on."""
+        """Do the steps until one of the times; the rest continues."""
         if not index:
             return
         self.clock.time_ns = (times := self._times[: index + 1])[-1]
@@ -443,7 +445,7 @@ class SimWorker:
     # --- words --------------------------------------------------------------------------------------
 
     def _tell_of(self, outputs: Sequence[RequestOutput]) -> None:
-        """What a step brought: first who ended, then whose first token or slice is here."""
+        """The outputs of a step: first who ended, then whose first token or slice is here."""
         streams = self._streams
         for output in outputs:
             if output.finish is not None:
@@ -488,7 +490,7 @@ class SimWorker:
         outbox, self._outbox = self._outbox, {}
         for gateway, messages in outbox.items():
             self._listener.on_messages(now_ns, self, gateway, messages)
-        # Between two words about requests nobody hears of blocks: a leap over steps changes nothing that is
-        # seen.
+        # Between two messages about requests no events of blocks are sent: a leap over steps changes nothing
+        # that is seen.
         if self._kv_events is not None and (events := self._kv_events.take()):
             self._listener.cached(now_ns, self, events)

@@ -4,7 +4,7 @@
                                   (FlowControl)│ link
                                 SimWorker <──┘
                                   (Scheduler, KVManager)
-How many workers a pool has follows a schedule; whoever scales by load instead calls `scale`.
+How many workers a pool has follows a schedule; a caller that scales by load instead calls `scale`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -109,7 +109,7 @@ class World:
         return self.result()
 
     def result(self) -> SimResult:
-        """What it came to, until now."""
+        """The result until now."""
         now_ns, counters = self.timeline.now_ns(), self.tally.counters
         for member in self.members.values():
             if not member.worker.is_gone:
@@ -159,7 +159,7 @@ class World:
         self.timeline.at(now_ns + _DETECT_NS, WORLD, Rank.TIMER, self._on_connected, (gateway, member))
 
     def hear_kv(self, now_ns: int, member: Member) -> None:
-        """What it says of its cache arrives again."""
+        """Its reports of its cache arrive again."""
         member.kv.is_lost = False
         for number in self._fronts[member.pool.region]:
             gateway = self.gateways[number]
@@ -182,7 +182,7 @@ class World:
                 )
 
     def restore_gateway(self, now_ns: int, number: int) -> None:
-        """It starts anew, and those that were cut off ask again, all at once."""
+        """It starts again, and those that were cut off ask again, all at once."""
         if not self.gateways[number].is_gone:
             return
         gateway = self.gateways[number] = self._gateway(number, life=self.gateways[number].life + 1)
@@ -447,7 +447,7 @@ class World:
         self.scale(now_ns, *what)
 
     def _leave_if_empty(self, now_ns: int, member: Member) -> None:
-        """Whoever ends a drained worker sees that no gateway has anything there: it looks every so often."""
+        """A drained worker leaves once no gateway has anything there, which is checked every so often."""
         if member.worker.is_gone:
             return
         fronts = (self.gateways[number] for number in self._fronts[member.pool.region])
@@ -487,7 +487,7 @@ class World:
         )
 
     def _count(self, now_ns: int, member: Member) -> None:
-        """What a worker did, into the counters: when it leaves, or at the end."""
+        """A worker's work, into the counters: when it leaves, or at the end."""
         worker, counters = member.worker, self.tally.counters
         statistics = worker.scheduler.statistics()
         counters.steps += worker.steps

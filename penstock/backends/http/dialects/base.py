@@ -1,4 +1,4 @@
-"""What differs from engine to engine: how a request is written down, and what an event of the answer says.
+"""The differences between engines: how a request is written down, and what an event of the answer says.
 
 A dialect translates and decides nothing; streams (backends/http/stream.py), errors (below), health
 and load (backends/http/backend.py) are the same for all.
@@ -72,7 +72,7 @@ class SaidError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one event says, or several that say nothing but tokens; as ids or as text, never as both."""
+    """The content of one event or of several that say nothing but tokens; as ids or text, never both."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
@@ -92,7 +92,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop: str | int | None = None
     usage: ReportedUsage | None = None
     model: str = ""
-    """What the worker calls the model; empty: this event does not say."""
+    """The worker's name for the model; empty: this event does not say."""
     error: SaidError | None = None
     done: bool = False
     """Nothing more that matters will come."""
@@ -108,7 +108,7 @@ class AnswerReader(Protocol):
     """Whether an event that says nothing but text, or ids, says the same wherever it stands."""
 
     def read(self, event: bytes) -> Piece:
-        """What this event says.
+        """Decode this event.
 
         Raises:
             msgspec.DecodeError: it is not of the shape that it should have.
@@ -122,7 +122,7 @@ class AnswerReader(Protocol):
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says about itself."""
+    """Facts that a worker reports about itself."""
 
     models: tuple[str, ...] = ()
     """Names that it answers to; empty: it does not say."""
@@ -163,7 +163,7 @@ class Dialect(Protocol):
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What this engine can do of what is no plain text, as far as this dialect can ask for it."""
+        """Capabilities of this engine beyond plain text, as far as this dialect can ask for them."""
         ...
 
     @property
@@ -203,7 +203,7 @@ class Dialect(Protocol):
 
 
 def rest_of(request: GenerateRequest, *, keeps_seed: bool = False) -> GenerateRequest:
-    """What is left of a request of which another worker gave a part, as a request of its own.
+    """The rest of a request of which another worker gave a part, as a request of its own.
 
     `keeps_seed`: the engine draws by seed and position. One that draws in turn would use its first draws
     again, so that it gets a derived seed.
@@ -249,7 +249,7 @@ _IN_PATTERNS = re.compile(r"[\\^$.*+?()\[\]{}|/]")
 
 
 def form_of(constraint: Constraint) -> tuple[str, Any]:
-    """What the answer must look like, for engines that have one field for each kind: one of `FORMS`, and its
+    """The required form of the answer, for engines that have one field for each kind: one of `FORMS`, and its
     value. A schema is an object, and a choice has become a `regex`.
 
     Raises:
@@ -320,7 +320,7 @@ def said_by(event: ErrorEvent) -> SaidError | None:
 
 
 def said_in(body: bytes) -> SaidError:
-    """What an error answer's body says; of pages that are not JSON nothing is shown."""
+    """The message of an error answer's body; of pages that are not JSON nothing is shown."""
     try:
         found = decode_error(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

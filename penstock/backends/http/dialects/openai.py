@@ -79,7 +79,7 @@ def finish_of(word: str | None) -> FinishReason | None:
 
 
 def models_of(body: bytes, model: str) -> ServerFacts:
-    """What `/v1/models` says; the context is that of `model`.
+    """The content of `/v1/models`; the context is that of `model`.
 
     Raises:
         msgspec.DecodeError: it is no list of models.
@@ -176,7 +176,7 @@ class CompletionReader:
         return self.piece(choice, usage, found.model or "")
 
     def piece(self, choice: CompletionEventChoice, usage: ReportedUsage | None, model: str) -> Piece:
-        """What a choice says."""
+        """Decode a choice."""
         return Piece(
             token_ids=tuple(choice.token_ids or ()),
             text="" if choice.token_ids else choice.text or "",
@@ -237,7 +237,7 @@ class ChatReader:
 
 
 class EngineDialect:
-    """What the servers of vLLM, SGLang and TensorRT-LLM have in common: prompts go as token ids, and they say
+    """The common parts of the servers of vLLM, SGLang and TensorRT-LLM: prompts go as token ids, and they say
     what they are.
     """
 
@@ -343,7 +343,8 @@ class OpenAIDialect:
         fields = completion_fields(request, self._model)
         fields["prompt"] = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
         asked = _decode_fields(request.body) if request.body else {}
-        # What is the same for every engine goes as this server understood it, the rest as it came.
+        # Parameters that are the same for every engine go as this server understood them, the rest as it
+        # came.
         fields |= {
             name: value
             for name, value in asked.items()

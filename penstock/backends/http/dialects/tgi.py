@@ -114,7 +114,7 @@ class TgiDialect:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._opening = tokenizer.encode("", add_special_tokens=True)
-        """What it puts before every text by itself."""
+        """The tokens that it puts before every text by itself."""
 
     def facts(self, body: bytes) -> ServerFacts:
         """See `Dialect`."""

@@ -4,9 +4,9 @@ docs/protocol/extension_generate.md):
     POST /v2/models/{model}/generate_stream   {"id", "text_input", "parameters": {...}}
     data: {"model_name", "model_version", "text_output"}     each a further piece of the answer
 
-What a model takes beside `text_input` is the model's own business: `parameters` go to its inputs of that
-name, or to its request parameters. The names sent here are those of its TensorRT-LLM and vLLM backends.
-Answers are text alone, and neither say why they ended nor count, unless the model has outputs
+The inputs that a model takes beside `text_input` are the model's own business: `parameters` go to its inputs
+of that name, or to its request parameters. The names sent here are those of its TensorRT-LLM and vLLM
+backends. Answers are text alone, and neither say why they ended nor count, unless the model has outputs
 `finish_reason`, `num_output_tokens` and `num_input_tokens`, as the vLLM backend can. Otherwise the end of the
 stream is the end of the answer.
 

@@ -36,7 +36,7 @@ class VllmReader(CompletionReader):
         self._echoes = self._num_prompt_top is not None
 
     def piece(self, choice: CompletionEventChoice, usage: ReportedUsage | None, model: str) -> Piece:
-        """What a choice says."""
+        """Decode a choice."""
         ids = tuple(choice.token_ids or ())
         prompt: tuple[TokenLogprob, ...] = ()
         answer: tuple[TokenLogprob, ...] = ()

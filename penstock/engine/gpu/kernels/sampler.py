@@ -99,7 +99,7 @@ def _list(logits, size, top, temperature, reach, listed_logits, listed_ids, BLOC
         tl.store(listed_logits + place, tl.load(logits + ids, mask=ids < size), mask=near)
         tl.store(listed_ids + place, ids, mask=near)
         first += tl.sum(near.to(tl.int32), 0)
-    # What other threads of the program wrote is read from here on.
+    # Values that other threads of the program wrote are read from here on.
     tl.debug_barrier()
 
 

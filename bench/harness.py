@@ -1,0 +1,183 @@
+"""The harness of every bench: rounds in turns, ratios with their spread, tables, and result files that say
+where, when and with what they were measured.
+
+    parser = command_line(__doc__)                    `--json FILE`, and what the bench adds
+    rounds = in_turns(7, {"ours": ours, "theirs": theirs})
+    print(ratio(rounds["ours"], rounds["theirs"]))    1.12 (0.98 to 1.31)
+    write_result(args.json, {"rounds": rounds})       one JSON object: {"measured": {...}, "rounds": ...}
+
+A figure is a ratio to a baseline of the same round, since the speed of a shared machine changes within
+minutes. A plain build of Python costs about a fifth more CPU than one with profile-guided and link-time
+optimization, so the file says which it was.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from penstock.bench.report import read_environment
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LIST_PACKAGES = (
+    "import importlib.metadata, json, sys; "
+    "print(json.dumps({d.name.lower(): d.version for d in importlib.metadata.distributions() if d.name}))"
+)
+
+
+def measured(versions: Mapping[str, str] | None = None) -> dict[str, object]:
+    """The command, the machine, its load, Python and how it was built, our commit; `versions` of what else
+    took part.
+    """
+    return {
+        "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load_average": [round(each, 2) for each in os.getloadavg()],
+        "commit": commit(),
+        **msgspec.to_builtins(read_environment()),
+        "python_build": python_build(),
+        **({"versions": dict(versions)} if versions is not None else {}),
+    }
+
+
+def python_build(
+    config: str = str(sysconfig.get_config_var("CONFIG_ARGS") or ""),
+    flags: str = " ".join(
+        str(sysconfig.get_config_var(name) or "") for name in ("PY_CFLAGS", "PY_CORE_CFLAGS")
+    ),
+) -> str:
+    """How this interpreter was compiled: "plain", "PGO", "LTO" or "PGO+LTO"."""
+    optimized = "--enable-optimizations" in config or "-fprofile-use" in flags
+    linked = "--with-lto" in config or "-flto" in flags
+    return "+".join(name for name, is_so in (("PGO", optimized), ("LTO", linked)) if is_so) or "plain"
+
+
+def commit() -> str:
+    """The commit that is checked out, with "+" if files differ from it; empty outside a repository."""
+    try:
+        head = _git("rev-parse", "--short", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def installed(venv: Path, packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those of `packages` that an environment has."""
+    try:
+        done = subprocess.run(
+            [str(venv / "bin/python"), "-c", LIST_PACKAGES], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    found = json.loads(done.stdout)
+    return {name: found[name] for name in packages if name in found}
+
+
+Value = TypeVar("Value")
+
+
+class Spread(NamedTuple):
+    """Of the rounds of one figure."""
+
+    median: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.least:.3g} to {self.most:.3g})"
+
+    def rounded(self, digits: int = 4) -> dict[str, float]:
+        """For a result file."""
+        return {name: round(value, digits) for name, value in self._asdict().items()}
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Median and range.
+
+    Raises:
+        statistics.StatisticsError: there are no values.
+    """
+    found = list(values)
+    return Spread(statistics.median(found), min(found), max(found))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Ours over theirs, round by round."""
+    return spread(mine / other for mine, other in zip(ours, theirs, strict=True))
+
+
+def in_turns(
+    rounds: int, kinds: Mapping[str, Callable[[], Value]], *, warm_up: bool = True
+) -> dict[str, list[Value]]:
+    """Each kind once a round, in an order that turns by round, so that a noisy moment falls on all of them.
+
+    `warm_up`: a first round does not count.
+    """
+    names = list(kinds)
+    found: dict[str, list[Value]] = {name: [] for name in names}
+    for number in range(-1 if warm_up else 0, rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            value = kinds[name]()
+            if number >= 0:
+                found[name].append(value)
+    return found
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table in columns of one width: the first to the left, figures to the right."""
+    cells = [[str(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "| "
+        + " | ".join(
+            c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
+        + " |"
+        for row in cells
+    ]
+    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def command_line(doc: str | None, *, rounds: int | None = None) -> argparse.ArgumentParser:
+    """The bench's docstring as its help, `--json FILE` and, with a default for it, `--rounds`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds)
+    add_json_option(parser)
+    return parser
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Give the command line `--json FILE`, also called `--out`; `args.json` is a path or None."""
+    parser.add_argument(
+        "--json", "--out", type=Path, dest="json", metavar="FILE", help="write the figures here"
+    )
+
+
+def write_result(
+    path: Path | None, result: Mapping[str, object], versions: Mapping[str, str] | None = None
+) -> None:
+    """Write a result with what it was measured with in front; without a path nothing."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"measured": measured(versions), **result}, indent=1) + "\n")
+    print(f"written: {path}", file=sys.stderr)
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()

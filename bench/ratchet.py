@@ -1,0 +1,68 @@
+"""The ratchet: ratios that were reached once, measured again. A worse one fails.
+
+    python bench/ratchet.py [--rounds 7] [--only NAME] [--update] [--json FILE]
+
+Every question below is a bench whose `measure(rounds)` gives ratios to a baseline of the same round, in CPU
+time; lower is better. A ratio is worse when its least round is above the highest recorded one by more than
+`TOLERANCE`. Kernels are compared only with a record of the same instruction set. `--update` writes
+bench/data/ratchet.json anew; say in the commit why a figure rose.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from harness import Spread, command_line, measured, table, write_result
+
+from penstock.engine.native import NativeLibrary
+
+QUESTIONS = {
+    "limits": "a request's limits and budget over a bare loop",
+    "kv_index": "a prompt's look-up in the KV index over a naive index",
+    "scheduler_host_time": "a scheduler's step over appending to arrays",
+    "native_kernels": "a layer's product, native over torch",
+    "native_sampler": "drawing a token, native over torch",
+    "kv_dtype_speed": "attention over a KV cache in int8, over bfloat16",
+}
+ON_KERNELS = ("native_kernels", "native_sampler", "kv_dtype_speed")
+TOLERANCE = 0.1
+RECORD = Path(__file__).parent / "data" / "ratchet.json"
+
+
+def is_worse(now: Spread, recorded: Spread) -> bool:
+    """Whether no round of now is within the recorded range and the tolerance."""
+    return now.least > recorded.most * (1 + TOLERANCE)
+
+
+def main() -> int:
+    parser = command_line(__doc__, rounds=7)
+    parser.add_argument("--only", choices=QUESTIONS, action="append")
+    parser.add_argument("--update", action="store_true", help="record these figures")
+    args = parser.parse_args()
+    isa = NativeLibrary().isa
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    rows: list[tuple[object, ...]] = []
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    num_worse = 0
+    for name in args.only or QUESTIONS:
+        print(f"{name}: {QUESTIONS[name]}", file=sys.stderr, flush=True)
+        key = f"{name}, {isa}" if name in ON_KERNELS else name
+        figures: dict[str, Spread] = importlib.import_module(name).measure(args.rounds)
+        found[key] = {figure: now.rounded() for figure, now in figures.items()}
+        for figure, now in figures.items():
+            before = record.get("ratios", {}).get(key, {}).get(figure)
+            worse = before is not None and is_worse(now, Spread(**before))
+            num_worse += worse
+            verdict = "not recorded" if before is None else "WORSE" if worse else "holds"
+            rows.append((f"{name}: {figure}", "" if before is None else Spread(**before), now, verdict))
+    print(table(("ratio, lower is better", "recorded", "now", ""), rows))
+    if args.update:
+        ratios = record.get("ratios", {}) | found
+        RECORD.write_text(json.dumps({"measured": measured(), "ratios": ratios}, indent=1) + "\n")
+    write_result(args.json, {"isa": isa, "ratios": found})
+    return 0 if args.update else min(num_worse, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

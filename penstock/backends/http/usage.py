@@ -1,0 +1,68 @@
+"""How many tokens an answer had: what a worker that is not ours reports, and what was counted here. Pure.
+
+backends/http/stream.py says which count is believed.
+"""
+
+from typing import NamedTuple
+
+from penstock.backends.http.dialects.base import ReportedUsage
+from penstock.types import Usage
+
+NOT_REPORTED = ReportedUsage()
+SLACK_TOKENS = 64
+_PROMPT_FACTOR = 8
+
+
+class Counted(NamedTuple):
+    """The counts of this side."""
+
+    prompt: int
+    given: int
+    """Answer tokens that another worker gave: to this one those are prompt."""
+    answer: int
+    """With those; of text alone about as many as it is."""
+    exact: int | None
+    """The same, of tokens that came one by one."""
+    has_ids: bool
+    trusts_prompt: bool
+    """Only the worker knows how many tokens the prompt has."""
+    max_tokens: int
+
+
+def mismatch(reported: ReportedUsage, ours: Counted, *, is_full: bool) -> str:
+    """Where a worker's counts are not ours; empty: nowhere. A token that only ended the answer, which was not
+    `is_full`, may be in its count.
+    """
+    assert reported.completion_tokens is not None, "it was looked at"
+    prompt = ours.prompt + ours.given
+    exact = None if ours.exact is None else ours.exact - ours.given
+    wrong = reported.prompt_tokens is not None and ours.has_ids and reported.prompt_tokens != prompt
+    if exact is not None:
+        wrong = wrong or not exact <= reported.completion_tokens <= exact + (not is_full)
+    if not wrong:
+        return ""
+    theirs = f"{reported.prompt_tokens} + {reported.completion_tokens}"
+    return (
+        f"its usage is {theirs} tokens, counted here were "
+        f"{prompt} + {ours.answer if exact is None else exact}"
+    )
+
+
+def believed(reported: ReportedUsage, ours: Counted, *, prefill_ns: int, decode_ns: int) -> Usage:
+    """The usage that counts."""
+    prompt, completion = ours.prompt, ours.exact
+    if ours.trusts_prompt and reported.prompt_tokens is not None:
+        # Ours is an estimate; but no tokenizer is that much finer.
+        prompt = min(max(0, reported.prompt_tokens), _PROMPT_FACTOR * (prompt + SLACK_TOKENS))
+    if completion is None:
+        completion = ours.answer
+        if not ours.has_ids and reported.completion_tokens is not None:
+            # It alone knows; but it may not invent more than it could have sent.
+            completion = min(max(0, reported.completion_tokens), ours.max_tokens)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        cached_tokens=min(max(0, reported.cached_tokens or 0), prompt),
+        prefill_ns=prefill_ns,
+        decode_ns=decode_ns,
+    )

@@ -1,0 +1,1 @@
+"""Models from elsewhere, kept on this machine's disk: bounded, checked, and fetched once."""
