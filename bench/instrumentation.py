@@ -52,7 +52,7 @@ from penstock.schedule.step import Flight
 from penstock.telemetry import metrics
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.instruments import Counter, Gauge, Histogram
-from penstock.telemetry.traces import EVERY_S
+from penstock.telemetry.traces import TraceKeeper
 from penstock.types import FinishReason, RequestId, SamplingParams, Usage
 
 SIDES = ("with", "without")
@@ -93,8 +93,8 @@ def no_gateway_instruments() -> None:
 
 # --- one gateway, waves in turn ------------------------------------------------------------------
 
-SETTLE_S = EVERY_S + 0.3
-"""Behind a wave, until its last traces are exported."""
+SETTLE_S = 0.5
+"""Behind a wave and the export of its traces."""
 _HANDLES = ("model", "anomalies", "backend", "render", "mbu")
 """Of metrics, what gives something back."""
 
@@ -122,6 +122,7 @@ class Waves(relay_cost.Pusher):
     num_waves: ClassVar[int]
     pipe: ClassVar[Connection]
     """Both are set before the gateway starts."""
+    keepers: ClassVar[list[TraceKeeper]] = []
 
     def __init__(self, load: Load) -> None:
         super().__init__(load)
@@ -132,9 +133,15 @@ class Waves(relay_cost.Pusher):
         for sink in self._sinks:
             sink.on_finish(Finish(reason=FinishReason.STOP, usage=Usage()))
         self._sinks.clear()
-        asyncio.get_running_loop().call_later(SETTLE_S, self._settled)
+        self._settling = asyncio.get_running_loop().create_task(self._settle())
 
-    def _settled(self) -> None:
+    async def _settle(self) -> None:
+        """Traces are exported once in each wave, more often than the gateway does it by itself."""
+        await asyncio.sleep(SETTLE_S)
+        for keeper in self.keepers:
+            while keeper._pending:
+                await keeper._export()
+        await asyncio.sleep(SETTLE_S)
         used_s = time.process_time() - self._told_s
         side = SIDES[self._side]
         self._number += 1
@@ -154,6 +161,13 @@ def run_waves(load: Load, num_waves: int, collector: int, pipe: Connection) -> N
     endpoint = f"http://127.0.0.1:{collector}/v1/traces"
     relay_cost.Config = partial(Config, traces=TracesConfig(endpoint=endpoint, slow_ms=0))
     relay_cost.Pusher, Waves.num_waves, Waves.pipe = Waves, num_waves, pipe
+    start = TraceKeeper.start
+
+    def remember(self: TraceKeeper) -> None:
+        Waves.keepers.append(self)
+        start(self)
+
+    TraceKeeper.start = remember
     uvloop.run(relay_cost.serve_gateway(load, pipe))
 
 

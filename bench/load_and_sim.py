@@ -218,6 +218,8 @@ def worker_of(scenario: Scenario, place: Path) -> Iterator[dict[str, object]]:
     finally:
         process.terminate()
         process.wait(20)
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 class _First:

@@ -72,13 +72,15 @@ models:
   path: penstock-demo-mini
   replicas: 0
   workers: [{{url: "http://127.0.0.1:{upstream}/v1", engine: openai, max_running: 1024}}]
-server: {{port: {port}}}
+server: {{port: {port}, processes: {processes}}}
 auth: {{keys: ["{key}"]}}
 admission: {{ttft_target_ms: 0}}
 ledger: {{directory: "{place}/ledger-{port}"}}
 limits: {{concurrent_max: 20000}}
 """
 """`penstock serve` with all that it does unless told otherwise, in front of a provider."""
+OVER_HTTP = {"penstock.http": 1, "penstock.http.two": 2}
+"""Ours in front of the upstream, and how many gateway processes it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +102,14 @@ def command_of(gateway: str, place: Place) -> list[str]:
     """How to start a gateway on `place.port`.
 
     A name like "penstock-ledger+access" is ours with these features off; "penstock.http" is ours in front of
-    the upstream, as the others are.
+    the upstream, as the others are, and "penstock.http.two" the same in two processes.
     """
     kind, _, off = gateway.partition("-")
     if kind == "penstock":
         return [sys.executable, str(HERE / "gateway.py"), place.worker, str(place.port), off or "all"]
-    if kind == "penstock.http":
-        return [sys.executable, "-m", "penstock", "serve", "-c", _written(place, "ours.yaml", OURS)]
+    if kind in OVER_HTTP:
+        written = _written(place, "ours.yaml", OURS, processes=OVER_HTTP[kind])
+        return [sys.executable, "-m", "penstock", "serve", "-c", written]
     url, binaries = f"http://127.0.0.1:{place.upstream}", place.venv / "bin"
     listen = ["--host", "127.0.0.1", "--port", str(place.port)]
     routed = ["--worker-urls", url, *listen, "--policy", "round_robin"]
@@ -153,8 +156,9 @@ def _nginx_version(venv: Path) -> str:
     return match[1] if match else ""
 
 
-def _written(place: Place, name: str, template: str) -> str:
+def _written(place: Place, name: str, template: str, **more: int) -> str:
     path = place.directory / name
-    text = template.format(port=place.port, upstream=place.upstream, place=place.directory, key=place.key)
+    known = {"port": place.port, "upstream": place.upstream, "place": place.directory, "key": place.key}
+    text = template.format(**known, **more)
     path.write_text(text)
     return str(path)

@@ -189,7 +189,7 @@ def run(gateways: list[str], shapes: list[Shape], args: argparse.Namespace) -> R
     with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
         place = Path(name)
         build(place)
-        for number in range(1 if args.quick else args.rounds or ROUNDS):
+        for number in range(args.rounds or (1 if args.quick else ROUNDS)):
             first = number % len(gateways)
             for shape in shapes:
                 for gateway in gateways[first:] + gateways[:first]:
@@ -272,7 +272,9 @@ def main() -> None:
     parser.add_argument("--features", action="store_true", help="ours, with features off one at a time")
     parser.add_argument("--peers", type=Path, default=Path("bench/out/relay-peers"))
     parser.add_argument("--show", type=Path, metavar="FILE")
-    parser.add_argument("--quick", action="store_true", help="a fifth of the requests, one round")
+    parser.add_argument(
+        "--quick", action="store_true", help="a fifth of the requests; one round unless --rounds says more"
+    )
     args = parser.parse_args()
     if args.show:
         told = json.loads(args.show.read_text())

@@ -103,9 +103,9 @@ class EnsembleConfig(Branch, frozen=True, kw_only=True):
     """
 
     name: str
-    """What clients ask for."""
+    """The name that clients ask for."""
     model: str
-    """What answers: a model, or an adapter of one."""
+    """The model that answers: a model, or an adapter of one."""
     before: str = ""
     """`module:function`, called with the request; returns the one that the model gets."""
     after: str = ""
@@ -115,7 +115,7 @@ class EnsembleConfig(Branch, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
     """Each call may take so long; then its process is ended, and the request with 500."""
     memory_bytes: Annotated[int, Meta(ge=1 << 20)] = 512 << 20
-    """What the steps may take beyond what importing them took."""
+    """The memory that the steps may take beyond that of importing them."""
 
 
 AUTO = "auto"

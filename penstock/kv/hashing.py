@@ -236,9 +236,9 @@ def own_keys(hashes: Sequence[bytes]) -> list[int]:
 
 def namespace_of(salt: bytes) -> str:
     """A tenant's salt as a foreign engine is given it (`cache_salt`), and as it comes back in that engine's
-    events.
+    events. Without '/', which vLLM takes no salt with.
     """
-    return base64.b64encode(salt).decode()
+    return base64.urlsafe_b64encode(salt).decode()
 
 
 class CanonicalHasher:

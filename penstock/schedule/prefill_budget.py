@@ -283,7 +283,7 @@ class PromptShare:
 # with the least that prompts take of it, is predicted to keep the target. The others wait, where a queue
 # can still reorder or refuse them.
 #
-#     target     the strictest of the classes that run; a class that only waits slows nobody down
+#     target     the strictest of the classes that run; a class that only waits slows no one down
 #                (not below what this machine can keep: `PrefillBudget.kept_ns`)
 #     predicted  each row's context as it will be half-way through the rest of its answer: the mean over the
 #                time that counts

@@ -34,7 +34,9 @@ PENDING_MAX = 2048
 """Traces that wait for the exporter."""
 BATCH_MAX = 256
 """Traces of one export."""
-EVERY_S = 1.0
+EVERY_S = 5.0
+"""Between two exports, as in OpenTelemetry's batch processor, unless a batch is full before: an export costs
+as much as some twenty traces."""
 ATTEMPTS_MAX = 16
 """Attempts of one trace; of more the oldest count."""
 STATE_BYTES_MAX = 512
@@ -223,7 +225,9 @@ class TraceKeeper:
         self.exported = 0
         self.dropped = 0
         """Traces that did not fit, or that the collector did not take."""
-        self._is_failing, self._is_closing = False, asyncio.Event()
+        self._is_failing = self._is_closing = False
+        self._wake = asyncio.Event()
+        """A batch is full, or the last one is to be sent."""
 
     def begin(self, parent: TraceContext | None) -> RequestTrace:
         """A request has come."""
@@ -239,6 +243,8 @@ class TraceKeeper:
             self.dropped += 1
             return
         self._pending.append(trace)
+        if len(self._pending) == BATCH_MAX:
+            self._wake.set()
 
     def start(self) -> None:
         """Begin to export."""
@@ -246,7 +252,8 @@ class TraceKeeper:
 
     async def stop(self) -> None:
         """Export what is left, unless the collector takes nothing."""
-        self._is_closing.set()
+        self._is_closing = True
+        self._wake.set()
         if self._is_failing:
             await asyncio.to_thread(self._exporter.close)
         if self._task is not None:
@@ -256,11 +263,12 @@ class TraceKeeper:
         await asyncio.to_thread(self._exporter.close)
 
     async def _run(self) -> None:
-        while not self._is_closing.is_set():
+        while not self._is_closing:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S):
-                    await self._is_closing.wait()
-            while self._pending and not self._is_closing.is_set():
+                    await self._wake.wait()
+            self._wake.clear()
+            while self._pending and not self._is_closing:
                 await self._export()
 
     async def _export(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from served import PATIENCE_S
-from stand_in_thread import MODEL, Serve, stand_in_engine
+from stand_in_thread import MODEL, Serve
 from tenant_keys import add
 
 from penstock.cli.main import main
@@ -73,39 +73,38 @@ def refused(gateway: Serve, place: Path) -> str:
 def test_any_process_explains_any_request_and_so_does_the_next_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with stand_in_engine(step_s=0.01) as engine:
-        place = tmp_path / "gateway"
-        gateway = Serve(place, engine, TENANTS, processes=2)
-        admin = add(place / "keys.jsonl", tenant="acme", admin=True).key
-        try:
-            gateway.server.wait_ready()
-            files = place / "state" / "ledger" / "decisions"
-            names = decided_by_two(gateway, files)
-            root = gateway.server.url.removesuffix("/v1")
-            names[0] = names[0].replace("cmpl", "req")  # As the log and the header `x-request-id` have it.
-            for name in names:  # The process that answers is the kernel's choice.
-                argv = ["explain", name, "--replay", "--url", root, "--key", admin]
-                assert main(argv) == 0, capsys.readouterr().err
-                told = capsys.readouterr().out
-                assert f"1. {MODEL}: " in told
-                assert "replay: " in told
-                assert "equal to the bit" in told
-            names.append(refused(gateway, files))
-            gateway.kill()
-            gateway.start()
-            gateway.server.wait_ready()
-            root = gateway.server.url.removesuffix("/v1")
-            for name in names:
-                assert main(["explain", name, "--json", "--url", root, "--key", admin]) == 0
-                told = json.loads(capsys.readouterr().out)
-                if name == names[-1]:
-                    assert told["failure"]["status"] == 404
-                    assert "no-such-model" in told["failure"]["message"]
-                    continue
-                (decision,) = told["decisions"]
-                assert decision["request_id"] == name.replace("req", "cmpl")
-                assert decision["replay"]["is_equal"]
-            assert main(["explain", "cmpl-nobody", "--url", root, "--key", admin]) == 1
-            assert "is known" in capsys.readouterr().err
-        finally:
-            gateway.kill()
+    place = tmp_path / "gateway"
+    gateway = Serve(place, None, TENANTS, processes=2)
+    admin = add(place / "keys.jsonl", tenant="acme", admin=True).key
+    try:
+        gateway.server.wait_ready()
+        files = place / "state" / "ledger" / "decisions"
+        names = decided_by_two(gateway, files)
+        root = gateway.server.url.removesuffix("/v1")
+        names[0] = names[0].replace("cmpl", "req")  # As the log and the header `x-request-id` have it.
+        for name in names:  # The process that answers is the kernel's choice.
+            argv = ["explain", name, "--replay", "--url", root, "--key", admin]
+            assert main(argv) == 0, capsys.readouterr().err
+            told = capsys.readouterr().out
+            assert f"1. {MODEL}: " in told
+            assert "replay: " in told
+            assert "equal to the bit" in told
+        names.append(refused(gateway, files))
+        gateway.kill()
+        gateway.start()
+        gateway.server.wait_ready()
+        root = gateway.server.url.removesuffix("/v1")
+        for name in names:
+            assert main(["explain", name, "--json", "--url", root, "--key", admin]) == 0
+            told = json.loads(capsys.readouterr().out)
+            if name == names[-1]:
+                assert told["failure"]["status"] == 404
+                assert "no-such-model" in told["failure"]["message"]
+                continue
+            (decision,) = told["decisions"]
+            assert decision["request_id"] == name.replace("req", "cmpl")
+            assert decision["replay"]["is_equal"]
+        assert main(["explain", "cmpl-nobody", "--url", root, "--key", admin]) == 1
+        assert "is known" in capsys.readouterr().err
+    finally:
+        gateway.kill()

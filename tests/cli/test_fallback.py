@@ -2,10 +2,8 @@
 answer instead: what two tenants get of `penstock serve` with two gateway processes, over sockets.
 """
 
-import http.client
 import json
 import sqlite3
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,86 +11,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from doors import PROCESSES, TENANTS, Door, Told, doors_of
 from provider_process import ProviderProcess
-from served import PATIENCE_S, Server
+from served import Server
 
 pytestmark = pytest.mark.timeout(240)
 
 T = TypeVar("T")
 
-PROCESSES = 2
-TENANTS = ("sk-one-tenant-0000000001", "sk-another-tenant-000002")
 MODELS = ("many", "failing", "busy", "refusing", "locked-401", "locked-403", "hanging", "slow", "breaking")
 """A provider's model for each question: what one test did to its own is nothing to the next."""
-
-
-@dataclass(slots=True)
-class Told:
-    """What a client was told, and after how long."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-    took_s: float
-
-    @property
-    def model(self) -> str:
-        return self.headers.get("x-penstock-model", "")
-
-    @property
-    def why(self) -> str:
-        """Another model answered."""
-        return self.headers.get("x-penstock-downgrade", "")
-
-
-@dataclass(slots=True)
-class Door:
-    """A connection that stays in the gateway process that accepted it. The tenants ask there in turn."""
-
-    port: int
-    process: str = ""
-    """How ids begin there; empty: whichever."""
-    num_asked: int = 0
-    _connection: http.client.HTTPConnection | None = None
-
-    def ask(self, model: str, *, headers: dict[str, str] | None = None, **options: Any) -> Told:
-        """One chat."""
-        body = {"model": model, "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 8, **options}
-        self.num_asked += 1
-        headers = {"authorization": f"Bearer {TENANTS[self.num_asked % len(TENANTS)]}", **(headers or {})}
-        return self._talk("POST", "/v1/chat/completions", json.dumps(body), headers)
-
-    def get(self, path: str) -> Told:
-        return self._talk("GET", path, None, {})
-
-    def _talk(self, method: str, path: str, body: str | None, headers: dict[str, str]) -> Told:
-        connection, self._connection = self._connection or self._enter(), None
-        began = time.monotonic()
-        connection.request(method, path, body, {"content-type": "application/json", **headers})
-        response = connection.getresponse()
-        told = Told(
-            response.status, {name.lower(): value for name, value in response.getheaders()}, response.read(),
-            time.monotonic() - began,
-        )  # fmt: skip
-        self._connection = None if response.will_close else connection
-        return told
-
-    def _enter(self) -> http.client.HTTPConnection:
-        """The kernel chooses who accepts a connection, so until it is the wanted one."""
-        while True:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
-            connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {TENANTS[0]}"})
-            response = connection.getresponse()
-            response.read()
-            found = (response.headers["x-request-id"] or "")[: len("req-") + 16]
-            self.process = self.process or found
-            if found == self.process and not response.will_close:
-                return connection
-            connection.close()
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
 
 
 class Fleet:
@@ -116,20 +44,9 @@ class Fleet:
         ]))  # fmt: skip
         self.server = Server(place, "-c", str(file))
         self.server.wait_ready()
-        self.port = int(self.server.url.rpartition(":")[2].partition("/")[0])
-        self.doors = [Door(self.port)]
-        self.server.until(lambda: self.doors[0].get("/ready").status == 200, "not ready")
-        self.server.until(self._found_another, "one process accepts every connection")
-        self.server.until(lambda: self.doors[1].get("/ready").status == 200, "not ready")
-
-    def _found_another(self) -> bool:
-        door = Door(self.port)
-        door.get("/health")
-        if door.process == self.doors[0].process:
-            door.close()
-            return False
-        self.doors.append(door)
-        return True
+        self.doors = doors_of(self.server)
+        for door in self.doors:
+            self.server.until(lambda door=door: door.get("/ready").status == 200, "not ready")
 
     def close(self) -> None:
         """End whatever is left of it."""
@@ -202,7 +119,7 @@ def test_many_fall_back_at_once_although_the_retry_budget_is_for_few(fleet: Flee
     """The first of these tests: what ends well pays into a process's budget."""
     route = Route(fleet, "many")
     route.provider.behaves(status=[500, {}, ""], delay_s=0.3)
-    doors = [Door(fleet.port, door.process) for door in fleet.doors for _ in range(12)]
+    doors = [Door(door.port, door.process) for door in fleet.doors for _ in range(12)]
     for number, door in enumerate(doors):
         door.num_asked = number  # Both tenants at both processes.
         door.get("/health")

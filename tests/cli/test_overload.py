@@ -3,10 +3,13 @@ to come back.
 """
 
 import asyncio
+import dataclasses
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
+import load_and_sim
 import overload
 import pytest
 
@@ -60,3 +63,17 @@ def test_what_is_refused_is_told_when_to_come_back(overloaded: SimpleNamespace) 
 def test_the_queue_is_empty_ten_seconds_after_the_load(overloaded: SimpleNamespace) -> None:
     assert overloaded.figures["drain_s"] is not None
     assert overloaded.figures["drain_s"] <= DRAIN_S
+
+
+def test_two_processes_let_in_what_one_worker_can_do_and_share_it_among_tenants(tmp_path: Path) -> None:
+    """Twice what it can do, at a worker whose steps take as long as they are told: a busy machine changes
+    little of what is decided.
+    """
+    scenario = dataclasses.replace(load_and_sim.overload(processes=2), seconds=SECONDS)
+    found = load_and_sim.counted(scenario, load_and_sim.served(scenario, tmp_path, seed=1))
+    assert found["neither answered nor refused"] == 0
+    assert found["first: answered, share"] >= 0.8, "its band goes first"
+    others = [found[f"{tenant}: answered, share"] for tenant in "abc"]
+    assert min(others) > 0.2, "nobody starves"
+    assert max(others) < 0.8, "twice as much was asked for as there is"
+    assert max(others) - min(others) < 0.3

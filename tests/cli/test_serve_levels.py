@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pages
 import pytest
-from stand_in_thread import MODEL, Serve, stand_in_engine
+from stand_in_thread import MODEL, Serve
 from tenant_keys import add
 
 from penstock.bench.client import ApiAddress, Client, ClientLimits
@@ -39,25 +39,24 @@ def test_the_pages_tenant_keeps_its_keys_and_users_apart(tmp_path: Path) -> None
         f"requests_per_minute: {tenant.requests_per_minute}, "
         f"per_user: {{requests_per_minute: {per_user}}}, per_key: {{requests_per_minute: {per_key}}}"
     )
-    with stand_in_engine() as engine:
-        place = tmp_path / "gateway"
-        gateway = Serve(place, engine, {tenant.id: facts, "other": facts}, processes=PROCESSES)
-        other_key = add(place / "keys.jsonl", tenant=tenant.id).key
-        try:
-            gateway.server.wait_ready()
-            one_key = gateway.keys[tenant.id]
-            words = asyncio.run(asked(gateway, one_key, "ann", 3 * per_user))
-            granted = words.count(b"")
-            # A lease of each process may be over, and what refills meanwhile.
-            assert per_user <= granted <= per_user + PROCESSES + 2, granted
-            assert all(b"Rate limit of this user reached" in word for word in words if word)
-            assert asyncio.run(asked(gateway, one_key, "bob", 1)) == [b""]
-            assert asyncio.run(asked(gateway, gateway.keys["other"], "ann", 2)) == [b""] * 2, "another's ann"
-            users = [f"user-{i}" for i in range(3 * per_key)]
-            words = [asyncio.run(asked(gateway, one_key, user, 1))[0] for user in users]
-            refused = [word for word in words if word]
-            assert refused
-            assert all(b"Rate limit of this key reached" in word for word in refused)
-            assert asyncio.run(asked(gateway, other_key, "dan", 1)) == [b""]
-        finally:
-            gateway.kill()
+    place = tmp_path / "gateway"
+    gateway = Serve(place, None, {tenant.id: facts, "other": facts}, processes=PROCESSES)
+    other_key = add(place / "keys.jsonl", tenant=tenant.id).key
+    try:
+        gateway.server.wait_ready()
+        one_key = gateway.keys[tenant.id]
+        words = asyncio.run(asked(gateway, one_key, "ann", 3 * per_user))
+        granted = words.count(b"")
+        # A lease of each process may be over, and what refills meanwhile.
+        assert per_user <= granted <= per_user + PROCESSES + 2, granted
+        assert all(b"Rate limit of this user reached" in word for word in words if word)
+        assert asyncio.run(asked(gateway, one_key, "bob", 1)) == [b""]
+        assert asyncio.run(asked(gateway, gateway.keys["other"], "ann", 2)) == [b""] * 2, "another's ann"
+        users = [f"user-{i}" for i in range(3 * per_key)]
+        words = [asyncio.run(asked(gateway, one_key, user, 1))[0] for user in users]
+        refused = [word for word in words if word]
+        assert refused
+        assert all(b"Rate limit of this key reached" in word for word in refused)
+        assert asyncio.run(asked(gateway, other_key, "dan", 1)) == [b""]
+    finally:
+        gateway.kill()

@@ -223,15 +223,14 @@ def test_without_the_store_each_gateway_does_as_it_was_told(world: World) -> Non
 
 
 def test_the_processes_of_one_serve_let_through_one_limit(tmp_path: Path) -> None:
-    with stand_in_engine() as engine:
-        gateway = Serve(tmp_path / "serve", engine, TENANTS, processes=2)
-        try:
-            gateway.server.wait_ready()
-            # A new connection for each request: both processes have about as many, and each would let all of
-            # them through.
-            spent = spend("requests", gateway, clients=4, fresh=True)
-        finally:
-            gateway.server.process.terminate()
-            gateway.server.wait_ended()
+    gateway = Serve(tmp_path / "serve", None, TENANTS, processes=2)
+    try:
+        gateway.server.wait_ready()
+        # A new connection for each request: both processes have about as many, and each would let all of
+        # them through.
+        spent = spend("requests", gateway, clients=4, fresh=True)
+    finally:
+        gateway.server.process.terminate()
+        gateway.server.wait_ended()
     assert spent.requests >= REQUESTS * 0.95
     assert spent.requests <= REQUESTS + spent.refilled(REQUESTS) + 2 * max(REQUESTS // 60, lease(REQUESTS))

@@ -3,8 +3,10 @@
 import math
 from random import Random
 
+from penstock.config.tree import SloConfig
 from penstock.fleet.rollouts import RolloutReport
 from penstock.policy.rollout.evidence import Reading
+from penstock.telemetry.alerts import rules
 
 TENANTS = ("acme", "globex", "initech", "umbrella")
 DAYS = ("2026-11-18", "2026-11-17")
@@ -183,20 +185,20 @@ def told_of_alerts(now: int = NOW_MS // 1000) -> dict:
         named = {"model": model, "band": band, "objective": objective, "target": target}
         return named | {"windows": windows, "budget_left": left}
 
+    summaries = {rule.name: rule.summary for rule in reversed(rules(SloConfig()))}
+
     def alert(name, severity, labels, since, why, **more):
         book = f"docs/runbook.md#{name.lower()}"
         told = {"name": name, "severity": severity, "labels": labels, "since": now - since, "why": why}
-        return told | {"summary": "First tokens come late.", "runbook": book} | more
+        return told | {"summary": summaries[name], "runbook": book} | more
 
-    where = {"model": "chat-70b", "band": "interactive", "factor": "14.4", "window": "1h"}
-    late = "The budget of first tokens in time burns 17.2 times too fast over 1 h, 21.0 times over 5 min."
-    waits = "More than 40 requests waited for 10 minutes."
+    where = {"model": "chat-70b", "band": "interactive", "burn": "14.4", "window": "1h"}
+    late = "86.0% of requests had a late first token in 1h, limit 72.0%; 90.0% of requests in 5m, limit 72.0%"
+    waits = "41 requests wait and 12 run"
     return {
         "now": now,
-        "firing": [alert("PenstockTtftBurnsFast", "page", where, 340, late)],
-        "ended": [
-            alert("PenstockQueueSustained", "warning", {"model": "chat-8b"}, 9000, waits, ended=now - 7200)
-        ],
+        "firing": [alert("TtftBurn", "page", where, 340, late)],
+        "ended": [alert("QueueSustained", "ticket", {"model": "chat-8b"}, 9000, waits, ended=now - 7200)],
         "slo": [
             row("chat-70b", "interactive", "availability", 0.995, (0.2, 0.3, 0.2, 0.2, 0.4, 0.3)),
             row("chat-70b", "interactive", "ttft", 0.95, (21.0, 18.1, 17.2, 4.1, 1.6, 0.9)),

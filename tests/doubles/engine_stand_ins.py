@@ -222,6 +222,12 @@ class StandIn:
         return [token(seed, i) for i in range(first, first + max_tokens + self.faults.overrun)], "length"
 
 
+def takes_salt(body: dict[str, Any]) -> bool:
+    """As vLLM's `validate_cache_salt` does."""
+    salt = body.get("cache_salt")
+    return salt is None or (0 < len(salt) <= 128 and not {*"@/\\\0"} & {*salt})
+
+
 class VllmStandIn(StandIn):
     GENERATES = ("/v1/completions",)
     SENDS_IDS = True
@@ -230,6 +236,10 @@ class VllmStandIn(StandIn):
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
         verb = request.path.removeprefix("/v1/").removesuffix("_lora_adapter")
+        if self.SENDS_IDS and request.path in self.GENERATES and not takes_salt(request.json):
+            body = {"error": {"message": "a bad salt", "type": "BadRequestError", "param": "cache_salt"}}
+            await self.respond(writer, 400, json.dumps(body).encode(), {"content-type": "application/json"})
+            return
         if not self.LOADS_ADAPTERS or verb not in ("load", "unload"):
             await super()._answer(request, writer)
             return

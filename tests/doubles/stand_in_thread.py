@@ -1,5 +1,5 @@
-"""A stand-in engine on a thread of its own, and `penstock serve` processes in front of it: a gateway is up
-within a second.
+"""`penstock serve` processes in front of our engine, or of a stand-in on a thread of its own, with which a
+gateway is up within a second.
 """
 
 import asyncio
@@ -54,14 +54,14 @@ def serve_with(constants: Mapping[str, float]) -> Sequence[str]:
 
 
 class Serve:
-    """`penstock serve` in front of a stand-in, started and killed as often as wanted; all tenants have a
-    key.
+    """`penstock serve`, started and killed as often as wanted; all tenants have a key. `engine`: a stand-in;
+    None: a worker of ours.
     """
 
     def __init__(
         self,
         place: Path,
-        engine: StandIn,
+        engine: StandIn | None,
         tenants: dict[str, str],
         *sections: str,
         port: int = 0,
@@ -79,13 +79,16 @@ class Serve:
         self._place, self.config = place, place / "penstock.yaml"
         keys = place / "keys.jsonl"
         self.keys = {name: add(keys, tenant=name).key for name in tenants}
-        worker = f"{{url: '{engine.url}', engine: vllm, served_model: {engine.MODEL}, {worker}}}"
+        serves = f"engine: {{threads: 1, kv_memory_bytes: 33554432, {worker}}}"
+        if engine is not None:
+            worker = f"{{url: '{engine.url}', engine: vllm, served_model: {engine.MODEL}, {worker}}}"
+            serves = f"replicas: 0, workers: [{worker}]"
         times = f"lameduck_s: {lameduck_s}, drain_timeout_s: {drain_timeout_s}"
         self._lines = [
             f"server: {{port: {port}, trust_local: true, processes: {processes}, {times}}}",
             f"auth: {{keys_file: {keys}, secret: {'x' * 20}}}",
             "log: {access: false}",
-            f"models: [{{path: penstock-demo-mini, name: {MODEL}, replicas: 0, workers: [{worker}]}}]",
+            f"models: [{{path: penstock-demo-mini, name: {MODEL}, {serves}}}]",
             *sections,
         ]
         if not any(section.startswith("admission:") for section in sections):

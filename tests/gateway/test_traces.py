@@ -19,12 +19,18 @@ import pytest
 from fake_backend import FakeBackend
 
 from penstock.config.tree import TracesConfig
+from penstock.telemetry import traces
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=7"}
 CANARY = "swordfish-of-the-prompt"
 SERVER, CLIENT = 2, 3
 """OTLP's kinds of spans."""
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch) -> None:
+    monkeypatch.setattr(traces, "EVERY_S", 0.1)
 
 
 class CollectorProcess:

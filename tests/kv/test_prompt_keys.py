@@ -59,6 +59,14 @@ def test_keys_agree_exactly_where_prefix_tenant_and_adapter_do(
     assert not set(one.own(OWN)) & set(one.canonical)
 
 
+@given(st.binary(min_size=1, max_size=64))
+def test_a_tenants_salt_is_one_that_vllm_takes(salt: bytes) -> None:
+    """Its `validate_cache_salt`: at most 128 characters, and none of these."""
+    name = namespace_of(salt)
+    assert 0 < len(name) <= 128
+    assert not {*"@/\\\0"} & {*name}
+
+
 def test_canonical_keys_can_be_made_block_by_block_from_a_parent() -> None:
     """As events come in: with a parent and the tokens after it."""
     tokens = tuple(range(100))

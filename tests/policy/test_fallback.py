@@ -187,3 +187,19 @@ def test_entries_that_a_moved_request_leaves_behind_count_no_more() -> None:
     assert [each.id for each in told if isinstance(each, Evict)] == ["a"]
     for lane in (large, small):
         lane.check_invariants()
+
+
+def test_attempts_at_the_model_before_are_no_retries_of_this_one() -> None:
+    control = made()
+    control.set_worker(0, "small", WorkerId("u"), WorkerView(max_running=4))
+    assert isinstance(control.arrive(0, arrival("a", "small")), Queued)
+    control.dispatch(0)
+    request = control.request(RequestId("a"))
+    assert request is not None
+    retries = QueueTerms().retries_max
+    request.attempts, request.attempts_elsewhere = 1 + 5, 5
+    assert control.can_move(0, request, now=True), "its first attempt here"
+    request.attempts = retries + 5
+    assert control.can_move(0, request, now=True), "one retry is left"
+    request.attempts = 5 + retries + 1
+    assert not control.can_move(0, request, now=True)

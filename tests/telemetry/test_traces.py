@@ -188,6 +188,23 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
     assert collector.is_closed
 
 
+def test_a_full_batch_is_exported_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(traces, "EVERY_S", 3600.0)
+    keeper, collector, _ = make()
+
+    async def check() -> None:
+        keeper.start()
+        await asyncio.sleep(0)
+        for _ in range(traces.BATCH_MAX):
+            keeper.add(ended(keeper))
+        while keeper.exported < traces.BATCH_MAX:
+            await asyncio.sleep(0.001)
+        assert collector.calls == 1
+        await keeper.stop()
+
+    asyncio.run(check())
+
+
 def test_a_collector_that_is_away_is_said_once_and_does_not_hold_up_the_end() -> None:
     keeper, collector, text = make()
     collector.is_there = False

@@ -1,5 +1,5 @@
-"""A scripted provider and a real vLLM, each as the other's fallback, behind `penstock serve`: which of them
-answers, and what is counted.
+"""A scripted provider and a real vLLM, each as the other's fallback, behind `penstock serve` with two gateway
+processes: which of them answers two tenants, and what is counted.
 """
 
 import contextlib
@@ -7,17 +7,17 @@ import json
 import os
 import signal
 import sqlite3
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from doors import PROCESSES, TENANTS, Door, Told, doors_of
 from provider_process import ProviderProcess
 from served import Server
 
 pytestmark = [pytest.mark.workers, pytest.mark.timeout(600)]
+ADMIN = "sk-the-operators-key-0003"
 
 
 class Route:
@@ -32,7 +32,8 @@ class Route:
         first, second = reversed(engines) if turned else engines
         worker = "replicas: 0, workers: [{url: '%s', engine: %s, served_model: served, max_model_len: 512}]"
         file.write_text(
-            "server: {port: 0, trust_local: true}\n"
+            f"server: {{port: 0, trust_local: true, processes: {PROCESSES}}}\n"
+            f"auth: {{keys: [{', '.join(TENANTS)}], admin_keys: [{ADMIN}]}}\n"
             "admission: {ttft_target_ms: 20000}\n"
             f"ledger: {{directory: {place / 'ledger'}}}\n"
             "models:\n"
@@ -41,41 +42,50 @@ class Route:
             "routing: {models: [{model: big, fallback: local}]}\n"
             "prices: {models: [{model: big, output: 5}, {model: local, output: 2}]}\n"
         )
-        self.server = Server(place, "-c", str(file), "--no-auth")
+        self.server = Server(place, "-c", str(file))
         self.server.wait_ready()
-        self.server.until(self.is_ready, "not ready")
+        self.doors = doors_of(self.server)
+        for door in self.doors:
+            self.server.until(lambda door=door: self.is_ready(door), "not ready")
 
-    def is_ready(self) -> bool:
-        url = f"{self.server.url.removesuffix('/v1')}/admin/workers"
-        with urllib.request.urlopen(url, timeout=60) as found:
-            workers = json.load(found)["workers"]
+    def is_ready(self, door: Door) -> bool:
+        """As that process sees it."""
+        told = door.get("/admin/workers", {"authorization": f"Bearer {ADMIN}"})
+        workers = json.loads(told.body)["workers"]
         return len(workers) == 2 and all(worker["state"] == "ready" for worker in workers)
 
-    def ask(self, **headers: str) -> tuple[str, str, float]:
-        """Which model answered eight tokens, why another one did, and after how long."""
-        body = {"model": "big", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 8}
+    def ask(self, door: Door, **headers: str) -> Told:
+        """Eight tokens, of whichever model."""
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
-        request = urllib.request.Request(
-            f"{self.server.url}/chat/completions",
-            json.dumps({**body, "ignore_eos": True}).encode(),
-            {"content-type": "application/json", **headers},
-        )
-        began = time.monotonic()
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 8
-            told = answer.headers
-        took_s = time.monotonic() - began
-        return told["x-penstock-model"], told.get("x-penstock-downgrade", ""), took_s
+        told = door.ask("big", headers=headers, ignore_eos=True)
+        assert told.status == 200, told
+        assert json.loads(told.body)["usage"]["completion_tokens"] == 8
+        return told
+
+    def asked(self, times: int, **headers: str) -> list[list[Told]]:
+        """So often at each process."""
+        return [[self.ask(door, **headers) for _ in range(times)] for door in self.doors]
+
+    def returns(self) -> None:
+        """Wait until the model itself answers, in both processes: its breaker is each one's own."""
+        for door in self.doors:
+            self.server.until(lambda door=door: self.ask(door).model == "big", "it is not found well again")
 
     def stop(self) -> list[tuple[object, ...]]:
         """End it; what the ledger has of each request."""
-        self.server.process.terminate()
+        self.server.process.send_signal(signal.SIGINT)
         self.server.wait_ended()
         with sqlite3.connect(self.place / "ledger" / "usage.sqlite") as ledger:
             return ledger.execute(
-                "SELECT served_model, route_reason, outcome, attempts, completion_tokens, cost_micros "
-                "FROM usage"
+                "SELECT served_model, route_reason, outcome, attempts, completion_tokens, cost_micros, "
+                "tenant FROM usage"
             ).fetchall()
+
+    def close(self) -> None:
+        """End whatever is left of it."""
+        for door in self.doors:
+            door.close()
+        self.server.close()
 
 
 @pytest.fixture
@@ -83,36 +93,45 @@ def route(tmp_path: Path, vllm_url: str, model_28m: Path) -> Iterator[Route]:
     with ProviderProcess() as provider:
         made = Route(tmp_path, provider, vllm_url, model_28m)
         yield made
-        made.server.close()
+        made.close()
+
+
+def check_counted(rows: list[tuple[object, ...]]) -> None:
+    assert {row[2] for row in rows} == {"finished"}
+    assert all(row[4] == 8 for row in rows), "tokens count once"
+    for served_model, _, _, attempts, _, cost, _ in rows:
+        assert cost == 8 * (5 if served_model == "big" else 2), "the model that answered is paid for, once"
+        assert attempts <= 2
+    for model in ("big", "local"):
+        assert len({row[6] for row in rows if row[0] == model}) == len(TENANTS)
 
 
 def test_a_real_vllm_answers_for_a_provider_until_that_is_well_again(route: Route) -> None:
-    assert route.ask()[:2] == ("big", "")
+    assert {told.model for answers in route.asked(2) for told in answers} == {"big"}
     route.provider.fails(500)
-    failed = [route.ask()[:2] for _ in range(8)]
-    assert {model for model, _ in failed} == {"local"}
-    assert [why for _, why in failed][-1] == "breaker", "the provider is left alone by now"
+    for answers in route.asked(8):
+        assert {told.model for told in answers} == {"local"}
+        assert answers[-1].why == "breaker", "the provider is left alone by now"
     route.provider.behaves()
-    route.server.until(lambda: route.ask()[0] == "big", "a probe finds it well")
+    route.returns()
     rows = route.stop()
-    assert {row[2] for row in rows} == {"finished"}
-    assert all(row[4] == 8 for row in rows), "tokens count once"
-    for served_model, _, _, attempts, _, cost in rows:
-        assert cost == 8 * (5 if served_model == "big" else 2), "the model that answered is paid for, once"
-        assert attempts <= 2
-    assert sum(row[0] == "local" for row in rows) >= 8
+    check_counted(rows)
+    assert sum(row[0] == "local" for row in rows) >= 8 * PROCESSES
 
 
 def test_a_provider_that_is_slow_to_its_first_byte_leaves_time_for_the_vllm(route: Route) -> None:
     route.provider.behaves(delay_s=25)
-    for _ in range(3):
-        model, why, took_s = route.ask(x_penstock_max_wait_ms="4000")
-        assert (model, why) == ("local", "timeout")
-        assert took_s < 4, "within what the client waits"
+    for answers in route.asked(3, x_penstock_max_wait_ms="4000"):
+        for told in answers:
+            assert (told.model, told.why) == ("local", "timeout")
+            assert told.took_s < 4, "within what the client waits"
     route.provider.behaves()
-    assert route.ask()[:2] == ("big", "")
+    for answers in route.asked(2):
+        assert [(told.model, told.why) for told in answers] == [("big", "")] * 2
     rows = route.stop()
-    assert [row[:5] for row in rows if row[0] == "local"] == [("local", "timeout", "finished", 2, 8)] * 3
+    check_counted(rows)
+    fallen = [row[:5] for row in rows if row[0] == "local"]
+    assert fallen == [("local", "timeout", "finished", 2, 8)] * 3 * PROCESSES
 
 
 def test_a_provider_answers_for_a_real_vllm_that_stands_still_until_it_goes_on(
@@ -121,24 +140,19 @@ def test_a_provider_answers_for_a_real_vllm_that_stands_still_until_it_goes_on(
     with ProviderProcess() as provider, Frozen(vllm_url) as vllm:
         route = Route(tmp_path, provider, vllm_url, model_28m, turned=True)
         try:
-            assert route.ask()[:2] == ("big", "")
+            assert {told.model for answers in route.asked(2) for told in answers} == {"big"}
             vllm.freeze()
-            model, why, took_s = route.ask(x_penstock_max_wait_ms="4000")
-            assert (model, why) == ("local", "timeout")
-            assert took_s < 4, "within what the client waits"
-            answered = [route.ask(x_penstock_max_wait_ms="4000")[:2] for _ in range(8)]
-            assert {model for model, _ in answered} == {"local"}
-            assert {why for _, why in answered} <= {"timeout", "breaker", "unavailable"}
+            first = route.ask(route.doors[0], x_penstock_max_wait_ms="4000")
+            assert (first.model, first.why) == ("local", "timeout")
+            assert first.took_s < 4, "within what the client waits"
+            for answers in route.asked(8, x_penstock_max_wait_ms="4000"):
+                assert {told.model for told in answers} == {"local"}
+                assert {told.why for told in answers} <= {"timeout", "breaker", "unavailable"}
             vllm.thaw()
-            route.server.until(lambda: route.ask()[0] == "big", "it is found well again")
-            rows = route.stop()
+            route.returns()
+            check_counted(route.stop())
         finally:
-            route.server.close()
-    assert {row[2] for row in rows} == {"finished"}
-    assert all(row[4] == 8 for row in rows), "tokens count once"
-    for served_model, _, _, attempts, _, cost in rows:
-        assert cost == 8 * (5 if served_model == "big" else 2), "the model that answered is paid for, once"
-        assert attempts <= 2
+            route.close()
 
 
 @pytest.mark.timeout(1800)  # It starts two of them.
@@ -149,20 +163,17 @@ def test_a_provider_answers_for_a_real_vllm_that_is_killed_until_another_one_is_
         url, vllm = stack.enter_context(start_vllm())
         route = Route(tmp_path, provider, url, model_28m, turned=True)
         try:
-            assert route.ask()[:2] == ("big", "")
+            assert {told.model for answers in route.asked(2) for told in answers} == {"big"}
             os.killpg(vllm.pid, signal.SIGKILL)
             vllm.wait()
-            answered = [route.ask()[:2] for _ in range(8)]
-            assert {model for model, _ in answered} == {"local"}
-            assert {why for _, why in answered} <= {"unavailable", "failure", "breaker"}
+            for answers in route.asked(8):
+                assert {told.model for told in answers} == {"local"}
+                assert {told.why for told in answers} <= {"unavailable", "failure", "breaker"}
             stack.enter_context(start_vllm())
-            route.server.until(lambda: route.ask()[0] == "big", "the next one is not found")
-            rows = route.stop()
+            route.returns()
+            check_counted(route.stop())
         finally:
-            route.server.close()
-    assert {row[2] for row in rows} == {"finished"}
-    assert all(row[4] == 8 for row in rows), "tokens count once"
-    assert all(row[5] == 8 * (5 if row[0] == "big" else 2) for row in rows), "and are paid for once"
+            route.close()
 
 
 class Frozen:

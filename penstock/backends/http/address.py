@@ -135,7 +135,7 @@ def reason_of(error: OSError) -> str:
 
 
 def head_lines(address: HttpAddress, headers: Mapping[str, str]) -> str:
-    """What every request to `address` has in its head, with these headers.
+    """The lines that the head of every request to `address` has, with these headers.
 
     Raises:
         ConfigError: a header cannot be sent.

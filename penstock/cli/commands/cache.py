@@ -28,7 +28,7 @@ exit code: 0 done, 1 a model is damaged or in use, or there is none of that name
 
 examples:
   penstock cache
-  penstock cache --verify                  read all files again; damaged ones come anew next time
+  penstock cache --verify                  read all files again; damaged ones come again next time
   penstock cache --remove Qwen/Qwen3-0.6B"""
 
 

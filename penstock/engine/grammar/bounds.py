@@ -8,6 +8,7 @@ whether an ordinary schema is refused. The trial's time (trial.py) stops schemas
 import json
 import math
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NoReturn, cast
 from urllib.parse import unquote
@@ -38,6 +39,8 @@ PATTERNS_MAX = 8
 MULTIPLE_MAX = 1000
 """Of `multipleOf`, in units of its last digit: the automaton has as many states, and so has that of the least
 common multiple of several."""
+EXACT_EXPONENT_MAX = 22
+"""The largest power of ten that a float holds exactly."""
 LITERALS = ("enum", "const", "default", "examples")
 """Keywords whose values are no schemas."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -65,6 +68,8 @@ def check_schemas(schemas: Sequence[dict[str, Any]]) -> None:
             multiples.add(step.numerator if step.denominator == 1 else _digits(value))
             if math.lcm(*multiples) > MULTIPLE_MAX:
                 _refuse(f"'multipleOf' at {path} is {value}, which is too large to be enforced")
+        if keyword in ("const", "enum"):
+            _check_literal(path, keyword, value)
     if (cost := sum(map(_cost, schemas))) > COST_MAX:
         _refuse(
             f"it is too large: {cost} units, and {COST_MAX} is the bound (a property is 1, a value with a "
@@ -272,6 +277,39 @@ def _num_keys(literal: object) -> int:
             count += len(cast(dict[str, object], each))
             todo += cast(dict[str, object], each).values()
     return count
+
+
+def _numbers(literal: object) -> Iterator[int | float]:
+    """All that are in a value."""
+    todo = [literal]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, list):
+            todo += cast(list[object], each)
+        elif isinstance(each, dict):
+            todo += cast(dict[str, object], each).values()
+        elif isinstance(each, int | float):
+            yield each
+
+
+def _check_literal(path: str, keyword: str, value: object) -> None:
+    """Refuse numbers that would be written as other ones."""
+    for number in _numbers(value):
+        if not _is_written_exactly(number):
+            _refuse(f"'{keyword}' at {path} has the number {number!r:.40}, which cannot be written exactly")
+
+
+def _is_written_exactly(number: float) -> bool:
+    """Whether llguidance writes a literal as it is given: it reads numbers as floats, and those of many
+    digits or with large exponents not to the last bit (serde_json without `float_roundtrip`).
+    """
+    if not math.isfinite(number) or abs(number) >= 1 << 63:
+        return False
+    if isinstance(number, int):
+        return int(float(number)) == number
+    _, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
+    value = int("".join(map(str, digits)))
+    return value <= 1 << 53 and isinstance(exponent, int) and abs(exponent) <= EXACT_EXPONENT_MAX
 
 
 def _referred(schema: object, pointer: str) -> object:

@@ -145,7 +145,7 @@ class Ensembles:
 
 
 def _allowed(caller: Caller, model: str) -> Caller:
-    """Whoever may use an ensemble may use its model through it."""
+    """A caller that may use an ensemble may use its model through it."""
     tenant = caller.tenant
     if not tenant.models and not tenant.adapters:
         return caller  # Nothing is forbidden.

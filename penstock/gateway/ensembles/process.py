@@ -6,7 +6,8 @@ Started by steps.py, which writes frames to standard input and reads one answer 
             {entry, arguments} for each call
     answer  one byte, 4 bytes of length, then JSON or UTF-8: see `OK` and what follows it
 
-What steps print goes to standard error. Their memory is bounded beyond what importing them took. A call that
+Output that steps print goes to standard error. Their memory is bounded beyond what importing them took. A
+call that
 its parent did not end (it may have been killed itself) is ended by an alarm.
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 OK, REFUSED, FAILED, NO_MEMORY, BROKEN = b"=", b"!", b"?", b"#", b"x"
-"""What it returned, as JSON; the words of a ValueError; another error's type; it took too much memory; it
+"""The result, as JSON; the words of a ValueError; another error's type; it took too much memory; it
 cannot be imported."""
 LENGTH = struct.Struct(">I")
 FRAME_BYTES_MAX = 64 << 20

@@ -89,7 +89,7 @@ class Steps:
             raise ConfigError(f"ensembles: {self._ensemble.name}: {error}") from error
 
     async def call(self, entry: str, tenant: str, *arguments: object) -> Any:  # noqa: ANN401 - JSON.
-        """What the entry point makes of the arguments.
+        """The entry point's result for the arguments.
 
         Raises:
             InvalidRequest: it refuses them (ValueError).

@@ -114,7 +114,7 @@ def external_crash(knobs: Knobs) -> Setup:
     """One of three engines of others (vLLM, SGLang) dies in the middle of its streams: do they continue?
 
     They return token ids, so each stream continues on another one behind its last token, once, and counts
-    once. Beside it: the same with engines that return text only, whose streams end with an error.
+    once. For comparison: the same with engines that return text only, whose streams end with an error.
     """
     return _external_crash(knobs, resumes=True)
 
@@ -176,7 +176,7 @@ def slow_route(knobs: Knobs) -> Setup:
     """The only worker of a model, a provider's, becomes forty times slower: is it waited for?
 
     It has no peers, so it is held against its own history: attempts are given up, its breaker opens, and the
-    fallback model answers; probes find out when it is well again. Beside it: the same without a fallback.
+    fallback model answers; probes find when it is well again. For comparison: the same without a fallback.
     """
     return _slow_route(knobs, fallback="spare")
 

@@ -183,7 +183,7 @@ def neighbour_flood(knobs: Knobs) -> Setup:
     """One tenant's streams of 2,000 tokens have every row: does another tenant wait for one of them to end?
 
     Twice as many streams as there are rows come at once. A request of a tenant that runs nothing is started
-    beyond the slots, and a stream yields its row at a token boundary. Beside it: the tenant alone.
+    beyond the slots, and a stream yields its row at a token boundary. For comparison: the tenant alone.
     """
     return _flooded(knobs, 64)
 

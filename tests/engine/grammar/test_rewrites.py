@@ -3,6 +3,7 @@
 import datetime
 import json
 from collections.abc import Callable
+from decimal import Decimal
 
 import jsonschema
 import pytest
@@ -135,3 +136,13 @@ def test_what_is_said_otherwise_means_the_same(
 def test_what_cannot_be_said_otherwise_is_refused(schema: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match=r"propertyNames|oneOf"):
         maker({"json": schema})
+
+
+@pytest.mark.parametrize(
+    "number", [0, -1, 1 << 53, 5154358338785905664, 0.1, -3.25, 1e-06, 12345678.25, 7e15, 4.35e-20]
+)
+def test_a_literal_number_is_written_with_its_own_digits(number: float) -> None:
+    matcher = compile_grammar(Grammar(form=json.dumps({"json": {"const": number}}).encode()), tokens()).first
+    ids = list(tokens().tokenizer.encode(format(Decimal(repr(number)), "f").removesuffix(".0")))
+    assert matcher.try_consume_tokens(ids) == len(ids)
+    assert matcher.is_accepting()
