@@ -10,6 +10,7 @@ from engine_driver import Answer, Driver
 from gguf_files import convert
 from knowing_proposer import KnowingProposer
 from lora_checkpoints import write_adapter
+from quantized_checkpoints import FORMATS, quantize
 from tiny_models import LLAMA3_ROPE, PHI3, VOCAB_SIZE, save, tiny_model
 
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
@@ -23,6 +24,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}),
+    "qwen3_awq": ("qwen3", {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}),
     "llama3rope_gguf": (
         "llama",
         {
@@ -39,6 +41,7 @@ CASES = (
     "qwen3-bfloat16-native-int8",
     "qwen3-bfloat16-native-auto-adapters",
     "phi3-float32-torch-int8-adapters",
+    "qwen3_awq-bfloat16-native-int8-adapters",
 )
 """Model, type, kernels, `engine.kv_dtype`; with adapters the requests have one, another one, and none."""
 ADAPTERS = ("one", "two", "")
@@ -128,6 +131,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     }
     if name.endswith("_gguf"):  # Products of four bits, of bf16, and of both in one layer.
         path = convert(path, path / "model.gguf", recipe="gguf-q4_k_m")
+    elif name.endswith("_awq"):
+        quantize(path, path / "awq", path / "twin", FORMATS["awq"])
+        path = path / "awq"
     return Case(path, dtype, kernels, kv_dtype, adapters if has_adapters else None)
 
 

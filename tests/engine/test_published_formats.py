@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import distributions
+from engine_driver import Driver, distributions
+from lora_checkpoints import LINEARS, write_adapter
 from quantized_checkpoints import FORMATS, quantize
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, PHI3, WHOLES, save, tiny_model
+from tiny_models import FAMILIES, PHI3, VOCAB_SIZE, WHOLES, save, tiny_model
 
 from penstock.engine.loader import load_weights
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
@@ -17,6 +18,7 @@ from penstock.engine.quantized import QuantizedMatrix
 from penstock.errors import CheckpointError
 from penstock.models.names import decoder_weights
 from penstock.models.registry import read_spec, stored_quantization
+from penstock.types import SamplingParams
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "models_page.py"
 _spec = importlib.util.spec_from_file_location("models_page", SCRIPT)
@@ -222,3 +224,43 @@ def test_others_are_refused_by_name(
         take_all(quantized)
     assert words in str(caught.value)
     assert str(quantized) in str(caught.value)
+
+
+_FORMS = ("gptq", "awq", "packed-int4", "w8a8", "fp8-block", "gptq-act-order")
+ADAPTED = {family: _FORMS[i % len(_FORMS)] for i, family in enumerate(sorted(FAMILIES | WHOLES))}
+"""A form for each family."""
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_every_family_takes_adapters_on_quantized_weights(family: str, tmp_path: Path) -> None:
+    """An adapter's part is added in full precision: the answer is the dense twin's with it, as near as what
+    rounding of inputs leaves.
+    """
+    try:
+        NativeLibrary()
+    except KernelsUnavailable as why:
+        pytest.skip(str(why))
+    shape = SIZES | SHAPES.get(family, {}) | {"num_hidden_layers": 2}
+    model = tiny_model(family, **shape)
+    dense, quantized, twin = save(model, tmp_path / "dense"), tmp_path / "quantized", tmp_path / "twin"
+    quantize(dense, quantized, twin, FORMATS[ADAPTED[family]])
+    is_mixture = family in ("mixtral", "qwen3_moe")
+    adapter = write_adapter(tmp_path / "a", model, rank=8, targets=LINEARS[:4] if is_mixture else LINEARS)
+    prompt = list(range(5, 45))
+    how = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE, max_tokens=1)
+
+    def told(path: Path) -> torch.Tensor:
+        """Log-probabilities with the adapter and without it: `[2, vocab]`."""
+        driver = Driver(path, {"a": adapter}, kernels="native", dtype="float32")
+        rows = torch.full((2, VOCAB_SIZE), -torch.inf)
+        for row, answer in zip(rows, driver.ask([prompt] * 2, [how] * 2, adapters=["a", ""]), strict=True):
+            (one,) = answer.logprobs
+            for token, value in (*one.top, (one.token_id, one.logprob)):
+                row[token] = value
+        return rows
+
+    found, right = told(quantized), told(twin)
+    off = (right.exp() * (right - found)).sum(1)
+    moved = (right[1].exp() * (right[1] - right[0])).sum()
+    assert moved > 0.05, "the adapter changes the answer"
+    assert off.max() < 0.1 * moved
