@@ -353,3 +353,10 @@ def test_a_tenant_that_hammers_sends_nobody_else_away_for_long() -> None:
     )
     assert isinstance(other, Shed)
     assert other.retry_after_ns <= 2 * (2 - let_in_s(1)) * NS_PER_S, "twice its own wait"
+
+
+def test_a_prompt_and_answer_that_fill_a_fallbacks_context_fit_it() -> None:
+    full = lookup(at("medium", max_model_len=600), at("small"))
+    assert decide(admission(), at("large", ahead_s=3), candidate=full) == Divert("medium", "slo")
+    over = lookup(at("medium", max_model_len=599), at("small"))
+    assert decide(admission(), at("large", ahead_s=3), candidate=over) == Divert("small", "slo")

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import LimitsConfig
+from penstock.policy.limits.bucket import Bucket
 from penstock.policy.limits.levels import LevelsReservation, LimitLevels
 from penstock.policy.limits.rate_limit import Limiter, LimitRefusal
 from penstock.policy.tenant import PartLimits, Tenant
@@ -36,6 +37,28 @@ def test_each_user_and_each_key_has_its_own_limit_within_the_tenants() -> None:
     assert [ask("k1", "bob") for _ in range(2)] == ["", "Rate limit of this key reached"]
     assert [ask("k2", "bob") for _ in range(2)] == ["", "Rate limit of this user reached"]
     assert [ask("k2", user) for user in ("cat", "dan")] == ["", "Rate limit reached"]
+
+
+def test_the_store_is_asked_for_the_limits_of_keys_and_users_too() -> None:
+    class Source(Bucket):
+        """On lease is nothing of a part's, and all of the tenant's."""
+
+        is_part = False
+
+        def lacks(self, now_ns: int, amount: int) -> bool:
+            return self.is_part
+
+    def source(now_ns: int, owner: TenantId, unit: str, rate: int, burst: int) -> Source:
+        made = Source(now_ns, rate, burst)
+        made.is_part = ";" in owner
+        return made
+
+    made = LimitLevels(Limiter(LimitsConfig(), source))
+    plain = tenant(tokens_per_minute=6000)
+    assert not made.lacks(0, plain, 10, 10, key="k", user="ann")
+    for part in ("per_key", "per_user"):
+        limited = tenant(tokens_per_minute=6000, **{part: PartLimits(tokens_per_minute=600)})
+        assert made.lacks(0, limited, 10, 10, key="k", user="ann"), part
 
 
 def test_a_refusal_on_one_level_takes_nothing_from_the_others() -> None:
