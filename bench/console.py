@@ -31,7 +31,7 @@ from penstock.telemetry.log import Log
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "doubles"))
 from console_replay import Replay
 
-PAGES = ("fleet", "fleet/chat-70b-03", "requests", "traffic", "rollouts", "alerts")
+PAGES = ("fleet", "fleet/chat-70b-03", "requests", "traffic", "capacity", "rollouts", "alerts")
 WATCH = """
 window.longTasks = [];
 new PerformanceObserver(list => {

@@ -21,6 +21,7 @@ PICTURES = {
     "map-dark": ("#/fleet/chat-70b-03", 64, (1440, 820), "dark"),
     "traffic": ("#/traffic", 12, (1320, 860), "light"),
     "request-dark": ("#/requests", 12, (1320, 860), "dark"),
+    "capacity": ("#/capacity", 12, (1320, 980), "light"),
     "rollouts": ("#/rollouts", 12, (1320, 880), "light"),
     "alerts": ("#/alerts", 12, (1320, 880), "light"),
     "costs": ("#/costs", 12, (1320, 820), "light"),

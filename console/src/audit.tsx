@@ -66,7 +66,7 @@ export function Trail(): JSX.Element {
   return (
     <section class="card">
       <header class="row spread">
-        <h2>What happened, and who did it</h2>
+        <h2>Audit trail</h2>
         <Select
           label="Show"
           value={kind.value}

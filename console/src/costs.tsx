@@ -96,7 +96,7 @@ function Machines({ told }: { told: Report }): JSX.Element {
   }
   return (
     <section class="card">
-      <h2>Where the machines' money went</h2>
+      <h2>The cost of machines</h2>
       <div class="kpis">
         <Kpi name="Bill" value={amount(total.bill)} note={told.currency} />
         <Kpi name="1M tokens" value={amount(total.per_million)} note={`${told.currency}, of ${format.count(total.tokens)} tokens`} />
@@ -172,7 +172,7 @@ function Requests({ told }: { told: Report }): JSX.Element {
   );
   return (
     <section class="card">
-      <h2>What requests cost</h2>
+      <h2>The cost of requests</h2>
       {told.usage.length === 0 ? (
         <Empty title="No requests">Nothing has ended since {told.since}.</Empty>
       ) : (

@@ -319,7 +319,7 @@ function LogTail({ id }: { id: string }): JSX.Element | null {
   if (!lines) return problem.value ? <Problem message={problem.value} /> : null;
   return (
     <section>
-      <h3>What it printed</h3>
+      <h3>Its last printed lines</h3>
       {lines.length === 0 ? (
         <p class="soft small">Nothing yet.</p>
       ) : (
@@ -361,7 +361,7 @@ function Detail({ worker }: { worker: WorkerLive }): JSX.Element {
       <History key={worker.id} worker={worker} />
       {now.notes.length > 0 && (
         <section>
-          <h3>What happened to it</h3>
+          <h3>Its events</h3>
           <ol class="notes">
             {[...now.notes].reverse().map((note, i) => (
               <li key={i}>{note}</li>

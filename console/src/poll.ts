@@ -6,6 +6,8 @@ import { ApiError, get } from "./api";
 export interface Polled<T> {
   told: Signal<T | null>;
   problem: Signal<string>;
+  /** The problem's code: "unknown_path" of a server that has no such thing. */
+  code: Signal<string>;
   /** Ask at once. */
   again: () => void;
 }
@@ -14,6 +16,7 @@ export interface Polled<T> {
 export function usePolled<T>(path: string, everyMs: number): Polled<T> {
   const told = useSignal<T | null>(null);
   const problem = useSignal("");
+  const code = useSignal("");
   const again = useSignal(0);
   useEffect(() => {
     if (!path) return;
@@ -26,6 +29,7 @@ export function usePolled<T>(path: string, everyMs: number): Polled<T> {
       } catch (error) {
         if (stop.signal.aborted) return;
         problem.value = error instanceof ApiError ? error.message : String(error);
+        code.value = error instanceof ApiError ? error.code : "";
       }
       if (!stop.signal.aborted) timer = window.setTimeout(() => void look(), document.hidden ? everyMs * 4 : everyMs);
     };
@@ -35,5 +39,5 @@ export function usePolled<T>(path: string, everyMs: number): Polled<T> {
       clearTimeout(timer);
     };
   }, [path, everyMs, again.value]);
-  return { told, problem, again: () => void (again.value += 1) };
+  return { told, problem, code, again: () => void (again.value += 1) };
 }

@@ -443,7 +443,7 @@ export function Reports(): JSX.Element {
           <input type="file" accept=".json,application/json" onChange={(event) => void open(event.currentTarget.files?.[0])} />
         </label>
         <p class="soft small">
-          What <code>penstock simulate --json FILE</code> wrote, or a result of <code>penstock bench --json FILE</code> or of <code>bench/</code>. It stays in this page.
+          A report of <code>penstock simulate --json FILE</code>, or a result of <code>penstock bench --json FILE</code> or of <code>bench/</code>. It stays in this page.
         </p>
       </div>
       {found ? <Report key={found.name} report={found} /> : <Empty title="No report is open">Drop a file here, or choose one above.</Empty>}

@@ -4,6 +4,7 @@ import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { Alerts } from "./alerts";
 import { key } from "./api";
+import { Capacity } from "./capacity";
 import { Costs } from "./costs";
 import { Fleet } from "./fleet";
 import { duration } from "./format";
@@ -23,6 +24,7 @@ const PAGES: { id: string; name: string; page: () => JSX.Element; for: Role[] }[
   { id: "requests", name: "Requests", page: Requests, for: ["admin", "tenant"] },
   { id: "playground", name: "Playground", page: Playground, for: ["admin", "viewer", "tenant"] },
   { id: "tenants", name: "Tenants", page: Tenants, for: ["admin", "tenant"] },
+  { id: "capacity", name: "Capacity", page: Capacity, for: ["admin"] },
   { id: "rollouts", name: "Rollouts", page: Rollouts, for: ["admin"] },
   { id: "costs", name: "Costs", page: Costs, for: ["admin"] },
   { id: "alerts", name: "Alerts", page: Alerts, for: ["admin"] },

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.console
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 WIDTHS = {"desk": (1320, 860), "phone": (390, 844)}
 PLACES = (
-    "fleet", "fleet/chat-70b-03", "traffic", "requests", "tenants", "rollouts", "costs", "alerts", "reports",
+    "fleet", "fleet/chat-70b-03", "traffic", "requests", "tenants", "capacity", "rollouts", "costs", "alerts",
+    "reports",
 )  # fmt: skip
 
 
@@ -224,6 +225,41 @@ def test_a_version_is_tried_promoted_and_taken_back(page, until, replay, finding
     support.get_by_role("button", name="Go back").click()
     support.get_by_text("aborted", exact=True).wait_for()
     assert server.orders[1:] == ["/admin/rollouts/support/promote", "/admin/rollouts/support/abort"]
+
+
+def test_capacity_tells_its_opinions_and_takes_an_order_with_an_end(page, until, replay, findings) -> None:
+    server = replay()
+    opened = page(server.url + "/console#/capacity")
+    model = opened.get_by_role("region", name="Capacity of chat-8b", exact=True)
+    opinions = model.get_by_role("region", name="Opinions").locator("tbody tr")
+    assert opinions.locator("th").all_inner_texts() == [
+        "The load now",
+        "The load to come",
+        "The least number",
+    ]
+    assert opinions.nth(1).get_attribute("class") == "followed"
+    spot = model.get_by_role("region", name="Pools of chat-8b").get_by_role("row", name="spot")
+    assert spot.get_by_role("cell").all_inner_texts()[:6] == ["4", "3", "1", "1", "0", "8"]
+    plot = model.locator(".plot").first
+    plot.focus()
+    plot.press("End")
+    assert re.search(r"ready 6, starting 1, to be 7$", plot.get_attribute("aria-label"))
+    moves = model.get_by_role("region", name="Decisions on chat-8b").locator("tbody tr")
+    assert moves.count() == 4
+    assert "fleet.scale_workers is 7" in moves.nth(1).inner_text()
+    assert "fewer" in moves.nth(2).inner_text()
+    assert "more (advice)" in moves.nth(3).inner_text()
+    moves.nth(0).get_by_role("button").click()
+    assert "3.20k tokens/s are safe; 40 s to get ready" in moves.nth(0).inner_text()
+    assert findings(opened) == []
+    model.get_by_label("Workers, by order").fill("9")
+    model.get_by_label("For so many minutes").fill("30")
+    model.get_by_role("button", name="Order").click()
+    model.get_by_text("9 workers").wait_for()
+    assert findings(opened) == []
+    model.get_by_role("button", name="Let the load decide").click()
+    until(opened, "!document.querySelector('.confirm')")
+    assert server.plans == [{"model": "chat-8b", "workers": 9, "for_s": 1800}, {"model": "chat-8b"}]
 
 
 def test_a_phone_has_every_page_behind_one_button(page, until, replay) -> None:

@@ -46,6 +46,8 @@ def test_it_asks_for_a_key_and_forgets_it_with_the_page(page, served, findings) 
     sign_in(opened, ADMIN_KEY)
     opened.get_by_role("heading", name="Fleet").wait_for()
     assert opened.locator("a.worker").count() == 2
+    opened.get_by_role("link", name="Capacity").click()
+    opened.get_by_text("No model scales").wait_for()
     opened.get_by_role("link", name="Rollouts").click()
     opened.get_by_text("No model has two versions").wait_for()
     assert opened.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'

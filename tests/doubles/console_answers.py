@@ -11,6 +11,7 @@ from penstock.telemetry.alerts import rules
 TENANTS = ("acme", "globex", "initech", "umbrella")
 DAYS = ("2026-11-18", "2026-11-17")
 NOW_MS = 1_795_000_000_000
+EXPECTED = "15100 tokens/s are expected in 55 s, give or take 900"
 METRICS = (
     ("time per token", 0.05), ("prefill per uncached token", 0.1), ("length of answers", 0.2),
     ("answers cut off", 0.05), ("failures", 0.002),
@@ -351,3 +352,56 @@ def told_of_rollouts() -> dict:
             rollout(2, "aborted", "ooooo", why="an operator has ended it", **before),
         ]
     }
+
+
+def decision(number: int, move: str, why: str, workers: int, **more: object) -> dict:
+    """One of an autoscaler's, `number` minutes ago."""
+    opinions = [
+        {"of": "reactive", "workers": workers - 1, "why": "11400 tokens/s come; 3200 are safe"},
+        {"of": "capacity", "workers": workers, "why": EXPECTED},
+        {"of": "floor", "workers": 2, "why": "min is 2"},
+    ]  # fmt: skip
+    return {
+        "model": "chat-8b", "wall_ns": (NOW_MS - 60_000 * number) * 1_000_000, "move": move,
+        "acts": True, "why": why, "ready": workers - 1, "pending": 0, "wanted": workers, "workers": workers,
+        "pools": {"reserved": 3, "spot": workers - 3}, "opinions": opinions, "held_by": "",
+        "safe_rate": 3200.0, "rate": 11_400.0, "forecast": 15_100.0, "cold_start_s": 40.0,
+    } | more  # fmt: skip
+
+
+def told_of_scale() -> dict:
+    """As `GET /admin/scale` answers."""
+    random = Random(5)
+    points = []
+    for i in range(180):
+        swing = 0.7 + 0.5 * math.sin(i / 30)
+        ready, pending = 3 + (i > 60) + (i > 66) + (i > 150), int(55 < i <= 66 or i > 143)
+        points.append({
+            "at_ms": NOW_MS - 5000 * (180 - i), "ready": ready, "pending": pending,
+            "workers": ready + pending, "safe_rate": 3200.0,
+            "rate": round(12_000 * swing + random.uniform(-600, 600)), "forecast": round(13_100 * swing),
+            "waiting": 4, "late": 1, "due": 120, "shed": 0,
+        })  # fmt: skip
+    pools = [
+        {"name": "reserved", "ready": 3, "pending": 0, "draining": 0, "asleep": 0, "workers": 3, "max": 3,
+         "spot": False, "price": 1.2, "trouble": ""},
+        {"name": "spot", "ready": 3, "pending": 1, "draining": 1, "asleep": 0, "workers": 4, "max": 8,
+         "spot": True, "price": 0.4, "trouble": "no machine of this kind since 09:41, asked again in 30 s"},
+    ]  # fmt: skip
+    signals = {
+        "now_ns": 1, "wall_ns": NOW_MS * 1_000_000, "window_s": 5.0, "pools": [], "arrived": 61,
+        "answered": 58, "shed": 0, "work": 57_000.0, "protected_share": 0.4, "due": 58, "late": 1,
+        "ttft_p95_s": 0.31, "ttft_p99_s": 0.44, "tpot_p95_s": 0.031, "wait_p95_s": 0.08, "waiting": 14,
+        "running": 131, "kv_use": 0.62, "cold_starts_s": [], "override": None,
+    }  # fmt: skip
+    moves = [
+        decision(2, "out", EXPECTED, 7),
+        decision(11, "out", "9 requests wait", 6, held_by="fleet.scale_workers is 7"),
+        decision(44, "in", "4 were enough for 300 s", 4),
+        decision(80, "out", EXPECTED, 5, acts=False),
+    ]  # fmt: skip
+    return {"models": [{
+        "model": "chat-8b", "mode": "act", "min": 2, "max": 11, "standby": 1, "workers": 7, "ready": 6,
+        "pools": pools, "leads": True, "leader": "", "override": None,
+        "decision": decision(0, "hold", EXPECTED, 7), "signals": signals, "moves": moves, "points": points,
+    }]}  # fmt: skip

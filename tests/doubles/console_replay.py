@@ -185,6 +185,7 @@ class Replay(ThreadingHTTPServer):
             "/admin/tenants": told.told_of_tenants(),
             "/admin/keys": told.told_of_keys(),
             "/admin/rollouts": told.told_of_rollouts(),
+            "/admin/scale": told.told_of_scale(),
         }
         self.per_event = max(2, min(100, streams // 60))
         self.warm_ticks = 120
@@ -235,6 +236,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         self.server.orders.append(self.path)
+        if self.path == "/admin/scale":
+            self.server.plans.append(order := json.loads(body))
+            model = self.server.answers["/admin/scale"]["models"][0]
+            until_ns = told.NOW_MS * 1_000_000 + round(order.get("for_s", 0) * 1e9)
+            by_hand = {"workers": order.get("workers"), "until_ns": until_ns, "by": "sk-k1v7q2mwz5ta"}
+            model["override"] = by_hand if "workers" in order else None
+            self._json(self.server.answers["/admin/scale"])
+            return
         if self.path.startswith("/admin/rollouts"):
             self._json(self._roll_out(body))
             return

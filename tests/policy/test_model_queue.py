@@ -385,3 +385,16 @@ def test_a_worker_is_given_one_more_beside_a_prompt_that_has_waited_long_alone()
     assert start(lane, late_ns) is None, "two that wait there are a queue"
     lane.begin(late_ns, A, first)
     assert start(lane, late_ns) == ("second", A)
+
+
+def test_a_wait_that_ends_before_the_promise_times_out_and_is_not_late() -> None:
+    queue = make(views=(A,))
+    for name in ("runs", "runs too"):
+        queue.queue.push(0, work(name))
+        assert start(queue) == (name, A)
+    waits = work("waits")
+    # Its client's word is shorter than the promise.
+    waits.start_by_ns, waits.max_wait_ns = 2000 * NS_PER_MS, 1000 * NS_PER_MS
+    queue.queue.push(10_000 * NS_PER_MS, waits)
+    assert queue.next_expired(11_000 * NS_PER_MS - 1) is None
+    assert queue.next_expired(11_000 * NS_PER_MS) == (waits, "timeout")

@@ -39,6 +39,8 @@ PATTERNS_MAX = 8
 MULTIPLE_MAX = 1000
 """Of `multipleOf`, in units of its last digit: the automaton has as many states, and so has that of the least
 common multiple of several."""
+EXACT_MAX = 1 << 53
+"""Up to here floats hold every integer."""
 EXACT_EXPONENT_MAX = 22
 """The largest power of ten that a float holds exactly."""
 LITERALS = ("enum", "const", "default", "examples")
@@ -303,13 +305,13 @@ def _is_written_exactly(number: float) -> bool:
     """Whether llguidance writes a literal as it is given: it reads numbers as floats, and those of many
     digits or with large exponents not to the last bit (serde_json without `float_roundtrip`).
     """
-    if not math.isfinite(number) or abs(number) >= 1 << 63:
+    if not math.isfinite(number) or abs(number) > EXACT_MAX:
         return False
     if isinstance(number, int):
-        return int(float(number)) == number
+        return True
     _, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
     value = int("".join(map(str, digits)))
-    return value <= 1 << 53 and isinstance(exponent, int) and abs(exponent) <= EXACT_EXPONENT_MAX
+    return value <= EXACT_MAX and isinstance(exponent, int) and abs(exponent) <= EXACT_EXPONENT_MAX
 
 
 def _referred(schema: object, pointer: str) -> object:

@@ -129,7 +129,9 @@ def test_nothing_is_shared_where_a_reference_would_be_anothers(extra: dict) -> N
     assert shared(schema) is schema
 
 
-@pytest.mark.parametrize("number", [5154358338785905440, 1 << 63, 3e258, 1.7976931348623155e308, 2.3e-296])
+@pytest.mark.parametrize(
+    "number", [5154358338785905440, 29940310756172288, 3e258, 1.7976931348623155e308, 2.3e-296]
+)
 @pytest.mark.parametrize("literal", [lambda n: {"const": n}, lambda n: {"enum": ["a", {"b": [n]}]}])
 def test_a_literal_that_would_not_be_written_exactly_is_refused_by_keyword(number, literal) -> None:
     schema = {"type": "object", "properties": {"a": literal(number)}}
