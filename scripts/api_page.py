@@ -23,6 +23,7 @@ from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.rollouts import RolloutsAdmin
 from penstock.gateway.api.routes import Answers, Handler, Orders, Routes
+from penstock.gateway.api.scaling import ScaleAdmin
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
 from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
@@ -158,7 +159,7 @@ def endpoints() -> Iterator[list[str]]:
     answers: Any = Answers(
         *(cast(Any, each) for each in (Generate, Responses, VectorEndpoints)), lambda handler: handler
     )
-    kinds = (AdaptersAdmin, SleepAdmin, CostsAdmin, RolloutsAdmin)
+    kinds = (AdaptersAdmin, SleepAdmin, CostsAdmin, RolloutsAdmin, ScaleAdmin)
     orders: Any = Orders(*(cast(Any, each) for each in kinds))
     others = (Inspect, Admin, TenantsAdmin, Console)
     parts: list[Any] = [answers, *others, orders]

@@ -51,6 +51,7 @@ ROOMS = {
         "limits": ".",
         "resilience": ".",
         "rollout": ".",
+        "capacity": ".",
         "queueing": "estimates .",
         "placement": "queueing estimates .",
         "admission": "queueing limits estimates .",

@@ -21,7 +21,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 COMMANDS = (
     "serve", "worker", "chat", "top", "drain", "sleep", "wake", "explain", "alerts", "bench", "doctor",
-    "rollout", "keys", "usage", "simulate", "plan", "quantize", "generate", "cache", "completion",
+    "rollout", "scale", "keys", "usage", "simulate", "plan", "quantize", "generate", "cache", "completion",
 )  # fmt: skip
 """The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser."""
 
@@ -42,6 +42,7 @@ examples:
   penstock doctor                       say what works on this machine, and why not
   penstock usage --since 7d             say what was used and what it cost
   penstock rollout start support@2      try a new version on a few conversations, and judge it
+  penstock scale support --to 4         so many workers for a while, whatever the load
   penstock keys create --tenant acme    make an API key
   penstock generate questions.jsonl     answer every line of a file, without a server
   penstock simulate spike-20x           run a scenario on virtual time; --list names them all

@@ -9,6 +9,7 @@ from penstock.config.fleet import WORKERS_MAX, discover_problems, worker_problem
 from penstock.config.flow import queue_problems, shared_problems
 from penstock.config.ledger import price_problems
 from penstock.config.routing import AUTO, ensemble_problems, routing_problems
+from penstock.config.scale import scale_problems
 from penstock.config.tenancy import access_problems, host_problems, tenant_problems
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig
 from penstock.config.web_address import is_address
@@ -188,14 +189,15 @@ def _fleet_problems(config: Config) -> Iterator[str]:
     if config.fleet.memory_bytes and config.fleet.launcher != "local":
         yield "fleet.memory_bytes: bounds this machine, and with fleet.launcher ray the workers are elsewhere"
     for i, model in enumerate(config.models):
-        count += model.replicas + len(model.workers)
-        has_others = bool(model.workers or model.discover or config.cells.peers)
-        if not model.replicas and not has_others:
+        count += (model.scale.max or model.replicas) + len(model.workers)
+        yield from scale_problems(model.scale, model.replicas, f"models[{i}].scale")
+        if not (model.replicas or model.scale.max or model.workers or model.discover or config.cells.peers):
             yield f"models[{i}].replicas: 0, and there are no workers: no worker would answer"
         for j, discover in enumerate(model.discover):
             yield from discover_problems(discover, f"models[{i}].discover[{j}]")
-        if model.replicas > 1 and model.engine.kv_events.endpoint:
-            yield f"models[{i}].engine.kv_events.endpoint: {model.replicas} replicas cannot share one address"
+        most = model.scale.max or model.replicas
+        if most > 1 and model.engine.kv_events.endpoint:
+            yield f"models[{i}].engine.kv_events.endpoint: {most} replicas cannot share one address"
         for j, worker in enumerate(model.workers):
             key = f"models[{i}].workers[{j}]"
             yield from worker_problems(worker, key)

@@ -111,6 +111,10 @@ class FleetConfig(Branch, frozen=True, kw_only=True):
     """Memory that all `replicas` on this machine may take together. A model that does not fit beside the
     others is asleep; a request for it wakes it, and the idle model that was used longest ago sleeps instead.
     Each model's memory is planned before it is loaded (docs/sleep.md). 0: no bound, all are loaded."""
+    accelerators_max: Count = 0
+    """Workers of all models that scale (`models[].scale`), together: one more is held back. 0: no bound."""
+    per_hour_max: Annotated[float, Meta(ge=0)] = 0.0
+    """Their cost together per hour, at most, by `models[].scale.pools[].price`. 0: no bound."""
     drain_timeout_s: Seconds = 600.0
     """A worker that is taken away while the server runs lets its streams end, up to so long; then they are
     aborted."""

@@ -20,7 +20,7 @@ import msgspec
 import yaml
 from msgspec import inspect
 
-from penstock.config import cells, fleet, flow, ledger, routing, tenancy, tree
+from penstock.config import cells, fleet, flow, ledger, routing, scale, tenancy, tree
 from penstock.config.branch import Branch
 from penstock.config.tenancy import key_problem
 from penstock.config.tree import Config
@@ -179,7 +179,7 @@ def _shown(value: object) -> str:
 
 # Keys that the configuration no longer has, and what became of each.
 
-SECTIONS = (tree, fleet, cells, flow, routing, tenancy, ledger)
+SECTIONS = (tree, fleet, cells, flow, routing, scale, tenancy, ledger)
 """The files that declare sections of the configuration, each with its retired keys."""
 RETIRED: Mapping[str, str] = {path: why for module in SECTIONS for path, why in module.RETIRED.items()}
 """Dotted path -> sentence, which names settings in backticks. `[]` stands for an entry of a list, `section.*`

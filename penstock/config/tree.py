@@ -22,6 +22,7 @@ from penstock.config.fleet import (
 from penstock.config.flow import LimitsConfig, QueueConfig, SharedConfig
 from penstock.config.ledger import BudgetsConfig, LedgerConfig, PricesConfig
 from penstock.config.routing import AdmissionConfig, EnsembleConfig, RoutingConfig
+from penstock.config.scale import ScaleConfig
 from penstock.config.tenancy import DEFAULT_TIERS, AuthConfig, TenantConfig, TierConfig
 
 MODEL_LEN_MIN = 2
@@ -164,6 +165,7 @@ class ModelConfig(Branch, frozen=True, kw_only=True):
     anything; "none": it does not reason."""
     replicas: Replicas = 1
     """Workers of our own engine that are launched for it; 0: none."""
+    scale: ScaleConfig = ScaleConfig()
     sleep_after_s: Seconds = 0.0
     """Without work for so long its replicas give their memory back; the first request wakes them
     (docs/sleep.md). 0: only by hand, or for the sake of others (`fleet.memory_bytes`)."""

@@ -403,21 +403,24 @@ def launched(
     *,
     cores: int,
     memory_bytes: int = 0,
+    scaled: Iterable[tuple[WorkerId, Mapping[str, float] | None]] | None = None,
 ) -> Iterator[Launched]:
     """The replicas of one model; `path` is its directory.
 
-    They share `cores`; 0: each has those of its place. With a bound on memory they start asleep.
+    They share `cores`; 0: each has those of its place. With a bound on memory they start asleep. `scaled` are
+    those of a model that scales, each with what Ray sets aside for it: as many as there may be share `cores`.
     """
-    name = served_name(model)
-    for number in range(model.replicas):
+    name, most = served_name(model), model.scale.max or model.replicas
+    if scaled is None:
+        scaled = [(WorkerId(f"{name}-{number}"), None) for number in range(model.replicas)]
+    for worker_id, ray_resources in scaled:
         spec = WorkerSpec(
-            worker_id=WorkerId(f"{name}-{number}"),
+            worker_id=worker_id,
             model_path=path,
             model_name=ModelName(name),
-            engine=replace(
-                EngineSettings.of(share_of(model.engine, model.replicas, cores)), memory_bytes=memory_bytes
-            ),
+            engine=replace(EngineSettings.of(share_of(model.engine, most, cores)), memory_bytes=memory_bytes),
             asleep=memory_bytes > 0,
+            ray_resources=ray_resources,
         )
         yield Launched(
             engine=model.engine,

@@ -66,10 +66,9 @@ class Worker:
     """And of missed ones."""
     stop: Stop | None = None
     """None: there is nothing to end but the backend's connection."""
-    cell: CellConfig | None = None
-    """It is a peer cell; None: a worker of this one."""
+    cell: CellConfig | None = None  # It is a peer cell; None: a worker of this one.
     places: frozenset[str] = frozenset()
-    """Where it is, as capabilities (`types.PLACE`); empty where there are no cells."""
+    """Where it is (`types.PLACE`); empty where there are no cells."""
     heard_ns: int = 0
     """When it last said anything; 0: never."""
     problem: str = ""
@@ -144,11 +143,13 @@ class RouteWorkers:
 
     __slots__ = (
         "_abilities", "_adapters", "_adapters_told", "_declared", "_infos", "_ready", "_workers",
-        "adapter_digests", "adapters", "capabilities", "info", "kinds", "lacks_common", "name",
+        "adapter_digests", "adapters", "capabilities", "info", "kinds", "lacks_common", "name", "to_come",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.to_come = False
+        """It has no worker, and gets one when somebody asks for it."""
         self.info: ModelInfo | None = None
         """The model as its workers report it: of several contexts and vocabularies the smallest, for a
         request may go to any of them. Kept while there is no worker, so that requests can wait for one. None
@@ -203,6 +204,11 @@ class RouteWorkers:
     def sleeps(self) -> bool:
         """Whether none is ready and one sleeps or wakes: requests can wait for it. O(workers)."""
         return not self._ready and any(worker.sleeps for worker in self)
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether none is ready, and requests can wait for one that will be. O(workers)."""
+        return not self._ready and (self.to_come or self.sleeps)
 
     def add(self, worker: Worker) -> None:
         """For the registry."""
@@ -283,8 +289,7 @@ class RouteWorkers:
             self._ready[worker.id] = worker.kind
         else:
             del self._ready[worker.id]
-        # A peer cell is no machine: what it takes says nothing of those here.
-        kinds = (self._ready[each] for each in self._ready if self._workers[each].cell is None)
+        kinds = (kind for each, kind in self._ready.items() if self._workers[each].cell is None)
         self.kinds = tuple(dict.fromkeys(kinds)) or self.kinds
 
     def lacking(self, needs: frozenset[str]) -> frozenset[str]:

@@ -76,6 +76,7 @@ class SleepKeeper:
         self._news = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
+        self._waking: set[asyncio.Task[None]] = set()
         registry.listen(self._changed)
 
     def start(self) -> None:
@@ -126,6 +127,19 @@ class SleepKeeper:
                     if self._clock.now_ns() >= until_ns or len(self._launched(route)) > 1:
                         raise
                 await sleep(_ASK_AGAIN_S)
+
+    def begin_to_wake(self, route: str) -> None:
+        """Wake it without waiting for that; what goes wrong is in the log."""
+
+        async def wake() -> None:
+            try:
+                await self.wake(route)
+            except PenstockError as error:
+                self._log.warning("a model cannot be woken", model=route, error=error)
+
+        task = asyncio.create_task(wake(), name=f"wake {route}")
+        self._waking.add(task)
+        task.add_done_callback(self._waking.discard)
 
     async def wake(self, route: str) -> None:
         """See `Sleeper`."""

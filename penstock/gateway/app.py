@@ -24,32 +24,33 @@ from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
 from penstock.fleet.adapters import AdapterKeeper
-from penstock.fleet.cells import cell_key
 from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, rollouts_file
+from penstock.fleet.scaling import ScaleLeader
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
 from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.ensembles import Ensembles
 from penstock.gateway.api.generate import Generate
-from penstock.gateway.api.inspect import Inspect
+from penstock.gateway.api.inspect import Inspect, model_numbers
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.rollouts import RolloutsAdmin
 from penstock.gateway.api.routes import Answers, Handler, Orders, Route, Routes, is_poll
+from penstock.gateway.api.scaling import ScaleAdmin
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
 from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
 from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
-from penstock.gateway.cells.server import CellServer, CellTools
+from penstock.gateway.cells.server import cells_of
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts, WakeCalls
 from penstock.gateway.http.errors import error_response, failure_of
 from penstock.gateway.http.exchange import Ending, Exchange, RequestHead, Response, outcome_of
 from penstock.gateway.http.server import LAST_ANSWERS_S, LAST_BYTES_S, HttpServer, tick_s
-from penstock.gateway.http.terms import WIRE_LIMITS, RelayTerms, WireLimits
+from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import TokenizePool
@@ -101,8 +102,7 @@ class Gateway:
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         watch = peers or Watch(config, clock, log, lambda: self._inspect.rendered(), tail)
         self._watch = watch if isinstance(watch, Watch) else None
-        self.notes = Notes(clock, watch.keep)
-        """For the audit trail."""
+        self.notes = Notes(clock, watch.keep)  # For the audit trail.
         self.tenancy = Tenancy(config, clock=clock, log=log, notes=self.notes if peers is None else None)
         """The callers; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
@@ -144,17 +144,10 @@ class Gateway:
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         self._recorder = Recorder(Promises(config.admission), metrics)
         self._left_alone = LeftAlone(partial(self._dispatcher.left_alone, rests=False), self.notes)
-        self._routes, self._cells = self._make_routes(registry, members, watch), self._make_cells(registry)
+        self._routes = self._make_routes(registry, members, watch, self._join_scaler(tools.scaler))
+        self._cells = cells_of(config, self._services, registry, limits, self.finished)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
-
-    def _make_cells(self, registry: Registry) -> CellServer | None:
-        config = self._config
-        if config.cells.own is None:
-            return None
-        terms = RelayTerms.of(config.server, self._limits)
-        tools = CellTools(services=self._services, registry=registry, terms=terms, on_finished=self.finished)
-        return CellServer(config.cells, cell_key(config.cells), tools)
 
     def _lead_rollouts(self) -> RolloutLeader:
         models = self._services.models
@@ -164,8 +157,28 @@ class Gateway:
             new_id=lambda: self._ids.take("rollout"),
         )  # fmt: skip
 
+    def _join_scaler(self, scaler: ScaleLeader | None) -> ScaleLeader | None:
+        """Let who decides how many workers there are hear what it decides by."""
+        if scaler is not None and self._watch is not None:
+            services, metrics = self._services, self._metrics
+            scaler.notes, scaler.publish = self.notes, self.expect
+            scaler.waiting = lambda: {k: v.waiting for k, v in model_numbers(services, metrics).items()}
+            self._watch.history.on_rows, self._inspect.more = scaler.heard, scaler.page
+        return scaler
+
+    def expect(self, to_come: Mapping[str, float]) -> None:
+        """Requests may wait for these models although they have no worker: one comes in so many seconds."""
+        for model in self._services.models:
+            model.workers.to_come = model.name in to_come
+        self._services.cold.to_come = to_come
+        self._dispatcher.expect(to_come)
+
     def _make_routes(
-        self, registry: Registry, members: Members | None, watch: Watch | GatewayPeers
+        self,
+        registry: Registry,
+        members: Members | None,
+        watch: Watch | GatewayPeers,
+        scaler: ScaleLeader | None,
     ) -> Routes:
         services = self._services
         self._trails = WorkerTrails(registry, self._clock)
@@ -179,7 +192,7 @@ class Gateway:
         answers = Answers(generate, self._responses, VectorEndpoints(services), self._ensembles.around)
         console, costs = self._console, CostsAdmin(services)
         rollouts = RolloutsAdmin(self._leader, services.peers)
-        orders = Orders(adapters, nights, costs, rollouts)
+        orders = Orders(adapters, nights, costs, rollouts, ScaleAdmin(scaler, services.peers))
         return Routes(answers, self._inspect, admin, tenants, console, orders)
 
     @property
@@ -211,8 +224,7 @@ class Gateway:
             await self._leader.start()
         self._traces.start()
         self._kv.start()
-        if self._cells is not None:
-            await self._cells.start()
+        await self._cells.start()
         address = await self._server.start(listeners)
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
@@ -236,8 +248,7 @@ class Gateway:
         """
         services, drain_s = self._services, self._config.server.drain_timeout_s
         services.leaving = True
-        if self._cells is not None:
-            self._cells.refresh()
+        self._cells.refresh()
         self._console.close()
         self._server.close_after_answers()
         if not listens:
@@ -258,8 +269,7 @@ class Gateway:
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         await self._responses.close()
         await self._ensembles.close()
-        if self._cells is not None:
-            await self._cells.stop()
+        await self._cells.stop()
         await self._server.finish(LAST_BYTES_S if self._hurried.is_set() else LAST_ANSWERS_S)
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()

@@ -15,6 +15,8 @@
       |  ObservedRequests -->      |   every second, if any of a rollout ended
       |  RolloutAsk -->            |   an operator's order, or a question
       |            <-- RolloutAnswer   |
+      |  ScaleQuestion -->         |   the same about the number of workers
+      |            <-- RolloutAnswer   |
       |  LookAt -->                |   a view of what the parent remembers (telemetry/watch.py) ...
       |                 <-- View   |   ... as JSON
 
@@ -138,11 +140,18 @@ class RolloutAsk(msgspec.Struct, frozen=True, tag="rollout_ask"):
     """JSON of a `fleet.rollouts.RolloutOrder`."""
 
 
+class ScaleQuestion(msgspec.Struct, frozen=True, tag="scale"):
+    """An operator told this process how many workers a model is to have, or asks how many it has."""
+
+    body: bytes
+    """JSON of a `fleet.scale_report.ScaleAsk`."""
+
+
 class RolloutAnswer(msgspec.Struct, frozen=True, tag="rollout_answer"):
     """The result of it."""
 
     body: bytes = b""
-    """JSON of `fleet.rollouts.RolloutReports`."""
+    """JSON of `fleet.rollouts.RolloutReports`, or of `fleet.scale_report.ScaleReports`."""
     kind: str = ""
     """The type of the error (errors.py) if it was refused; likewise below."""
     words: str = ""
@@ -232,6 +241,8 @@ class ChildLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """By model the adapters that operators have loaded, by name their `AdapterOrder.source`."""
     rollouts: bytes = b"[]"
     """JSON of `fleet.rollouts.ActiveRollout`s."""
+    to_come: dict[str, float] = {}
+    """Models that have no worker and get one when somebody asks, and how many seconds that takes."""
     is_patient: bool = False
     """It waits for its workers before it accepts: others do meanwhile."""
 
@@ -258,13 +269,15 @@ class ChildReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """All adapters that operators have loaded or unloaded; None: no news."""
     rollouts: bytes | None = None
     """JSON of all active rollouts, as in `ChildLaunch`; None: no news."""
+    to_come: dict[str, float] | None = None
+    """As in `ChildLaunch`; None: no news."""
     stop: StopOrder | None = None
     """Stop; None: continue."""
 
 
 ToParent = (
     Snapshot | Ask | Order | AdapterOrder | SleepOrder | ServedTokens | EndedRequests | LatestRequests
-    | Happened | LookAt | ObservedRequests | RolloutAsk
+    | Happened | LookAt | ObservedRequests | RolloutAsk | ScaleQuestion
 )  # fmt: skip
 ToChild = Sum | Done | SleepAnswer | ServedTokens | View | RolloutAnswer
 

@@ -16,7 +16,7 @@ clock's, since the numbers outlive the process.
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -184,6 +184,8 @@ class History:
         """By minute since the epoch, encoded: live objects would take ten times the memory."""
         self._closed: list[tuple[int, bytes]] = []
         self._slo = _SloMinutes()
+        self.on_rows: Callable[[Sequence[tuple[Series, Counts]]], None] = _ignored
+        """Told of all that is added."""
 
     def add(self, rows: Iterable[tuple[Series, Counts]]) -> None:
         """Count what has just ended."""
@@ -191,6 +193,7 @@ class History:
         rows = list(rows)
         if not rows:
             return
+        self.on_rows(rows)
         step = now_s // RECENT_STEP_S
         self._recent.setdefault(step, Book(SERIES_MAX)).add(rows)
         for old in [each for each in self._recent if each <= step - RECENT_S // RECENT_STEP_S]:
@@ -289,6 +292,10 @@ class History:
         self._minutes[minute] = book.encode()
         while len(self._minutes) > DAY_S // MINUTE_S:
             del self._minutes[min(self._minutes)]
+
+
+def _ignored(_: Sequence[tuple[Series, Counts]]) -> None:
+    """Nobody listens."""
 
 
 class _SloMinutes:

@@ -41,6 +41,7 @@ GOLDEN = Path(__file__).parent / "golden"
         "alerts",
         "quantize",
         "generate",
+        "scale",
         "cache",
         "completion",
     ],

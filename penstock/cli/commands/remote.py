@@ -16,6 +16,7 @@ from penstock.cli.flags import default_url
 from penstock.cli.wiring.state import load_key
 from penstock.errors import PenstockError
 from penstock.fleet.rollouts import RolloutReports
+from penstock.fleet.scale_report import ScaleOrder, ScaleReports
 from penstock.policy.rollout.rollout import RolloutPlan
 from penstock.protocol.fleet import DrainOrder, FleetReport, SleepOrderBody, SleepState
 from penstock.protocol.server_answers import decode_models, refusal_text
@@ -96,6 +97,7 @@ LIMITS = ClientLimits(connect_timeout_s=5.0, request_timeout_s=10.0)
 _reports = msgspec.json.Decoder(FleetReport)
 _alerts = msgspec.json.Decoder(AlertsReport)
 _rollouts = msgspec.json.Decoder(RolloutReports)
+_scaling = msgspec.json.Decoder(ScaleReports)
 
 
 def add_admin_flags(parser: argparse.ArgumentParser) -> None:
@@ -153,6 +155,14 @@ class FleetClient:
     async def rollout_order(self, model: str, verb: str) -> RolloutReports:
         """Promote or abort one, and how things are then. Raises as `report` does."""
         return _rollouts.decode(await self._ask("POST", f"/admin/rollouts/{quote(model)}/{verb}", b""))
+
+    async def scaling(self, model: str = "", order: ScaleOrder | None = None) -> ScaleReports:
+        """How many workers models have, once what is ordered is under way. Raises as `report` does."""
+        if order is not None:
+            body = await self._ask("POST", "/admin/scale", msgspec.json.encode(order))
+        else:
+            body = await self._ask("GET", f"/admin/scale?model={quote(model, safe='')}", b"")
+        return _scaling.decode(body)
 
     async def explain(self, request_id: str) -> dict[str, Any]:
         """The decision about a request, as `/admin/explain` reports it. Raises as `report` does."""

@@ -77,6 +77,7 @@ async def _serve(launch: ChildLaunch, behind: bytes) -> int:
     )
     gateway.adopt_adapters(launch.adapters)
     gateway.adopt_rollouts(launch.rollouts)
+    gateway.expect(launch.to_come)
     stop = _Stop(gateway)
     discovery = Discovery(members, clock, log)
     fleet = _Fleet(config, parts, launch, registry, members, discovery, tools)
@@ -249,6 +250,8 @@ class _Parent:
                 self._gateway.adopt_adapters(news.adapters)
             if news.rollouts is not None:
                 self._gateway.adopt_rollouts(news.rollouts)
+            if news.to_come is not None:
+                self._gateway.expect(news.to_come)
             try:
                 await self._fleet.apply()
             except ConfigError as error:

@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,8 @@ from penstock.config.tree import Config
 from penstock.errors import ClientError, OperatorError, PenstockError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
 from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, RolloutOrder, rollouts_file
+from penstock.fleet.scale_report import ScaleAsk
+from penstock.fleet.scaling import ScaleLeader
 from penstock.fleet.sleep import Sleeper
 from penstock.gateway.api.services import RecentRequests
 from penstock.gateway.identity.tenancy import Tenancy
@@ -49,6 +51,7 @@ from penstock.protocol.peers import (
     Order,
     RolloutAnswer,
     RolloutAsk,
+    ScaleQuestion,
     ServedTokens,
     SleepAnswer,
     SleepOrder,
@@ -88,6 +91,8 @@ class ProcessStats:
     def __init__(self) -> None:
         self._last: dict[object, Snapshot] = {}
         self._gone = b""
+        self.more: Callable[[], bytes] = bytes
+        """More lines for the page of metrics."""
 
     def __len__(self) -> int:
         return len(self._last)
@@ -110,15 +115,16 @@ class ProcessStats:
         """All of them together."""
         last = self._last.values()
         return Sum(
-            metrics=merged([*(each.metrics for each in last), self._gone]),
+            metrics=merged([*(each.metrics for each in last), self._gone]) + self.more(),
             connections=sum(each.connections for each in last),
             streams=self.streams,
             processes=len(last),
-            models=self._models(),
+            models=self.models(),
             gone=tuple(sorted(set[str].intersection(*(set(each.gone) for each in last)))) if last else (),
         )
 
-    def _models(self) -> dict[str, ModelNumbers]:
+    def models(self) -> dict[str, ModelNumbers]:
+        """Of each model, the numbers of all processes."""
         found: dict[str, ModelNumbers] = {}
         for snapshot in self._last.values():
             for name, each in snapshot.models.items():
@@ -141,6 +147,7 @@ class GatewayProcesses:
         log: Log,
         sleeper: Sleeper,
         *,
+        scaler: ScaleLeader,
         hash_key: bytes,
         tail: Tail = no_tail,
     ) -> None:
@@ -166,6 +173,9 @@ class GatewayProcesses:
             lambda: names, clock, log, self.notes, path=rollouts_file(config),
             publish=self._publish_rollouts, new_id=lambda: IdSource().take("rollout"),
         )  # fmt: skip
+        self._scaler, self._to_come = scaler, dict[str, float]()
+        scaler.notes, scaler.publish, scaler.waiting = self.notes, self._publish_to_come, self._waiting
+        self._watch.history.on_rows, self._stats.more = scaler.heard, scaler.page
         self._listeners: list[socket.socket] = []
         self._workers: tuple[WorkerAt, ...] = ()
         self._held: dict[str, float] = {}
@@ -265,6 +275,21 @@ class GatewayProcesses:
     def _publish_rollouts(self, active: Sequence[ActiveRollout]) -> None:
         self._tell(ChildReport(rollouts=msgspec.json.encode(active)))
 
+    def _publish_to_come(self, to_come: Mapping[str, float]) -> None:
+        self._to_come = dict(to_come)
+        self._tell(ChildReport(to_come=self._to_come))
+
+    def _waiting(self) -> dict[str, int]:
+        return {name: numbers.waiting for name, numbers in self._stats.models().items()}
+
+    async def _order_scale(self, asked: ScaleQuestion) -> RolloutAnswer:
+        try:
+            ask = msgspec.json.decode(asked.body, type=ScaleAsk)
+            return RolloutAnswer(msgspec.json.encode(await self._scaler.ask(ask)))
+        except ClientError as error:
+            kind = type(error).__name__
+            return RolloutAnswer(kind=kind, words=str(error), param=error.param, code=error.code)
+
     async def _order_rollout(self, asked: RolloutAsk) -> RolloutAnswer:
         try:
             order = msgspec.json.decode(asked.body, type=RolloutOrder)
@@ -352,6 +377,7 @@ class GatewayProcesses:
             held=self._held,
             adapters=self._adapters,
             rollouts=msgspec.json.encode(self._rollouts.active()),
+            to_come=self._to_come,
             is_patient=self._is_patient,
         )
         assert process.stdin is not None
@@ -390,6 +416,8 @@ class GatewayProcesses:
                         self._rollouts.take(msgspec.msgpack.decode(message.body, type=list[Observation]))
                     elif isinstance(message, RolloutAsk):
                         writer.write(frame(await self._order_rollout(message)))
+                    elif isinstance(message, ScaleQuestion):
+                        writer.write(frame(await self._order_scale(message)))
                     elif isinstance(message, LookAt):
                         writer.write(frame(View(self._look(message))))
                     else:

@@ -39,10 +39,13 @@ from penstock.fleet.launchers.ray import RayLauncher
 from penstock.fleet.launchers.supervised import LocalLauncher
 from penstock.fleet.members import DesiredWorker, Members, attached, launched
 from penstock.fleet.registry import Registry, Worker
+from penstock.fleet.scale_pools import LaunchedPool
+from penstock.fleet.scaling import ModelScale, ScaleLeader
 from penstock.fleet.sleep import SleepKeeper
 from penstock.gateway.app import Gateway
 from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.http.server import bound_sockets, refuse_the_rest
+from penstock.policy.capacity.allot import ONLY, pool_config
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.peers import LaunchNote, Order, WorkerAt
 from penstock.telemetry.log import Log
@@ -116,8 +119,26 @@ class Stack:
             idle_s={part.served.name: model.sleep_after_s for model, part in self._model_parts()},
             bound_bytes=config.fleet.memory_bytes,
         )
+        self._scaled: dict[str, list[LaunchedPool]] = {
+            part.served.name: self._pools(model, part.served.name)
+            for model, part in self._model_parts()
+            if model.scale.max
+        }
+        self._scaler = ScaleLeader(
+            [
+                ModelScale(part.served.name, model.scale, self._scaled[part.served.name])
+                for model, part in self._model_parts()
+                if model.scale.max
+            ],
+            config,
+            self._registry,
+            clock,
+            log,
+        )
         self._processes = (
-            GatewayProcesses(config, clock, log, self._sleeper, hash_key=hash_key, tail=logs.tails.of)
+            GatewayProcesses(
+                config, clock, log, self._sleeper, scaler=self._scaler, hash_key=hash_key, tail=logs.tails.of
+            )
             if config.server.processes > 1
             else None
         )
@@ -126,11 +147,54 @@ class Stack:
             config,
             models,
             self._registry,
-            GatewayTools(metrics=metrics, clock=clock, ids=rng.IdSource(), log=log, sleeper=self._sleeper),
+            GatewayTools(
+                metrics=metrics,
+                clock=clock,
+                ids=rng.IdSource(),
+                log=log,
+                sleeper=self._sleeper,
+                scaler=self._scaler,
+            ),
             self._members,
             hash_key=hash_key,
             tail=logs.tails.of,
         )
+
+    def _pools(self, model: ModelConfig, name: str) -> list[LaunchedPool]:
+        """Where the workers of a model that scales are: the first of them are there from the start."""
+
+        async def apply() -> None:
+            await self._apply_launched(name)
+
+        first = max(model.replicas, min(model.scale.min, model.scale.max))
+        pools: list[LaunchedPool] = []
+        for pool in model.scale.pools or (ONLY,):
+            count = 0 if pool.spot else min(first, pool.max)
+            first -= count
+            pools.append(
+                LaunchedPool(
+                    name, pool.name if pool is not ONLY else "", self._registry, self._clock,
+                    first=count, apply=apply, is_held=self._members.is_held, wake=self._sleeper.begin_to_wake,
+                )
+            )  # fmt: skip
+        return pools
+
+    def _launched_names(
+        self, model: ModelConfig, name: str
+    ) -> list[tuple[WorkerId, Mapping[str, float] | None]] | None:
+        """Workers that a model that scales is to have now; None: it does not scale."""
+        if (pools := self._scaled.get(name)) is None:
+            return None
+        return [
+            (worker_id, pool_config(model.scale, pool.name).ray_resources or None)
+            for pool in pools
+            for worker_id in pool.names
+        ]
+
+    async def _apply_launched(self, name: str) -> None:
+        for model, part in self._model_parts():
+            if part.served.name == name:
+                await self._members.apply(f"models.{name}", self._wanted(model, part))
 
     def _model_parts(self) -> Iterator[tuple[ModelConfig, ModelPart]]:
         return zip(self._models, self._parts, strict=True)
@@ -230,6 +294,7 @@ class Stack:
                 self._clock,
                 cores=cores,
                 memory_bytes=self._config.fleet.memory_bytes,
+                scaled=self._launched_names(model, part.served.name),
             )
         ]
         if self._processes is None:
@@ -259,7 +324,7 @@ class Stack:
         Raises:
             ConfigError: there is no place for workers, or a source of workers lacks something.
         """
-        if not self._has_place and any(model.replicas for model in self._models):
+        if not self._has_place and any(model.replicas or model.scale.max for model in self._models):
             await self._launcher.open()
             self._has_place = True
         for model, part in self._model_parts():
@@ -291,6 +356,7 @@ class Stack:
         self._sleeper.check()
         await self._sleeper.fill()
         self._sleeper.start()
+        await self._scaler.start()
         await wait_for_attached(self._registry, self._models, self._log)
         self._fleet_log = FleetLog(self._registry, self._log, self._gateway.notes)
 
@@ -309,7 +375,8 @@ class Stack:
                 model, worker = waiting[task].spec.model_name, waiting[task].spec.worker_id
                 left[model] -= 1
                 # One that failed before is started again, and may be ready by now.
-                is_last = not left[model] and not self._registry.of(model).is_ready
+                workers = self._registry.of(model)
+                is_last = not (left[model] or workers.is_ready or workers.to_come)
                 if is_last or not isinstance(error, OperatorError | WorkerUnavailable):
                     raise error
                 what = "a worker does not come up; its model has others"
@@ -353,6 +420,7 @@ class Stack:
         if self._fleet_log is not None:
             self._fleet_log.close()
         self._discovery.stop()
+        await self._scaler.stop()
         self._sleeper.close()
         if self._processes is not None:
             await self._processes.kill()

@@ -4,7 +4,7 @@ A launcher owns the worker's life (start, watch, restart, stop). The `EngineBack
 connection; the launcher points it at the worker and tells it what a socket cannot know.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,8 @@ class WorkerSpec:
     runner: str = REAL_RUNNER
     asleep: bool = False
     """It is started asleep."""
+    ray_resources: Mapping[str, float] | None = None
+    """In place of those of the configuration; None: those."""
 
 
 class LaunchedWorker(Protocol):

@@ -93,7 +93,8 @@ class RayLauncher(SupervisingLauncher):
             WorkerUnavailable: the cluster has no room for it.
         """
         assert spec.worker_id not in self._workers, f"{spec.worker_id} runs already"
-        process = RayProcess(self._ray, spec.worker_id, self._launch(spec), self._config, self._environment)
+        config = self._config_of(spec)
+        process = RayProcess(self._ray, spec.worker_id, self._launch(spec), config, self._environment)
         process.log = self._hearer_of(spec.worker_id)
         try:
             await process.place()
@@ -110,9 +111,15 @@ class RayLauncher(SupervisingLauncher):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         writer.close()
 
+    def _config_of(self, spec: WorkerSpec) -> "RayTerms":
+        """With what Ray sets aside for this worker."""
+        if spec.ray_resources is None:
+            return self._config
+        return msgspec.structs.replace(self._config, ray_resources=dict(spec.ray_resources))
+
     def _launch(self, spec: WorkerSpec) -> WorkerLaunch:
         engine = spec.engine
-        if not engine.threads and (cores := int(actor_options(self._config)["num_cpus"])):
+        if not engine.threads and (cores := int(actor_options(self._config_of(spec))["num_cpus"])):
             engine = msgspec.structs.replace(engine, threads=cores)
         return WorkerLaunch(
             model_path=spec.model_path,

@@ -99,7 +99,7 @@ def gateway_health(routes: Iterable[RouteWorkers], left_alone: LeftAlone) -> Hea
 def model_health(workers: RouteWorkers, left_alone: Mapping[WorkerId, str]) -> ModelHealth:
     """The health of one model."""
     wrong = [worker for worker in workers if worker.state not in _RIGHT]
-    if not len(workers):
+    if not len(workers) and not workers.to_come:
         return ModelHealth(name=workers.name, status=HealthStatus.DEGRADED, reasons=("there is no worker",))
     if not wrong and not left_alone:
         status = HealthStatus.OK
@@ -222,6 +222,7 @@ class Inspect:
         self._started_ns = services.clock.now_ns()
         self._restarts: dict[str, dict[str, int]] = {}
         self.num_connections = 0
+        self.more: Callable[[], bytes] = bytes  # More lines for the page of metrics.
         self.auth = not services.config.auth.disabled
 
     async def list_models(self, exchange: Exchange, caller: Caller) -> None:
@@ -310,7 +311,7 @@ class Inspect:
         self._metrics.streams.set(self._services.dispatcher.num_streams)
         ledger = self._services.config.ledger
         self._metrics.disk_free(free_share(ledger_directory(ledger)) if ledger.enabled else 1.0)
-        return self._metrics.render()
+        return self._metrics.render() + self.more()
 
     async def status(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /status.json`: everything for admins and scrapers, for a tenant its own."""
@@ -428,7 +429,7 @@ def model_numbers(services: Services, metrics: Metrics) -> dict[str, ModelNumber
 
     def of(name: str) -> ModelNumbers:
         lane, numbers = services.dispatcher.control.lane(name), metrics.model(name)
-        waiting = 0 if lane is None else lane.queue.num_waiting
+        waiting = services.cold.num_waiting(name) + (0 if lane is None else lane.queue.num_waiting)
         return ModelNumbers(waiting, numbers.ttft.sum, numbers.ttft.count)
 
     return {model.name: of(model.name) for model in services.models}
@@ -449,7 +450,7 @@ def _line(worker: Worker) -> WorkerLine:
 
 def _readiness(model: ServedModel) -> ModelReadiness:
     status = model.workers.summary()
-    ready, progress = status.ready or model.workers.sleeps, _progress(status.done, status.total)
+    ready, progress = status.ready or model.workers.is_expected, _progress(status.done, status.total)
     return ModelReadiness(name=model.name, ready=ready, stage=status.stage, progress=progress)
 
 
@@ -462,7 +463,7 @@ def _state(model: ServedModel, wall_ns: int) -> ModelState:
     notes = [f"{worker.id}, {note}" for worker in model.workers for note in worker.notes(wall_ns)]
     return ModelState(
         name=model.name,
-        ready=status.ready or model.workers.sleeps,
+        ready=status.ready or model.workers.is_expected,
         stage=status.stage,
         done=status.done,
         total=status.total,

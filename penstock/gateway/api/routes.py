@@ -13,6 +13,7 @@ from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
 from penstock.gateway.api.responses import PATH, Responses
 from penstock.gateway.api.rollouts import ROLLOUTS, RolloutsAdmin
+from penstock.gateway.api.scaling import ScaleAdmin
 from penstock.gateway.api.tenants import KEYS, TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
 from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
@@ -25,6 +26,7 @@ _POLLED = frozenset(
     (
         *("/health", "/ready", "/metrics", "/status.json"),
         *("/admin/workers", "/admin/history", "/admin/alerts", "/admin/audit", "/admin/costs"),
+        *("/admin/scale", "/scale"),
     )
 )
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
@@ -100,6 +102,7 @@ class Orders(NamedTuple):
     nights: SleepAdmin
     costs: CostsAdmin
     rollouts: RolloutsAdmin
+    scaling: ScaleAdmin
 
 
 class Routes:
@@ -115,7 +118,7 @@ class Routes:
         orders: Orders,
     ) -> None:
         generate, responses, vectors, around = answers
-        adapters, nights, costs, rollouts = orders
+        adapters, nights, costs, rollouts, scaling = orders
         self._table = {
             "/": Route(Access.OPEN, {"GET": console.landing}),
             "/console": Route(Access.OPEN, {"GET": console.page}),
@@ -148,6 +151,8 @@ class Routes:
             "/admin/alerts": Route(Access.ADMIN, {"GET": admin.alerts}),
             "/admin/audit": Route(Access.ADMIN, {"GET": admin.audit}),
             "/admin/costs": Route(Access.ADMIN, {"GET": costs.costs}),
+            "/scale": Route(Access.LOOK, {"GET": scaling.wanted}),
+            "/admin/scale": Route(Access.ADMIN, {"GET": scaling.show, "POST": scaling.order}),
             "/admin/rollouts": Route(Access.ADMIN, {"GET": rollouts.show, "POST": rollouts.start}),
             "/admin/tenants": Route(Access.ADMIN, {"GET": tenants.tenants}),
             "/admin/keys": Route(Access.ADMIN, {"GET": tenants.keys, "POST": tenants.create}),

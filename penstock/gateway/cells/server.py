@@ -17,12 +17,14 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.config.cells import CellsConfig
+from penstock.config.tree import Config
 from penstock.errors import ConfigError, Overloaded, PenstockError, WorkerUnavailable
+from penstock.fleet.cells import cell_key
 from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.api.services import Services
 from penstock.gateway.cells.guests import Arrival, GuestReply, exchange_of, failed, refuse
 from penstock.gateway.http.exchange import Ending, Exchange
-from penstock.gateway.http.terms import RelayTerms
+from penstock.gateway.http.terms import RelayTerms, WireLimits
 from penstock.gateway.models.served import ServedModel
 from penstock.gateway.relay.reply import Context
 from penstock.protocol.address import (
@@ -408,3 +410,35 @@ class _Connection(asyncio.Protocol):
         if self._transport.get_write_buffer_size() > BUFFER_BYTES_MAX:
             self._services.log.warning("a peer cell does not read and was disconnected", cell=self.cell)
             self._transport.abort()
+
+
+class NoCells:
+    """In the place of a `CellServer` where there are no cells."""
+
+    async def start(self) -> None:
+        """Nothing listens."""
+
+    def refresh(self) -> None:
+        """There is no peer."""
+
+    async def stop(self) -> None:
+        """Nothing was begun."""
+
+
+def cells_of(
+    config: Config,
+    services: Services,
+    registry: Registry,
+    limits: WireLimits,
+    on_finished: Callable[[Exchange], None],
+) -> CellServer | NoCells:
+    """The listener for peers, if this server is a cell; `on_finished` counts guests as any request.
+
+    Raises:
+        ConfigError: the key that cells share is not there.
+    """
+    if config.cells.own is None:
+        return NoCells()
+    terms = RelayTerms.of(config.server, limits)
+    tools = CellTools(services=services, registry=registry, terms=terms, on_finished=on_finished)
+    return CellServer(config.cells, cell_key(config.cells), tools)

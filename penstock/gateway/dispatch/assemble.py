@@ -18,6 +18,7 @@ from penstock.config.engine_settings import may_have_tenants
 from penstock.config.routing import AdmissionConfig, PlacementConfig
 from penstock.config.tree import Config
 from penstock.fleet.registry import Registry
+from penstock.fleet.scaling import ScaleLeader
 from penstock.fleet.sleep import Sleeper
 from penstock.gateway.dispatch.dispatcher import Dispatcher
 from penstock.gateway.dispatch.prober import Prober
@@ -171,6 +172,8 @@ class GatewayTools:
     log: Log
     sleeper: Sleeper | None = None
     """Puts models to sleep, where that is this process."""
+    scaler: ScaleLeader | None = None
+    """Decides how many workers there are, where that is this process."""
 
 
 def make_policies(

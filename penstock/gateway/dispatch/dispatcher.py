@@ -78,6 +78,11 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self.control)
 
+    def expect(self, to_come: Mapping[str, float]) -> None:
+        """Models that have no worker and get one when somebody asks, and how many seconds that takes."""
+        self._workers.expect(self._clock.now_ns(), to_come)
+        self._dispatch_soon()
+
     @property
     def num_streams(self) -> int:
         """Streams that wait or run, of all accepted requests."""

@@ -16,9 +16,10 @@ come back to a queue (`look`).
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from penstock.backends.engine.cell import CellBackend
+from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Overloaded, PenstockError, WorkerUnavailable
 from penstock.fleet.registry import Registry, Worker
@@ -69,6 +70,7 @@ class WorkerFeed:
         self._ready: set[WorkerId] = set()
         """Workers that are ready."""
         self._routes: dict[str, None] = {}
+        self._to_come: set[str] = set()
         registry.listen(self._note)
 
     def refresh(self, now_ns: int) -> None:
@@ -77,6 +79,17 @@ class WorkerFeed:
             changed, self._changed = self._changed, {}
             for worker in changed.values():
                 self._tell(now_ns, worker)
+
+    def expect(self, now_ns: int, to_come: Mapping[str, float]) -> None:
+        """These models have no worker and get one when somebody asks, in so many seconds: like those that
+        sleep, they can be waited for.
+        """
+        for route in self._to_come - to_come.keys():
+            self._control.set_worker(now_ns, route, _to_come(route), None)
+        for route, seconds in to_come.items():
+            view = WorkerView(ready=False, wake_ns=max(1, int(seconds * NS_PER_S)))
+            self._control.set_worker(now_ns, route, _to_come(route), view)
+        self._to_come = set(to_come)
 
     def num_waiting(self) -> Iterator[tuple[str, int]]:
         """Each model, and how many requests wait for it."""
@@ -194,6 +207,11 @@ def cell_view(worker: Worker) -> CellView | None:
     return CellView(name=worker.cell.name, rtt_ns=rtt_ns, wait_ns=wait_ns, price=worker.cell.egress_price)
 
 
+def _to_come(route: str) -> WorkerId:
+    """Stands for the worker that a model will have; no worker of a launcher has such a name."""
+    return WorkerId(f"{route} (to come)")
+
+
 def _rows(info: ModelInfo | None, stats: Stats | None) -> int:
     """Requests that the worker runs at once; 0 if it does not tell."""
     if info is None:
@@ -219,7 +237,14 @@ class ColdStarts:
         self._config = queue_terms(config)
         self._lines: dict[str, _Line] = {}
         self._closed = False
+        self.to_come: Mapping[str, float] = {}
+        """Models that get a worker when somebody asks, in so many seconds."""
         registry.listen(self._changed)
+
+    def num_waiting(self, route: str) -> int:
+        """Requests that wait for a model's first worker."""
+        line = self._lines.get(route)
+        return 0 if line is None else len(line.waiting)
 
     async def wait(self, model: ServedModel, exchange: Exchange, num_bytes: int, tenant: TenantId) -> None:
         """Return once a worker of the model has been ready, or the client has left; the request takes
@@ -233,7 +258,8 @@ class ColdStarts:
         config = self._config
         if model.workers.info is not None:
             return
-        if not config.no_worker_wait_s:
+        wait_s = config.no_worker_wait_s + 2 * self.to_come.get(model.name, 0.0)
+        if not wait_s:
             raise _not_ready(model)
         line = self._lines.setdefault(model.name, _Line())
         self._check_room(line, model, num_bytes, tenant)
@@ -243,7 +269,7 @@ class ColdStarts:
         line.by_tenant[tenant] = line.by_tenant.get(tenant, 0) + 1
         exchange.on_disconnect = lambda: _wake(waiter)
         try:
-            async with asyncio.timeout(config.no_worker_wait_s):
+            async with asyncio.timeout(wait_s):
                 await waiter
         except TimeoutError:
             raise _not_ready(model) from None

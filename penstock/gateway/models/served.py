@@ -305,7 +305,7 @@ class ModelTable:
         if assigned is None or (model := self._models.get(ModelName(assigned.version))) is None:
             return None
         # A version that has no worker, or is not the tenant's, is no canary.
-        can_answer = model.workers.is_ready or model.workers.sleeps
+        can_answer = model.workers.is_ready or model.workers.is_expected
         return (
             Resolved(model, assigned=assigned) if can_answer and may_use_model(tenant, model.name) else None
         )

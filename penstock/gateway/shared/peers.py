@@ -20,6 +20,7 @@ from penstock.protocol.peers import (
     Order,
     RolloutAnswer,
     RolloutAsk,
+    ScaleQuestion,
     ServedTokens,
     SleepAnswer,
     SleepOrder,
@@ -42,7 +43,7 @@ READ_BYTES = 1 << 16
 _ERRORS = {kind.__name__: kind for kind in (ModelBusy, NoMemory, NotFound, WorkerUnavailable)}
 """The errors that a `Sleeper` raises."""
 _REFUSALS = {kind.__name__: kind for kind in (InvalidRequest, NotFound)}
-"""The errors that a `RolloutLeader` raises."""
+"""The errors that a `RolloutLeader` and a `ScaleLeader` raise."""
 
 
 class GatewayPeers:
@@ -140,14 +141,21 @@ class GatewayPeers:
             self._writer.write(frame(ObservedRequests(body)))
 
     async def rollout(self, order: bytes) -> bytes:
-        """Have the parent carry out an order about rollouts, and say how they are then.
+        """Have the parent carry out an order about rollouts, and say how they are then. Raises as `scale`."""
+        return await self._decided(RolloutAsk(order))
+
+    async def scale(self, ask: bytes) -> bytes:
+        """Have the parent carry out an order about the number of workers, and say how many there are then.
 
         Raises:
             ClientError: it is refused; the message says why.
             Overloaded: the parent does not answer.
         """
+        return await self._decided(ScaleQuestion(ask))
+
+    async def _decided(self, question: RolloutAsk | ScaleQuestion) -> bytes:
         try:
-            answer = await self._answer(frame(RolloutAsk(order)))
+            answer = await self._answer(frame(question))
         except TimeoutError:
             message = "The server's parent process did not answer in time; try again."
             raise Overloaded(message, retry_after_s=ANSWER_TIMEOUT_S) from None

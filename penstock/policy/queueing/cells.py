@@ -70,6 +70,7 @@ class Peers:
 
     def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
         """It was started."""
+        assert work.id in room.begun, f"{work.id} is booked where it starts"
         if room.id not in self.ids:
             self._began_ns[work.id] = now_ns
 
@@ -93,6 +94,7 @@ class Peers:
             return self._rooms.has_room()
         broken = self._broken(now_ns)
         away_ns = self._soonest_ns(self._open(broken))
+        assert away_ns is None or away_ns >= 0, "nobody is there before it left"
         return away_ns is not None and self._is_clear(now_ns, away_ns, broken)
 
     def due_ns(self, now_ns: int) -> int | None:
@@ -118,6 +120,7 @@ class Peers:
             return None
         near_ns = max(_ABOUT * away_ns, away_ns + _ABOUT_NS)
         near = [room for room in peers if self._away_ns(room) <= near_ns]
+        assert near, "the nearest one is near"
         return min(near, key=lambda room: (self._known[room.id].price, self._away_ns(room), room.number))
 
     def wait_ns(self, now_ns: int, blocked: Collection[WorkerId]) -> float:
@@ -136,7 +139,9 @@ class Peers:
     def _oldest_ns(self, now_ns: int) -> int:
         """How long the oldest one has waited here."""
         firsts = [next(iter(band.waiting.values())) for band in self._queue.bands if band.waiting]
-        return now_ns - min((work.queued_ns for work in firsts), default=now_ns)
+        oldest_ns = now_ns - min((work.queued_ns for work in firsts), default=now_ns)
+        assert oldest_ns >= 0, "nothing waits since a time to come"
+        return oldest_ns
 
     def _usable(self, blocked: Collection[WorkerId]) -> list[WorkerCapacity]:
         """Workers of this cell that could have something some time."""

@@ -26,6 +26,7 @@ from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 from penstock.sim.traffic.workload import TrafficSource, merged
 from penstock.sim.world.faults import Chaos, InjectedFault
 from penstock.sim.world.run import PoolSpec, SimResult, SimWorkerSpec, WorldSpec
+from penstock.sim.world.scaling import Scaling, ScalingSpec
 from penstock.sim.world.world import World
 
 _CONTEXT = 512
@@ -84,6 +85,8 @@ class Setup:
     objective: Objective = field(default_factory=Objective)
     prices: Mapping[str, float] = field(default_factory=dict[str, float])
     """Per hour of a worker, by `WorkerSpec.kind`."""
+    scaling: ScalingSpec | None = None
+    """How the pools scale by their load; None: they do not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +99,7 @@ class Played:
     records: list[RequestRecord]
     figures: Figures
     judge: Judge
+    scaling: Scaling | None = None
 
     def good(self, record: RequestRecord) -> bool:
         """Whether it was answered as promised."""
@@ -116,6 +120,7 @@ def play(setup: Setup, seed: int, *, on_arrival: Callable[[int], None] | None = 
     world = World(replace(setup.world, seed=seed), arriving())
     if setup.faults:
         Chaos(world, setup.faults)
+    scaling = Scaling(world, setup.scaling) if setup.scaling is not None else None
     result = world.run()
     judge = Judge(promised(setup.objective), setup.world.pools, setup.world.tenants)
     run = Run(
@@ -132,7 +137,10 @@ def play(setup: Setup, seed: int, *, on_arrival: Callable[[int], None] | None = 
         weights={name: tenant.weight for name, tenant in setup.world.tenants.items()},
     )  # fmt: skip
     found = figures(run, setup.objective)
-    return Played(seed=seed, setup=setup, result=result, records=result.records, figures=found, judge=judge)
+    return Played(
+        seed=seed, setup=setup, result=result, records=result.records, figures=found, judge=judge,
+        scaling=scaling,
+    )  # fmt: skip
 
 
 def promised(objective: Objective) -> AdmissionConfig:

@@ -51,18 +51,15 @@ class World:
     """One run: `run` it, once."""
 
     def __init__(
-        self,
-        spec: WorldSpec,
-        requests: Iterable[SimRequest],
-        *,
+        self, spec: WorldSpec, requests: Iterable[SimRequest], *,
         on_record: Callable[[RequestRecord], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`requests` in the order of their times, lazily. With `on_record`, `records` stays empty."""
         self.spec, self.timeline, self.streams = spec, Timeline(), Streams(spec.seed)
         self.tally = RunTally()
         self.watcher: Watcher | None = None
         self._records: list[RequestRecord] = []
-        self._on_record = on_record or self._records.append
+        self.on_record = on_record or self._records.append
         self._requests: Iterator[SimRequest] = iter(requests)
         self._next: SimRequest | None = None
         self._comebacks = Comebacks(self.ask_at)
@@ -101,7 +98,7 @@ class World:
         if self.watcher is None and self.store is None and not until_ns:
             timeline.run()
         while (next_ns := timeline.next_ns) is not None and (not until_ns or next_ns <= until_ns):
-            if self.store is not None and not until_ns and self._is_over:
+            if self.store is not None and not until_ns and self.is_over:
                 until_ns = next_ns + _LINGER_NS  # Those who keep leases never rest.
             timeline.step()
             if self.watcher is not None:
@@ -134,7 +131,7 @@ class World:
             if each.pool is pool and not each.draining and not each.worker.is_gone
         ]
         for _ in range(count - len(members)):
-            self._start(now_ns, pool, pool.worker.cold_start_ns)
+            self.start(now_ns, pool, pool.worker.cold_start_ns)
         for member in members[max(count, 0) :]:
             self.drain(now_ns, member)
 
@@ -144,7 +141,7 @@ class World:
 
     def replace(self, now_ns: int, member: Member) -> None:
         """Start another worker like this one."""
-        self._start(now_ns, member.pool, member.pool.worker.cold_start_ns)
+        self.start(now_ns, member.pool, member.pool.worker.cold_start_ns)
 
     def reset_link(self, now_ns: int, gateway: SimGateway, member: Member) -> None:
         """The two lose their connection and the streams on it; soon they are connected again."""
@@ -259,7 +256,7 @@ class World:
         """See `Listener`."""
         member = self.members[worker.id]
         self.crash(now_ns, member)
-        self._start(now_ns, member.pool, max(_RESTART_NS, member.pool.worker.cold_start_ns))
+        self.start(now_ns, member.pool, max(_RESTART_NS, member.pool.worker.cold_start_ns))
 
     def cached(self, now_ns: int, worker: SimWorker, events: tuple[KVEvent, ...]) -> None:
         """See `Listener`."""
@@ -276,7 +273,7 @@ class World:
         if self.watcher is not None:
             self.watcher.ended(record)
         self._comebacks.ended(record)
-        self._on_record(record)
+        self.on_record(record)
 
     def billed(self, record: UsageRecord) -> None:
         """See `RunRecorder`."""
@@ -285,7 +282,8 @@ class World:
             self.watcher.billed(record)
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether all requests have come, and ended."""
         counters = self.tally.counters
         return self._next is None and counters.arrived == counters.ended
 
@@ -476,7 +474,7 @@ class World:
     def _on_forgotten(self, now_ns: int, member: Member) -> None:
         del now_ns, self.members[member.worker.id]
 
-    def _start(self, now_ns: int, pool: PoolSpec, cold_ns: int) -> None:
+    def start(self, now_ns: int, pool: PoolSpec, cold_ns: int) -> None:
         """Another worker, ready after its cold start."""
         member = self._add(now_ns, pool)
         self.timeline.at(now_ns + cold_ns, WORLD, Rank.FAULT, self._on_ready, member)

@@ -1,0 +1,1 @@
+"""How many workers should each model have, of which pool, and why?"""

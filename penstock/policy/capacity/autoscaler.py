@@ -1,0 +1,218 @@
+"""One model's autoscaler: three opinions, one decision, its reasons.
+
+    Signals ──> Learned ──> opinions ──> wanted ──> bounds, budgets ──> Decision: how many, of which pool
+                                                     └─ frozen, advice, an operator's order go before
+
+Out at once, as many as are wanted. In slowly: a worker goes when no more than the others were wanted for
+`in_after_s`, nothing joined meanwhile, the last one that left has ended its requests, and those that stay
+keep enough room (`keeps_enough`). So a steady load sees at most one change of direction in `in_after_s`.
+Workers that start are never given up, and count as what they will be: nothing more is asked for in their
+place.
+
+Pure: the same state and the same signals give the same decision, which is how decisions are replayed.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from penstock.clock import NS_PER_S
+from penstock.config.scale import ScaleConfig
+from penstock.policy.capacity.allot import grow, pool_config, shrink, steady_workers
+from penstock.policy.capacity.opinions import Learned, Opinion, capacity, floor, keeps_enough, reactive
+from penstock.policy.capacity.signals import Override, Signals
+from penstock.policy.capacity.week import is_within, spans_of
+
+IN_PAUSE = 0.1
+"""Share of `in_after_s` between two workers that leave."""
+Move = Literal["hold", "out", "in"]
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """About one model, at one look."""
+
+    model: str = ""
+    wall_ns: int
+    move: Move
+    acts: bool
+    """False: it is advice, or nothing may change now; `move` says what would be done."""
+    why: str
+    ready: int
+    pending: int
+    wanted: int
+    """Workers, whatever bounds say."""
+    workers: int
+    """That there are to be from now on, those that start included."""
+    pools: dict[str, int]
+    """The same by pool; a model without pools has one without a name."""
+    opinions: tuple[Opinion, ...]
+    held_by: str = ""
+    """The bound, budget or launcher that kept it from doing more; empty: none did."""
+    safe_rate: float = 0.0
+    """Work per second that is safe for one worker; 0: not known yet."""
+    rate: float = 0.0
+    """Work per second that comes."""
+    forecast: float = 0.0
+    """And that is expected after a cold start."""
+    cold_start_s: float = 0.0
+
+
+class ScaleState(msgspec.Struct, kw_only=True):
+    """All that is remembered of one model between two looks, in a form that is kept over a restart."""
+
+    learned: Learned = msgspec.field(default_factory=Learned)
+    wanted: list[tuple[int, int]] = []
+    """(when, how many): the last `in_after_s`, of which the largest counts for leaving."""
+    out_ns: int = 0
+    in_ns: int = 0
+    """When the last worker was asked for, and told to leave."""
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """The room that budgets of the whole fleet leave for one model."""
+
+    workers: int = 1 << 30
+    """That may be added."""
+    by: str = ""
+    """Which budget that is."""
+
+
+class Autoscaler:
+    """See the module. `state` is what `decide` remembers."""
+
+    def __init__(self, model: str, scale: ScaleConfig, state: ScaleState | None = None) -> None:
+        assert scale.max, "a model that does not scale has no autoscaler"
+        self.model, self.scale = model, scale
+        self.state = state or ScaleState()
+
+    def decide(self, seen: Signals, room: Room = Room()) -> Decision:  # noqa: B008 - it is frozen.
+        """Learn from what was seen, and say how many workers there are to be."""
+        state, scale = self.state, self.scale
+        known = state.learned
+        known.take(seen)
+        advice = self.advise(seen)
+        first = max(advice, key=lambda each: each.workers)
+        wanted = first.workers
+        # While it is not known what a worker can do, all that are there may be needed, and none is spare.
+        load = max(advice[0].workers, advice[1].workers) if known.rate.safe else 1
+        if scale.standby and load + scale.standby > wanted:
+            wanted = load + scale.standby
+            first = Opinion(of="floor", workers=wanted, why=f"{first.why}; {scale.standby} on standby")
+        steady = self._steady(seen)
+        aim = min(scale.max, wanted)
+        self._remember(seen, min(scale.max, max(advice[1].workers + scale.standby, advice[2].workers)))
+        is_frozen = any(is_within(span, seen.wall_ns) for span in spans_of(scale.frozen))
+        ordered = seen.override is not None and seen.wall_ns < seen.override.until_ns
+        if ordered and seen.override is not None:
+            aim = min(scale.max, seen.override.workers)
+        targets, move, why, held = self._plan(seen, aim, room, ordered=ordered, steady=steady)
+        why = _ordered_by(seen.override) if ordered and seen.override is not None else why or first.why
+        if is_frozen and not ordered and move != "hold":
+            why = f"nothing is changed at this time (frozen); else: {why}"
+        acts = ordered or (scale.mode == "act" and not is_frozen)
+        if acts and move != "hold":
+            state.out_ns, state.in_ns = (
+                (seen.now_ns, state.in_ns) if move == "out" else (state.out_ns, seen.now_ns)
+            )
+        if wanted > scale.max and not held:
+            held = f"max is {scale.max}"
+        return Decision(
+            model=self.model,
+            wall_ns=seen.wall_ns,
+            move=move,
+            acts=acts,
+            why=why,
+            ready=seen.ready,
+            pending=seen.pending,
+            wanted=wanted,
+            workers=sum(targets.values()),
+            pools=targets,
+            opinions=advice,
+            held_by=held,
+            safe_rate=round(known.rate.safe, 3),
+            rate=round(known.demand.fast, 3),
+            forecast=round(known.demand.expected(known.ahead_s).mean, 3),
+            cold_start_s=round(known.cold.expected_s, 3),
+        )
+
+    def advise(self, seen: Signals) -> tuple[Opinion, Opinion, Opinion]:
+        """By the load as it is, by the load to come, by the configuration."""
+        known = self.state.learned
+        return reactive(seen, known), capacity(known), floor(self.scale, seen, known)
+
+    def _steady(self, seen: Signals) -> int:
+        known = self.state.learned
+        come = max(known.demand.fast, known.demand.expected(known.ahead_s).mean)
+        return min(self.scale.max, steady_workers(self.scale, known.protected * come, known.rate.safe))
+
+    def _remember(self, seen: Signals, wanted: int) -> None:
+        """How many were wanted lately: one entry for each number that is still the largest since."""
+        kept, oldest_ns = self.state.wanted, seen.now_ns - int(self.scale.in_after_s * NS_PER_S)
+        while kept and kept[-1][1] <= wanted:
+            kept.pop()
+        kept.append((seen.now_ns, wanted))
+        while kept[0][0] < oldest_ns:
+            kept.pop(0)
+
+    def _plan(
+        self, seen: Signals, aim: int, room: Room, *, ordered: bool, steady: int
+    ) -> tuple[dict[str, int], Move, str, str]:
+        """The target of each pool, the direction, a reason of its own if there is one, and what holds it."""
+        targets = {pool.name: pool.ready + pool.pending for pool in seen.pools}
+        there = sum(targets.values())
+        firm = sum(num for name, num in targets.items() if not pool_config(self.scale, name).spot)
+        missing = max(aim - there, min(steady - firm, self.scale.max - there))
+        if missing > 0:
+            allowed = min(missing, room.workers)
+            more = grow(self.scale, seen.pools, allowed, steady)
+            for name, count in more.items():
+                targets[name] += count
+            held = room.by if allowed < missing else ""
+            if sum(more.values()) < allowed:
+                held = next((pool.trouble for pool in seen.pools if pool.trouble), "the pools are full")
+            return targets, "out" if more else "hold", "", held
+        if aim >= there:
+            return targets, "hold", "", ""
+        if ordered:
+            return self._shrunk(seen, targets, there - aim)
+        if why := self._stays(seen):
+            return targets, "hold", why, ""
+        name = shrink(self.scale, seen.pools, steady)
+        if name is None:
+            return targets, "hold", "what spot workers do must not be lost with them", ""
+        targets[name] -= 1
+        lately = max(count for _, count in self.state.wanted)
+        return targets, "in", f"no more than {lately} were wanted within {self.scale.in_after_s:g} s", ""
+
+    def _shrunk(
+        self, seen: Signals, targets: dict[str, int], count: int
+    ) -> tuple[dict[str, int], Move, str, str]:
+        """An operator wants fewer: all at once, for each ends its requests first."""
+        for _ in range(count):
+            dear = max(
+                (name for name, num in targets.items() if num),
+                key=lambda name: (pool_config(self.scale, name).price, name),
+            )
+            targets[dear] -= 1
+        assert sum(targets.values()) == seen.ready + seen.pending - count, "each of them had a place"
+        return targets, "in", "", ""
+
+    def _stays(self, seen: Signals) -> str:
+        """Why no worker leaves now; empty: one may."""
+        state, now_ns = self.state, seen.now_ns
+        after_ns = int(self.scale.in_after_s * NS_PER_S)
+        lately = max(count for _, count in state.wanted)
+        if lately >= seen.ready + seen.pending:
+            return f"{lately} were wanted within {self.scale.in_after_s:g} s"
+        if seen.pending or seen.draining:
+            return "a worker starts, or leaves"
+        if state.out_ns and now_ns - state.out_ns < after_ns:
+            return f"one joined within {self.scale.in_after_s:g} s"
+        if state.in_ns and now_ns - state.in_ns < int(after_ns * IN_PAUSE):
+            return "one left just now"
+        return keeps_enough(seen, state.learned, seen.ready - 1)
+
+
+def _ordered_by(override: Override) -> str:
+    who = f"key {override.by}" if override.by else "an operator"
+    return f"{who} wants {override.workers}"

@@ -1,0 +1,144 @@
+"""Three advisers, each with its reason: the load as it is, the load to come, and the least number.
+
+    reactive   what comes now, and what waits, at the rate that is safe for one worker; one more if answers
+               are late, or KV memory is nearly full, whatever that rate is thought to be
+    capacity   the forecast for the moment at which a worker would be ready that was asked for now
+    floor      `min`, the schedule, and what a request needs that finds nobody
+
+The largest is what is wanted.
+"""
+
+import math
+
+import msgspec
+
+from penstock.clock import NS_PER_S
+from penstock.config.scale import ScaleConfig
+from penstock.policy.capacity.forecast import Demand
+from penstock.policy.capacity.learn import LATE_MAX, ColdStarts, ServiceRate
+from penstock.policy.capacity.signals import Signals
+from penstock.policy.capacity.week import scheduled, spans_of
+
+DRAIN_S = 30.0
+"""The requests that wait are to be gone after so long."""
+ROUNDED = 0.05
+"""Of a worker: a load that is so little over what some can do needs no further one."""
+KV_FULL = 0.9
+DUE_MIN = 10
+"""Answers, of which the late ones say something."""
+AHEAD_S = 15.0
+"""Beyond the cold start: the time between two looks, and what a new worker takes to be found."""
+CONSOLIDATED = 0.8
+"""Of what is safe for the workers that are left: more, and none leaves."""
+KV_CONSOLIDATED = 0.7
+_SPREAD = (0.25, 0.5, 0.75, 1.0)
+"""Parts of the time ahead at which a smaller fleet is looked at."""
+
+
+class Opinion(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one adviser."""
+
+    of: str
+    workers: int
+    why: str
+
+
+class Learned(msgspec.Struct, kw_only=True):
+    """The learned state of a model, kept over a restart."""
+
+    demand: Demand = msgspec.field(default_factory=Demand)
+    rate: ServiceRate = msgspec.field(default_factory=ServiceRate)
+    cold: ColdStarts = msgspec.field(default_factory=ColdStarts)
+    tokens: float = 0.0
+    """Mean work of an answered request."""
+    protected: float = 0.0
+    """Share of the work that is of bands which go before others."""
+    asked_ns: int = 0
+    """When somebody last wanted the model; 0: never."""
+
+    def take(self, seen: Signals) -> None:
+        """Learn from one look."""
+        if seen.answered:
+            mean = seen.work / seen.answered
+            share = min(1.0, seen.answered / 50)
+            self.tokens = mean if not self.tokens else self.tokens + (mean - self.tokens) * share
+            self.protected += (seen.protected_share - self.protected) * share
+        if seen.arrived or seen.waiting or seen.running:
+            self.asked_ns = seen.now_ns
+        self.cold.take(seen.cold_starts_s)
+        self.rate.take(seen)
+        at_s = seen.wall_ns / NS_PER_S
+        self.demand.take(at_s, seen.window_s, seen.arrived * self.tokens)
+        self.demand.promise(self.ahead_s)
+
+    @property
+    def ahead_s(self) -> float:
+        """How far ahead is planned."""
+        return self.cold.expected_s + AHEAD_S
+
+
+def reactive(seen: Signals, known: Learned) -> Opinion:
+    """By the load as it is."""
+    there, safe = seen.ready + seen.pending, known.rate.safe
+    backlog = seen.waiting * known.tokens
+    wanted, why = 0, "nothing comes"
+    if safe:
+        wanted = math.ceil(known.demand.fast / safe + backlog / (safe * DRAIN_S) - ROUNDED)
+        why = f"{known.demand.fast:.0f} tokens/s come and {seen.waiting} requests wait; {safe:.0f} are safe"
+    elif seen.waiting or seen.running:
+        wanted, why = max(1, seen.ready), "it has work, and what a worker can do is not known yet"
+    one_more, is_late = seen.ready + 1, seen.due >= DUE_MIN and seen.late > 2 * LATE_MAX * seen.due
+    if one_more > max(wanted, there) and seen.ready:
+        if is_late or seen.shed:
+            wanted, why = one_more, f"{seen.late} of {seen.due} answers were late, {seen.shed} requests shed"
+        elif seen.kv_use > KV_FULL:
+            wanted, why = one_more, f"{seen.kv_use:.0%} of the KV memory is in use"
+    return Opinion(of="reactive", workers=wanted, why=why)
+
+
+def capacity(known: Learned) -> Opinion:
+    """By the load to come."""
+    ahead_s, safe = known.ahead_s, known.rate.safe
+    if not safe:
+        return Opinion(of="capacity", workers=0, why="what a worker can do is not known yet")
+    expected = known.demand.expected(ahead_s)
+    why = (
+        f"{expected.mean:.0f} tokens/s are expected in {ahead_s:.0f} s, give or take {known.demand.error:.0f}"
+    )
+    come = max(expected.high, known.demand.level)
+    return Opinion(of="capacity", workers=math.ceil(come / safe - ROUNDED), why=why)
+
+
+def floor(scale: ScaleConfig, seen: Signals, known: Learned) -> Opinion:
+    """By the configuration."""
+    least, why = scale.min, f"min is {scale.min}"
+    by_time = scheduled(spans_of(scale.schedule), seen.wall_ns, known.ahead_s)
+    if by_time > least:
+        least, why = by_time, f"the schedule wants {by_time}"
+    idle_s = (seen.now_ns - known.asked_ns) / NS_PER_S if known.asked_ns else math.inf
+    if not least and (idle_s < scale.in_after_s or seen.waiting or seen.running):
+        least, why = 1, "somebody asks for the model"
+    return Opinion(of="floor", workers=least, why=why)
+
+
+def keeps_enough(seen: Signals, known: Learned, left: int) -> str:
+    """Why `left` workers would be too few for what the present ones do; empty: they would do."""
+    assert 0 <= left < seen.ready, (left, seen.ready)
+    if not left:
+        return "requests run" if seen.running or seen.waiting else ""
+    if seen.waiting:
+        return f"{seen.waiting} requests wait"
+    if seen.due >= DUE_MIN and seen.late > LATE_MAX * seen.due:
+        return "answers are late as it is"
+    more, safe = seen.ready / left, known.rate.safe
+    if safe and known.demand.fast > CONSOLIDATED * safe * left:
+        return f"{known.demand.fast:.0f} tokens/s are over {CONSOLIDATED:.0%} of what {left} can do"
+    if seen.kv_use * more > KV_CONSOLIDATED:
+        return f"KV memory would be {seen.kv_use * more:.0%} full"
+    if seen.slots and seen.running * more > CONSOLIDATED * seen.slots:
+        return f"{seen.running} requests would fill the rows"
+    for share in _SPREAD:
+        later = known.demand.expected(2 * share * known.ahead_s).high
+        if safe and later > safe * left:
+            return f"{later:.0f} tokens/s are expected soon"
+    return ""
