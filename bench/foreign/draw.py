@@ -103,7 +103,7 @@ def main() -> None:
         max_examples=count, database=None, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck), verbosity=Verbosity.quiet,
     )  # fmt: skip
-    @given(st.one_of(*[plain] * 11, odd))
+    @given(st.integers(0, 11).flatmap(lambda each: odd if not each else plain))
     def draw(drawn: object) -> None:
         found.append(drawn)
 

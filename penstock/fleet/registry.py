@@ -301,8 +301,7 @@ class RouteWorkers:
 
     def lacking_places(self, wanted: frozenset[str]) -> frozenset[str]:
         """The part of `wanted` that the best placed of its workers lacks. O(workers)."""
-        missing = [wanted - worker.places for worker in self] or [wanted]
-        return min(missing, key=lambda each: (len(each), sorted(each)))
+        return min([wanted - each.places for each in self] or [wanted], key=lambda each: (len(each), *each))
 
     def _take_abilities(self, worker: Worker, known: frozenset[str] | None) -> None:
         if known is self._abilities.get(worker.id):

@@ -3,8 +3,11 @@
 import math
 from random import Random
 
+import msgspec
+
 from penstock.config.tree import SloConfig
 from penstock.fleet.rollouts import RolloutReport
+from penstock.fleet.scale_report import ScaleReports
 from penstock.policy.rollout.evidence import Reading
 from penstock.telemetry.alerts import rules
 
@@ -400,8 +403,10 @@ def told_of_scale() -> dict:
         decision(44, "in", "4 were enough for 300 s", 4),
         decision(80, "out", EXPECTED, 5, acts=False),
     ]  # fmt: skip
-    return {"models": [{
+    told = {"models": [{
         "model": "chat-8b", "mode": "act", "min": 2, "max": 11, "standby": 1, "workers": 7, "ready": 6,
         "pools": pools, "leads": True, "leader": "", "override": None,
         "decision": decision(0, "hold", EXPECTED, 7), "signals": signals, "moves": moves, "points": points,
     }]}  # fmt: skip
+    assert isinstance(msgspec.convert(told, ScaleReports), ScaleReports)
+    return told
