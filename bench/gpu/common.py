@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
-from penstock.engine.gpu.load import Target, build_on_device, cuda_target
+from penstock.engine.decoder import WeightSource
+from penstock.engine.gpu.load import Named, Target, build_on_device, cuda_target
 from penstock.engine.gpu.ops import Ops
 from penstock.engine.gpu.platform import CpuPlatform, Platform
 from penstock.engine.gpu.runner import DeviceRunner
 from penstock.engine.gpu.torch_ops import TorchOps
 from penstock.engine.loader import random_weights
+from penstock.engine.quantized import Float8Matrix
 from penstock.models.spec import DecoderSpec, RopeSpec
 
 CLOCK = SystemClock()
@@ -145,15 +148,43 @@ class Built:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def build(bench: Bench, spec: DecoderSpec, **settings: object) -> Built:
-    """A warm runner with random weights and a cache full of random numbers (zeros would flatter)."""
+class Float8Weights:
+    """Random weights whose layers are FP8, with a scale per output or per block."""
+
+    def __init__(self, weights: WeightSource, *, in_blocks: bool) -> None:
+        self._weights, self._in_blocks = weights, in_blocks
+
+    def take(self, key: str) -> Tensor:
+        return self._weights.take(key)
+
+    def take_linear(self, key: str) -> Float8Matrix:
+        dense = self._weights.take(key)
+        n, k = dense.shape
+        parts = dense.view(n // 128, 128, k // 128, 128) if self._in_blocks else dense.view(n, 1, 1, k)
+        scale = parts.abs().amax((1, 3)).float() / 448
+        values = (parts / scale[:, None, :, None]).view(n, k).to(torch.float8_e4m3fn)
+        return Float8Matrix(values=values, scale=scale)
+
+    def take_parts(self, key: str) -> tuple[Tensor, ...]:
+        return (self.take(key),)
+
+
+def build(bench: Bench, spec: DecoderSpec, *, form: str = "", **settings: object) -> Built:
+    """A warm runner with random weights and a cache full of random numbers (zeros would flatter).
+
+    `form` of its layers: "int8", "int4", "fp8", "fp8-block"; empty: dense.
+    """
+    if form.startswith("int"):
+        settings["quantization"] = form
     target, seconds = bench.target(**settings), dict[str, float]()
     start_ns = CLOCK.now_ns()
-    weights = random_weights(spec, bench.dtype, 0, lambda _done, _total: None, bench.device)
+    weights: WeightSource = random_weights(spec, bench.dtype, 0, lambda _done, _total: None, bench.device)
+    if form.startswith("fp8"):
+        weights = Float8Weights(weights, in_blocks=form == "fp8-block")
     bench.sync()
     seconds["weights"] = (CLOCK.now_ns() - start_ns) / 1e9
     start_ns = CLOCK.now_ns()
-    runner = build_on_device("bench", spec, weights, target)
+    runner = build_on_device(Named("bench"), spec, weights, target)
     bench.sync()
     seconds["build"] = (CLOCK.now_ns() - start_ns) / 1e9
     start_ns = CLOCK.now_ns()
@@ -162,6 +193,7 @@ def build(bench: Bench, spec: DecoderSpec, **settings: object) -> Built:
     seconds["warm_up"] = (CLOCK.now_ns() - start_ns) / 1e9
     with torch.inference_mode():
         for block in range(0, runner.info.num_blocks, 256):
-            runner.cache.tensor[block : min(block + 256, runner.info.num_blocks)].normal_()
+            part = runner.cache.tensor[block : min(block + 256, runner.info.num_blocks)]
+            part.copy_(torch.randn(part.shape, dtype=bench.dtype, device=bench.device))
     bench.sync()
     return Built(runner, {name: round(value, 3) for name, value in seconds.items()})

@@ -141,10 +141,13 @@ def kinds(bench: Bench) -> list[SamplingParams]:
 
 
 def ask(
-    runner: StepRunner, asked: list[list[int]], how: tuple[SamplingParams, ...] | list[SamplingParams]
+    runner: StepRunner,
+    asked: list[list[int]],
+    how: tuple[SamplingParams, ...] | list[SamplingParams],
+    **changes: object,
 ) -> list[Answer]:
     """Tokens and log-probabilities (of the prompt, then of the answer) of requests that start together."""
-    core = build_core(runner, settings(prefix_cache=False), b"k" * 32, CLOCK)
+    core = build_core(runner, settings(prefix_cache=False, **changes), b"k" * 32, CLOCK)
     answers: dict[str, Answer] = {}
     for index, prompt in enumerate(asked):
         request_id = RequestId(f"r{index}")

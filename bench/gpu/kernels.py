@@ -14,6 +14,7 @@ from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.ops import AttentionLayer, Ops
 from penstock.engine.gpu.step import Drawn
 from penstock.engine.gpu.torch_ops import TorchOps
+from penstock.engine.kv_cache import KVCache
 from penstock.models.spec import DecoderSpec
 
 LIMIT = 1e-2
@@ -122,14 +123,21 @@ def check_rotate_store(bench: Bench, ops: Ops) -> dict[str, Any]:
 
 
 def check_attend(
-    bench: Bench, ops: Ops, *, rows: Rows | None = None, window: int = 0, softcap: float = 0.0
+    bench: Bench,
+    ops: Ops,
+    *,
+    rows: Rows | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    float8: bool = False,
 ) -> dict[str, Any]:
     found = []
     for each in (ops, TorchOps()):
         torch.manual_seed(1)
         one = prepared(bench, each, rows or rows_of(bench))
         qkv, q = one.heads(3, all_heads=True), one.heads(4, all_heads=False)
-        TorchOps().rotate_store(qkv, q, one.cache, 1, one.step, one.rotation)
+        one = in_float8(one, bench.dtype) if float8 else one
+        (each if float8 else TorchOps()).rotate_store(qkv, q, one.cache, 1, one.step, one.rotation)
         out = torch.full_like(q, torch.nan)
         how = AttentionLayer(1, one.spec.head_dim**-0.5, softcap, window)
         each.attend(q, out, one.cache, one.step, how, one.partials)
@@ -225,11 +233,22 @@ def figures_of(bench: Bench, ops: Ops) -> list[tuple[str, Figure]]:
     return figures
 
 
-def attend(bench: Bench, ops: Ops, spec: DecoderSpec, rows: Rows) -> tuple[float, float, float]:
+def in_float8(one: Case, dtype: torch.dtype) -> Case:
+    """The same with its cache in FP8."""
+    old = one.cache.tensor
+    cache = KVCache(one.spec, one.cache.num_blocks, dtype, old.device, float8=True)
+    cache.tensor.copy_(old)
+    return replace(one, cache=cache)
+
+
+def attend(
+    bench: Bench, ops: Ops, spec: DecoderSpec, rows: Rows, *, float8: bool = False
+) -> tuple[float, float, float]:
     # Layers enough that their keys and values do not stay in the device's cache between calls.
     layers = 2 if bench.tiny else 8
     one = case(bench, spec, rows, layers=layers)
     one.cache.tensor[:-1].normal_()
+    one = in_float8(one, bench.dtype) if float8 else one
     one.begin(ops)
     q = one.heads(4, all_heads=False)
     out, scale = torch.empty_like(q), spec.head_dim**-0.5

@@ -45,8 +45,15 @@ SECTIONS = (
     Section("ceilings", "ceilings", 15),
     Section("kernels", "kernels", 50),
     Section("correctness", "correctness", 85),
+    Section("quantized", "quantized", 120),
+    Section("formats", "formats", 80),
     Section("qwen3-0.6b", "models", 45, ("qwen3-0.6b",)),
     Section("llama-3-8b", "models", 50, ("llama-3-8b",)),
+    Section("llama-3-8b int4", "models", 50, ("llama-3-8b", "int4")),
+    Section("llama-3-8b int8", "models", 50, ("llama-3-8b", "int8")),
+    Section("llama-3-8b fp8", "models", 50, ("llama-3-8b", "fp8")),
+    Section("llama-3-8b fp8 in blocks", "models", 50, ("llama-3-8b", "fp8-block")),
+    Section("llama-3-8b int4 + fp8 KV", "models", 50, ("llama-3-8b", "int4", "fp8")),
     Section("qwen3-14b", "models", 60, ("qwen3-14b",)),
     Section("throughput", "throughput", 40),
     Section("serving", "serving", 150),
@@ -151,7 +158,7 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def part_of(section: Section, out: Path) -> Path:
-    return out / f".gpu-{section.name}.json"
+    return out / f".gpu-{section.name.replace(' ', '-')}.json"
 
 
 def summary(results: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ against what the device did in this process.
 """
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ceilings import copy_rate, gemm_rate
@@ -35,13 +35,17 @@ class Sizes:
         return cls((1, 3), 40, 4, (32, 64)) if bench.tiny else cls((1, 8, 64, 256), 1024, 48, (2048, 8192))
 
 
-def run(bench: Bench, report: Report, name: str) -> None:
+def run(bench: Bench, report: Report, name: str, form: str = "", kv_dtype: str = "auto") -> None:
     spec, sizes = shape(name, tiny=bench.tiny), Sizes.of(bench)
+    if form and bench.tiny:
+        spec = replace(spec, hidden_size=128, intermediate_size=128, num_heads=8, num_kv_heads=8)
     rates = {"copy": copy_rate(bench), "gemm": gemm_rate(bench)}
     report.put("measured_here", rates)
     built = build(
         bench,
         spec,
+        form=form,
+        kv_dtype=kv_dtype,
         dtype="float32" if bench.cpu else "bfloat16",
         max_running=max(sizes.batches),
         step_tokens=max(*sizes.prefills, *sizes.batches),
@@ -51,6 +55,7 @@ def run(bench: Bench, report: Report, name: str) -> None:
     runner = built.runner
     report.put("kernels", runner.kernels)
     report.put("parameters", spec.num_parameters)
+    report.put("weight_bytes", weight_bytes(runner, spec))
     report.put("start_up_s", built.seconds)
     decode: dict[str, Any] = {}
     for batch in sizes.batches:
@@ -136,7 +141,7 @@ def decode_figures(
     runner.graphs.enabled = False
     eager = decode_seconds(bench, runner, batch, sizes, ahead=True)
     runner.graphs.enabled = True
-    read = decode_bytes(spec, batch, sizes.context + sizes.steps // 2, bench)
+    read = decode_bytes(runner, spec, batch, sizes.context + sizes.steps // 2)
     step_s, nominal = ahead["step_s"], bench.nominal()
     return {
         "step_ms": round(step_s * 1e3, 4),
@@ -150,13 +155,19 @@ def decode_figures(
     }
 
 
-def decode_bytes(spec: DecoderSpec, batch: int, context: int, bench: Bench) -> int:
+def decode_bytes(runner: DeviceRunner, spec: DecoderSpec, batch: int, context: int) -> int:
     """Weights but for the embedding table (of which a row per token is read), and every row's keys and
     values.
     """
-    table = 0 if spec.tied_head else spec.vocab_size * spec.hidden_size
-    size = bench.dtype.itemsize
-    return (spec.num_parameters - table) * size + batch * context * spec.kv_bytes_per_token(size)
+    kv_bytes = spec.kv_bytes_per_token(runner.cache.tensor.dtype.itemsize)
+    return weight_bytes(runner, spec) + batch * context * kv_bytes
+
+
+def weight_bytes(runner: DeviceRunner, spec: DecoderSpec) -> int:
+    """As they lie in memory; an embedding table that is not the head too does not count."""
+    once = {tensor.data_ptr(): tensor.nbytes for tensor in runner.weight_tensors()}
+    table = 0 if spec.tied_head else runner.weight_tensors()[0].nbytes
+    return sum(once.values()) - table
 
 
 # --- prefill ----------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Case:
         device = self.cache.tensor.device
         generator = torch.Generator(device).manual_seed(seed)
         shape = (self.num_tokens, count, self.spec.head_dim)
-        return torch.randn(shape, generator=generator, device=device, dtype=self.cache.tensor.dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=self.cache.dtype)
 
 
 def case(bench: Bench, spec: DecoderSpec, rows: Rows, *, layers: int = 2) -> Case:

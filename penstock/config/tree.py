@@ -65,12 +65,13 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """"auto": bfloat16 on a GPU and where the native kernels compute or the processor multiplies it, else
     float32."""
-    kv_dtype: Literal["auto", "int8"] = "auto"
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """Of the KV cache. "auto": as `dtype`. "int8": every head of a token is rounded to 8 bits and a scale,
-    nearly twice the blocks in the same memory; on the CPU only."""
+    nearly twice the blocks in the same memory; on the CPU only. "fp8": e4m3, twice the blocks; on a GPU
+    only."""
     quantization: Literal["none", "int8", "int4"] = "none"
-    """Weights rounded when they are loaded: "int8" also rounds inputs as they come (W8A8), "int4" takes the
-    least memory. Native kernels only; "none" keeps `dtype`."""
+    """Weights rounded when they are loaded: "int8" also rounds inputs as they come on a CPU (W8A8), "int4"
+    takes the least memory. On a CPU native kernels only; "none" keeps `dtype`, or what the checkpoint has."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """"auto": the native kernels where they were built and can compute the model, else torch."""
     attention: Literal["auto", "triton", "flashinfer"] = "auto"

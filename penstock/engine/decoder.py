@@ -25,7 +25,7 @@ from penstock.engine.kernels import Kernels, Norm
 from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.mlp import DenseMlp, Mlp, MoeMlp, MoeScratch
 from penstock.engine.layers.rowwise import Embedding, RotaryTable, RotaryWeights, ScaledEmbedding, soft_cap_
-from penstock.engine.quantized import QuantizedMatrix
+from penstock.engine.quantized import Kept, QuantizedMatrix
 from penstock.models.spec import DecoderSpec
 
 
@@ -34,6 +34,12 @@ class WeightSource(Protocol):
 
     def take(self, key: str) -> Tensor:
         """The weight, which now belongs to the caller."""
+        ...
+
+    def take_linear(self, key: str) -> Tensor | Kept:
+        """The weight, which now belongs to the caller; as the checkpoint has it where the kernels compute
+        with that.
+        """
         ...
 
     def take_parts(self, key: str) -> tuple[Tensor | QuantizedMatrix, ...]:
@@ -232,7 +238,7 @@ def _layer(made: _Made, i: int) -> _Layer:
 
     def linear(key: str, has_bias: bool) -> Linear:
         bias = weights.take(f"{i}.{key}_bias") if has_bias else None
-        plain = kernels.linear(weights.take(f"{i}.{key}"), bias, rows_max=limits.step_tokens)
+        plain = kernels.linear(weights.take_linear(f"{i}.{key}"), bias, rows_max=limits.step_tokens)
         return plain if made.adapt is None else made.adapt(plain, i, key)
 
     def linears(key: str) -> Sequence[Linear]:

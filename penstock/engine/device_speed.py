@@ -48,10 +48,11 @@ def cost_floor(
     itemsize: int,
     kept_bits: int = 0,
     rounded_kv: bool = False,
+    kv_itemsize: int | None = None,
 ) -> CostFloor:
     """The floor of a model's cost on this device. `itemsize` is that of its activations and KV cache,
-    unless that is rounded to int8; `kept_bits` the width of weights that are computed with as the checkpoint
-    has them; 0: they are not.
+    unless that is rounded to int8 or has a `kv_itemsize` of its own; `kept_bits` the width of weights that
+    are computed with as the checkpoint has them; 0: they are not.
     """
     dtype = "fp32" if itemsize == 4 else "bf16"
     weights = f"int{kept_bits}" if kept_bits else info.quantization
@@ -68,7 +69,7 @@ def cost_floor(
         source="measured",
         overhead_ns=0,
     )
-    token_bytes = spec.kv_bytes_per_token(itemsize, rounded=rounded_kv)
+    token_bytes = spec.kv_bytes_per_token(kv_itemsize or itemsize, rounded=rounded_kv)
     kv_bytes = token_bytes / (2 * spec.num_layers * spec.kv_size)
     placed = Placed(model=_shape(spec), device=speed, dtype=weights, kv_bytes=kv_bytes)
     kv_tokens = max(1, info.num_blocks * info.block_tokens)

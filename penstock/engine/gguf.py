@@ -86,7 +86,7 @@ def load_gguf_weights(
         has_offset = stored[weight.parts[0].name].type.name == "Q4_K"
         return values // 2 + values // _GROUP * 4 * (1 + has_offset)
 
-    return Weights(wanted, whole, parts, num_bytes, on_progress)
+    return Weights(wanted, whole, parts, num_bytes, on_progress, keeps=bool(kept_bits))
 
 
 def _check_size(gguf: Gguf, spec: DecoderSpec) -> None:

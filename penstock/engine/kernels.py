@@ -15,6 +15,7 @@ from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear, Pads, torch_linear, torch_linears
 from penstock.engine.layers.mlp import GeluTanhMul, SiluMul
 from penstock.engine.layers.rowwise import RMSNorm, RotaryWeights
+from penstock.engine.quantized import Kept
 from penstock.models.spec import DecoderSpec
 
 
@@ -41,8 +42,11 @@ class Activation(Protocol):
 class Kernels(Protocol):
     """Makes the objects that compute, each with its weights and scratch inside."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
-        """`weight` is `[out, in]`, `bias` `[out]`; both may be kept or repacked."""
+    def linear(self, weight: Tensor | Kept, bias: Tensor | None, *, rows_max: int) -> Linear:
+        """`weight` is `[out, in]`, `bias` `[out]`; both may be kept or repacked.
+
+        Weights come as the checkpoint has them only where `load_weights` was told to keep them.
+        """
         ...
 
     def linears(self, weight: Tensor, *, count: int, rows_max: int) -> Sequence[Linear]:
@@ -74,8 +78,9 @@ class TorchKernels:
         gate = {"silu": SiluMul, "gelu_tanh": GeluTanhMul}[spec.activation]
         self._activation = gate(spec.intermediate_size, max_tokens, device)
 
-    def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
+    def linear(self, weight: Tensor | Kept, bias: Tensor | None, *, rows_max: int) -> Linear:
         """See `Kernels`."""
+        assert isinstance(weight, Tensor), "torch on the CPU has no products of quantized weights"
         return torch_linear(weight, bias, rows_max=rows_max, pads=self._pads)
 
     def linears(self, weight: Tensor, *, count: int, rows_max: int) -> Sequence[Linear]:

@@ -66,8 +66,10 @@ class KVCache:
         device: torch.device,
         *,
         rounded: bool = False,
+        float8: bool = False,
     ) -> None:
-        """`dtype` is that of attention's products, and of the cache unless it is `rounded`.
+        """`dtype` is that of attention's products, and of the cache unless it is `rounded`, or in FP8
+        (e4m3; as they are, without scales).
 
         Raises:
             ConfigError: heads of this size cannot be rounded.
@@ -81,7 +83,7 @@ class KVCache:
         self.num_kv_heads, self.head_dim = spec.num_kv_heads, spec.head_dim
         self.dtype, self.rounded = dtype, rounded
         size = spec.head_dim + (ROUNDED_EXTRA_BYTES if rounded else 0)
-        stored = torch.int8 if rounded else dtype
+        stored = torch.int8 if rounded else torch.float8_e4m3fn if float8 else dtype
         shape = (num_blocks + 1, spec.num_layers, 2, BLOCK_TOKENS, spec.num_kv_heads, size)
         self.tensor = (
             _lazy_zeros(shape, stored)

@@ -77,6 +77,7 @@ def load_weights(
     *,
     quantization: Quantization | None = None,
     kept_bits: frozenset[int] = frozenset(),
+    keeps_float8: bool = False,
 ) -> Weights:
     """The weights of the model in `directory`: checked now, read into the device's memory when they are
     taken.
@@ -90,6 +91,7 @@ def load_weights(
         device: where weights go.
         quantization: how linear layers are stored, if its config says so.
         kept_bits: widths of integers that the kernels compute with; `take_parts` hands those out as they are.
+        keeps_float8: they compute with FP8 too.
 
     Raises:
         CheckpointError: a file is missing, truncated or corrupt; a tensor is missing, unknown, or has
@@ -111,13 +113,9 @@ def load_weights(
         if matrix is None:
             return _read_tensor(part.name, files)
         try:
-            found = matrix.read(lambda name: _read_tensor(name, files))
+            return _read_stored(matrix, files, dtype, kept_bits, keeps_float8=keeps_float8)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
-        group = matrix.kept_group(kept_bits)
-        if isinstance(found, Tensor):
-            return found
-        return found.dense(dtype) if group is None else found.with_group(group)
 
     def whole(weight: Weight) -> Tensor:
         return fused(weight, read, dtype, device)
@@ -134,7 +132,29 @@ def load_weights(
             for part in weight.parts
         )
 
-    return Weights(wanted, whole, parts, num_bytes, on_progress)
+    keeps = keeps_float8 or bool(kept_bits)
+    return Weights(wanted, whole, parts, num_bytes, on_progress, keeps=keeps)
+
+
+def _read_stored(
+    matrix: StoredMatrix,
+    files: dict[str, _Stored],
+    dtype: torch.dtype,
+    kept_bits: frozenset[int],
+    *,
+    keeps_float8: bool,
+) -> Part:
+    """A quantized layer, as it is if kernels compute with that, else dense."""
+
+    def read(name: str) -> Tensor:
+        return _read_tensor(name, files)
+
+    if keeps_float8 and (kept := matrix.float8(read)) is not None:
+        return kept
+    found, group = matrix.read(read), matrix.kept_group(kept_bits)
+    if isinstance(found, Tensor):
+        return found
+    return found.dense(dtype) if group is None else found.with_group(group)
 
 
 def load_named(

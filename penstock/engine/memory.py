@@ -148,6 +148,8 @@ def plan_adapter_bytes(config: EngineConfig, *, free_bytes: int, taken_bytes: in
 
 def block_bytes_of(config: EngineConfig, spec: DecoderSpec, bytes_per_value: int) -> int:
     """Bytes of one KV block over all layers."""
+    if config.kv_dtype == "fp8":
+        bytes_per_value = 1
     return BLOCK_TOKENS * spec.kv_bytes_per_token(bytes_per_value, rounded=config.kv_dtype == "int8")
 
 

@@ -4,7 +4,8 @@
 
 GPTQ, AWQ and compressed-tensors pack the same numbers in other orders; with act-order (GPTQ's `g_idx`)
 the columns are sorted by group once, here, and the kernels read their inputs in that order. FP8 has no
-integers to keep: its values times their scales are rounded to the model's dtype, which has more digits.
+integers to keep: a device that multiplies it has the values and their scales (`Float8Matrix`); elsewhere
+their product is rounded to the model's dtype, which has more digits.
 
 A layer's own tensors say how it is stored, so that a checkpoint may quantize each layer otherwise, or not at
 all.
@@ -109,9 +110,68 @@ class QuantizedMatrix:
         )
 
 
-def dense(part: Tensor | QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+FLOAT8_BLOCK = 128
+"""Outputs, and inputs, that share a scale where FP8 has one for each block."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True, eq=False)
+class Float8Matrix:
+    """W [n, k] as FP8 (e4m3) with scales."""
+
+    values: Tensor
+    """[n, k] float8_e4m3fn."""
+    scale: Tensor
+    """float32 [n, 1], or [n / 128, k / 128] rounded up: one for each block."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether a scale is a block's."""
+        return self.scale.shape != (self.values.shape[0], 1)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[n, k], computed in float32 and rounded once."""
+        scale = self.scale
+        if self.in_blocks:
+            n, k = self.shape
+            scale = scale.repeat_interleave(FLOAT8_BLOCK, 0)[:n].repeat_interleave(FLOAT8_BLOCK, 1)[:, :k]
+        return (self.values.float() * scale).to(dtype)
+
+
+Kept = QuantizedMatrix | Float8Matrix
+"""A weight that is computed with as the checkpoint has it."""
+
+
+def dense(part: Tensor | Kept, dtype: torch.dtype) -> Tensor:
     """A part of a weight as it multiplies."""
-    return part.dense(dtype) if isinstance(part, QuantizedMatrix) else part
+    return part if isinstance(part, Tensor) else part.dense(dtype)
+
+
+def joined(parts: Sequence[Tensor | Kept]) -> Kept | None:
+    """One weight of its parts, in order; None if they cannot be computed with as one."""
+    integers = [part for part in parts if isinstance(part, QuantizedMatrix)]
+    floats = [part for part in parts if isinstance(part, Float8Matrix)]
+    if len(integers) == len(parts):
+        if any(part.offset is not None for part in integers):
+            integers = [
+                replace(part, offset=torch.zeros_like(part.scale)) if part.offset is None else part
+                for part in integers
+            ]
+        return stacked(integers) if all(part.is_like(integers[0]) for part in integers) else None
+    if len(floats) == len(parts):
+        in_blocks = floats[0].in_blocks
+        whole = not in_blocks or all(part.shape[0] % FLOAT8_BLOCK == 0 for part in floats[:-1])
+        if whole and all(part.in_blocks == in_blocks for part in floats):
+            # Catenated as bytes: not every device's library moves FP8.
+            values = torch.cat([part.values.view(torch.uint8) for part in floats])
+            return Float8Matrix(
+                values=values.view(torch.float8_e4m3fn), scale=torch.cat([part.scale for part in floats])
+            )
+    return None
 
 
 def stacked(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
@@ -163,6 +223,21 @@ class StoredMatrix:
         if self.bits == 8:
             return self.group if self.num_groups == 1 and not self.has_zeros else None
         return next((group for group in KEPT_GROUPS if self.group % group == 0), None)
+
+    def float8(self, read: Read) -> Float8Matrix | None:
+        """The layer as FP8; None if it is something else, or has scales for other parts of it."""
+        if self.layout != "float8":
+            return None
+        n, k = self.part.shape
+        scale, block = read(self.scale_name).float(), self.quantization.block
+        if block is not None:
+            if block != (FLOAT8_BLOCK, FLOAT8_BLOCK) or k % FLOAT8_BLOCK:
+                return None
+        elif scale.dim() == 2 and scale.shape[1] > 1:
+            return None
+        else:
+            scale = scale.reshape(-1, 1).expand(n, 1)
+        return Float8Matrix(values=read(self.part.name), scale=scale.contiguous())
 
     def num_bytes(self, kept_bits: frozenset[int], itemsize: int) -> int:
         """Memory that the layer takes once it is loaded."""

@@ -67,6 +67,8 @@ def choose_computing(config: EngineConfig, spec: DecoderSpec) -> Computing:
     Raises:
         ConfigError: the config insists on what cannot be done here, by the setting's name.
     """
+    if config.kv_dtype == "fp8":
+        raise ConfigError("engine.kv_dtype is fp8, which needs a CUDA device; this engine runs on the CPU")
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     precision: Precision = "native" if config.quantization == "none" else config.quantization
     native, reason = _native_kernels(config, spec, dtype, precision)

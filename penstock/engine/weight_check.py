@@ -20,6 +20,7 @@ from penstock.engine.kernels import Activation, Kernels, Norm
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.rowwise import RotaryWeights
+from penstock.engine.quantized import Kept
 from penstock.errors import WeightsDamaged
 
 FIRST_NS = 10 * NS_PER_S
@@ -43,7 +44,7 @@ class ListedKernels:
         self._kernels = kernels
         self.tensors: list[Tensor] = []
 
-    def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
+    def linear(self, weight: Tensor | Kept, bias: Tensor | None, *, rows_max: int) -> Linear:
         """See `Kernels`."""
         made = self._kernels.linear(weight, bias, rows_max=rows_max)
         self.tensors += made.tensors

@@ -1,15 +1,18 @@
 """The decoder's weights while they are loaded: handed out one by one, whatever file they come from."""
 
+import logging
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from penstock.engine.quantized import QuantizedMatrix, dense
+from penstock.engine.quantized import Kept, QuantizedMatrix, dense, joined
 from penstock.models.names import TensorPart, Weight
 
 CPU = torch.device("cpu")
-Part = Tensor | QuantizedMatrix
+_log = logging.getLogger(__name__)
+Part = Tensor | Kept
 
 OnProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total)."""
@@ -25,7 +28,11 @@ class Weights:
         parts: Callable[[Weight], tuple[Part, ...]],
         num_bytes: Callable[[Weight], int],
         on_progress: OnProgress,
+        *,
+        keeps: bool = False,
     ) -> None:
+        """`keeps`: some are handed out as the checkpoint has them."""
+        self._keeps = keeps
         self._wanted = {weight.key: weight for weight in wanted}
         self._whole, self._parts, self._num_bytes, self._on_progress = whole, parts, num_bytes, on_progress
         self._total = sum(map(num_bytes, wanted))
@@ -43,8 +50,8 @@ class Weights:
         self._taken(weight)
         return tensor
 
-    def take_parts(self, key: str) -> tuple[Part, ...]:
-        """See `WeightSource`.
+    def take_parts(self, key: str) -> tuple[Tensor | QuantizedMatrix, ...]:
+        """See `WeightSource`: for processors, which keep no FP8.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -52,7 +59,25 @@ class Weights:
         weight = self._wanted.pop(key)
         tensors = self._parts(weight)
         self._taken(weight)
-        return tensors
+        return cast("tuple[Tensor | QuantizedMatrix, ...]", tensors)
+
+    def take_linear(self, key: str) -> Part:
+        """See `WeightSource`.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        if not self._keeps:
+            return self.take(key)
+        weight = self._wanted.pop(key)
+        parts = self._parts(weight)
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        found = torch.cat(tensors) if len(tensors) == len(parts) else joined(parts)
+        if found is None:
+            _log.info("%s: its parts are quantized in different ways, so it is made dense", key)
+            found = self._whole(weight)
+        self._taken(weight)
+        return found
 
     def _taken(self, weight: Weight) -> None:
         self.num_bytes_left -= self._num_bytes(weight)

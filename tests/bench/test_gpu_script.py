@@ -22,7 +22,12 @@ def written(out: Path) -> dict[str, Any]:
 def test_everything_runs_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["main.py", "--cpu", "--tiny", "--in-process", "--out", str(tmp_path)])
+    wanted = [
+        "ceilings", "kernels", "correctness", "quantized", "qwen3-0.6b", "llama-3-8b", "llama-3-8b int4",
+        "qwen3-14b", "throughput", "serving",
+    ]  # fmt: skip
+    flags = ["--cpu", "--tiny", "--in-process", "--out", str(tmp_path), "--sections", ",".join(wanted)]
+    monkeypatch.setattr(sys, "argv", ["main.py", *flags])
     monkeypatch.setattr(sys, "path", list(sys.path))  # The script adds its own folder.
     known = set(sys.modules)
     try:
@@ -35,11 +40,10 @@ def test_everything_runs_on_the_cpu(
     sections, printed = written(tmp_path)["sections"], capsys.readouterr().out
     errors = {name: one["error"] for name, one in sections.items() if "error" in one}
     assert (ended.value.code, errors) == (0, {}), printed
-    assert list(sections) == [
-        "ceilings", "kernels", "correctness", "qwen3-0.6b", "llama-3-8b", "qwen3-14b", "throughput",
-        "serving",
-    ]  # fmt: skip
+    assert list(sections) == wanted
     assert all(check["ok"] for check in sections["kernels"]["checks"].values())
+    assert all(check["ok"] for check in sections["quantized"]["checks"].values())
+    assert sections["llama-3-8b int4"]["weight_bytes"] < sections["llama-3-8b int4"]["parameters"] * 4
     assert sections["correctness"]["families"]["qwen3"]["float32_same_tokens"]
     decode = sections["llama-3-8b"]["decode"]["3"]
     assert decode["step_ms"] > 0

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from penstock.engine.gpu.kernels import attention, layers, prepare, sampler
+from penstock.engine.gpu.kernels import attention, layers, packed, prepare, sampler
 
 
 @dataclass
@@ -100,10 +100,26 @@ def rotate(heads: int, kv_heads: int, dim: int, *, normed: bool) -> Kernel:
     """As `TritonOps.rotate_store` launches it."""
     constants = {
         "NUM_HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "DIM": dim, "ROTARY_DIM": dim,
-        "BLOCK_TOKENS": 16, "HEADS": 8, "NORM": normed,
+        "BLOCK_TOKENS": 16, "HEADS": 8, "NORM": normed, "FLOAT8": False,
     }  # fmt: skip
     types = ["*bf16"] * 3 + ["*i64"] * 2 + ["*fp32"] * 2 + ["*bf16"] * 2 + ["i32", "fp32"]
     return Kernel(layers.rotate_store, types, constants, 4)
+
+
+def product(*, bits: int, rows: int, splits: int = 1) -> Kernel:
+    """As `TritonMatrixOps.multiply` launches it, in bfloat16."""
+    four, many = bits == 4, rows > 64
+    words = {4: "*i16", 8: "*i8", 0: "*fp8e4nv"}[bits]
+    constants = {
+        "GROUP": 128, "QUARTER": 32, "MIDDLE": 136.0, "FOUR": four, "SCALES": int(bits == 0),
+        "OFFSET": int(four), "BIAS": False,
+        "SPLITS": splits, "BLOCK_N": 128 if many else 64 if four else 32, "BLOCK_M": 64 if many else 16,
+        "BF16": True, "FP16": False,
+    }  # fmt: skip
+    scales = ["*fp16", "*i8"] if four else ["*fp32", "*fp32"]
+    types = ["*bf16", words, *scales, "*bf16", "*fp32" if splits > 1 else "*bf16", *["i32"] * 6]
+    aligned = {"n", "k", "word_stride"}
+    return Kernel(packed.matmul, types, constants, 8 if many else 4, 3 if many else 4, aligned)
 
 
 def kernels() -> dict[str, Kernel]:
@@ -142,6 +158,19 @@ def kernels() -> dict[str, Kernel]:
     types = (
         ["*i32"] * 5 + ["i32"] + ["*i32"] * 2 + ["i32"] * 4 + ["*i64"] * 3 + ["*i32", "*i64"] + ["*i32"] * 2
     )
+    made["int4 few rows"] = product(bits=4, rows=1, splits=4)
+    made["int4 many rows"] = product(bits=4, rows=128)
+    made["int8 few rows"], made["fp8 few rows"] = product(bits=8, rows=1, splits=4), product(bits=0, rows=1)
+    unpacked = {"GROUP": 128, "QUARTER": 32, "FOUR": True, "SCALES": 1, "OFFSET": 1, "ROWS": 64}
+    made["int4 made dense"] = Kernel(
+        packed.unpack, ["*i16", "*fp16", "*i8", "*bf16", "i32", "i32", "i32", "i32"], unpacked, 4,
+        aligned={"n", "k", "word_stride"},
+    )  # fmt: skip
+    for whole in (True, False):
+        made[f"round rows whole={whole}"] = Kernel(
+            packed.round_rows, ["*bf16", "*fp8e4nv", "*fp32", "i32", "i32"],
+            {"BLOCK": 1024 if whole else 128, "WHOLE": whole}, 4 if whole else 1, aligned={"k"},
+        )  # fmt: skip
     made["prepare"] = Kernel(prepare.prepare, [*types, "i32", "i32"], prepared, 4)
     drawn = [
         "*fp32",

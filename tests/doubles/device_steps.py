@@ -40,13 +40,13 @@ class Heads:
     rope: RopeSpec = RopeSpec()  # noqa: RUF009  (frozen)
     qk_norm: bool = True
 
-    def cache(self) -> KVCache:
+    def cache(self, *, float8: bool = False) -> KVCache:
         spec = DecoderSpec(
             architecture="", vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=2,
             num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.dim, max_position=MAX_LEN,
             norm_eps=1e-6, rope=self.rope,
         )  # fmt: skip
-        return KVCache(spec, NUM_BLOCKS, self.dtype, CPU)
+        return KVCache(spec, NUM_BLOCKS, self.dtype, CPU, float8=float8)
 
     def rotary(self) -> RotaryWeights:
         table = RotaryTable(self.rope, self.dim, MAX_LEN, CPU)

@@ -13,7 +13,7 @@ from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.adapters.manager import AdapterManager, AdapterRead
-from penstock.engine.core import EngineCore, build_core
+from penstock.engine.core import EngineCore, StepRunner, build_core
 from penstock.engine.runner import Runner, load_runner
 from penstock.protocol.worker import Submit
 from penstock.protocol.worker_parts import LoadAdapter
@@ -108,7 +108,11 @@ class Driver:
 
 def distributions(path: Path, **config: object) -> torch.Tensor:
     """Log-probabilities [prompts, vocab] of the token after each of some fixed prompts."""
-    runner = tiny_runner(path, **{"dtype": "bfloat16", "kernels": "native"} | config)
+    return distributions_of(tiny_runner(path, **{"dtype": "bfloat16", "kernels": "native"} | config))
+
+
+def distributions_of(runner: StepRunner) -> torch.Tensor:
+    """As `distributions`, of a runner that takes 130 tokens in a step."""
     random = stream(8, "prompts")
     rows: list[torch.Tensor] = []
     sampling = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE)

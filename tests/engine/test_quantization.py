@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 from device_driver import device_runner
-from engine_driver import distributions, tiny_runner
+from engine_driver import distributions, distributions_of, tiny_runner
+from tiny_models import save, tiny_model
 
 from penstock.engine.native import KernelsUnavailable, NativeLibrary
 from penstock.engine.native.library import Type
@@ -51,9 +53,17 @@ def test_what_the_kernels_cannot_is_refused_by_name(llama: Path) -> None:
         tiny_runner(llama, dtype="bfloat16", kernels="auto", quantization="int4")
 
 
-def test_a_gpu_refuses_by_name(qwen3: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine.quantization is int8, but a GPU"):
-        device_runner(qwen3, quantization="int8")
+@pytest.mark.parametrize(("bits", "kl_max"), [("int8", 2e-3), ("int4", 0.2)])
+def test_a_gpu_rounds_weights_too(tmp_path: Path, bits: str, kl_max: float) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    path = save(tiny_model("qwen3", **sizes), tmp_path)
+    bounds = {"max_model_len": 256, "step_tokens": 256}
+    exact = distributions_of(device_runner(path, **bounds))
+    runner = device_runner(path, quantization=bits, **bounds)
+    rounded = distributions_of(runner)
+    assert 0 < (exact.exp() * (exact - rounded)).sum(1).mean() < kl_max
+    assert runner.info.quantization == bits
+    assert {"int8": torch.int8, "int4": torch.int16}[bits] in {each.dtype for each in runner.weight_tensors()}
 
 
 def test_auto_keeps_half_the_bytes_where_native_kernels_compute(qwen3: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from device_driver import device_runner
-from engine_driver import distributions, tiny_runner
+from engine_driver import distributions, distributions_of, tiny_runner
 from tiny_models import save, tiny_model
 
 from penstock.engine.kv_cache import round_heads
@@ -56,3 +56,15 @@ def test_a_head_of_zeros_and_one_of_a_single_value() -> None:
     rounded = round_heads(torch.tensor([[0.0] * 8, [0.0] * 7 + [-3.0]]))
     scales = rounded[:, 8:].view(torch.float32)
     assert torch.equal(rounded[:, :8] * scales, torch.tensor([[0.0] * 8, [0.0] * 7 + [-3.0]]))
+
+
+def test_a_gpu_keeps_its_cache_in_float8(model: Path) -> None:
+    bounds = {"max_model_len": 256, "step_tokens": 256}
+    exact, rounded = device_runner(model, **bounds), device_runner(model, kv_dtype="fp8", **bounds)
+    assert rounded.cache.tensor.dtype == torch.float8_e4m3fn
+    assert rounded.info.num_blocks // 4 == exact.info.num_blocks  # Here that is in float32.
+    assert rounded.info.identity != exact.info.identity
+    ours, right = distributions_of(rounded), distributions_of(exact)
+    assert 0 < (right.exp() * (right - ours)).sum(1).mean() < 2e-3
+    with pytest.raises(ConfigError, match=r"engine.kv_dtype is fp8, which needs a CUDA device"):
+        tiny_runner(model, kv_dtype="fp8")

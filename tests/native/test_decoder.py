@@ -76,6 +76,8 @@ class Given:
     def take(self, key):
         return self.tensors.pop(key)
 
+    take_linear = take
+
     def take_parts(self, key):
         return (self.take(key),)
 

@@ -98,7 +98,7 @@ class FlashInferOps:
 
     def __init__(self, others: Ops, device: torch.device, package: Any) -> None:  # noqa: ANN401
         """`package` is the module `flashinfer`."""
-        self._others, self._package = others, package
+        self._others, self._package, self.matrices = others, package, others.matrices
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[tuple[object, ...], Wrapper] = {}
         self._planned: dict[tuple[object, ...], Wrapper] = {}  # For the step that is being launched.

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Ops, Partials
+from penstock.engine.gpu.packed import QuantizedLinears
 from penstock.engine.gpu.step import DeviceStep, DeviceStepInputs, RowState, StepBuffer, StepLimits
 from penstock.engine.gpu.worklist import WorkList
 from penstock.engine.kernels import Activation
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear
 from penstock.engine.layers.rowwise import RotaryWeights
+from penstock.engine.quantized import Kept
 from penstock.models.spec import AttentionSpec, DecoderSpec
 from penstock.types import BLOCK_TOKENS
 
@@ -158,12 +160,23 @@ class DeviceNorm:
 class DeviceKernels:
     """See `Kernels`."""
 
-    def __init__(self, ops: Ops, spec: DecoderSpec, limits: StepLimits) -> None:
-        self._ops, self._spec, self._limits = ops, spec, limits
+    def __init__(
+        self,
+        ops: Ops,
+        spec: DecoderSpec,
+        limits: StepLimits,
+        quantized: QuantizedLinears | None = None,
+    ) -> None:
+        """`quantized` makes the layers of weights that are not dense."""
+        self._ops, self._spec, self._limits, self._quantized = ops, spec, limits, quantized
 
-    def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
+    def linear(self, weight: Tensor | Kept, bias: Tensor | None, *, rows_max: int) -> Linear:
         """See `Kernels`."""
-        return DeviceLinear(weight, bias)
+        if isinstance(weight, Tensor):
+            return DeviceLinear(weight, bias)
+        assert self._quantized is not None, "whoever keeps weights can compute with them"
+        made = self._quantized.linear(weight, bias, rows_max=rows_max)
+        return DeviceLinear(self._quantized.dense(weight), bias) if made is None else made
 
     def linears(self, weight: Tensor, *, count: int, rows_max: int) -> Sequence[Linear]:
         """See `Kernels`."""

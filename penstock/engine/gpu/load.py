@@ -3,7 +3,6 @@ for the KV cache.
 """
 
 import importlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from penstock.engine.gpu.flashinfer_ops import flashinfer_ops
 from penstock.engine.gpu.graphs import GraphLimits
 from penstock.engine.gpu.layers import DeviceKernels
 from penstock.engine.gpu.ops import Ops
+from penstock.engine.gpu.packed import QuantizedLinears, RoundedWeights
 from penstock.engine.gpu.platform import CudaPlatform, Platform
 from penstock.engine.gpu.runner import DeviceParts, DeviceRunner
 from penstock.engine.gpu.step import StepLimits
@@ -38,6 +38,7 @@ from penstock.engine.memory import (
 )
 from penstock.engine.weight_check import ListedKernels
 from penstock.errors import ConfigError
+from penstock.models.quantization import Quantization
 from penstock.models.registry import read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
 from penstock.protocol.worker import ModelInfo
@@ -45,12 +46,12 @@ from penstock.schedule.batch import resolve_max_running
 from penstock.schedule.plan import SCORED_TOKENS_MAX
 from penstock.types import BLOCK_TOKENS
 
-_log = logging.getLogger(__name__)
-
 OnStage = Callable[[str, int, int], None]
 """Called with (stage in words, done, total)."""
 _cuda = cast(Any, torch.cuda)  # Its stubs leave most types open.
 
+KEPT_BITS = frozenset({4, 8})
+"""Widths of integers that a device computes with as the checkpoint has them."""
 GRAPH_TOKENS_MAX = 2048
 """Steps of more tokens than this are not captured into graphs, unless all their rows decode."""
 GRAPH_MEMORY_BYTES_MAX = 1024 * 1024 * 1024
@@ -97,17 +98,13 @@ def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> De
         ConfigError: a setting that is impossible on this device or with this model.
     """
     config, device = target.config, target.platform.device
-    if config.kv_dtype != "auto":
+    if config.kv_dtype == "int8":
         raise ConfigError(
-            f"engine.kv_dtype is {config.kv_dtype}, but a GPU keeps its cache in the type of the model"
+            "engine.kv_dtype is int8, but a GPU keeps its cache in the type of the model, or in fp8"
         )
     if config.speculation != "off":
         raise ConfigError(
             f"engine.speculation is {config.speculation}, but drafts are computed on the CPU only"
-        )
-    if config.quantization != "none":
-        raise ConfigError(
-            f"engine.quantization is {config.quantization}, but a GPU computes with whole weights only"
         )
     spec, names = read_spec(model_path)
     dtype = device_dtype(config, device)
@@ -117,27 +114,37 @@ def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> De
         on_progress("loading weights", done, total)
 
     if config.load_format == "random":
+        stored = None
         weights = random_weights(spec, dtype, RANDOM_SEED, on_bytes, device)
     else:
         stored = stored_quantization(model_path)
-        if stored is not None:
-            _log.warning("%s: %s weights are made dense on a GPU", model_path, stored.name)
-        weights = load_weights(model_path, spec, names, dtype, on_bytes, device, quantization=stored)
+        weights = load_weights(
+            model_path, spec, names, dtype, on_bytes, device, quantization=stored, kept_bits=KEPT_BITS,
+            keeps_float8=target.ops.matrices.float8,
+        )  # fmt: skip
     on_progress("preparing kernels", 0, 0)
     kernels = f"{torch_kernels()} {_device_name(device)} {target.ops.name}"
     identity = identify(model_path, config, dtype=name_of(dtype), kernels=kernels)
-    return build_on_device(model_path.name, spec, weights, target, identity=identity)
+    named = Named(model_path.name, identity, stored)
+    return build_on_device(named, spec, weights, target)
 
 
-def build_on_device(
-    name: str, spec: DecoderSpec, weights: WeightSource, target: Target, *, identity: str = ""
-) -> DeviceRunner:
+@dataclass(slots=True, frozen=True)
+class Named:
+    """What a model is called, and how its checkpoint stores it."""
+
+    name: str
+    identity: str = ""
+    stored: Quantization | None = None
+
+
+def build_on_device(named: Named, spec: DecoderSpec, weights: WeightSource, target: Target) -> DeviceRunner:
     """A runner for `weights`, which it takes. Dtype and device are those of the weights.
 
     Raises:
         ConfigError: a setting that is impossible on this device or with this model.
     """
-    builder = _Builder(name, identity, spec, weights, target)
+    builder = _Builder(named, spec, weights, target)
     return builder.runner(builder.budget(), builder.num_host_blocks())
 
 
@@ -152,16 +159,19 @@ class _Builder:
     """The model on its device, around which runners with caches of any size can be made."""
 
     @torch.inference_mode()
-    def __init__(
-        self, name: str, identity: str, spec: DecoderSpec, weights: WeightSource, target: Target
-    ) -> None:
-        self._name, self._identity, self._spec, self._target = name, identity, spec, target
+    def __init__(self, named: Named, spec: DecoderSpec, weights: WeightSource, target: Target) -> None:
+        self._named, self._spec, self._target = named, spec, target
         measured_speed(target.platform.device)  # While there is memory for it.
         config = target.config
         self._max_running = resolve_max_running(config.max_running, config.step_tokens)
         # The longest context that may be asked for; what the memory allows may be less.
         self._limits = self._step_limits(min(config.max_model_len or spec.max_position, spec.max_position))
-        self._kernels = DeviceKernels(target.ops, spec, self._limits)
+        device, dtype = target.platform.device, device_dtype(config, target.platform.device)
+        like = torch.empty(0, dtype=dtype, device=device)
+        linears = QuantizedLinears(target.ops.matrices, like)
+        self._kernels = DeviceKernels(target.ops, spec, self._limits, linears)
+        if config.quantization != "none":
+            weights = RoundedWeights(weights, 4 if config.quantization == "int4" else 8)
         sizes = DecoderLimits(
             step_tokens=config.step_tokens,
             max_samples=self._max_running + SCORED_TOKENS_MAX,
@@ -190,12 +200,15 @@ class _Builder:
         """A runner with its own cache and buffers, and a host tier of that many blocks behind it."""
         target, config, spec = self._target, self._target.config, self._spec
         limits = self._step_limits(budget.max_model_len)
-        cache = KVCache(spec, budget.num_blocks, self._dtype, target.platform.device)
+        device, stored = target.platform.device, self._named.stored
+        float8 = config.kv_dtype == "fp8"
+        cache = KVCache(spec, budget.num_blocks, self._dtype, device, float8=float8)
         info = ModelInfo(
-            model=self._name,
-            identity=self._identity,
+            model=self._named.name,
+            identity=self._named.identity,
             architecture=spec.architecture,
             dtype=name_of(self._dtype),
+            quantization=config.quantization if stored is None else stored.name,
             num_parameters=spec.num_parameters,
             vocab_size=spec.vocab_size,
             max_model_len=budget.max_model_len,
@@ -203,8 +216,8 @@ class _Builder:
             block_tokens=BLOCK_TOKENS,
             max_running=self._max_running,
             num_host_blocks=num_host_blocks,
-            device=device_name(target.platform.device),
-            device_uuid=device_uuid(target.platform.device),
+            device=device_name(device),
+            device_uuid=device_uuid(device),
         )
         graphs = GraphLimits(
             max_running=self._max_running,
@@ -213,6 +226,10 @@ class _Builder:
             count_max=0 if spec.moe is not None or not target.ops.captures else config.graphs_max,
             memory_bytes_max=GRAPH_MEMORY_BYTES_MAX,
         )
+        floor = cost_floor(
+            spec, info, device, itemsize=self._dtype.itemsize, kv_itemsize=1 if float8 else None,
+            kept_bits=0 if stored is None else stored.kept(KEPT_BITS),
+        )  # fmt: skip
         parts = DeviceParts(
             info=info,
             platform=target.platform,
@@ -225,7 +242,7 @@ class _Builder:
             limits=limits,
             graphs=graphs,
             clock=target.clock,
-            floor=cost_floor(spec, info, target.platform.device, itemsize=self._dtype.itemsize),
+            floor=floor,
         )
         return DeviceRunner(parts)
 

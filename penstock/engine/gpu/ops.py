@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.engine.gpu.packed import MatrixOps
 from penstock.engine.gpu.step import DeviceStep, Drawn, Int32Array, RowState
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rowwise import RotaryTable
@@ -57,6 +58,8 @@ class Ops(Protocol):
     name: str
     captures: bool
     """Whether steps may be captured into graphs: what is launched depends on nothing but sizes."""
+    matrices: MatrixOps
+    """Products with quantized weights."""
 
     def check(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
         """Refuse a model that cannot be computed.

@@ -13,7 +13,7 @@ tokens that follow are written to the row's tokens behind the draw.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,11 +24,12 @@ from penstock.engine.arrays import Int64Array, as_tensor, float_list, int_list
 from penstock.engine.gpu.platform import Mark, Platform, Staging
 from penstock.engine.gpu.rows import HostRows, HostStep
 from penstock.engine.gpu.step import Drawn, RowState, StepBuffer, StepLimits
-from penstock.engine.grammar.compiler import GrammarTokens
-from penstock.engine.grammar.rows import GrammarRows
 from penstock.engine.sampler import NOT_NUMBERS
 from penstock.schedule.plan import SCORED_TOKENS_MAX, Forced, Sampled, Scored, StepPlan
 from penstock.types import TokenLogprob
+
+if TYPE_CHECKING:
+    from penstock.engine.grammar.compiler import GrammarTokens
 
 _ALTERNATIVES = 20
 
@@ -248,8 +249,10 @@ _THREADS = 2
 class DeviceGrammars:
     """Those of one runner."""
 
-    def __init__(self, tokens: GrammarTokens, state: RowState) -> None:
+    def __init__(self, tokens: "GrammarTokens", state: RowState) -> None:
         self._state = state
+        from penstock.engine.grammar.rows import GrammarRows  # llguidance may not be installed.
+
         self._rows = GrammarRows(state.unused_row, tokens, _THREADS, self._known_tokens)
         self._num_words = -(-tokens.vocab_size // 32)
 

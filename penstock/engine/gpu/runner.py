@@ -138,6 +138,10 @@ class DeviceRunner:
         self.launch(plan)
         return self.collect()
 
+    def weight_tensors(self) -> list[Tensor]:
+        """What it computes with, as it lies in memory."""
+        return self._weights()
+
     def use_grammars(self, tokens: "GrammarTokens") -> None:
         """Follow the grammars of requests, which are made for this vocabulary."""
         from penstock.engine.gpu.results import DeviceGrammars  # llguidance may not be installed.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Partials
+from penstock.engine.gpu.packed import MatrixOps, TorchMatrixOps
 from penstock.engine.gpu.step import NUM_SAMPLES, NUM_TOKENS, DeviceStep, Drawn, Int32Array, RowState
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.sampler import GREEDY_BELOW, exponential
@@ -79,6 +80,12 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 _TILE_TOKENS = 128
+FLOAT8_MAX = 448.0
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """FP8 as bytes; all else as it is."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 class TorchOps:
@@ -86,6 +93,7 @@ class TorchOps:
 
     name = "torch"
     captures = True
+    matrices: MatrixOps = TorchMatrixOps()
 
     def check(self, spec: DecoderSpec, dtype: torch.dtype) -> None:
         """See `Ops`: every model."""
@@ -152,8 +160,11 @@ class TorchOps:
         nowhere = cache.zero_block * cache.pages_per_block * BLOCK_TOKENS
         first = torch.where(live, slots, nowhere) + layer * 2 * BLOCK_TOKENS
         for part, place in ((_rotated(keys, rotation, step.inputs.positions), 0), (values, BLOCK_TOKENS)):
-            kept = torch.where(live[:, None], part.flatten(1), 0.0)
-            cache.slots.index_copy_(0, first + place, kept.to(cache.slots.dtype))
+            kept = torch.where(live[:, None], part.flatten(1), 0.0).to(qkv.dtype)
+            if cache.slots.dtype == torch.float8_e4m3fn:
+                kept.clamp_(-FLOAT8_MAX, FLOAT8_MAX)
+            # As bytes, since torch does not move FP8 everywhere.
+            _bytes(cache.slots).index_copy_(0, first + place, _bytes(kept.to(cache.slots.dtype)))
 
     def attend(
         self,
@@ -173,7 +184,9 @@ class TorchOps:
         width = _TILE_TOKENS // BLOCK_TOKENS
         for first in range(0, tables.shape[1], width):
             blocks = tables[:, first : first + width].long()
-            kv = cache.tensor[blocks, how.layer].float()  # [tokens, blocks, 2, 16, heads, dim]
+            kv = (
+                _bytes(cache.tensor)[blocks, how.layer].view(cache.tensor.dtype).float()
+            )  # [tokens, blocks, 2, 16, heads, dim]
             keys, values = kv.transpose(1, 2).flatten(2, 3).permute(1, 0, 3, 2, 4)
             places = torch.arange(keys.shape[2], device=q.device) + first * BLOCK_TOKENS
             distance = (positions[:, None] - places)[:, None, None]

@@ -13,6 +13,7 @@ from triton import next_power_of_2
 
 from penstock.engine.gpu.kernels import attention, layers, prepare, sampler
 from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Partials
+from penstock.engine.gpu.packed import MatrixOps
 from penstock.engine.gpu.step import (
     NUM_CHUNKS,
     NUM_COMBINES,
@@ -24,6 +25,7 @@ from penstock.engine.gpu.step import (
     Int32Array,
     RowState,
 )
+from penstock.engine.gpu.triton_packed import TritonMatrixOps
 from penstock.engine.gpu.worklist import (
     CHUNK_ROWS,
     COMBINE_FIELDS,
@@ -72,6 +74,7 @@ class TritonOps:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             num_programs = processors * _PROGRAMS_PER_PROCESSOR
         self._num_programs = num_programs
+        self.matrices: MatrixOps = TritonMatrixOps(device)
         self._listed_logits = torch.empty(0, candidates_max, device=device)
         self._listed_ids = torch.empty(0, candidates_max, dtype=torch.int32, device=device)
 
@@ -132,7 +135,8 @@ class TritonOps:
             qkv, q, cache.tensor, step.inputs.slots, step.inputs.positions, table.cos, table.sin, q_norm,
             k_norm, layer, rotation.eps, NUM_HEADS=q.shape[1], KV_HEADS=cache.num_kv_heads,
             HEAD_DIM=cache.head_dim, DIM=next_power_of_2(cache.head_dim), ROTARY_DIM=table.rotary_dim,
-            BLOCK_TOKENS=BLOCK_TOKENS, HEADS=_HEADS_PER_PROGRAM, NORM=norms is not None, num_warps=4,
+            BLOCK_TOKENS=BLOCK_TOKENS, HEADS=_HEADS_PER_PROGRAM, NORM=norms is not None,
+            FLOAT8=cache.tensor.dtype == torch.float8_e4m3fn, num_warps=4,
         )  # fmt: skip
 
     def attend(

@@ -21,7 +21,7 @@ from penstock.engine.kernels import TorchKernels
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.linear import Linear
 from penstock.engine.loader import load_weights
-from penstock.engine.quantized import QuantizedMatrix
+from penstock.engine.quantized import Kept, QuantizedMatrix
 from penstock.models.registry import read_spec
 from penstock.models.spec import DecoderSpec
 from penstock.types import BLOCK_TOKENS
@@ -69,6 +69,10 @@ class _Source:
         self._listened.last_key = key
         return self._weights.take(key)
 
+    def take_linear(self, key: str) -> Tensor | Kept:
+        self._listened.last_key = key
+        return self._weights.take_linear(key)
+
     def take_parts(self, key: str) -> tuple[Tensor | QuantizedMatrix, ...]:
         return self._weights.take_parts(key)
 
@@ -95,7 +99,7 @@ class _Kernels(TorchKernels):
         super().__init__(spec, max_tokens=SEQUENCE_TOKENS, device=CPU)
         self._listened = listened
 
-    def linear(self, weight: Tensor, bias: Tensor | None, *, rows_max: int) -> Linear:
+    def linear(self, weight: Tensor | Kept, bias: Tensor | None, *, rows_max: int) -> Linear:
         inner = super().linear(weight, bias, rows_max=rows_max)
         return _Ear(inner, self._listened.last_key, self._listened.hear)
 

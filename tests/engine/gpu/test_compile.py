@@ -31,7 +31,7 @@ def compiled() -> Compiled:
 
 
 def test_every_kernel_fits_its_machine(compiled: Compiled) -> None:
-    assert len(compiled) >= 12
+    assert len(compiled) >= 19
     for name, kernel in compiled.items():
         assert kernel["shared_bytes"] <= SHARED_BYTES_MAX, name
         assert kernel["stack_bytes"] <= (SAMPLER_SPILL_BYTES_MAX if name == "sample" else SPILL_BYTES_MAX), (
@@ -53,6 +53,12 @@ def test_attention_uses_the_matrix_units_and_copies_ahead(compiled: Compiled) ->
             assert kernel["mma"] + kernel["wgmma"] > 0, name
             assert kernel["async_copies"] > 0, name
             assert (kernel["wgmma"] > 0) == name.endswith("chunk"), name
+
+
+def test_quantized_weights_are_copied_ahead_to_the_matrix_units(compiled: Compiled) -> None:
+    for name in ("int4 few rows", "int4 many rows", "int8 few rows", "fp8 few rows"):
+        assert compiled[name]["mma"] + compiled[name]["wgmma"] > 0, name
+        assert compiled[name]["async_copies"] > 0, name
 
 
 def test_kernels_that_move_bytes_load_sixteen_at_a_time(compiled: Compiled) -> None:

@@ -47,7 +47,8 @@ def _span(
             )
         else:
             k = tl.load(cache + base[None, :] + dims[:, None], mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee")
+        # A cache in FP8 is only read as such.
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         factor = scale
         if SOFTCAP:
             scores *= scale
@@ -74,7 +75,7 @@ def _span(
             )
         else:
             v = tl.load(values + base[:, None] + dims[None, :], mask=inside[None, :], other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * keep[:, None], input_precision="ieee")
         top = higher
     return acc, top, den
 
@@ -101,6 +102,9 @@ def _item(
     places = ((token + query).to(tl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
     filled = live[:, None] & (dims < HEAD_DIM)[None, :]
     q_tile = tl.load(q + places, mask=filled, other=0.0)
+    if cache.dtype.element_ty == tl.float8e4nv and q.dtype.element_ty == tl.bfloat16:
+        # One instruction makes two numbers of FP8 float16, but several make them bfloat16.
+        q_tile = tl.minimum(tl.maximum(q_tile.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
     cache += head * HEAD_DIM
 
     last = tl.minimum(end, first_position + queries)

@@ -56,7 +56,7 @@ def _normed(x, flipped, weights, scale):
 def rotate_store(
     qkv, q, cache, slots, positions, cosines, sines, q_norm, k_norm, layer, eps, NUM_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Grid `[num_tokens, ceil((NUM_HEADS + 2 * KV_HEADS) / HEADS)]`.
 
@@ -67,6 +67,7 @@ def rotate_store(
         slots, positions: `[num_tokens]` int64; slot -1: the token is padding and nothing is stored for it.
         cosines, sines: `[max_len, HEAD_DIM]` float32 of `RotaryTable`; sines carry the sign.
         q_norm, k_norm: `[HEAD_DIM]`, read with NORM.
+        FLOAT8: the cache has FP8 (e4m3), whose largest number is 448.
     """
     TURNING: tl.constexpr = NUM_HEADS + KV_HEADS
     ALL: tl.constexpr = NUM_HEADS + 2 * KV_HEADS
@@ -110,7 +111,11 @@ def rotate_store(
     row = slot + (layer * 2 + part) * BLOCK_TOKENS
     address = (row * KV_SIZE + (of_kv - part * KV_HEADS) * HEAD_DIM)[:, None] + dims[None, :]
     end = tl.where(slot >= 0, ALL, 0)
-    tl.store(cache + address, finished, mask=filled & ((heads >= NUM_HEADS) & (heads < end))[:, None])
+    if FLOAT8:
+        kept = tl.minimum(tl.maximum(finished.to(tl.float32), -448.0), 448.0).to(cache.dtype.element_ty)
+    else:
+        kept = finished
+    tl.store(cache + address, kept, mask=filled & ((heads >= NUM_HEADS) & (heads < end))[:, None])
 
 
 # The gates of feed-forward layers, SwiGLU's and GeGLU's (Shazeer 2020, arXiv 2002.05202).

@@ -1,0 +1,326 @@
+"""Products with quantized weights: each kernel against its twin, then its time by rows, beside the dense
+product and the weight made dense first. With TILES=1 in the environment also by tile shape, which takes a
+minute: that is how `gpu/triton_packed.py` came to its own.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from ceilings import copy_rate, gemm_rate, void
+from common import Bench, Report, shape
+from kernels import attend, check_attend, compare, random
+from steps import Rows
+from torch import Tensor
+
+from penstock.engine.gpu.packed import (
+    MatrixOps,
+    PackedWeight,
+    TorchMatrixOps,
+    few_rows,
+    packed,
+    rounded,
+)
+from penstock.engine.gpu.triton_packed import Tiles, TritonMatrixOps
+from penstock.engine.quantized import Float8Matrix, QuantizedMatrix
+
+FLOAT8 = torch.float8_e4m3fn
+TILES = tuple(
+    Tiles(outputs, 16, warps, stages, splits)
+    for outputs, warps, stages in ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4), (128, 8, 6))
+    for splits in (1, 2, 4, 8)
+)
+"""For up to 16 rows."""
+WIDE = {
+    64: (
+        Tiles(64, 64, 4, 4, 1), Tiles(64, 64, 4, 4, 2), Tiles(64, 64, 4, 4, 4), Tiles(128, 64, 8, 4, 2),
+        Tiles(128, 64, 8, 3, 1),
+    ),
+    128: (
+        Tiles(64, 64, 4, 4, 2), Tiles(128, 64, 8, 3, 1), Tiles(128, 128, 8, 3, 1), Tiles(128, 64, 8, 3, 2),
+    ),
+}  # fmt: skip
+"""By rows."""
+
+
+@torch.inference_mode()
+def run(bench: Bench, report: Report) -> None:
+    ops = bench.ops().matrices
+    checks: dict[str, Any] = {}
+    for name, check in CHECKS.items():
+        try:
+            checks[name] = check(bench, ops)
+        except Exception as error:  # noqa: BLE001 One kernel's failure is a finding.
+            checks[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"[:700]}
+        report.put("checks", checks)
+    wrong = [name for name, found in checks.items() if not found["ok"]]
+    report.put("summary", f"{len(checks)} checks, wrong: {', '.join(wrong) or 'none'}")
+    rates = {"copy": copy_rate(bench), "gemm": gemm_rate(bench)}
+    report.put("measured_here", rates)
+    spec = shape("llama-3-8b", tiny=bench.tiny)
+    hidden, inner = (128, 128) if bench.tiny else (spec.hidden_size, spec.intermediate_size)
+    qkv = hidden + 2 * (hidden if bench.tiny else spec.kv_size)
+    shapes = {
+        "qkv": (qkv, hidden), "o": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner),
+    }  # fmt: skip
+    if isinstance(ops, TritonMatrixOps):
+        for bits in (4, 8) if "TILES" in os.environ else ():
+            report.put(f"tiles of int{bits}", sweep(bench, ops, shapes, bits, rates["copy"]))
+    report.put("attention", attention(bench))
+    for name, size in shapes.items():
+        report.put(name, by_form(bench, ops, size, rates))
+    if wrong:
+        report.put("error", f"differ from their twins: {', '.join(wrong)}")
+
+
+# --- weights ------------------------------------------------------------------------------------------
+
+
+def integers(
+    bench: Bench, n: int, k: int, bits: int, *, group: int = 128, zeros: bool = True
+) -> QuantizedMatrix:
+    """Random ones, as a checkpoint would have them."""
+    if bits == 8:
+        found = rounded(random(bench, n, k, seed=n), 8)
+        assert found is not None
+        return found
+    generator = torch.Generator(bench.device).manual_seed(n)
+    values = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8, device=bench.device)
+    spread = torch.rand(n, k // group, generator=generator, device=bench.device)
+    scale = ((spread + 0.5) * 0.2 * k**-0.5).half().float()
+    shift = torch.randint(-4, 5, scale.shape, generator=generator, device=bench.device)
+    return QuantizedMatrix(values=values, scale=scale, offset=shift.float() * scale if zeros else None)
+
+
+def packed_weight(bench: Bench, n: int, k: int, bits: int, **how: Any) -> PackedWeight:  # noqa: ANN401
+    found = packed(integers(bench, n, k, bits, **how), bench.device)
+    assert found is not None
+    return found
+
+
+def float8(bench: Bench, n: int, k: int, *, in_blocks: bool = False) -> Float8Matrix:
+    dense = random(bench, n, k, seed=n).float() * k**-0.5
+    block = 128 if in_blocks else 1
+    parts = dense.view(n // block, block, k // 128, 128) if in_blocks else dense.view(n, 1, 1, k)
+    scale = parts.abs().amax((1, 3)) / 448
+    values = (parts / scale[:, None, :, None]).view(n, k).to(FLOAT8)
+    return Float8Matrix(values=values, scale=scale)
+
+
+# --- against the twins ----------------------------------------------------------------------------------
+
+
+def check_product(
+    bench: Bench, ops: MatrixOps, rows: int, bits: int = 4, *, group: int = 128, zeros: bool = False
+) -> dict[str, Any]:
+    n, k = (48, 256) if bench.tiny else (2304, 4096)
+    weight = packed_weight(bench, n, k, bits, group=group, zeros=zeros)
+    x, bias = random(bench, rows, k, seed=7), random(bench, n, seed=8)
+    found = []
+    for each in (ops, TorchMatrixOps()):
+        out = torch.full((2, rows, n), torch.nan, dtype=bench.dtype, device=bench.device)
+        each.multiply(x, weight, None, out[0])
+        each.multiply(x, weight, bias, out[1])
+        found.append(out)
+    return compare(*found)
+
+
+def check_unpack(bench: Bench, ops: MatrixOps, bits: int) -> dict[str, Any]:
+    n, k = (48, 256) if bench.tiny else (2304, 4096)
+    weight, found = packed_weight(bench, n, k, bits), []
+    for each in (ops, TorchMatrixOps()):
+        out = torch.full((n, k), torch.nan, dtype=bench.dtype, device=bench.device)
+        each.unpack(weight, out)
+        found.append(out)
+    return compare(*found)
+
+
+def rounded_rows(bench: Bench, ops: MatrixOps, x: Tensor, *, in_blocks: bool) -> tuple[Tensor, Tensor]:
+    rows, k = x.shape
+    out = torch.empty(rows, k, dtype=FLOAT8, device=bench.device)
+    size = (k // 128, rows) if in_blocks else (rows,)
+    scales = torch.full(size, torch.nan, device=bench.device)
+    ops.round_rows(x, out, scales)
+    return out, scales
+
+
+def check_rounding(bench: Bench, ops: MatrixOps, *, in_blocks: bool) -> dict[str, Any]:
+    x = random(bench, 33, 256 if bench.tiny else 4096, seed=5)
+    ours, twin = (rounded_rows(bench, each, x, in_blocks=in_blocks) for each in (ops, TorchMatrixOps()))
+    same = float((ours[0].float() == twin[0].float()).float().mean())
+    found = compare(ours[1], twin[1])
+    # A quotient on the edge of two numbers may go to either.
+    return {**found, "ok": found["ok"] and same > 0.999, "same_values": same}
+
+
+def check_float8(bench: Bench, ops: MatrixOps, *, in_blocks: bool, rows: int) -> dict[str, Any]:
+    n, k = (128, 256) if bench.tiny else (2304, 4096)
+    weight, x = float8(bench, n, k, in_blocks=in_blocks), random(bench, rows, k, seed=6)
+    given, found = rounded_rows(bench, TorchMatrixOps(), x, in_blocks=in_blocks), []
+    for each in (ops, TorchMatrixOps()):
+        out = torch.full((rows, n), torch.nan, dtype=bench.dtype, device=bench.device)
+        each.multiply_float8(given, weight, None, out)
+        found.append(out)
+    right = x.float() @ weight.dense(torch.float32).t()
+    return {**compare(*found), "to_exact_inputs": compare(found[0], right)["relative_error"]}
+
+
+def check_few(bench: Bench, ops: MatrixOps, *, in_blocks: bool) -> dict[str, Any]:
+    n, k = (128, 256) if bench.tiny else (2304, 4096)
+    weight, x = few_rows(float8(bench, n, k, in_blocks=in_blocks)), random(bench, 3, k, seed=6)
+    found = []
+    for each in (ops, TorchMatrixOps()):
+        out = torch.full((3, n), torch.nan, dtype=bench.dtype, device=bench.device)
+        each.multiply(x, weight, None, out)
+        found.append(out)
+    return compare(*found)
+
+
+CHECKS: dict[str, Callable[[Bench, MatrixOps], dict[str, Any]]] = {
+    "attention over FP8": lambda bench, ops: check_attend(bench, bench.ops(), float8=True),
+    "int4, 1 row, zeros": lambda bench, ops: check_product(bench, ops, 1, zeros=True),
+    "int4, 1 row, groups of 32": lambda bench, ops: check_product(bench, ops, 1, group=32),
+    "int4, 9 rows, groups of 64, zeros": lambda bench, ops: check_product(
+        bench, ops, 9, group=64, zeros=True
+    ),
+    "int4, 40 rows, zeros": lambda bench, ops: check_product(bench, ops, 40, zeros=True),
+    "int4, 200 rows": lambda bench, ops: check_product(bench, ops, 200),
+    "int8, 3 rows": lambda bench, ops: check_product(bench, ops, 3, 8),
+    "int4 made dense": lambda bench, ops: check_unpack(bench, ops, 4),
+    "int8 made dense": lambda bench, ops: check_unpack(bench, ops, 8),
+    "rounding rows": lambda bench, ops: check_rounding(bench, ops, in_blocks=False),
+    "rounding blocks": lambda bench, ops: check_rounding(bench, ops, in_blocks=True),
+    "fp8, 3 rows as they are": lambda bench, ops: check_few(bench, ops, in_blocks=False),
+    "fp8 in blocks, 3 rows as they are": lambda bench, ops: check_few(bench, ops, in_blocks=True),
+    "fp8, 1 row": lambda bench, ops: check_float8(bench, ops, in_blocks=False, rows=1),
+    "fp8, 77 rows": lambda bench, ops: check_float8(bench, ops, in_blocks=False, rows=77),
+    "fp8 in blocks, 20 rows": lambda bench, ops: check_float8(bench, ops, in_blocks=True, rows=20),
+    "fp8 in blocks, 76 rows": lambda bench, ops: check_float8(bench, ops, in_blocks=True, rows=76),
+}
+
+
+# --- time ---------------------------------------------------------------------------------------------
+
+
+def turns(bench: Bench, make: Callable[[], Any], num_bytes: int) -> list[Any]:
+    """Several weights, so that none stays in the device's cache."""
+    return [make() for _ in range(2 if bench.tiny else max(2, min(24, (256 << 20) // num_bytes)))]
+
+
+def seconds_of(bench: Bench, weights: list[Any], product: Callable[[Any], None]) -> float:
+    def all_weights() -> None:
+        for weight in weights:
+            product(weight)
+
+    return bench.seconds(all_weights, calls=2, repeats=5) / len(weights)
+
+
+def sweep(
+    bench: Bench, ops: TritonMatrixOps, shapes: dict[str, tuple[int, int]], bits: int, copy: float
+) -> dict[str, Any]:
+    """Microseconds by tile shape; of int4 in groups of 128 with zeros."""
+    found: dict[str, Any] = {}
+    for name, (n, k) in shapes.items():
+        weights = turns(bench, lambda n=n, k=k: packed_weight(bench, n, k, bits), n * k * bits // 8)
+        moved = sum(tensor.nbytes for tensor in weights[0].tensors)
+        found[name] = {"floor_us": round(moved / copy * 1e6, 2)}
+        for rows, all_tiles in ((1, TILES), *WIDE.items()):
+            x = random(bench, rows, k, seed=1)
+            out = torch.empty(rows, n, dtype=bench.dtype, device=bench.device)
+            times: list[tuple[float, str]] = []
+            for tiles in all_tiles:
+                ops.tiles = tiles
+
+                def product(weight: PackedWeight, x: Tensor = x, out: Tensor = out) -> None:
+                    ops.multiply(x, weight, None, out)
+
+                took = seconds_of(bench, weights, product)
+                times.append((round(took * 1e6, 2), " ".join(str(value) for value in asdict(tiles).values())))
+            found[name][str(rows)] = [f"{took} us: {tiles}" for took, tiles in sorted(times)]
+        ops.tiles = None
+        del weights
+    return found
+
+
+def attention(bench: Bench) -> dict[str, Any]:
+    """Microseconds over a cache in the model's type and in FP8."""
+    spec, found = shape("llama-3-8b", tiny=bench.tiny), dict[str, Any]()
+    rows: dict[str, Rows] = {"tiny": [(40, 1)] * 3}
+    if not bench.tiny:
+        rows = {
+            "1 of 1,024": [(1024, 1)], "8 of 1,024": [(1024, 1)] * 8, "64 of 1,024": [(1024, 1)] * 64,
+            "8 of 32,768": [(32_768, 1)] * 8, "chunk of 2,048": [(0, 2048)],
+        }  # fmt: skip
+    for name, each in rows.items():
+        found[name] = {"": round(attend(bench, bench.ops(), spec, each)[0] * 1e6, 2)}
+        found[name]["fp8"] = round(attend(bench, bench.ops(), spec, each, float8=True)[0] * 1e6, 2)
+    return found
+
+
+def by_form(bench: Bench, ops: MatrixOps, size: tuple[int, int], rates: dict[str, float]) -> dict[str, Any]:
+    """Microseconds of each form by rows, with the tile shapes that the engine chooses."""
+    n, k = size
+    found: dict[str, Any] = {}
+    makers: dict[str, tuple[Callable[[], Any], int]] = {
+        "bf16": (lambda: random(bench, n, k, seed=2), 2 * n * k),
+        "int4": (lambda: packed_weight(bench, n, k, 4), n * k // 2),
+        "int8": (lambda: packed_weight(bench, n, k, 8), n * k),
+        "fp8": (lambda: float8(bench, n, k), n * k),
+    }
+    if n % 128 == 0 and k % 128 == 0:
+        makers["fp8 in blocks"] = (lambda: float8(bench, n, k, in_blocks=True), n * k)
+    for form, (make, num_bytes) in makers.items():
+        try:
+            found[form] = times_of(bench, ops, form, turns(bench, make, num_bytes), size)
+        except Exception as error:  # noqa: BLE001 One form's failure is a finding.
+            found[form] = f"{type(error).__name__}: {error}"[:500]
+    return found
+
+
+def times_of(
+    bench: Bench, ops: MatrixOps, form: str, weights: list[Any], size: tuple[int, int]
+) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for rows in (1, 3) if bench.tiny else (1, 8, 64, 128, 256, 2048):
+        x = random(bench, rows, size[1], seed=1)
+        out = torch.empty(rows, size[0], dtype=bench.dtype, device=bench.device)
+        for suffix, product in products_of(bench, ops, form, x, out).items():
+            if suffix == " made dense" and rows < 64 and not bench.tiny:
+                continue
+            found[f"{rows}{suffix}"] = round(seconds_of(bench, weights, product) * 1e6, 2)
+    return found
+
+
+def products_of(
+    bench: Bench, ops: MatrixOps, form: str, x: Tensor, out: Tensor
+) -> dict[str, Callable[[Any], None]]:
+    """One product, in the ways that there are."""
+    if form == "bf16":
+        return {"": lambda weight: void(torch.mm(x, weight.t(), out=out))}
+    if form.startswith("int"):
+        dense = torch.empty(out.shape[1], x.shape[1], dtype=bench.dtype, device=bench.device)
+
+        def made_dense(weight: PackedWeight) -> None:
+            ops.unpack(weight, dense)
+            torch.mm(x, dense.t(), out=out)
+
+        return {"": lambda weight: ops.multiply(x, weight, None, out), " made dense": made_dense}
+    products: dict[str, Callable[[Any], None]] = {}
+    if x.shape[0] <= 64:
+        kept: dict[int, PackedWeight] = {}
+
+        def as_it_is(weight: Float8Matrix) -> None:
+            ops.multiply(x, kept.setdefault(id(weight), few_rows(weight)), None, out)
+
+        products[""] = as_it_is
+    if not form.endswith("blocks") or x.shape[0] % 4 == 0:
+        given = rounded_rows(bench, ops, x, in_blocks=form.endswith("blocks"))
+
+        def rounded_too(weight: Float8Matrix) -> None:
+            ops.round_rows(x, *given)
+            ops.multiply_float8(given, weight, None, out)
+
+        products[" inputs rounded"] = rounded_too
+    return products
