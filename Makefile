@@ -12,7 +12,7 @@ COVERED := protocol kv schedule policy sim
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help serve observe chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console console console-check check format bench bench-engine bench-ratchet bench-relay bench-schemas soak train-demo clean
+.PHONY: help serve observe chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console test-cells console console-check check format bench bench-engine bench-ratchet bench-relay bench-schemas soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,10 @@ bench-schemas:  ## compile schemas that others wrote, of packages that it instal
 test-wheel:  ## build the wheel, install it with its engine into a new environment, serve and ask there, without a compiler (minutes)
 	@$(DEV)
 	@$(BIN)/python scripts/test_wheel.py $(ARGS)
+
+test-cells:  ## three cells of real processes, one of which is killed under load (a minute)
+	@$(DEV)
+	@$(BIN)/pytest -m cells -n0 tests/cli/test_serve_cells.py $(ARGS)
 
 test-console:  ## the console in a real Chromium: every page, keyboard, axe-core, a real gateway (installs those first; minutes)
 	@$(DEV)

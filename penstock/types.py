@@ -2,6 +2,7 @@
 
 import enum
 import re
+from collections.abc import Iterable
 from typing import NewType
 
 import msgspec
@@ -176,6 +177,15 @@ ENGINE_CAPABILITIES = CPU_CAPABILITIES | GRAMMAR_CAPABILITIES
 VECTOR_CAPABILITIES = frozenset({Capability.EMBEDDINGS, Capability.SCORES})
 """Our engine's capabilities with a model that makes vectors."""
 ALL_CAPABILITIES = frozenset(Capability)
+
+PLACE = "in:"
+"""How the capability begins that says where a worker is: "in:eu" has who runs in a cell with the label eu
+(docs/cells.md). A request that is bound to a place needs it, like any other capability."""
+
+
+def places_of(labels: Iterable[str]) -> frozenset[str]:
+    """Labels of cells, as capabilities."""
+    return frozenset(f"{PLACE}{label}" for label in labels)
 
 
 PLATFORM = "platform"

@@ -74,7 +74,8 @@ ROOMS = {
         "relay": "http",
         "dispatch": "relay models shared http",
         "api": "ensembles dispatch relay identity models shared http",
-        ".": "api dispatch relay identity models shared http",
+        "cells": "api dispatch relay models http",
+        ".": "cells api dispatch relay identity models shared http",
     },
     "sim": {
         ".": "",

@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.clock import NS_PER_MS
 from penstock.errors import EngineFault, PenstockError, WorkerUnavailable
+from penstock.protocol.cells import Guest
 from penstock.protocol.needs import NO_CONSTRAINT, Constraint
 from penstock.protocol.worker import Asleep, FaultCount, ModelInfo, Stats
 from penstock.protocol.worker_parts import WorkerAdapters
@@ -69,6 +70,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Of each, leading tokens that are the first text of a pair; empty: none is a pair."""
     trace_headers: tuple[tuple[str, str], ...] = ()
     """W3C's `traceparent` and `tracestate` of this attempt, if the request is traced."""
+    guest: Guest | None = None
+    """For peer cells: the facts of its request."""
 
     @property
     def may_move(self) -> bool:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
+from penstock.config.cells import cell_problems, residency_problems
 from penstock.config.checkpoints import plain_name, served_name
 from penstock.config.fleet import WORKERS_MAX, discover_problems, worker_problems
 from penstock.config.flow import queue_problems, shared_problems
@@ -30,6 +31,7 @@ def check(config: Config) -> None:
         *tenant_problems(
             config.tenants, config.tiers, config.auth, [band.name for band in config.queue.bands]
         ),
+        *_cell_problems(config),
         *_limit_problems(config),
         *_model_problems(config),
         *_fleet_problems(config),
@@ -71,6 +73,13 @@ def _trace_problems(endpoint: str) -> Iterator[str]:
 def _webhook_problems(url: str) -> Iterator[str]:
     if url and not is_address(url):  # It may hold a secret, so it is not repeated.
         yield "slo.webhook: expected http(s)://HOST[:PORT]/PATH, where alerts are posted"
+
+
+def _cell_problems(config: Config) -> Iterator[str]:
+    yield from cell_problems(config.cells)
+    for section, allowances in (("tenants", config.tenants), ("tiers", config.tiers)):
+        for i, each in enumerate(allowances):
+            yield from residency_problems(each.residency or (), config.cells, f"{section}[{i}].residency")
 
 
 def _limit_problems(config: Config) -> Iterator[str]:
@@ -182,7 +191,7 @@ def _fleet_problems(config: Config) -> Iterator[str]:
     for i, model in enumerate(config.models):
         count += (model.scale.max or model.replicas) + len(model.workers)
         yield from scale_problems(model.scale, model.replicas, f"models[{i}].scale")
-        if not (model.replicas or model.scale.max or model.workers or model.discover):
+        if not (model.replicas or model.scale.max or model.workers or model.discover or config.cells.peers):
             yield f"models[{i}].replicas: 0, and there are no workers: no worker would answer"
         for j, discover in enumerate(model.discover):
             yield from discover_problems(discover, f"models[{i}].discover[{j}]")

@@ -20,7 +20,7 @@ import msgspec
 import yaml
 from msgspec import inspect
 
-from penstock.config import fleet, flow, ledger, routing, scale, tenancy, tree
+from penstock.config import cells, fleet, flow, ledger, routing, scale, tenancy, tree
 from penstock.config.branch import Branch
 from penstock.config.tenancy import key_problem
 from penstock.config.tree import Config
@@ -179,7 +179,7 @@ def _shown(value: object) -> str:
 
 # Keys that the configuration no longer has, and what became of each.
 
-SECTIONS = (tree, fleet, flow, routing, scale, tenancy, ledger)
+SECTIONS = (tree, fleet, cells, flow, routing, scale, tenancy, ledger)
 """The files that declare sections of the configuration, each with its retired keys."""
 RETIRED: Mapping[str, str] = {path: why for module in SECTIONS for path, why in module.RETIRED.items()}
 """Dotted path -> sentence, which names settings in backticks. `[]` stands for an entry of a list, `section.*`
@@ -258,8 +258,8 @@ def convert_config(raw: object) -> Config:
 
 def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
     """Apply `PENSTOCK_API_KEY`, `PENSTOCK_ADMIN_KEY` and `PENSTOCK_SCRAPE_KEY` (one key or several with
-    commas), `PENSTOCK_KEYS_FILE`, `PENSTOCK_AUTH_SECRET`, `PENSTOCK_SHARED_URL`, `PENSTOCK_HOST` and
-    `PENSTOCK_PORT`.
+    commas), `PENSTOCK_KEYS_FILE`, `PENSTOCK_AUTH_SECRET`, `PENSTOCK_SHARED_URL`, `PENSTOCK_CELL`,
+    `PENSTOCK_HOST` and `PENSTOCK_PORT`.
 
     A variable that is set to nothing counts as not set.
 
@@ -286,7 +286,10 @@ def with_environment(config: Config, environ: Mapping[str, str]) -> Config:
     shared = config.shared
     if url := environ.get("PENSTOCK_SHARED_URL", "").strip():
         shared = msgspec.structs.replace(shared, url=url)
-    return msgspec.structs.replace(config, server=server, auth=auth, shared=shared)
+    cells = config.cells
+    if here := environ.get("PENSTOCK_CELL", "").strip():
+        cells = msgspec.structs.replace(cells, here=here)
+    return msgspec.structs.replace(config, server=server, auth=auth, shared=shared, cells=cells)
 
 
 def _keys(environ: Mapping[str, str], name: str) -> tuple[str, ...]:

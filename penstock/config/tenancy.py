@@ -9,6 +9,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from penstock.config.branch import Branch, Count, Seconds
+from penstock.config.cells import Labels
 from penstock.config.machine import is_loopback
 
 Weight = Annotated[float, Meta(gt=0, le=1_000_000)]
@@ -117,6 +118,9 @@ class Allowance(Branch, frozen=True, kw_only=True):
     trusted_special_tokens: bool | None = None
     """Whether special tokens in the text of chat messages become those tokens; otherwise they are text like
     any other."""
+    residency: Labels | None = None
+    """Labels of cells (`cells.all[].labels`): its requests are computed only in cells that have all of these;
+    empty: in any."""
 
 
 class TierConfig(Allowance, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from penstock.config.branch import Branch, Port, Positive, Seconds
+from penstock.config.cells import CellsConfig
 from penstock.config.fleet import (
     BackendsConfig,
     DiscoverConfig,
@@ -284,6 +285,7 @@ class Config(Branch, frozen=True, kw_only=True):
     prices: PricesConfig = PricesConfig()
     budgets: BudgetsConfig = BudgetsConfig()
     ledger: LedgerConfig = LedgerConfig()
+    cells: CellsConfig = CellsConfig()
     backends: BackendsConfig = BackendsConfig()
     log: LogConfig = LogConfig()
     traces: TracesConfig = TracesConfig()

@@ -39,6 +39,7 @@ from penstock.engine.mailbox import (
 )
 from penstock.errors import EngineFault, InvalidRequest, Overloaded, PenstockError, WorkerUnavailable
 from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
+from penstock.protocol.cells import CellPing, OpenCell
 from penstock.protocol.worker import (
     AbortRequest,
     Challenge,
@@ -411,6 +412,8 @@ class _Connection(asyncio.Protocol):
             self._subscribe(message)
         elif isinstance(message, Drain):
             self._server.mailbox.post(DrainAsked())
+        elif isinstance(message, OpenCell | CellPing):
+            raise ProtocolError("this is a worker, and no cell")
         elif not isinstance(message, Proof):
             self._server.mailbox.post(Ordered(message))
 

@@ -21,6 +21,7 @@ import msgspec
 
 from penstock.backends.base import NO_ADAPTERS, Adapters, Backend, BackendStatus, Phase
 from penstock.clock import NS_PER_S, Clock
+from penstock.config.cells import CellConfig
 from penstock.config.fleet import WORKERS_MAX
 from penstock.errors import ConfigError
 from penstock.policy.resilience.worker_state import WorkerEvent, WorkerLife, WorkerState
@@ -65,6 +66,9 @@ class Worker:
     """And of missed ones."""
     stop: Stop | None = None
     """None: there is nothing to end but the backend's connection."""
+    cell: CellConfig | None = None  # It is a peer cell; None: a worker of this one.
+    places: frozenset[str] = frozenset()
+    """Where it is (`types.PLACE`); empty where there are no cells."""
     heard_ns: int = 0
     """When it last said anything; 0: never."""
     problem: str = ""
@@ -73,6 +77,17 @@ class Worker:
     """It is suspect because it does not answer its backend."""
     drained: asyncio.Task[None] | None = None
     """Its end, once that has begun."""
+    _able: tuple[frozenset[str] | None, frozenset[str]] = (None, frozenset())
+
+    @property
+    def capabilities(self) -> frozenset[str] | None:
+        """Its capabilities beyond plain text, and its place; None: it has not said yet."""
+        told = self.backend.status.capabilities
+        if told is None or not self.places:
+            return told
+        if self._able[0] is not told:
+            self._able = told, told | self.places
+        return self._able[1]
 
     @property
     def state(self) -> WorkerState:
@@ -198,12 +213,12 @@ class RouteWorkers:
     def add(self, worker: Worker) -> None:
         """For the registry."""
         self._workers[worker.id] = worker
-        self._take_abilities(worker, worker.backend.status.capabilities)
+        self._take_abilities(worker, worker.capabilities)
 
     def remove(self, worker: Worker) -> None:
         """For the registry."""
-        del self._workers[worker.id]
         self._take_ready(worker, is_ready=False)
+        del self._workers[worker.id]
         self._take_adapters(worker, NO_ADAPTERS)
         self._adapters_told.pop(worker.id, None)
         self._take_abilities(worker, None)
@@ -213,7 +228,7 @@ class RouteWorkers:
     def changed(self, worker: Worker) -> None:
         """For the registry: its state or its status may be another one."""
         info = worker.backend.status.info
-        self._take_abilities(worker, worker.backend.status.capabilities)
+        self._take_abilities(worker, worker.capabilities)
         is_known = worker.is_ready or worker.sleeps
         if is_known and info is not None and self._infos.get(worker.id) is not info:
             self._infos[worker.id] = info
@@ -256,7 +271,7 @@ class RouteWorkers:
         if found.ready and not first.is_ready:
             found.phase = Phase.REFUSED  # Or suspect: its backend would send there, the registry does not.
         found.done, found.total = status.done, status.total
-        found.info, found.stats = self.info, self._stats(workers)
+        found.info, found.stats = self.info, self._stats([each for each in workers if each.cell is None])
         found.restarts = sum(worker.backend.status.restarts for worker in workers)
         return found
 
@@ -274,7 +289,8 @@ class RouteWorkers:
             self._ready[worker.id] = worker.kind
         else:
             del self._ready[worker.id]
-        self.kinds = tuple(dict.fromkeys(self._ready.values())) or self.kinds
+        kinds = (kind for each, kind in self._ready.items() if self._workers[each].cell is None)
+        self.kinds = tuple(dict.fromkeys(kinds)) or self.kinds
 
     def lacking(self, needs: frozenset[str]) -> frozenset[str]:
         """The capabilities that a request needs and the ablest of its workers lacks; empty: one has them
@@ -282,6 +298,10 @@ class RouteWorkers:
         """
         missing = [needs - each for each in self.capabilities] or [needs]
         return min(missing, key=lambda each: (len(each), sorted(each)))
+
+    def lacking_places(self, wanted: frozenset[str]) -> frozenset[str]:
+        """The part of `wanted` that the best placed of its workers lacks. O(workers)."""
+        return min([wanted - each.places for each in self] or [wanted], key=lambda each: (len(each), *each))
 
     def _take_abilities(self, worker: Worker, known: frozenset[str] | None) -> None:
         if known is self._abilities.get(worker.id):
@@ -354,8 +374,11 @@ registry."""
 class Registry:
     """All workers of this process."""
 
-    def __init__(self, clock: Clock, log: Log, *, workers_max: int = WORKERS_MAX) -> None:
-        self._clock, self._log, self._workers_max = clock, log, workers_max
+    def __init__(
+        self, clock: Clock, log: Log, *, workers_max: int = WORKERS_MAX, places: frozenset[str] = frozenset()
+    ) -> None:
+        """`places`: where workers of this cell are."""
+        self._clock, self._log, self._workers_max, self._places = clock, log, workers_max, places
         self._workers: dict[WorkerId, Worker] = {}
         self._routes: dict[str, RouteWorkers] = {}
         self._listeners: list[Listener] = []
@@ -388,7 +411,8 @@ class Registry:
 
     def new(self, worker_id: WorkerId, route: str, backend: Backend) -> Worker:
         """A worker that is not in the registry yet, at the start of its life. Fill it in and `add` it."""
-        return Worker(id=worker_id, route=route, backend=backend, life=WorkerLife(self._clock.now_ns()))
+        life = WorkerLife(self._clock.now_ns())
+        return Worker(id=worker_id, route=route, backend=backend, life=life, places=self._places)
 
     def add(self, worker: Worker) -> None:
         """Take a worker in, and follow its backend from now on.

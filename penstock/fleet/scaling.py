@@ -370,7 +370,7 @@ class ScaleLeader:
         """Requests at the workers, and the share of the ready ones' KV blocks that is in use."""
         running = total = used = 0
         for worker in self._registry.of(model):
-            if (stats := worker.backend.status.stats) is not None:
+            if worker.cell is None and (stats := worker.backend.status.stats) is not None:
                 running += stats.running + stats.waiting
                 if worker.is_ready:
                     total += stats.blocks_total

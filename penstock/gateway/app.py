@@ -44,6 +44,7 @@ from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
 from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
 from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
+from penstock.gateway.cells.server import cells_of
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
 from penstock.gateway.dispatch.worker_feed import ColdStarts, WakeCalls
 from penstock.gateway.http.errors import error_response, failure_of
@@ -101,8 +102,7 @@ class Gateway:
         self._config, self._clock, self._ids, self._metrics, self._log = config, clock, ids, metrics, log
         watch = peers or Watch(config, clock, log, lambda: self._inspect.rendered(), tail)
         self._watch = watch if isinstance(watch, Watch) else None
-        self.notes = Notes(clock, watch.keep)
-        """For the audit trail."""
+        self.notes = Notes(clock, watch.keep)  # For the audit trail.
         self.tenancy = Tenancy(config, clock=clock, log=log, notes=self.notes if peers is None else None)
         """The callers; parts that can take a new configuration subscribe to its `on_reload`."""
         locality = KVLocality(KV_INDEX_LIMITS, hash_key or fresh_key())
@@ -145,6 +145,7 @@ class Gateway:
         self._recorder = Recorder(Promises(config.admission), metrics)
         self._left_alone = LeftAlone(partial(self._dispatcher.left_alone, rests=False), self.notes)
         self._routes = self._make_routes(registry, members, watch, self._join_scaler(tools.scaler))
+        self._cells = cells_of(config, self._services, registry, limits, self.finished)
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
 
@@ -223,6 +224,7 @@ class Gateway:
             await self._leader.start()
         self._traces.start()
         self._kv.start()
+        await self._cells.start()
         address = await self._server.start(listeners)
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
@@ -246,6 +248,7 @@ class Gateway:
         """
         services, drain_s = self._services, self._config.server.drain_timeout_s
         services.leaving = True
+        self._cells.refresh()
         self._console.close()
         self._server.close_after_answers()
         if not listens:
@@ -266,6 +269,7 @@ class Gateway:
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
         await self._responses.close()
         await self._ensembles.close()
+        await self._cells.stop()
         await self._server.finish(LAST_BYTES_S if self._hurried.is_set() else LAST_ANSWERS_S)
         for task in [*self._tasks, *([self._pulse] if self._pulse else [])]:
             task.cancel()

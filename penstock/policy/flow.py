@@ -184,6 +184,10 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     about."""
     key_prefix: str = ""
     user: str = ""
+    origin: str = ""
+    """The peer cell that it came to, where its limits, its budget and its price are kept; empty: this one."""
+    origin_id: str = ""
+    """Its id there."""
 
 
 class Queued(msgspec.Struct, frozen=True, gc=False):
@@ -338,5 +342,9 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     accelerator_cost_micros: int = 0
     """Its share of the accelerators' seconds, at their price."""
     price_version: str = ""
+    origin: str = ""
+    """The peer cell that it came to, whose ledger has it too, and bills it; empty: this one."""
+    origin_id: str = ""
+    """`request_id` over there."""
     recovered: bool = False
     """Written after a crash from what the journal knew: tokens as of the last slice that was settled."""

@@ -315,6 +315,8 @@ class Request(Work):
             ttft_us=(first - self.arrived_ns) // 1000 if first >= 0 else 0,
             kv_block_us=usage.kv_block_ns // 1000,
             cost_micros=self.cost_micros,
+            origin=facts.origin,
+            origin_id=facts.origin_id,
         )
 
     def _stamp(self, state: State, now_ns: int) -> None:

@@ -61,6 +61,8 @@ class Tenant:
     """Its mode where the request does not say."""
     trusted_special_tokens: bool = False
     """Whether special tokens in the text of its messages are those tokens; otherwise they are text."""
+    places: frozenset[str] = frozenset()
+    """Capabilities that say where its requests may be computed (`types.PLACE`); empty: anywhere."""
     cache_salt: bytes = field(default=b"", repr=False)
     """Prefix-cache namespace, made from the gateway's secret and the tenant's id: no caller can choose or
     guess it."""

@@ -218,6 +218,18 @@ class DeploymentTerms(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, rpm=rpm, tpm=tpm)
 
 
+class CellView(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A worker that is a peer cell: what it takes to be answered there."""
+
+    name: str
+    rtt_ns: int = 0
+    """There and back, as measured."""
+    wait_ns: int = 0
+    """The wait of a request there, as it says."""
+    price: float = 0.0
+    """Of sending it a million tokens."""
+
+
 class Slots(NamedTuple):
     """One worker's."""
 

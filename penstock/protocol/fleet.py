@@ -15,7 +15,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """The name that clients use."""
     engine: str
-    """The engine there: "penstock", "vllm", "openai"..."""
+    """The engine there: "penstock", "vllm", "openai"..., or "cell": it is a peer cell."""
     state: str
     """See policy/resilience/worker_state.py."""
     stage: str = ""
@@ -44,6 +44,12 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int | None = None
     age_s: float | None = None
     """Since its last report."""
+    cell: str = ""
+    """The peer cell that it is; empty: it is a worker of this one."""
+    rtt_ms: float | None = None
+    """To a peer cell and back."""
+    wait_ms: float | None = None
+    """The wait of a request in a peer cell, as that says."""
     adapters: list[str] = []
     """It takes requests for them."""
     adapters_loaded: list[str] = []

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from penstock.protocol.cells import CellPing, CellReport, Guest, OpenCell
 from penstock.protocol.worker_parts import (
     DeviceReadings,
     Grammar,
@@ -89,6 +90,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit", omit_defau
     (`ModelInfo.pooling`)."""
     firsts: tuple[int, ...] = ()
     """Of each text, how many of its tokens are the first part of a pair. Empty: none is a pair."""
+    guest: Guest | None = None
+    """Of a request that is sent to a peer cell: what that must know of it. Workers have no use for it."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
@@ -383,11 +386,22 @@ class KVEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events", omit_
 
 WorkerOrder = LoadAdapter | UnloadAdapter | KeepAdapters | Sleep | Wake
 """The orders of a gateway to the worker, beside requests."""
-ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof | WorkerOrder
+ToCell = OpenCell | CellPing
+"""For peer cells alone (protocol/cells.py)."""
+ToWorker = Submit | AbortRequest | Drain | Ping | SubscribeKVEvents | Proof | WorkerOrder | ToCell
 Condition = Loading | Ready | WorkerFailed | Asleep
 """How far the worker is."""
 FromWorker = (
-    Condition | Fault | StepOutput | Stats | KVEvents | Challenge | Welcome | WorkerAdapters | StaysAwake
+    Condition
+    | Fault
+    | StepOutput
+    | Stats
+    | KVEvents
+    | Challenge
+    | Welcome
+    | WorkerAdapters
+    | StaysAwake
+    | CellReport
 )
 """The arguments of its message; a `Pong` only shows that it lives."""
 

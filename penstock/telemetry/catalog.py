@@ -112,6 +112,7 @@ NEEDED_BY = (
     ("anomalous", "on call: workers that compute wrongly or slowly"),
     ("ejections", "on call: workers that compute wrongly or slowly"),
     ("migrations", "on call"),
+    ("cell_", "on call"),
     ("ttft_prediction", "routing"),
     ("backend", "on call: workers of other engines"),
     ("scrape", "on call: workers of other engines"),
@@ -379,6 +380,19 @@ CATALOG = (
         "Streams migrated to another worker after theirs was lost.",
         MODEL,
     ),
+    Metric(
+        "penstock_cell_requests_total",
+        "counter",
+        "Attempts of requests that were sent to a peer cell.",
+        ("model", "cell"),
+    ),
+    Metric(
+        "penstock_cell_guests_total",
+        "counter",
+        "Requests of a peer cell that ended here, by outcome.",
+        ("cell", "outcome"),
+    ),
+    Metric("penstock_cell_round_trip_seconds", "gauge", "To a peer cell and back, as measured.", ("cell",)),
     Metric(
         "penstock_ttft_prediction_error_ratio", "histogram", "Relative error of the predicted time to first "
         "token.",

@@ -211,6 +211,7 @@ GROUPS: Mapping[str, str] = {
     "endpoint": "endpoint",
     "outcome": "outcome",
     "price_version": "price_version",
+    "origin": "origin",
 }
 """The keys by which usage can be summed up, and their columns."""
 BUSY_S = 10.0
@@ -253,27 +254,47 @@ class Query:
     where: Mapping[str, str] = field(default_factory=dict[str, str])
     """Group and the value that it must have."""
 
+    @property
+    def sees_guests(self) -> bool:
+        """Whether requests of peer cells count, which their own cells bill."""
+        return "origin" in self.by or "origin" in self.where
+
 
 _PROCESS = "substr(request_id, instr(replace(request_id, '_', '-'), '-') + 1, 16)"
 """The process part of an id (`rng.IdSource`)."""
 
 
 class LedgerReader:
-    """One look at the ledger: what it says does not change while it is open."""
+    """One look at the ledger, or at those of several cells together: what it says does not change while it is
+    open.
 
-    def __init__(self, directory: Path) -> None:
+    Every request counts once, by the record of the cell that it came to. The record of a cell that computed
+    it for that one (`UsageRecord.origin`) counts only where several ledgers are looked at and none has the
+    request itself.
+    """
+
+    def __init__(self, directory: Path, *others: Path) -> None:
         """Raises LedgerError: there is none, or it cannot be read."""
-        database = ledger_segment.database_path(directory)
-        if not database.exists():
-            raise LedgerError(f"{directory}: there is no ledger here")
         self.running = 0
         """Requests that living gateways are in the middle of; they are in no total."""
-        pending = self._read_journals(directory)
+        self._orphans_count = bool(others)
+        self._opened: list[str] = []
         try:
             self._connection = sqlite3.connect("file::memory:", uri=True, timeout=BUSY_S)
-            self._attach(database, pending)
         except sqlite3.Error as error:
-            raise LedgerError(f"{database}: {error}") from error
+            raise LedgerError(f"no ledger can be read: {error}") from error
+        databases = [ledger_segment.database_path(each) for each in (directory, *others)]
+        for each, database in zip((directory, *others), databases, strict=True):
+            if not database.exists():
+                raise LedgerError(f"{each}: there is no ledger here")
+        try:
+            self._make_pending(
+                [record for each in (directory, *others) for record in self._read_journals(each)]
+            )
+            self._take(databases)
+            self._make_views()
+        except sqlite3.Error as error:
+            raise LedgerError(f"{', '.join(map(str, databases))}: {error}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -289,12 +310,13 @@ class LedgerReader:
         """
         groups = [GROUPS[name] for name in query.by]
         conditions, values = _conditions(query)
+        view = "records" if query.sees_guests else "billed"
         sums = (
             "count(*), sum(outcome != 'finished'), sum(prompt_tokens), sum(cached_tokens), "
             "sum(completion_tokens), sum(cost_micros), sum(accelerator_cost_micros)"
         )
         places = ", ".join(str(place + 1) for place in range(len(groups)))
-        text = f"SELECT {', '.join([*groups, sums])} FROM records {conditions}"
+        text = f"SELECT {', '.join([*groups, sums])} FROM {view} {conditions}"
         if groups:
             text += f" GROUP BY {places} ORDER BY {places}"
         rows: list[LedgerRow] = []
@@ -316,7 +338,8 @@ class LedgerReader:
         text = (
             f"SELECT tenant, {_PROCESS} AS process, "
             "sum(CASE WHEN ended_ns >= ? THEN cost_micros ELSE 0 END), sum(cost_micros) "
-            "FROM records WHERE ended_ns >= ? GROUP BY tenant, process ORDER BY tenant, process"
+            "FROM records WHERE ended_ns >= ? AND origin = '' "
+            "GROUP BY tenant, process ORDER BY tenant, process"
         )
         return [
             Spent(tenant=TenantId(tenant), process=process, day=day, day_micros=of_day, month_micros=of_month)
@@ -336,27 +359,62 @@ class LedgerReader:
             )
             if alive:
                 self.running += len(begun.opened)
+                self._opened += begun.opened
             else:
                 records.extend(begun.ended())
         return records
 
-    def _attach(self, database: Path, pending: Sequence[UsageRecord]) -> None:
-        run = self._connection.execute
-        run(f"ATTACH 'file:{quote(str(database))}?mode=ro' AS ledger")
-        (version,) = run("PRAGMA ledger.user_version").fetchone()
-        if version > SCHEMA_VERSION:
-            raise LedgerError(f"{database} was written by a newer version (schema {version})")
-        names = ", ".join(FIELDS)
+    def _make_pending(self, pending: Sequence[UsageRecord]) -> None:
+        run, names = self._connection.execute, ", ".join(FIELDS)
         run(f"CREATE TABLE pending ({', '.join(f'{name} {kind}' for name, kind in columns().items())})")
         self._connection.executemany(
             f"INSERT OR IGNORE INTO pending ({names}) VALUES ({', '.join('?' * len(FIELDS))})",
             [msgspec.structs.astuple(record) for record in pending],
         )
+        run("CREATE TABLE opened (request_id TEXT PRIMARY KEY NOT NULL)")
+        self._connection.executemany(
+            "INSERT OR IGNORE INTO opened VALUES (?)", [(each,) for each in self._opened]
+        )
         self._connection.commit()
+
+    def _attach(self, database: Path) -> str:
+        """The database's records as a query; columns that it has not yet are empty."""
+        run = self._connection.execute
+        run(f"ATTACH 'file:{quote(str(database))}?mode=ro' AS ledger")
+        (version,) = run("PRAGMA ledger.user_version").fetchone()
+        if version > SCHEMA_VERSION:
+            raise LedgerError(f"{database} was written by a newer version (schema {version})")
+        there = {row[1] for row in run(f"PRAGMA ledger.table_info({TABLE})")}
+        empty = {each: "''" if kind.startswith("TEXT") else "0" for each, kind in columns().items()}
+        names = ", ".join(each if each in there else f"{empty[each]} AS {each}" for each in FIELDS)
+        return f"SELECT {names} FROM ledger.{TABLE}"
+
+    def _take(self, databases: Sequence[Path]) -> None:
+        """The databases' records, as `stored`: of several a copy, where a record that two have is one."""
+        run, names = self._connection.execute, ", ".join(FIELDS)
+        if len(databases) == 1:
+            run(f"CREATE TEMP VIEW stored AS {self._attach(databases[0])}")
+            return
+        run(f"CREATE TABLE stored ({', '.join(f'{name} {kind}' for name, kind in columns().items())})")
+        for database in databases:
+            run(f"INSERT OR IGNORE INTO stored ({names}) {self._attach(database)}")
+            self._connection.commit()
+            run("DETACH ledger")
+
+    def _make_views(self) -> None:
+        """`records`: each once. `billed`: each request once."""
+        run, names = self._connection.execute, ", ".join(FIELDS)
         run(
-            f"CREATE TEMP VIEW records AS SELECT {names} FROM ledger.{TABLE} UNION ALL SELECT {names} FROM "
-            f"pending WHERE NOT EXISTS (SELECT 1 FROM ledger.{TABLE} there WHERE there.request_id = "
-            f"pending.request_id)"
+            f"CREATE TEMP VIEW records AS SELECT {names} FROM stored UNION ALL SELECT {names} FROM pending "
+            "WHERE NOT EXISTS (SELECT 1 FROM stored there WHERE there.request_id = pending.request_id)"
+        )
+        orphans = (
+            " OR NOT EXISTS (SELECT 1 FROM records own WHERE own.request_id = guest.origin_id UNION ALL "
+            "SELECT 1 FROM opened WHERE opened.request_id = guest.origin_id)"
+        )
+        run(
+            f"CREATE TEMP VIEW billed AS SELECT * FROM records guest WHERE guest.origin = ''"
+            f"{orphans if self._orphans_count else ''}"
         )
         run("BEGIN")
 

@@ -158,6 +158,9 @@ class Metrics:
         self._retries = self._table.counter("penstock_retries_total")
         self._hedges = self._table.counter("penstock_hedges_total")
         self._migrations = self._table.counter("penstock_migrations_total")
+        self._cell_requests = self._table.counter("penstock_cell_requests_total")
+        self._cell_guests = self._table.counter("penstock_cell_guests_total")
+        self._cell_round_trip = self._table.gauge("penstock_cell_round_trip_seconds")
         self._timeouts = self._table.counter("penstock_attempt_timeouts_total")
         self._breakers = self._table.gauge("penstock_breaker_state")
         self._store_away = self._table.gauge("penstock_shared_store_away").labels()
@@ -301,6 +304,18 @@ class Metrics:
     def migrated(self, model: str) -> None:
         """A stream lost its worker and waits to continue."""
         self._migrations.labels(model).inc()
+
+    def sent_to_cell(self, model: str, cell: str) -> None:
+        """An attempt was sent to a peer cell."""
+        self._cell_requests.labels(model, cell).inc()
+
+    def guest_ended(self, cell: str, outcome: str) -> None:
+        """A request of a peer cell has ended here."""
+        self._cell_guests.labels(cell, outcome).inc()
+
+    def round_trip(self, cell: str, rtt_ns: int) -> None:
+        """To a peer cell and back."""
+        self._cell_round_trip.labels(cell).set(rtt_ns / NS_PER_S)
 
     def predicted(self, model: str, error: float) -> None:
         """A first token came: the relative error of when it was expected."""

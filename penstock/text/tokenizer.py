@@ -13,6 +13,7 @@ Other decoders (Metaspace, WordPiece) depend on neighbouring tokens; for those t
 says so with None.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -453,3 +454,14 @@ def _kept(values: Sequence[int], sequences: Sequence[int | None], most: int) -> 
             left -= 1
             found.append(value)
     return tuple(found)
+
+
+_PROBE = "The 17 quick brown foxes jumped; λ = 0.5 µm, naïve café, 日本語, 🦊!\n\tdef f(x): return x**2"
+
+
+def tokenizer_mark(tokenizer: Tokenizer) -> str:
+    """A mark that two tokenizers have in common that make the same tokens of texts: prompts are made where
+    their client is, so a peer must read them as they were meant.
+    """
+    made = (tokenizer.vocab_size, tokenizer.encode(_PROBE), tuple(sorted(tokenizer.eos_ids)))
+    return hashlib.blake2b(repr(made).encode(), digest_size=8).hexdigest()

@@ -17,6 +17,7 @@ from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig, Te
 from penstock.errors import OperatorError
 from penstock.fleet.launchers.process import WorkerLogs, WorkerTails
 from penstock.fleet.registry import Registry
+from penstock.fleet.scaling import ScaleLeader
 from penstock.fleet.sleep import SleepKeeper
 from penstock.gateway.api.services import AllRequests, EndedRequest, RecentRequests
 from penstock.gateway.shared import peers as peers_module
@@ -46,8 +47,12 @@ def processes(ledger: str = "", tail: Tail = no_tail, **shared: object) -> Gatew
     )
     clock = SystemClock()
     log = Log(LogConfig(), clock, stream=io.StringIO())
-    sleeper = SleepKeeper(Registry(clock, log), clock, log, idle_s={}, bound_bytes=0)
-    return GatewayProcesses(config, clock, log, sleeper, hash_key=b"0123456789abcdef", tail=tail)
+    registry = Registry(clock, log)
+    sleeper = SleepKeeper(registry, clock, log, idle_s={}, bound_bytes=0)
+    scaler = ScaleLeader([], config, registry, clock, log)
+    return GatewayProcesses(
+        config, clock, log, sleeper, scaler=scaler, hash_key=b"0123456789abcdef", tail=tail
+    )
 
 
 def test_the_processes_share_their_limits_through_the_parent() -> None:

@@ -16,10 +16,14 @@ from penstock.types import WorkerId
 
 
 def fleet_of(
-    clock: Clock, backends: Mapping[str, Backend | list[Backend]], *, log: Log | None = None
+    clock: Clock,
+    backends: Mapping[str, Backend | list[Backend]],
+    *,
+    log: Log | None = None,
+    places: frozenset[str] = frozenset(),
 ) -> Registry:
     """One worker for each backend, named as the launcher names them: "model-0", "model-1"."""
-    registry = Registry(clock, log or Log(LogConfig(), clock, stream=io.StringIO()))
+    registry = Registry(clock, log or Log(LogConfig(), clock, stream=io.StringIO()), places=places)
     for route, found in backends.items():
         for number, backend in enumerate(found if isinstance(found, list) else [found]):
             registry.add(worker_of(registry, route, backend, number))

@@ -124,7 +124,7 @@ class RunningGateway:
         self.metrics = Metrics(list(self._names), version="test")
         template = ChatTemplate({"default": self._template}, special_tokens={}, wall_ns=self.clock.wall_ns)
         log = Log(self.config.log, self.clock, stream=self.log_text)
-        self.registry = fleet_of(self.clock, self.backends)
+        self.registry = fleet_of(self.clock, self.backends, places=self.config.cells.places)
         self.members = Members(self.registry, log, drain_timeout_s=5.0)
         models = [
             ServedModel(

@@ -34,6 +34,7 @@ from penstock.clock import Clock, sleep
 from penstock.errors import WeightsDamaged, WorkerUnavailable
 from penstock.kv.hashing import token_bytes
 from penstock.protocol.address import Address
+from penstock.protocol.cells import CellReport
 from penstock.protocol.worker import (
     PROTOCOL_VERSION,
     WARMING_UP,
@@ -203,6 +204,7 @@ class EngineBackend:
                 adapter_digest=request.adapter_digest,
                 inputs=request.inputs,
                 firsts=request.firsts,
+                guest=request.guest,
             )
         )
         stream = EngineStream(request, sink, self._tokenizer, self._clock, self._leave)
@@ -260,9 +262,7 @@ class EngineBackend:
             self._falls_asleep.set_result(sleeps)
 
     def end_worker(self) -> bool:
-        """Tell the worker to exit once it has finished what it runs, for any gateway; False if it cannot be
-        told. For the launcher.
-        """
+        """Tell the worker to exit once it has finished what it runs; False if it cannot be told."""
         if self._link is None:
             return False
         self._link.send(Drain())
@@ -291,9 +291,7 @@ class EngineBackend:
         is_down: bool = False,
         fault: str = "",
     ) -> None:
-        """For the launcher: what happened to the process, whether that was its end, and the kind of a fault
-        (`BackendStatus.faults`).
-        """
+        """For the launcher: what happened to the process, whether that was its end, and a fault's kind."""
         if fault:
             before = self._status.faults.get(fault, _NO_FAULT)
             self._status.faults[fault] = FaultCount(before.count + 1, note or stage)
@@ -378,7 +376,7 @@ class EngineBackend:
             self._answer_sleep(sleeps=False)
         elif isinstance(message, Fault):
             self.report(stage=self._status.stage, note=message.words, fault=message.kind)
-        else:
+        elif not isinstance(message, CellReport):
             self._on_state(message)
 
     def on_caught_up(self) -> None:

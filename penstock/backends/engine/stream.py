@@ -34,6 +34,7 @@ from penstock.errors import (
     Overloaded,
     PenstockError,
     StreamBroken,
+    WorkerBusy,
     WorkerUnavailable,
 )
 from penstock.protocol.worker import Output, RequestFinished
@@ -50,6 +51,8 @@ _KINDS: dict[str, type[PenstockError]] = {
         InvalidRequest,
         KVQuotaExceeded,
         Overloaded,
+        StreamBroken,
+        WorkerBusy,
         WorkerUnavailable,
     )
 }

@@ -184,6 +184,8 @@ environment:
   PENSTOCK_ADMIN_KEY     the key of `penstock top` and `drain`; one that serve makes may do that too
   PENSTOCK_SCRAPE_KEY    a key for /metrics and /status.json alone
   PENSTOCK_AUTH_SECRET   secret of the tenants' caches, the same for all gateways of the same workers
+  PENSTOCK_CELL          which of cells.all this server is (cells.here)
+  PENSTOCK_CELL_KEY      the key that all cells share (cells.key_env)
   PENSTOCK_SHARED_URL    Redis that gateways share their rate limits through (shared.url)
   PENSTOCK_HOST, PENSTOCK_PORT
 

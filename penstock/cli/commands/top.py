@@ -122,6 +122,7 @@ def _worker_table(workers: Sequence[WorkerRow]) -> Fitted:
 def _worker_row(worker: WorkerRow) -> Row:
     """The worker's activity, if it is more than its state says, stands on a line below."""
     tells = worker.state != "ready" and worker.stage not in ("", worker.state)
+    away = f"a peer cell, {worker.rtt_ms:,.3g} ms away" if worker.rtt_ms is not None else ""
     state, style = worker.state, STYLES.get(worker.state, "")
     if worker.left_alone:
         state, style = "left alone", "red"
@@ -135,7 +136,7 @@ def _worker_row(worker: WorkerRow) -> Row:
         _count(None if worker.tokens_per_s is None else round(worker.tokens_per_s)),
         "-" if worker.age_s is None else f"{worker.age_s:,.0f} s",
         str(worker.restarts),
-        below=worker.stage if tells else worker.left_alone,
+        below=worker.stage if tells else worker.left_alone or away,
     )
 
 

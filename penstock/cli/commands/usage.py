@@ -208,7 +208,8 @@ DESCRIPTION = """\
 Say what was used and what it cost: requests, tokens and money from the ledger, summed up.
 
 Reads the ledger's database and what the journals of running (or crashed) gateways hold beyond it;
-it may be used beside them at any time. All days are UTC."""
+it may be used beside them at any time. All days are UTC. The cell that a request
+came to bills it, whoever computed it; --by origin shows what this one computed for others."""
 
 EPILOG = f"""\
 groups for --by:
@@ -236,7 +237,8 @@ examples:
   penstock usage --by day,outcome --tenant acme --since 7d
   penstock usage --cost --by model,day --since 7d
   penstock usage --by month,tenant,key --format csv > usage.csv
-  penstock usage --format parquet -o usage.parquet"""
+  penstock usage --format parquet -o usage.parquet
+  penstock usage --directory /ledgers/eu --directory /ledgers/us     (cells, each request once)"""
 
 
 def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -280,7 +282,8 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument(
         "--directory",
         metavar="DIR",
-        help="the ledger's directory (default: the configuration's, or the user's)",
+        action="append",
+        help="the ledger's directory (default: the configuration's, or the user's); again for each cell's",
     )
     parser.set_defaults(run=run)
 
@@ -288,19 +291,22 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out `penstock usage`."""
     config = load_config(Path(args.config)) if args.config else Config()
-    directory = Path(args.directory) if args.directory else ledger_directory(config.ledger, os.environ)
+    directory, *others = map(Path, args.directory or [ledger_directory(config.ledger, os.environ)])
     if args.format == "parquet" and not args.output and sys.stdout.isatty():
         raise ConfigError("--format parquet is not for terminals: name a file with -o")
+    if args.cost and others:
+        raise ConfigError("--cost is about the machines of one ledger: name one --directory")
     if args.cost:
         return _costs(args, directory, config.prices.currency)
     where = {name: value for name in ("tenant", "model") if (value := getattr(args, name)) is not None}
     query = Query(by=args.by, since_ns=args.since, until_ns=args.until, where=where)
-    with LedgerReader(directory) as reader:
+    with LedgerReader(directory, *others) as reader:
         rows, running = reader.totals(query), reader.running
     _write(args, rows, config.prices.currency if config.prices.models else "")
     note = console.err()
     if not rows:
-        note.print(f"no usage{_span(query)} in {directory}", style="dim", markup=False)
+        places = ", ".join(map(str, (directory, *others)))
+        note.print(f"no usage{_span(query)} in {places}", style="dim", markup=False)
     if running and args.format == "table":
         note.print(
             f"{running} requests are running now and count when they are over", style="dim", markup=False

@@ -26,6 +26,7 @@ from penstock.config.checkpoints import with_members
 from penstock.config.fleet import WorkerConfig
 from penstock.config.tree import Config, ModelConfig
 from penstock.errors import ConfigError
+from penstock.fleet.cells import peer_cells
 from penstock.fleet.discovery import Discovery
 from penstock.fleet.members import Attached, DesiredWorker, Members, attached
 from penstock.fleet.registry import Registry
@@ -60,7 +61,7 @@ async def _serve(launch: ChildLaunch, behind: bytes) -> int:
     clock = SystemClock()
     log = Log(config.log, clock, stream=sys.stderr, secrets=config.auth.secrets)
     log.adopt("asyncio")
-    registry = Registry(clock, log)
+    registry = Registry(clock, log, places=config.cells.places)
     members = Members(registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
     parts = [make_part(model, registry, clock) for model in config.models]
     metrics = Metrics([part.served.name for part in parts], version=__version__)
@@ -146,6 +147,7 @@ class _Fleet:
         tools: BackendDependencies,
     ) -> None:
         self.models, self.launched, self.held = config.models, launch.workers, launch.held
+        self._cells = config.cells
         self._parts, self._registry, self._members, self._discovery, self._tools = (
             parts,
             registry,
@@ -197,7 +199,8 @@ class _Fleet:
             for worker in self.launched
             if worker.route == name
         ]
-        return [*found, *attached(model, tokenizer, self._tools)]
+        found += attached(model, tokenizer, self._tools)
+        return [*found, *peer_cells(self._cells, name, tokenizer, self._tools.clock)]
 
 
 class _Parent:

@@ -31,6 +31,7 @@ from penstock.config.fleet import FleetConfig
 from penstock.config.machine import state_directory
 from penstock.config.tree import Config, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, OperatorError, WorkerUnavailable
+from penstock.fleet.cells import peer_cells
 from penstock.fleet.discovery import Discovery
 from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerStopped
 from penstock.fleet.launchers.process import Spares, TakeSpare, WorkerLogs, no_spare
@@ -98,7 +99,7 @@ class Stack:
         self._config, self._clock, self._log = config, clock, log
         self._models = config.models
         self._has_place = False
-        self._registry = Registry(clock, log)
+        self._registry = Registry(clock, log, places=config.cells.places)
         self._members = Members(self._registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
         self._parts = [make_part(model, self._registry, clock) for model in config.models]
         self._words = _WorkerLogBuffer(log)
@@ -298,6 +299,7 @@ class Stack:
         ]
         if self._processes is None:
             found += attached(model, tokenizer, self._tools)
+            found += peer_cells(self._config.cells, part.served.name, tokenizer, self._clock)
         return found
 
     async def reload(self, config: Config) -> bool:
@@ -362,7 +364,8 @@ class Stack:
         """Raises: why a model has no worker that is ready, loads, or is at an address."""
         left = Counter(worker.spec.model_name for worker in waiting.values())
         for model, part in self._model_parts():
-            left[part.served.name] += len(model.workers) + len(model.discover)
+            elsewhere = len(model.workers) + len(model.discover) + len(self._config.cells.peers)
+            left[part.served.name] += elsewhere
         pending = set(waiting)
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import msgspec
 
 from penstock import __version__
-from penstock.clock import NS_PER_S
+from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry, Worker
@@ -19,6 +19,7 @@ from penstock.gateway.api.inspect import Inspect, answer, query_of, whole_number
 from penstock.gateway.api.job import ANSWER_IDS
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.worker_trails import WorkerTrails
+from penstock.gateway.dispatch.worker_feed import cell_view
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.served import ServedModel
@@ -305,7 +306,7 @@ def _worker(
     mbu: float | None,
 ) -> WorkerReport:
     status, watched = worker.backend.status, anomalies.get(worker.id)
-    stats, slowness = status.stats, anomalies.slowness(worker.id)
+    stats, slowness, cell = status.stats, anomalies.slowness(worker.id), cell_view(worker)
     return WorkerReport(
         id=worker.id,
         model=worker.route,
@@ -325,6 +326,9 @@ def _worker(
         kv_blocks_total=stats and stats.blocks_total,
         generated_tokens=stats and stats.generated_tokens,
         age_s=round((now_ns - worker.heard_ns) / NS_PER_S, 3) if worker.heard_ns else None,
+        cell=cell.name if cell is not None else "",
+        rtt_ms=round(cell.rtt_ns / NS_PER_MS, 2) if cell is not None and cell.rtt_ns else None,
+        wait_ms=round(cell.wait_ns / NS_PER_MS, 2) if cell is not None else None,
         adapters=sorted(status.adapters.served),
         adapters_loaded=sorted(status.adapters.loaded),
         device=status.info.device if status.info is not None else "",

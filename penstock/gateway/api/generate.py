@@ -23,9 +23,11 @@ from penstock.gateway.api.job import (
     Job,
     answer_parser,
     body_bytes,
+    check_places,
     facts_of,
     forwards,
     is_prose,
+    places,
     read_hints,
     requests_of,
     shaped,
@@ -193,7 +195,10 @@ class Generate:
         services, tenant = self._services, caller.tenant
         services.check_draining()
         hints = read_hints(exchange.head.headers, _session_word(request))
+        if bound := places(tenant, hints):
+            needs |= bound
         model, adapter, choice, assigned = services.models.resolve(request, tenant, needs, hints.session)
+        check_places(model, bound)
         name = adapter or model.name
         served = Served(
             model=name,

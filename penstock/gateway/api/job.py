@@ -9,6 +9,8 @@ x-penstock-migration: any | exact               whether a stream of a foreign en
                                                 continued by another worker, whose tokens may differ
 x-penstock-session: 7f3a                        the conversation it belongs to, whose worker it goes to among
                                                 equals
+x-penstock-residency: eu                        labels of cells, with commas: it is computed only in cells
+                                                that have all of them (docs/cells.md)
 
 Where a model's reasoning ends, and where a grammar begins, is the shape of an answer.
 """
@@ -21,6 +23,7 @@ import msgspec
 
 from penstock.backends.base import GenerateRequest
 from penstock.clock import NS_PER_MS
+from penstock.config.cells import LABEL
 from penstock.errors import InvalidRequest, Unsupported
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
@@ -37,11 +40,12 @@ from penstock.telemetry.ledger import USER_CHARS_MAX
 from penstock.text.reasoning import AnswerParser, ThoughtCount
 from penstock.text.tool_formats import ForcedCalls
 from penstock.text.tools import FirstCallOnly, ToolParser
-from penstock.types import Capability, RequestId
+from penstock.types import PLACE, Capability, RequestId, places_of
 
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
 _MIGRATION: Mapping[bytes, bool] = {b"any": False, b"exact": True}
-_DIGITS_MAX = 12
+_DIGITS_MAX, _LABELS_MAX = 12, 16
+_NOTHING_SAID = (None, None, None, None, None)
 SESSION_BYTES_MAX = 256
 """Of `x-penstock-session`; of a longer `user`, that many characters name the session."""
 MAX_WAIT_MS_MAX = 600_000
@@ -57,6 +61,8 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     """The conversation: the header's, else `user`; empty: neither."""
     exact_migration: bool = False
     """It continues elsewhere with the very same tokens, or not at all."""
+    places: frozenset[str] = frozenset()
+    """Capabilities that say where it may be computed (`types.PLACE`), beside those of its tenant."""
 
 
 NO_HINTS = Hints()
@@ -70,15 +76,39 @@ def read_hints(headers: Mapping[bytes, bytes], user: object) -> Hints:
     """
     degrade, max_wait = headers.get(b"x-penstock-degrade"), headers.get(b"x-penstock-max-wait-ms")
     session, migration = headers.get(b"x-penstock-session"), headers.get(b"x-penstock-migration")
+    residency = headers.get(b"x-penstock-residency")
     named = user[:SESSION_BYTES_MAX] if isinstance(user, str) else ""
-    if degrade is None and max_wait is None and session is None and migration is None and not named:
+    said = (degrade, max_wait, session, migration, residency)
+    if said == _NOTHING_SAID and not named:
         return NO_HINTS
     return Hints(
         degrade=None if degrade is None else _degrade(degrade),
         session=named if session is None else _read_session(session, SESSION_BYTES_MAX),
         max_wait_ns=0 if max_wait is None else _max_wait_ns(max_wait, MAX_WAIT_MS_MAX),
         exact_migration=False if migration is None else _is_exact(migration),
+        places=frozenset() if residency is None else _read_places(residency),
     )
+
+
+def places(tenant: Tenant, hints: Hints) -> frozenset[str]:
+    """Where its request may be computed, as capabilities; empty: anywhere."""
+    return tenant.places | hints.places
+
+
+def check_places(model: ServedModel, wanted: frozenset[str]) -> None:
+    """Refuse a request that is bound to a place where nobody computes the model.
+
+    Raises:
+        Unsupported: there is no such cell.
+    """
+    if wanted and (lacking := model.workers.lacking_places(wanted)):
+        labels = ", ".join(f"'{each.removeprefix(PLACE)[:64]}'" for each in sorted(lacking))
+        raise Unsupported(
+            f"No cell with the label {labels} serves the model '{model.name}', and this request is bound to "
+            f"such cells.",
+            param="x-penstock-residency",
+            code="unsupported_by_model",
+        )
 
 
 def _degrade(value: bytes) -> Degrade:
@@ -100,6 +130,13 @@ def _read_session(value: bytes, len_max: int) -> str:
     if not 0 < len(name) <= len_max:
         raise _wrong("x-penstock-session", f"1 to {len_max} characters", value)
     return name.decode("latin-1")
+
+
+def _read_places(value: bytes) -> frozenset[str]:
+    labels = [label.strip() for label in value.decode("latin-1").split(",")]
+    if len(labels) > _LABELS_MAX or not all(LABEL.fullmatch(label) for label in labels):
+        raise _wrong("x-penstock-residency", "labels of cells with commas between them", value)
+    return places_of(labels)
 
 
 def _max_wait_ns(value: bytes, most_ms: int) -> int:
@@ -186,6 +223,7 @@ def body_bytes(exchange: Exchange, body: bytes) -> int:
 def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) -> RequestFacts:
     """The request as flow control sees it."""
     lengths, user = [len(prompt) for prompt in job.prompts], job.request.user
+    bound, needs = places(job.caller.tenant, hints), job.needs
     return RequestFacts(
         id=RequestId(job.answer_id),
         tenant=job.caller.tenant,
@@ -203,7 +241,7 @@ def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) ->
         first_token_ns=hints.max_wait_ns,
         degrade=hints.degrade,
         needs_tools=uses_tools(job.request),
-        needs=job.needs,
+        needs=needs | bound if bound else needs,
         endpoint=served.endpoint.value,
         key_prefix=job.caller.key_prefix,
         user=user[:USER_CHARS_MAX] if isinstance(user, str) else "",

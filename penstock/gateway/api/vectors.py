@@ -16,7 +16,15 @@ import msgspec
 from penstock.backends.base import GenerateRequest
 from penstock.clock import NS_PER_S
 from penstock.errors import ContextTooLong, InvalidRequest, Unsupported, WorkerUnavailable
-from penstock.gateway.api.job import EMBEDDINGS_ID, RERANK_ID, SCORE_ID, TOKEN_BYTES, read_hints
+from penstock.gateway.api.job import (
+    EMBEDDINGS_ID,
+    RERANK_ID,
+    SCORE_ID,
+    TOKEN_BYTES,
+    check_places,
+    places,
+    read_hints,
+)
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
@@ -143,6 +151,7 @@ class VectorEndpoints:
         await services.cold.wait(model, exchange, num_bytes, tenant.id)
         info = model.info()
         _check_able(model, kind)
+        check_places(model, bound := places(tenant, hints))
         texts = await services.tokenize.run(max(num_bytes, num_chars), lambda: prepare(model, info))
         check_tokens(tenant, max(len(each.ids) for each in texts.tokens), None, param="input")
         answer_id = IdSource.renamed(exchange.id, kind.id_prefix)
@@ -162,7 +171,7 @@ class VectorEndpoints:
             priority=request.priority or 0,
             first_token_ns=hints.max_wait_ns,
             degrade="never",
-            needs=frozenset({kind.capability}),
+            needs=frozenset({kind.capability}) | bound,
             endpoint=kind.endpoint.value,
             key_prefix=caller.key_prefix,
             user=request.user[:USER_CHARS_MAX] if isinstance(request.user, str) else "",

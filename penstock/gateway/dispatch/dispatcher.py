@@ -16,6 +16,7 @@ from penstock.backends.base import GenerateRequest, Sink
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import PenstockError, WorkerEjected
 from penstock.fleet.registry import Registry, Worker
+from penstock.gateway.dispatch.guests import guest_of
 from penstock.gateway.dispatch.records import GatewayRecords
 from penstock.gateway.dispatch.worker_feed import WorkerFeed
 from penstock.gateway.http.exchange import Exchange
@@ -25,6 +26,7 @@ from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import PolicyStack
 from penstock.policy.request import Request
+from penstock.protocol.cells import Guest
 from penstock.telemetry.catalog import OutcomeLabel as Answer
 from penstock.telemetry.ledger import Ledger
 from penstock.telemetry.log import Log
@@ -149,6 +151,8 @@ class Dispatcher:
         for model, worker, state in self._health.states():
             self._metrics.breaker(model, worker, state)
         self._metrics.retry_budget(self._health.retries.level(now_ns))
+        for cell, rtt_ns in self._workers.round_trips():
+            self._metrics.round_trip(cell, rtt_ns)
 
     def drain(self, timeout_s: float) -> None:
         """Accept nothing new; accepted requests may run for so long."""
@@ -248,7 +252,7 @@ class Dispatcher:
             headers = _trace_headers(now_ns, request, reply, start, worker)
             if start.is_hedge:
                 ((stream, sink),) = reply.streams
-                stream = _attempt(stream, start, headers)
+                stream = _attempt(stream, start, headers, None)
                 reply.start_hedge(worker.backend, stream, sink, attempt=start.attempt)
                 return
             # A request that continues reports at once, so that flow control knows that it has begun there.
@@ -256,12 +260,16 @@ class Dispatcher:
             exchange = reply.exchange
             exchange.queue_ns = request.queue_ns
             streams = reply.remaining()
-            if start.priority or start.attempt > 1 or start.takes_row or headers:
-                streams = [(_attempt(stream, start, headers), sink) for stream, sink in streams]
+            guest = None
+            if worker.cell is not None:
+                guest = guest_of(request, now_ns, headers)
+                self._metrics.sent_to_cell(worker.route, worker.cell.name)
+            if start.priority or start.attempt > 1 or start.takes_row or headers or guest is not None:
+                streams = [(_attempt(stream, start, headers, guest), sink) for stream, sink in streams]
             migration = _migration(worker, streams)
             if request.has_begun:
                 exchange.migrated = migrated(exchange, migration)
-            exchange.migration = migration
+            exchange.migration, exchange.cell = migration, worker.cell.name if worker.cell is not None else ""
             race = start.attempt if self._hedges and start.attempt == 1 and len(streams) == 1 else 0
             reply.start(worker.backend, streams, race=race)
         except Exception as error:  # noqa: BLE001 - one request's bug must not end the others.
@@ -393,7 +401,7 @@ def migrated(before: Exchange, migration: str) -> str:
 
 def _migration(worker: Worker, streams: Streams) -> str:
     """The value of `x-penstock-migration` (gateway/http/exchange.py); empty: the header is left out."""
-    if worker.engine == "penstock" or not streams:
+    if worker.engine == "penstock" or worker.cell is not None or not streams:
         return ""
     return "approximate" if worker.backend.status.resumes and streams[0][0].may_move else "none"
 
@@ -409,7 +417,9 @@ def _trace_headers(now_ns: int, request: Request, reply: Reply, start: Start, wo
     return () if worker.engine == "penstock" else trace.headers(start.attempt)
 
 
-def _attempt(request: GenerateRequest, start: Start, trace_headers: Pairs) -> GenerateRequest:
+def _attempt(
+    request: GenerateRequest, start: Start, trace_headers: Pairs, guest: Guest | None
+) -> GenerateRequest:
     """A stream as it is sent now.
 
     A worker that was thought dead may still have it from an earlier attempt: that is another.
@@ -421,4 +431,5 @@ def _attempt(request: GenerateRequest, start: Start, trace_headers: Pairs) -> Ge
         takes_row=start.takes_row,
         request_id=RequestId(name),
         trace_headers=trace_headers,
+        guest=guest,
     )

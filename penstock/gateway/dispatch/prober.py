@@ -44,6 +44,8 @@ def probed_as(worker: Worker) -> tuple[str, int]:
     (0: it is not probed).
     """
     status = worker.backend.status
+    if worker.cell is not None:
+        return "", 0  # It probes its workers itself.
     if worker.engine == "penstock":
         identity = status.info.identity if status.info is not None else ""
         return identity, 1 if identity else 0

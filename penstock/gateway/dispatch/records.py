@@ -102,4 +102,6 @@ def opening_record(facts: RequestFacts, wall_ns: int) -> UsageRecord:
         outcome=Outcome.FAILED,
         error="GatewayLost",
         choices=facts.choices,
+        origin=facts.origin,
+        origin_id=facts.origin_id,
     )

@@ -18,6 +18,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping
 
+from penstock.backends.engine.cell import CellBackend
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Overloaded, PenstockError, WorkerUnavailable
@@ -33,7 +34,7 @@ from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.resilience.anomalies import Anomalies, Standing
 from penstock.policy.resilience.worker_state import WorkerState
-from penstock.policy.terms import part_of, queue_terms
+from penstock.policy.terms import CellView, part_of, queue_terms
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.log import Log
 from penstock.types import TenantId, WorkerId
@@ -65,6 +66,7 @@ class WorkerFeed:
         self._anomalies = anomalies
         self._shed_kv_above, self._on_news = shed_kv_above, on_news
         self._changed: dict[WorkerId, Worker] = {worker.id: worker for worker in registry}
+        self._round_trips: dict[str, int] = {}
         self._ready: set[WorkerId] = set()
         """Workers that are ready."""
         self._routes: dict[str, None] = {}
@@ -95,6 +97,10 @@ class WorkerFeed:
             lane = self._control.lane(route)
             if lane is not None:
                 yield route, lane.queue.num_waiting
+
+    def round_trips(self) -> Iterator[tuple[str, int]]:
+        """Each peer cell, and how far it is, there and back."""
+        yield from self._round_trips.items()
 
     def _note(self, worker: Worker) -> None:
         self._changed[worker.id] = worker
@@ -136,6 +142,8 @@ class WorkerFeed:
 
     def _tell_meters(self, now_ns: int, worker: Worker) -> None:
         meters, name = self._meters, worker.id
+        if worker.cell is not None:
+            return  # Its machines are on its own bill.
         meters.has_worker(now_ns, worker.route, name, tells=worker.engine == "penstock")
         in_service = worker.is_ready and self._anomalies.weight(name) > 0
         meters.serves(now_ns, name, in_service=in_service, is_lost=worker.state in _LOST)
@@ -162,8 +170,11 @@ class WorkerFeed:
     def _view(self, worker: Worker) -> WorkerView:
         info, stats = worker.backend.status.info, worker.backend.status.stats
         adapters, weight = worker.backend.status.adapters, self._anomalies.weight(worker.id)
-        rows, is_external = math.ceil(weight * _rows(info, stats)), worker.engine != "penstock"
-        is_shared = self._processes > 1 and not (is_external and rows)
+        rows, cell = math.ceil(weight * _rows(info, stats)), cell_view(worker)
+        if cell is not None:
+            self._round_trips[cell.name] = cell.rtt_ns
+        is_external = worker.engine != "penstock" and cell is None
+        is_shared = cell is not None or (self._processes > 1 and not (is_external and rows))
         return WorkerView(
             ready=worker.is_ready and weight > 0,
             max_running=part_of(rows, self._processes) if is_external else rows,
@@ -181,9 +192,19 @@ class WorkerFeed:
             adapters_served=adapters.served,
             adapters_max=adapters.room,
             adapter_load_ns=adapters.load_ns,
-            capabilities=worker.backend.status.capabilities or frozenset(),
+            capabilities=worker.capabilities or worker.places,
             wake_ns=0 if worker.backend.status.asleep is None else worker.backend.status.asleep.wake_ns,
+            cell=cell,
         )
+
+
+def cell_view(worker: Worker) -> CellView | None:
+    """The distance and the price of a worker that is a peer cell; None: it is a worker of this one."""
+    if worker.cell is None:
+        return None
+    assert isinstance(worker.backend, CellBackend), "who is a peer speaks as one"
+    rtt_ns, wait_ns = worker.backend.rtt_ns, worker.backend.told.wait_ns
+    return CellView(name=worker.cell.name, rtt_ns=rtt_ns, wait_ns=wait_ns, price=worker.cell.egress_price)
 
 
 def _to_come(route: str) -> WorkerId:

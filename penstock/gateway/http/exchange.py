@@ -15,6 +15,7 @@ chunk.
     x-penstock-queue-ms: 12                     how long it waited here for a worker
     x-penstock-migration: approximate           or none: where its worker is no one of ours (docs/failures.md)
     x-penstock-migrated: exact                  or approximate: another worker continued it, and how
+    x-penstock-cell: west                       a peer cell answers (docs/cells.md)
 """
 
 import enum
@@ -50,6 +51,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     route: str = ""
     queue_ms: int | None = None
     migrated: str = ""
+    cell: str = ""
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -151,7 +153,8 @@ class Exchange:
     """A request in the hands of a handler, and the way back to the client."""
 
     __slots__ = (
-        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "asked", "body", "client", "cors",
+        "_chunked", "_held_bytes", "_keep_alive", "_on_finished", "_wire", "asked", "body", "cell",
+        "client", "cors",
         "ended_ns", "ending", "error", "first_ns", "first_usage", "head", "headers", "holds", "id",
         "idle_ticks", "is_open", "limits_ns", "method", "migrated", "migration", "on_caught_up",
         "on_disconnect", "on_full", "outcome", "path", "queue_ns", "reasoning_tokens", "request", "rewrite",
@@ -198,6 +201,8 @@ class Exchange:
         """"approximate" or "none", where its worker cannot promise the same tokens."""
         self.migrated = ""
         """"exact" or "approximate": how another worker continued it after its own was lost."""
+        self.cell = ""
+        """The peer cell that answers; empty: this one."""
         self.reasoning_tokens = -1
         """-1: the model does not reason."""
         self.status, self.streaming = 0, False
@@ -228,7 +233,7 @@ class Exchange:
     def serve(self, served: Served) -> None:
         """From here on this model is to answer. Nothing of it was started."""
         self.served, self.queue_ns = served, None
-        self.migration = self.migrated = ""
+        self.migration = self.migrated = self.cell = ""
 
     def used(self) -> Usage:
         """The usage of its streams until now."""
@@ -441,6 +446,7 @@ class Exchange:
                 route=served.route,
                 queue_ms=None if self.queue_ns is None else round(self.queue_ns / NS_PER_MS),
                 migrated=self.migrated,
+                cell=self.cell,
             )
         )
 
@@ -459,6 +465,8 @@ class Exchange:
             yield b"migration", self.migration.encode()
         if self.migrated:
             yield b"migrated", self.migrated.encode()
+        if self.cell:
+            yield b"cell", self.cell.encode()
 
     def _head(self, status: int, content_type: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
         lines = [b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"Unknown"))]

@@ -26,7 +26,7 @@ from penstock.gateway.http.exchange import RequestHead
 from penstock.gateway.identity.api_keys import ApiKey, digest_of, read_keys, tier_problem
 from penstock.policy.tenant import ANONYMOUS, PartLimits, Tenant
 from penstock.rng import fresh_key
-from penstock.types import TenantId
+from penstock.types import TenantId, places_of
 
 SALT_BYTES = 16
 MICROS = 1_000_000
@@ -34,7 +34,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "requests_per_minute": 0, "tokens_per_minute": 0, "concurrent_max": 0,
     "output_tokens_max": 0, "context_tokens_max": 0, "models": (), "adapters": (), "weight": 1.0,
     "band": "default", "budget_per_day": 0.0, "budget_per_month": 0.0, "degrade": "allow",
-    "trusted_special_tokens": False, "per_key": None, "per_user": None,
+    "trusted_special_tokens": False, "per_key": None, "per_user": None, "residency": (),
 }  # fmt: skip
 """Holds where neither the tenant nor its tier says anything."""
 
@@ -101,6 +101,7 @@ class Tenants:
             budget_month_micros=round(allowed["budget_per_month"] * MICROS),
             degrade=allowed["degrade"],
             trusted_special_tokens=allowed["trusted_special_tokens"],
+            places=places_of(allowed["residency"]),
             cache_salt=salt.digest(),
             fairness_key=tenant_id,
         )

@@ -42,7 +42,7 @@ class _NoTokenHold:
         del now_ns
 
 
-_NO_TOKENS, _PASS = _NoTokenHold(), Pass()
+NO_TOKENS, _PASS = _NoTokenHold(), Pass()
 _NO_WORKERS = frozenset[WorkerId]()
 
 
@@ -64,7 +64,7 @@ class NoLimits:
     ) -> TokenHold:
         """Nothing to take it from."""
         del now_ns, tenant, prompt_tokens, output_tokens, key, user, request_id
-        return _NO_TOKENS
+        return NO_TOKENS
 
     def lacks(
         self, now_ns: int, tenant: Tenant, prompt_tokens: int, output_tokens: int, *, key: str, user: str

@@ -36,7 +36,7 @@ from penstock.policy.flow import (
     State,
     Step,
 )
-from penstock.policy.lifecycle.policies import Policies
+from penstock.policy.lifecycle.policies import NO_TOKENS, Policies
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.fair_queue import Full
 from penstock.policy.queueing.model_queue import ModelQueue
@@ -80,6 +80,8 @@ class Accounts:
     def lacks(self, now_ns: int, facts: RequestFacts) -> bool:
         """Whether the store of shared limits is asked first for what `open` would hold."""
         policies, tenant, prompt = self._policies, facts.tenant, facts.prompt_tokens
+        if facts.origin:
+            return False
         expected = self._expected(facts)
         lacks = policies.limits.lacks(now_ns, tenant, prompt, expected, key=facts.key_prefix, user=facts.user)
         if not (tenant.budget_day_micros or tenant.budget_month_micros):
@@ -94,6 +96,8 @@ class Accounts:
     def open(self, now_ns: int, facts: RequestFacts) -> Holds | Refused:
         """Hold what a request is expected to need, or nothing."""
         policies, tenant, expected = self._policies, facts.tenant, self._expected(facts)
+        if facts.origin:  # They were asked where it came from.
+            return Holds(tokens=NO_TOKENS, money=0, expected=expected, budgeted=self._first_slice(facts))
         held = policies.limits.reserve(
             now_ns,
             tenant,
@@ -126,6 +130,8 @@ class Accounts:
         facts = request.facts
         longest = facts.max_tokens * facts.choices
         request.budgeted = min(total + self._policies.slice_tokens, max(total, longest))
+        if facts.origin:
+            return True
         cached = max(request.counted_cached_tokens, 0)
         price = self._price(facts.route, facts.prompt_tokens, cached, request.budgeted)
         if not self._policies.budgets.renew(now_ns, facts.tenant.id, request.money, price):
@@ -136,7 +142,8 @@ class Accounts:
     def undo(self, now_ns: int, facts: RequestFacts, holds: Holds | Request) -> None:
         """The request was refused after all, or is another model's from here on."""
         holds.tokens.undo(now_ns)
-        self._policies.budgets.settle(now_ns, facts.tenant.id, holds.money, 0)
+        if not facts.origin:
+            self._policies.budgets.settle(now_ns, facts.tenant.id, holds.money, 0)
 
     def settle(self, now_ns: int, request: Request, used: Usage) -> int:
         """It used so much; returns its price in millionths."""
@@ -144,6 +151,8 @@ class Accounts:
         assert tokens >= 0, used
         request.tokens.settle(now_ns, tokens)
         price = self._policies.prices.cost_micros(request.facts.route, used) if tokens else 0
+        if request.facts.origin:
+            return price
         self._policies.budgets.settle(now_ns, request.facts.tenant.id, request.money, price)
         return price
 

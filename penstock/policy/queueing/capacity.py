@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.config.flow import QueueConfig
 from penstock.policy.queueing.band import Work
-from penstock.policy.terms import DeploymentTerms, queue_terms, slots_of
+from penstock.policy.terms import CellView, DeploymentTerms, queue_terms, slots_of
 from penstock.types import RequestId, Usage, WorkerId
 
 _LOOKS_MAX = 8
@@ -27,8 +27,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
     ready: bool = True
     max_running: int = 0
-    """Streams in one batch, as our engine tells; 0: a worker that does not tell, given `external_concurrency`
-    of `QueueTerms`."""
+    """Streams in one batch; 0: it does not tell, and is given `QueueTerms.external_concurrency`."""
     running: int = 0
     waiting: int = 0
     kv_blocks_total: int = 0
@@ -39,24 +38,20 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """The kind of hardware: workers of one kind are equally fast."""
     max_model_len: int = 0
     """Tokens of a prompt and its answer; 0: it does not tell."""
-    adapters: frozenset[str] | None = None
-    """Adapters that are loaded now; None: it does not tell."""
+    adapters: frozenset[str] | None = None  # Those that are loaded now; None: it does not tell.
     adapters_max: int = 0
     """Adapters that it can hold, and so load; 0: only those that it has."""
-    adapter_load_ns: int = 0
-    """The time that one takes; 0: it does not tell."""
+    adapter_load_ns: int = 0  # The time that one takes; 0: it does not tell.
     resumes: bool = True  # It can continue what another worker began.
-    identity: str = ""
-    """The identity of its computation (kv/hashing.py); empty: it does not tell."""
+    identity: str = ""  # Of its computation (kv/hashing.py); empty: it does not tell.
     terms: DeploymentTerms | None = None
     """None: all workers of the model are alike, or this one is as they are."""
     is_external: bool = False  # It does not run our engine.
     adapters_served: frozenset[str] | None = None
     """Adapters that it takes requests for, loaded or not; None: those that it has or can load."""
-    capabilities: frozenset[str] = frozenset()
-    """Its capabilities beyond plain text."""
-    wake_ns: int = 0
-    """It is asleep, or wakes, which takes so long; 0: it is not."""
+    capabilities: frozenset[str] = frozenset()  # Those beyond plain text.
+    wake_ns: int = 0  # It is asleep, or wakes, which takes so long; 0: it is not.
+    cell: CellView | None = None  # It is a peer cell; None: a worker of this one.
 
 
 class WorkerCapacity:
@@ -193,7 +188,8 @@ class CapacityTable:
     def _resize(self, room: WorkerCapacity, was_ready: bool) -> None:
         """It came or went, or runs more or fewer streams at once."""
         before, view = (room.slots, room.spare) if was_ready else (0, 0), room.view
-        terms = slots_of(view.max_running, is_external=view.is_external, terms=self._config)
+        is_foreign = view.is_external or view.cell is not None  # It is given no more than runs at once.
+        terms = slots_of(view.max_running, is_external=is_foreign, terms=self._config)
         room.slots, room.limit, room.spare = terms
         self.num_ready += view.ready - was_ready
         self.num_slots += (room.slots if view.ready else 0) - before[0]
@@ -216,6 +212,10 @@ class CapacityTable:
     def has_room(self) -> bool:
         """Whether any worker, but one that is held, could start a stream."""
         return bool(self._open)
+
+    def has_room_besides(self, others: Collection[WorkerId]) -> bool:
+        """Whether any worker could that is not among these."""
+        return any(rank[3].id not in others for rank in self._open[: len(others) + 1])
 
     def has_room_beyond(self) -> bool:
         """Whether any worker, but one that is held, could start a stream beyond its slots."""
@@ -243,7 +243,7 @@ class CapacityTable:
         return other
 
     def least_loaded(self, count: int, work: Work) -> list[WorkerCapacity]:
-        """Up to `count` workers that could start a stream like this one, least loaded first. O(count)."""
+        """Up to `count` workers that could start a stream like this one, least loaded first."""
         return [rank[3] for rank in self._open_to(work)[:count]]
 
     def all_open(self, work: Work) -> Iterator[WorkerCapacity]:

@@ -20,6 +20,7 @@ from penstock.policy.queueing.capacity import (
     WorkerView,
     uncached_tokens,
 )
+from penstock.policy.queueing.cells import Peers
 from penstock.policy.queueing.deployments import Deployments
 from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.policy.queueing.pace import Pace
@@ -30,8 +31,7 @@ _HEADROOM_ROWS = 8
 """With fewer rows one row is too much to leave free."""
 _OVER = 1.5
 """Times its part: more is over it. A tenant near its part is not held back."""
-_PACE = 8
-"""The mean time between two starts follows the last so many."""
+_PACE = 8  # The mean time between two starts follows the last so many.
 _LOST_WAIT_S = 30.0
 """With `queue.no_worker_wait_s` 0 new requests do not wait for a worker; one that ran on a lost worker
 does."""
@@ -43,9 +43,8 @@ class ModelQueue:
 
     __slots__ = (
         "_apart", "_config", "_deployments", "_down_ns", "_found", "_health", "_holds", "_last_ns",
-        "_no_worker_ns",
-        "_now_ns", "avoid", "gap_ns", "held", "leaving", "pace", "placement", "queue", "rooms", "route",
-        "timer_ns",
+        "_no_worker_ns", "_now_ns", "_peers", "avoid", "gap_ns", "held", "leaving", "pace",
+        "placement", "queue", "rooms", "route", "timer_ns",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +69,7 @@ class ModelQueue:
         """Requests that were tried before -> the workers where that failed."""
         self._deployments: Deployments | None = None
         """None until a worker has terms of its own."""
+        self._peers = Peers(self.queue, self.rooms, lambda now: self._health.blocked(now, route, strict=True))
         self.leaving: set[RequestId] = set()
         """Requests whose prompt is being made for another model: they are started nowhere meanwhile."""
         self.timer_ns: int | None = None
@@ -109,6 +109,8 @@ class ModelQueue:
             self._deployments = Deployments()
         if self._deployments is not None:
             self._deployments.set(worker_id, view)
+        if view is None or view.cell is not None:
+            self._peers.set(worker_id, view)
         if before and not self.rooms.num_ready:
             self._down_ns = now_ns
         self.queue.set_slots(self.rooms.num_slots)
@@ -121,15 +123,15 @@ class ModelQueue:
         self._now_ns = now_ns
         if self._deployments is not None:
             self._deployments.due_ns = None
-        for worker_id in self.pace.overdue(now_ns):
-            rooms.look_again(worker_id)
+        for overdue in self.pace.overdue(now_ns):
+            rooms.look_again(overdue)
         if not queue.num_waiting:
             self._last_ns = None
             if self.held is not None:
                 self._unhold()
             return None
         work, room = self._held_fits(now_ns)
-        if work is None and rooms.has_room():
+        if work is None and (self._peers.has_room(now_ns) if self._peers.ids else rooms.has_room()):
             work = queue.pop(now_ns, self._fits, share=self._share())
             room = self._found
         if work is None and self.held is not None:
@@ -149,6 +151,8 @@ class ModelQueue:
         line = self.queue.band_of(work).line(work.tenant)
         work.takes_row = line is not None and line.num_running == work.streams
         self.rooms.book(room, work)
+        if self._peers.ids:
+            self._peers.started(now_ns, work, room)
         self.pace.started(now_ns, work, room)
         self.placement.started(now_ns, work, room)
         if self._deployments is not None:
@@ -161,7 +165,7 @@ class ModelQueue:
         if self.queue.num_waiting:
             return None
         taken = self._apart.taken(self.route) if self._apart is not None else ()
-        blocked = self._blocked(now_ns, work).union((worker,), taken)
+        blocked = self._blocked(now_ns, work).union((worker,), taken, self._peers.ids)
         room = self._place(now_ns, work, _NOBODY, blocked)
         if room is None or isinstance(room, Hold):
             return None
@@ -219,6 +223,8 @@ class ModelQueue:
         room = self.rooms.get(worker_id)
         assert room is not None, f"{worker_id} is not known"
         self.pace.ended(work, room)
+        if self._peers.ids:
+            self._peers.ended(now_ns, work, room)
         self.rooms.release(room, work)
         self.placement.ended(now_ns, work, room, usage)
         if self._deployments is not None:
@@ -263,8 +269,8 @@ class ModelQueue:
             # Deadlines that are over by now have been looked at: a time in the past would be asked for again
             # and again.
             again = [self._health.due_ns(self.route), self.pace.next_overdue_ns()]
-            if self._deployments is not None:
-                again.append(self._deployments.due_ns)
+            again += [self._deployments.due_ns] if self._deployments is not None else []
+            again += [self._peers.due_ns(now_ns)] if self._peers.ids else []
             times += [time for time in again if time is not None and time > now_ns]
         return min((time for time in times if time is not None), default=None)
 
@@ -291,7 +297,7 @@ class ModelQueue:
         band = queue.bands[level]
         line = band.line(work.tenant)
         requests_ahead = ahead = 0
-        # Else it is started beyond the slots, whatever waits for one.
+        # Else it is started beyond the slots.
         if not rooms.has_room_beyond() or (line is not None and line.num_running + line.num_waiting):
             requests_ahead = band.ahead_of(work.tenant, work.weight)
             ahead = sum(len(higher.waiting) for higher in above) + requests_ahead
@@ -377,6 +383,8 @@ class ModelQueue:
             assert not work.goes_on, "nothing leaves that has given output"
             return frozenset(room.id for room in self.rooms)
         blocked = self._health.blocked(now_ns, self.route, strict=strict or work.is_strict)
+        if self._peers.ids:
+            blocked = self._peers.blocked(now_ns, work, blocked)
         if self._deployments:
             blocked |= self._deployments.spent(now_ns, work)
         if self._apart is not None:
@@ -386,7 +394,23 @@ class ModelQueue:
     def _place(
         self, now_ns: int, work: Work, avoid: Collection[WorkerId], blocked: frozenset[WorkerId]
     ) -> WorkerCapacity | Hold | None:
-        """Where it could start now: by the placement, among those whose turn it is."""
+        """Where it could start now: here, or in a peer cell."""
+        if not self._peers.ids:
+            return self._place_here(now_ns, work, avoid, blocked)
+        found = self._place_here(now_ns, work, avoid, blocked | self._peers.ids)
+        if isinstance(found, Hold) or (found is not None and found.id not in avoid):
+            return found
+        peer = self._peers.place(now_ns, work, avoid, blocked)
+        if peer is None:
+            return found
+        others = frozenset(room.id for room in self.rooms if room is not peer)
+        self.placement.place(now_ns, work, self.rooms, avoid, others)  # For `explain`.
+        return peer
+
+    def _place_here(
+        self, now_ns: int, work: Work, avoid: Collection[WorkerId], blocked: frozenset[WorkerId]
+    ) -> WorkerCapacity | Hold | None:
+        """By the placement, among those whose turn it is."""
         if not self._deployments:
             return self.placement.place(now_ns, work, self.rooms, avoid, blocked)
         everybody = frozenset(room.id for room in self.rooms)
@@ -411,7 +435,7 @@ class ModelQueue:
                 self._unhold()
         if self.held is None:
             work = self.queue.overdue(now_ns)
-            if work is None or self.rooms.hold(work, self._blocked(now_ns, work)) is None:
+            if work is None or self.rooms.hold(work, self._blocked(now_ns, work) | self._peers.ids) is None:
                 return None, None
             self.held = work
         held, room = self.held, self.rooms.held
@@ -473,4 +497,4 @@ class ModelQueue:
         """Assert that the parts agree. O(n): for tests."""
         self.queue.check_invariants()
         self.rooms.check_invariants()
-        assert (self.held is None) == (self.rooms.held is None) or self.held is not None
+        assert self.held is not None or self.rooms.held is None

@@ -183,7 +183,9 @@ class Pace:
     # --- what it learns from ------------------------------------------------------------------------
 
     def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        """It was sent there, and is booked in `room`."""
+        """It was sent there, and is booked in `room`. A peer cell's times say nothing of workers here."""
+        if room.view.cell is not None:
+            return
         running, tokens = room.booked + room.others, uncached_tokens(work)
         backlog, streams = room.pending_tokens - tokens, running - work.streams
         said_s = _first_s(self._speeds.of(room.view.kind), work, backlog, streams)
