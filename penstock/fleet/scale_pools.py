@@ -1,10 +1,10 @@
 """The pools that an autoscaler's decisions are carried out on, where this server launches the workers.
 
 A pool says how its workers are, and takes a number. More: sleeping ones wake, then new ones are launched.
-Fewer: the least loaded drain, and end when their streams have ended. A worker that somebody has taken out of
-service (`penstock drain`, a machine that is about to be taken back) is no capacity, so another one takes its
-place. A launcher that refuses, or whose workers do not come up, is left alone for a while, twice as long each
-time.
+Fewer: those that start go first, then the least loaded drain, and end when their streams have ended. A worker
+that somebody has taken out of service (`penstock drain`, a machine that is about to be taken back) is no
+capacity, so another one takes its place. A launcher that refuses, or whose workers do not come up, is left
+alone for a while, twice as long each time.
 """
 
 import asyncio
@@ -128,15 +128,16 @@ class LaunchedPool:
         there = state.ready + state.pending
         if count > there and state.asleep:
             self._wake(self.model)
-            count -= state.asleep  # All of them wake: they are loaded sooner than anything new.
+            # All of them wake: they are loaded sooner than anything new. None that is there leaves for it.
+            count = max(there, count - state.asleep)
         if count > there:
             for _ in range(count - there):
                 name = self._free_name()
                 self._asked_ns[name] = self._clock.now_ns()
                 self._unready.add(name)
         elif count < there:
-            for worker in self._least_loaded()[: there - count]:
-                del self._asked_ns[worker.id]
+            for name in self._leaving()[: there - count]:
+                self._forget(name)
         else:
             return
         self._is_changed = True
@@ -175,15 +176,20 @@ class LaunchedPool:
         self._unready.discard(name)
 
     def _fail(self, why: str) -> None:
+        if self._clock.now_ns() < self._retry_ns:
+            return  # It was begun with one that failed already: one attempt, one pause.
         self._trouble = f"no worker can be started for {self._backoff_s:g} s: {why}"
         self._retry_ns = self._clock.now_ns() + int(self._backoff_s * NS_PER_S)
         self._backoff_s = min(2 * self._backoff_s, BACKOFF_MAX_S)
 
-    def _least_loaded(self) -> list[Worker]:
-        """Ready ones, those with least to do first; of equals the one that came last."""
-        ready = [each for each in self._workers(self._asked_ns) if each.is_ready]
-        places = {each.id: -place for place, each in enumerate(ready)}
-        return sorted(ready, key=lambda each: (_load(each), places[each.id]))
+    def _leaving(self) -> list[WorkerId]:
+        """In the order in which they leave: those that start, then those with least to do; of equals the one
+        that came last.
+        """
+        found = {name: self._registry.get(name) for name in reversed(self._asked_ns)}
+        starting = [name for name, worker in found.items() if worker is None or worker.state in _STARTING]
+        ready = [worker for worker in found.values() if worker is not None and worker.is_ready]
+        return [*starting, *(each.id for each in sorted(ready, key=_load))]
 
     def _workers(self, names: Collection[WorkerId]) -> list[Worker]:
         found = (self._registry.get(name) for name in names)

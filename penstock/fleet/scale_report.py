@@ -1,5 +1,7 @@
 """Capacity as operators see it, and their orders: `GET` and `POST /admin/scale`."""
 
+from typing import Literal
+
 import msgspec
 
 from penstock.clock import NS_PER_MS
@@ -70,9 +72,8 @@ class ScaleReport(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     ready: int
     pools: list[PoolReport]
-    leads: bool
-    """False: another server decides; see `leader`."""
-    leader: str
+    leads: Literal[True] = True
+    """Every server decides for the workers that it launches; pages of the console read this."""
     override: Override | None
     decision: Decision | None
     """The last one; None: there was none yet."""

@@ -35,7 +35,9 @@ from penstock.policy.capacity.allot import per_hour, pool_config
 from penstock.policy.capacity.autoscaler import Autoscaler, Decision, Room, ScaleState
 from penstock.policy.capacity.signals import Override, PoolState, Signals, work_of
 from penstock.telemetry.audit import Notes
+from penstock.telemetry.catalog import CATALOG
 from penstock.telemetry.counts import Counts, Series
+from penstock.telemetry.instruments import Gauge, Instruments, MetricFamily
 from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.log import Log
 
@@ -44,32 +46,11 @@ LOOK_S, TICK_S = 5.0, 0.5
 SAVE_S = 60.0
 KEPT_MAX, MOVES_MAX = 180, 50
 """Looks (a quarter of an hour), and decisions that changed something, which are told."""
+WANTED = "penstock_scale_wanted_workers"
 FOR_S_MAX = 30 * 24 * 3600.0
 FILE_BYTES_MAX = 16 * 1024 * 1024
 _NOT_LOAD = frozenset({"rejected", "limited"})
 """Outcomes of requests that no worker would have had to answer."""
-
-
-class Leadership:
-    """Whether this server decides. Where pools are its own alone, it always does."""
-
-    name = ""
-
-    @property
-    def leads(self) -> bool:
-        """Whether decisions of this server count now."""
-        return True
-
-    @property
-    def leader(self) -> str:
-        """The server that decides; empty: this one, or none that is known."""
-        return ""
-
-    async def renew(self) -> None:
-        """Become the leader, or stay it, or hear who is."""
-
-    async def close(self) -> None:
-        """Let another server decide."""
 
 
 class ModelScale:
@@ -118,10 +99,8 @@ class ScaleLeader:
         registry: Registry,
         clock: Clock,
         log: Log,
-        *,
-        leadership: Leadership | None = None,
     ) -> None:
-        """`config` has budgets and bands; `leadership` says whether this server decides."""
+        """`config` has budgets and bands."""
         self._models = {each.model: each for each in models}
         self._registry, self._clock, self._log = registry, clock, log
         self._accelerators_max, self._per_hour_max = config.fleet.accelerators_max, config.fleet.per_hour_max
@@ -129,7 +108,6 @@ class ScaleLeader:
         files = scaling_files(config)
         self._path = files and files[0]
         self._trail = Trail(files and files[1], log)
-        self.leadership = leadership or Leadership()
         self.notes: Notes | None = None
         """For the audit trail; set before `start`."""
         self.waiting: Callable[[], Mapping[str, int]] = dict
@@ -158,7 +136,6 @@ class ScaleLeader:
             task.cancel()
             await asyncio.wait([task])
             await self._save()
-            await self.leadership.close()
 
     def heard(self, rows: Iterable[tuple[Series, Counts]]) -> None:
         """Requests have ended."""
@@ -226,20 +203,17 @@ class ScaleLeader:
                 return each.workers
         raise NotFound(f"The model '{model[:64]}' has no pool '{pool[:64]}'.", param="pool")
 
-    def page(self) -> bytes:
-        """For `/metrics`: what is decided, by model and pool."""
-        if not self._models:
-            return b""
-        lines = [
-            "# HELP penstock_scale_wanted_workers Workers that a model is to have.",
-            "# TYPE penstock_scale_wanted_workers gauge",
-        ]
+    def measure(self, wanted: MetricFamily[Gauge]) -> None:
+        """Tell how many workers there are to be, by model and pool."""
         for each in self._models.values():
             for pool in self._report(each).pools:
-                name = each.model.replace("\\", "\\\\").replace('"', '\\"')
-                labels = f'model="{name}",pool="{pool.name}"'
-                lines.append(f"penstock_scale_wanted_workers{{{labels}}} {pool.workers}")
-        return ("\n".join(lines) + "\n").encode()
+                wanted.labels(each.model, pool.name).set(pool.workers)
+
+    def page(self) -> bytes:
+        """The same as a page of metrics, where no gateway is in this process."""
+        table = Instruments(CATALOG)
+        self.measure(table.gauge(WANTED))
+        return table.page([WANTED])
 
     # --- deciding -----------------------------------------------------------------------------------
 
@@ -260,7 +234,6 @@ class ScaleLeader:
         ]
         if not due:
             return
-        await self.leadership.renew()
         for model in sorted(due, key=lambda each: -self._urgency(each, waiting)):
             for pool in model.pools:
                 await pool.look()
@@ -284,22 +257,20 @@ class ScaleLeader:
         return late + counts.outcomes.get("shed", 0) + waiting.get(model.model, 0) / 100
 
     def _room(self, model: ModelScale) -> Room:
+        """The smallest one that a budget leaves. Money is counted in workers of the model's dearest pool."""
         states = {name: each.states() for name, each in self._models.items()}
+        rooms = [Room()]
         if self._accelerators_max:
             used = sum(p.ready + p.pending + p.draining for found in states.values() for p in found)
-            return Room(
-                workers=max(0, self._accelerators_max - used),
-                by=f"fleet.accelerators_max is {self._accelerators_max}",
-            )
-        if self._per_hour_max:
+            by = f"fleet.accelerators_max is {self._accelerators_max}"
+            rooms.append(Room(workers=max(0, self._accelerators_max - used), by=by))
+        price = max((pool_config(model.scale, p.name).price for p in model.pools), default=0.0)
+        if self._per_hour_max and price:
             spent = sum(per_hour(self._models[name].scale, found) for name, found in states.items())
-            price = max((pool_config(model.scale, p.name).price for p in model.pools), default=0.0)
             left = max(0.0, self._per_hour_max - spent)
-            return Room(
-                workers=int((left + 1e-9) / price) if price else 1 << 30,
-                by=f"fleet.per_hour_max is {self._per_hour_max:g}",
-            )
-        return Room()
+            by = f"fleet.per_hour_max is {self._per_hour_max:g}"
+            rooms.append(Room(workers=int((left + 1e-9) / price), by=by))
+        return min(rooms, key=lambda room: room.workers)
 
     async def _look(self, model: ModelScale, room: Room) -> None:
         seen = self._signals(model)
@@ -308,13 +279,12 @@ class ScaleLeader:
         self._trail.keep(seen, room, decision)
         before, model.decision, model.seen = model.decision, decision, seen
         model.points.append(point_of(seen, decision))
-        acts = decision.acts and self.leadership.leads
         if decision.move != "hold":
             model.moves.appendleft(decision)
-            if acts:
+            if decision.acts:
                 self._note(f"scaled {decision.move}", model.model, _said(decision), "")
             self._log.info(
-                f"scaling {decision.move}" if acts else f"scaling would go {decision.move}",
+                f"scaling {decision.move}" if decision.acts else f"scaling would go {decision.move}",
                 model=model.model,
                 workers=decision.workers,
                 ready=decision.ready,
@@ -323,7 +293,7 @@ class ScaleLeader:
         if decision.held_by and (before is None or before.held_by != decision.held_by):
             self._log.warning("scaling is held back", model=model.model, by=decision.held_by)
             self._note("scaling held back", model.model, decision.held_by, "")
-        if acts:
+        if decision.acts:
             for pool in model.pools:
                 await pool.resize(decision.pools[pool.name])
 
@@ -397,7 +367,7 @@ class ScaleLeader:
         told = {
             each.model: each.scaler.state.learned.cold.expected_s
             for each in self._models.values()
-            if not any(state.ready for state in each.states())
+            if _comes(each)
         }
         if told != self._told:
             self._told = told
@@ -420,9 +390,9 @@ class ScaleLeader:
         return ScaleReport(
             model=each.model, mode=each.scale.mode, min=each.scale.min, max=each.scale.max,
             standby=each.scale.standby, workers=sum(targets.values()),
-            ready=sum(state.ready for state in states), pools=pools, leads=self.leadership.leads,
-            leader=self.leadership.leader, override=each.override, decision=decision, signals=each.seen,
-            moves=list(each.moves), points=list(each.points),
+            ready=sum(state.ready for state in states), pools=pools,
+            override=each.override, decision=decision, signals=each.seen, moves=list(each.moves),
+            points=list(each.points),
         )  # fmt: skip
 
     def _note(self, what: str, model: str, why: str, by: str) -> None:
@@ -444,6 +414,7 @@ class ScaleLeader:
             if (model := self._models.get(name)) is not None:
                 state = found.state  # Times of a clock that began anew mean nothing.
                 state.wanted, state.out_ns, state.in_ns, state.learned.asked_ns = [], 0, 0, 0
+                state.begun_ns = None
                 model.scaler.state, model.override = state, found.override
 
     async def _save(self) -> None:
@@ -457,6 +428,17 @@ class ScaleLeader:
             await asyncio.to_thread(_write, self._path, body)
         except OSError as error:
             self._log.warning("what was learned about capacity cannot be kept", error=error)
+
+
+def _comes(model: ModelScale) -> bool:
+    """Whether it has no worker, and will have one: one is on its way, or a request may start one."""
+    states, decision = model.states(), model.decision
+    if any(state.ready for state in states):
+        return False
+    if any(state.pending or state.asleep for state in states):
+        return True
+    is_kept_off = model.override is not None and not model.override.workers
+    return not is_kept_off and (model.scale.mode == "act" if decision is None else decision.acts)
 
 
 def _work(counts: Counts) -> float:

@@ -163,7 +163,8 @@ class Gateway:
             services, metrics = self._services, self._metrics
             scaler.notes, scaler.publish = self.notes, self.expect
             scaler.waiting = lambda: {k: v.waiting for k, v in model_numbers(services, metrics).items()}
-            self._watch.history.on_rows, self._inspect.more = scaler.heard, scaler.page
+            self._watch.history.on_rows = scaler.heard
+            self._inspect.measure = lambda: scaler.measure(metrics.scale_wanted)
         return scaler
 
     def expect(self, to_come: Mapping[str, float]) -> None:

@@ -102,6 +102,7 @@ NEEDED_BY = (
     ("diverted", "on call; routing"),
     ("route", "routing"),
     ("prefix", "routing"),
+    ("scale", "capacity; autoscalers"),
     ("template", "capacity"),
     ("traces", "on call: what traces lack"),
     ("retr", "on call"),
@@ -309,6 +310,10 @@ CATALOG = (
     "the store.", shared=True),
     # Admission and queues.
     Metric("penstock_queue_waiting", "gauge", "Requests waiting in the gateway for a worker.", MODEL),
+    Metric(
+        "penstock_scale_wanted_workers", "gauge", "Workers that a model is to have, by pool.",
+        ("model", "pool")
+    ),
     Metric(
         "penstock_refused_total", "counter", "Rejected requests, by reason.", ("model", "reason")
     ),

@@ -136,6 +136,7 @@ class Metrics:
         self._ledger_bytes = self._table.gauge("penstock_ledger_journal_bytes").labels()
         self._budget_warnings = self._table.counter("penstock_budget_warnings_total")
         self._waiting = self._table.gauge("penstock_queue_waiting")
+        self.scale_wanted = self._table.gauge("penstock_scale_wanted_workers")
         self._refused = self._table.counter("penstock_refused_total")
         self._evicted = self._table.counter("penstock_evicted_total")
         self._diverted = self._table.counter("penstock_diverted_total")

@@ -405,7 +405,7 @@ def told_of_scale() -> dict:
     ]  # fmt: skip
     told = {"models": [{
         "model": "chat-8b", "mode": "act", "min": 2, "max": 11, "standby": 1, "workers": 7, "ready": 6,
-        "pools": pools, "leads": True, "leader": "", "override": None,
+        "pools": pools, "leads": True, "override": None,
         "decision": decision(0, "hold", EXPECTED, 7), "signals": signals, "moves": moves, "points": points,
     }]}  # fmt: skip
     assert isinstance(msgspec.convert(told, ScaleReports), ScaleReports)

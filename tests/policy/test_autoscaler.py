@@ -150,6 +150,29 @@ def test_nothing_changes_at_frozen_times_and_an_order_goes_before_all_of_it() ->
     assert advice.decisions[-1].workers > 1
 
 
+@pytest.mark.parametrize("least", [0, 1])
+def test_none_leaves_before_the_load_was_looked_at_for_as_long_as_it_takes(least: int) -> None:
+    fleet = Fleet(ScaleConfig(max=4, min=least, in_after_s=60), ready=2)
+    fleet.scaler.state.learned.rate = ServiceRate(full=100.0, good=90.0)  # As behind a restart.
+    fleet.run(60, 0)
+    assert fleet.ready == 2
+    assert fleet.decisions[-1].why == "the load was not looked at for 60 s yet"
+    fleet.run(60, 0)
+    assert fleet.ready == least
+
+
+def test_an_order_for_fewer_takes_no_worker_more_of_a_steady_pool() -> None:
+    scaler = Autoscaler("m", msgspec.structs.replace(POOLS, min=2))
+    seen = Signals(
+        now_ns=5 * NS_PER_S, wall_ns=0, window_s=5, pools=pools(0, 3),
+        override=Override(workers=1, until_ns=NS_PER_S),
+    )  # fmt: skip
+    done = scaler.decide(seen)
+    assert (done.move, done.pools) == ("in", {"firm": 0, "spot": 1})
+    done = scaler.decide(msgspec.structs.replace(seen, override=None))
+    assert (done.move, done.pools) == ("out", {"firm": 2, "spot": 3}), "by load they are needed"
+
+
 @pytest.mark.parametrize("arrived", range(1, 30, 4))
 def test_a_steady_load_changes_its_direction_once_in_five_minutes_at_most(arrived: int) -> None:
     fleet = Fleet(ScaleConfig(max=20))

@@ -53,6 +53,7 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     )
     metrics.judged("m", "default", "ttft", missed=True)
     metrics.queue_waiting("m", 1)
+    metrics.scale_wanted.labels("m", "").set(1)
     for count in (metrics.refused, metrics.evicted, metrics.diverted):
         count("m", "queue_full")
     metrics.template_child("m", "unpriced")

@@ -118,8 +118,6 @@ def _print_notes(each: ScaleReport) -> None:
 
     if each.mode == "advise":
         say("advice only (models[].scale.mode)")
-    if not each.leads:
-        say(f"another server decides: {each.leader or 'unknown'}")
     if (order := each.override) is not None:
         say(f"{order.workers} workers by hand until {_time(order.until_ns)}")
     for pool in each.pools:

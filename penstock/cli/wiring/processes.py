@@ -91,8 +91,8 @@ class ProcessStats:
     def __init__(self) -> None:
         self._last: dict[object, Snapshot] = {}
         self._gone = b""
-        self.more: Callable[[], bytes] = bytes
-        """More lines for the page of metrics."""
+        self.own: Callable[[], bytes] = bytes
+        """The page of what this process counts itself."""
 
     def __len__(self) -> int:
         return len(self._last)
@@ -115,7 +115,7 @@ class ProcessStats:
         """All of them together."""
         last = self._last.values()
         return Sum(
-            metrics=merged([*(each.metrics for each in last), self._gone]) + self.more(),
+            metrics=merged([*(each.metrics for each in last), self._gone, self.own()]),
             connections=sum(each.connections for each in last),
             streams=self.streams,
             processes=len(last),
@@ -175,7 +175,7 @@ class GatewayProcesses:
         )  # fmt: skip
         self._scaler, self._to_come = scaler, dict[str, float]()
         scaler.notes, scaler.publish, scaler.waiting = self.notes, self._publish_to_come, self._waiting
-        self._watch.history.on_rows, self._stats.more = scaler.heard, scaler.page
+        self._watch.history.on_rows, self._stats.own = scaler.heard, scaler.page
         self._listeners: list[socket.socket] = []
         self._workers: tuple[WorkerAt, ...] = ()
         self._held: dict[str, float] = {}

@@ -222,7 +222,7 @@ class Inspect:
         self._started_ns = services.clock.now_ns()
         self._restarts: dict[str, dict[str, int]] = {}
         self.num_connections = 0
-        self.more: Callable[[], bytes] = bytes  # More lines for the page of metrics.
+        self.measure: Callable[[], None] = lambda: None  # What is to be counted anew for each page.
         self.auth = not services.config.auth.disabled
 
     async def list_models(self, exchange: Exchange, caller: Caller) -> None:
@@ -311,7 +311,8 @@ class Inspect:
         self._metrics.streams.set(self._services.dispatcher.num_streams)
         ledger = self._services.config.ledger
         self._metrics.disk_free(free_share(ledger_directory(ledger)) if ledger.enabled else 1.0)
-        return self._metrics.render() + self.more()
+        self.measure()
+        return self._metrics.render()
 
     async def status(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /status.json`: everything for admins and scrapers, for a tenant its own."""

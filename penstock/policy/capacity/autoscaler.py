@@ -66,6 +66,8 @@ class ScaleState(msgspec.Struct, kw_only=True):
     out_ns: int = 0
     in_ns: int = 0
     """When the last worker was asked for, and told to leave."""
+    begun_ns: int | None = None
+    """When it was first looked; None: it was not. How many were wanted before is not known."""
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +92,7 @@ class Autoscaler:
         state, scale = self.state, self.scale
         known = state.learned
         known.take(seen)
+        state.begun_ns = seen.now_ns if state.begun_ns is None else state.begun_ns
         advice = self.advise(seen)
         first = max(advice, key=lambda each: each.workers)
         wanted = first.workers
@@ -161,7 +164,7 @@ class Autoscaler:
         targets = {pool.name: pool.ready + pool.pending for pool in seen.pools}
         there = sum(targets.values())
         firm = sum(num for name, num in targets.items() if not pool_config(self.scale, name).spot)
-        missing = max(aim - there, min(steady - firm, self.scale.max - there))
+        missing = aim - there if ordered else max(aim - there, min(steady - firm, self.scale.max - there))
         if missing > 0:
             allowed = min(missing, room.workers)
             more = grow(self.scale, seen.pools, allowed, steady)
@@ -204,6 +207,8 @@ class Autoscaler:
         lately = max(count for _, count in state.wanted)
         if lately >= seen.ready + seen.pending:
             return f"{lately} were wanted within {self.scale.in_after_s:g} s"
+        if state.begun_ns is None or now_ns - state.begun_ns < after_ns:
+            return f"the load was not looked at for {self.scale.in_after_s:g} s yet"
         if seen.pending or seen.draining:
             return "a worker starts, or leaves"
         if state.out_ns and now_ns - state.out_ns < after_ns:
