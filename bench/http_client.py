@@ -94,7 +94,7 @@ async def through_ours(port: int, num: int, chunks: int) -> float:
 
 async def through_aiohttp(port: int, num: int, chunks: int) -> float:
     """CPU seconds."""
-    import aiohttp
+    import aiohttp  # pyright: ignore[reportMissingImports]
 
     url, body = f"http://127.0.0.1:{port}/v1{PATH}", body_of(chunks)
     async with aiohttp.ClientSession(headers={"content-type": "application/json"}) as session:
@@ -144,7 +144,7 @@ def main() -> None:
     ]
     print("\n".join([table(("us of CPU for each answer", "ours", "aiohttp", "ours / aiohttp"), rows)]))
     if args.json:
-        import aiohttp
+        import aiohttp  # pyright: ignore[reportMissingImports]
 
         write_result(args.json, {"us_per_answer": found}, {"aiohttp": aiohttp.__version__})
 
