@@ -73,6 +73,8 @@ class LaunchedPool:
         self._unready: set[WorkerId] = set(self._asked_ns)
         self._cold_s: list[float] = []
         self._trouble, self._retry_ns, self._backoff_s = "", 0, BACKOFF_MIN_S
+        self._woken_ns: int | None = None
+        """Since when those that sleep are wanted; None: they are not."""
         self._applying: asyncio.Task[None] | None = None
         self._is_changed = self._is_begun = False
 
@@ -126,7 +128,11 @@ class LaunchedPool:
         self._forget_lost()
         state = self.state()
         there = state.ready + state.pending
-        if count > there and state.asleep:
+        if not state.asleep or count <= there:
+            self._woken_ns = None
+        elif self._has_not_woken():
+            return
+        else:
             self._wake(self.model)
             # All of them wake: they are loaded sooner than anything new. None that is there leaves for it.
             count = max(there, count - state.asleep)
@@ -143,6 +149,16 @@ class LaunchedPool:
         self._is_changed = True
         if self._applying is None or self._applying.done():
             self._applying = asyncio.create_task(self._carry_out(), name=f"scale {self.model} {self.name}")
+
+    def _has_not_woken(self) -> bool:
+        """Whether those that sleep were asked to wake long ago, and sleep: another pool may do."""
+        now_ns = self._clock.now_ns()
+        self._woken_ns = now_ns if self._woken_ns is None else self._woken_ns
+        if now_ns - self._woken_ns < BACKOFF_MIN_S * NS_PER_S:
+            return False
+        self._woken_ns = None
+        self._fail("those that sleep do not wake; the log says why")
+        return True
 
     async def _carry_out(self) -> None:
         """A cluster may take long to find a place, and meanwhile others are wanted."""

@@ -189,20 +189,6 @@ class ScaleLeader:
         await self._save()
         return self.report(model.model)
 
-    def wanted(self, model: str, pool: str = "") -> int:
-        """Workers that there are to be, for those who scale by an external metric.
-
-        Raises:
-            NotFound: the model does not scale, or has no such pool.
-        """
-        found = self.report(model).models[0]
-        if not pool:
-            return found.workers
-        for each in found.pools:
-            if each.name == pool:
-                return each.workers
-        raise NotFound(f"The model '{model[:64]}' has no pool '{pool[:64]}'.", param="pool")
-
     def measure(self, wanted: MetricFamily[Gauge]) -> None:
         """Tell how many workers there are to be, by model and pool."""
         for each in self._models.values():
@@ -376,7 +362,7 @@ class ScaleLeader:
     def _report(self, each: ModelScale) -> ScaleReport:
         states, decision = each.states(), each.decision
         targets = {state.name: state.ready + state.pending for state in states}
-        if decision is not None:
+        if decision is not None and not decision.is_frozen:
             targets |= decision.pools
         pools = [
             PoolReport(

@@ -242,6 +242,30 @@ def test_fewer_of_those_that_sleep_are_needed_than_wake() -> None:
     run(check)
 
 
+def test_where_those_that_sleep_do_not_wake_another_pool_grows() -> None:
+    async def check() -> None:
+        fleet = ScaledFleet({"m": KINDS}, first=(2, 0))
+        await fleet.begin()
+        await fleet.look()
+        fleet.backends[WorkerId("m-small-1")].show(Phase.ASLEEP, "asleep")
+        for _ in range(6):
+            report = await fleet.look()
+            assert report.pools[0].trouble == ""
+            assert len(fleet.names()) == 2
+        for _ in range(2):
+            report = await fleet.look()
+        trouble = "no worker can be started for 30 s: those that sleep do not wake; the log says why"
+        assert report.pools[0].trouble == trouble
+        assert fleet.names()[2:] == ["m-large-0"]
+        fleet.make_ready("m-large-0", "m-small-1")
+        for _ in range(8):
+            report = await fleet.look()
+        assert report.pools[0].trouble == ""
+        assert report.ready == 3, "whoever woke late stays until five minutes have shown that it is spare"
+
+    run(check)
+
+
 # --- from zero --------------------------------------------------------------------------------------
 
 
@@ -301,6 +325,7 @@ def test_at_frozen_times_only_orders_change_anything() -> None:
         assert report.decision is not None
         assert (report.decision.move, report.decision.acts) == ("out", False)
         assert "frozen" in report.decision.why
+        assert (report.workers, report.decision.workers) == (1, 3), "others who scale by it change nothing"
         await order(fleet, 2, for_s=60)
         assert fleet.names() == ["m-0", "m-1"]
         fleet.make_ready("m-1")
@@ -353,7 +378,7 @@ def test_the_cheaper_pool_grows_first_and_the_dearer_one_shrinks_first() -> None
         assert fleet.names()[2:] == ["m-large-0", "m-large-1"], "the cheaper one is full"
         fleet.make_ready(*fleet.names())
         await fleet.look()
-        assert (fleet.leader.wanted("m", "small"), fleet.leader.wanted("m", "large")) == (2, 2)
+        assert (fleet.pool("small").workers, fleet.pool("large").workers) == (2, 2)
         await order(fleet, 3)
         await order(fleet, 2)
         assert fleet.names() == ["m-small-0", "m-small-1"]

@@ -321,6 +321,23 @@ def test_a_model_that_is_asleep_is_waited_for_twice_as_long_as_waking_takes(wait
     assert started(made, 20 * S) == ["a"]
 
 
+def test_waking_takes_longer_than_a_band_lets_wait_and_only_a_clients_own_bound_ends_that() -> None:
+    made = control(running=0, no_worker_wait_s=5.0)
+    made.set_worker(0, "m", W, WorkerView(ready=False, max_running=1, wake_ns=100 * S))
+    accept(made, "a", "b")
+    accept(made, "short", max_wait_ns=20 * S)
+    assert only(made.dispatch(20 * S)).id == "short"
+    assert made.dispatch(204 * S) == [], "its band lets it wait for 60 s"
+    assert made.next_ns(204 * S) == 205 * S
+    assert [each.id for each in made.dispatch(205 * S)] == ["a", "b"]
+    accept(made, "c", "d", now_ns=300 * S)
+    assert made.dispatch(400 * S) == []
+    made.set_worker(400 * S, "m", W, WorkerView(max_running=1))
+    assert started(made, 400 * S) == ["c"]
+    assert made.dispatch(504 * S) == [], "it stays for as long as it was kept"
+    assert only(made.dispatch(505 * S)).id == "d"
+
+
 def test_a_worker_that_comes_back_counts_anew() -> None:
     made = control(no_worker_wait_s=5.0)
     accept(made, "a", "b")

@@ -37,6 +37,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     acts: bool
     """False: it is advice, or nothing may change now; `move` says what would be done."""
     why: str
+    is_frozen: bool = False
+    """Nothing may change now, neither here nor by others who scale by these numbers."""
     ready: int
     pending: int
     wanted: int
@@ -125,6 +127,7 @@ class Autoscaler:
             move=move,
             acts=acts,
             why=why,
+            is_frozen=is_frozen and not ordered,
             ready=seen.ready,
             pending=seen.pending,
             wanted=wanted,

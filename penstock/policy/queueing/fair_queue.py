@@ -222,6 +222,12 @@ class FairQueue:
         self._pushes += 1
         heappush(self._expiries, (work.expires_ns, self._pushes, work))
 
+    def keep(self, work: Work, until_ns: int) -> None:
+        """Let one whose wait is over wait until then, whatever its band says."""
+        work.expires_ns = until_ns
+        self._pushes += 1
+        heappush(self._expiries, (until_ns, self._pushes, work))
+
     def next_ns(self) -> int | None:
         """When the next wait is over."""
         while self._expiries and not self.waits(self._expiries[0][2]):

@@ -233,14 +233,15 @@ class ModelQueue:
     def next_expired(self, now_ns: int) -> tuple[Work, str] | None:
         """One whose wait is over, still in the queue, and why."""
         while (work := self.queue.expired(now_ns)) is not None:
-            if not work.start_by_ns or now_ns < work.queued_ns + work.start_by_ns:
+            is_kept = self.wake_ns and not work.max_wait_ns
+            if is_kept and (until_ns := self._no_worker_until(work)) > now_ns:
+                self.queue.keep(work, until_ns)  # A worker comes, whatever its band says.
+            elif not work.start_by_ns or now_ns < work.queued_ns + work.start_by_ns:
                 return work, "timeout"
-            if not self.rooms.num_ready:
+            elif not self.rooms.num_ready:
                 self.queue.wait_on(work)  # Promises are those of workers that are there.
-            elif work.aside and work.deadline_ns > now_ns:
-                self.queue.wait_on(
-                    work, work.deadline_ns - work.queued_ns
-                )  # It waits for memory, not for others.
+            elif work.aside and work.deadline_ns > now_ns:  # It waits for memory, not for others.
+                self.queue.wait_on(work, work.deadline_ns - work.queued_ns)
             else:
                 self.pace.too_late(now_ns, work)
                 return work, "late"
@@ -253,9 +254,7 @@ class ModelQueue:
         """When the lane must be looked at next, if nothing happens until then."""
         times = [self.queue.next_ns()]
         overdue_ns = self.queue.next_overdue_ns() if self.held is None else None
-        if (
-            overdue_ns is not None and overdue_ns > now_ns
-        ):  # Else no worker could be kept free: its report will tell.
+        if overdue_ns is not None and overdue_ns > now_ns:  # Else its report will tell.
             times.append(overdue_ns)
         oldest = self._oldest()
         if oldest is not None:
