@@ -23,7 +23,7 @@ def test_everything_runs_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = [
-        "ceilings", "kernels", "correctness", "quantized", "qwen3-0.6b", "llama-3-8b", "llama-3-8b int4",
+        "ceilings", "kernels", "correctness", "quantized", "llama-3-8b", "llama-3-8b int4",
         "qwen3-14b", "throughput", "serving",
     ]  # fmt: skip
     flags = ["--cpu", "--tiny", "--in-process", "--out", str(tmp_path), "--sections", ",".join(wanted)]
