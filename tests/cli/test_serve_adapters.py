@@ -203,9 +203,8 @@ def test_a_stream_goes_on_at_another_worker_that_has_its_adapter(tmp_path: Path)
                 model="fr", prompt=prompt, max_tokens=most, temperature=0, extra_body=extra, stream=True,
                 stream_options={"include_usage": True},
             )  # fmt: skip
-            chunks: list[
-                Completion
-            ] = []  # A busy gateway joins tokens: so it is a share of the text that counts.
+            chunks: list[Completion] = []
+            # A busy gateway joins tokens, so a share of the text counts, not a number of chunks.
             while len(text_of(chunks)) * 6 < len(whole):
                 chunks.append(next(stream))
             now = cpu_times(place.server)
