@@ -29,6 +29,8 @@ from penstock.protocol.worker_parts import LoadAdapter
 DIRECTORIES = 4
 """Different adapters; each is loaded under many names, and read each time."""
 PROMPT_TOKENS = 32
+RAMP_TOKENS = 256
+"""That the first streams say before the last one has begun."""
 
 
 def make_adapter(directory: Path, spec: DecoderSpec, rank: int) -> Path:
@@ -72,8 +74,10 @@ class Streams:
             if isinstance(message, WorkerAdapters):
                 assert not any(each.error for each in message.adapters), message
                 self.loaded |= {each.name for each in message.adapters if each.is_loaded}
-            if isinstance(message, StepOutput) and len(message.outputs) == self._count:
-                assert not any(each.finish for each in message.outputs), "a stream ended: too few tokens"
+            if not isinstance(message, StepOutput):
+                continue
+            assert not any(each.finish for each in message.outputs), "a stream ended: it had too few tokens"
+            if len(message.outputs) == self._count:
                 now = time.perf_counter()
                 gap, self._last_s = now - self._last_s, now
                 return gap
@@ -109,7 +113,7 @@ def main() -> None:
     loading: list[float] = []
     with tempfile.TemporaryDirectory() as place:
         made = [make_adapter(Path(place) / f"{i}", spec, args.rank) for i in range(DIRECTORIES)]
-        tokens = args.rounds * args.steps * 4 + 64
+        tokens = args.rounds * args.steps * 4 + RAMP_TOKENS
         most = PROMPT_TOKENS + tokens
         kv_bytes = 2 * spec.num_layers * spec.kv_size * 2 * (most + 16) * args.streams
         process = Process(model, "none", kv_memory_bytes=kv_bytes, max_model_len=most, adapter_slots=20)
