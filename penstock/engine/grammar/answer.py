@@ -36,14 +36,16 @@ class GrammarAnswer:
     """The grammar's state behind the tokens that were taken so far."""
 
     __slots__ = (
-        "_is_beginning", "_is_let_be", "_matcher", "_num_thought", "_stage", "_tail", "error", "forced",
-        "grammar", "only_ends",
+        "_is_beginning", "_is_let_be", "_is_stopped", "_matcher", "_num_thought", "_stage", "_tail", "error",
+        "forced", "grammar", "only_ends",
     )  # fmt: skip
 
     def __init__(self, grammar: CompiledGrammar, token_ids: Iterable[int]) -> None:
         """`token_ids`: the answer so far, where it continues."""
         self.grammar = grammar
         self._matcher = grammar.first.deep_copy()
+        self._is_stopped = self._matcher.is_stopped()
+        """Asked once for each change: every call to the library counts, once per row and step."""
         self.forced: list[int] = []
         """Tokens that must come next. The matcher is behind them already."""
         self.only_ends = False
@@ -73,9 +75,14 @@ class GrammarAnswer:
     @property
     def wants_mask(self) -> bool:
         """Whether there is a choice that the grammar bounds."""
-        if self.forced or self.error or self._matcher.is_stopped():
+        if self.forced or self.error or self._is_stopped:
             return False
         return self._stage is Stage.BOUND or self.may_open_with is not None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the next token is one that the grammar allows, and no other."""
+        return self._stage is Stage.BOUND
 
     @property
     def must_go_on(self) -> bool:
@@ -92,7 +99,17 @@ class GrammarAnswer:
     @property
     def is_complete(self) -> bool:
         """Whether nothing may follow."""
-        return self._stage is Stage.BOUND and not self.forced and self._matcher.is_stopped()
+        return self._is_stopped and self._stage is Stage.BOUND and not self.forced
+
+    def try_take(self, token_id: int) -> bool:
+        """Take a token that was drawn without a mask, if the grammar allows it. Only where `is_bound` and
+        `wants_mask`.
+        """
+        if not self._matcher.try_consume_tokens([token_id]):
+            return False
+        self.only_ends = False
+        self._force()
+        return True
 
     def take(self, token_id: int) -> None:
         """The next token of the answer is known."""
@@ -104,10 +121,10 @@ class GrammarAnswer:
                 self._fail(_NO_MATCH)
             self._leave_call()
             return
-        if self._stage is Stage.OPENING:
-            self._open(token_id)
-        elif self._stage is Stage.BOUND:
+        if self._stage is Stage.BOUND:
             self._consume(token_id)
+        elif self._stage is Stage.OPENING:
+            self._open(token_id)
         elif self._stage is Stage.THINKING:
             self._take_thought(token_id)
         elif self.grammar.call_mark and not self._is_let_be:
@@ -115,6 +132,8 @@ class GrammarAnswer:
 
     def take_forced(self) -> tuple[int, ...]:
         """Every token that must come next, now known to be part of the answer."""
+        if not self.forced:
+            return ()
         forced, self.forced = tuple(self.forced), []
         self._leave_call()
         return forced
@@ -122,6 +141,7 @@ class GrammarAnswer:
     def check(self) -> None:
         """After a mask: whether the matcher can continue."""
         if self._matcher.is_error():
+            self._is_stopped = True
             self._fail(self._matcher.get_error().partition("\n")[0])
 
     # --- the reasoning ----------------------------------------------------------------------------
@@ -195,6 +215,7 @@ class GrammarAnswer:
             text, self._tail = self._tail[begins:], self._tail[found.end() - 1 :]
             self._is_beginning = False
             self._matcher = self.grammar.first.deep_copy()
+            self._is_stopped = self._matcher.is_stopped()
             if self._consume_text(text):
                 self._stage, self._tail = Stage.BOUND, b"\n"
                 self._force()
@@ -220,11 +241,14 @@ class GrammarAnswer:
             self._fail(self._matcher.get_error() or _NO_MATCH)
 
     def _force(self) -> None:
-        if not self._matcher.is_stopped() and (forced := self._matcher.compute_ff_tokens()):
-            self._matcher.consume_tokens(forced)
+        matcher = self._matcher
+        if forced := matcher.compute_ff_tokens():
+            matcher.consume_tokens(forced)
             self.forced = forced
-        self.check()
-        self._leave_call()
+        self._is_stopped = matcher.is_stopped()
+        if self._is_stopped:  # So it is with an error, too.
+            self.check()
+            self._leave_call()
 
     def _fail(self, why: str) -> None:
         if not self.grammar.is_optional:
@@ -241,7 +265,7 @@ class GrammarAnswer:
             and self.grammar.call_mark
             and not self.grammar.ends_with_calls
             and not self.forced
-            and self._matcher.is_stopped()
+            and self._is_stopped
             and not self._matcher.is_error()
         ):
             self._stage = Stage.WRITING
