@@ -38,8 +38,8 @@ KnownTokens = Callable[[int, int, int], Sequence[int]]
 _LOST = 1 << 60
 KEPT_MAX = 32
 """States of requests without a row that are kept."""
-_LOOKED_AT = 64
-"""Words of a mask by which it is told whether most tokens are allowed."""
+_LOOKED_AT = 32
+"""Words of a mask, evenly spread, by which it is told whether most tokens are allowed."""
 
 
 class _Row:
@@ -90,6 +90,11 @@ class GrammarRows:
         num_words = -(-tokens.vocab_size // 32)
         self._bits = np.zeros((max_running, num_words), np.int32)
         self._ends = np.array(eos_bits(tokens.eos_ids, num_words), np.uint32).view(np.int32)
+        self._stride = max(1, num_words // _LOOKED_AT)
+        some = ~self._ends[:: self._stride]
+        self._num_most = len(some) * 16
+        self._some_goes_on = int.from_bytes(some.tobytes(), "little")
+        """Bits of the words that are looked at, but those of ends."""
         self._eos_ids, self._eos_id = frozenset(tokens.eos_ids), tokens.eos_ids[0]
         self._rows: dict[int, _Row] = {}
         self._kept: OrderedDict[RequestId, tuple[GrammarAnswer, list[int]]] = OrderedDict()
@@ -135,17 +140,20 @@ class GrammarRows:
         """The tokens that may be drawn at `positions` of `rows`; None: anything."""
         if not self._rows:
             return None
-        of_row = [-1] * len(rows)
+        of_row, settled = [-1] * len(rows), None
         for i, (index, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             if (row := self._rows.get(index)) is None:
                 continue
-            if row.job is not None or position < row.known:
-                self._settle(row, index, position)
+            if row.job is not None and row.job is not settled:
+                settled = self._wait(row)
+            row.job, row.is_entering = None, False
+            if position < row.known - len(row.run):
+                self._make_again(row, index, position)
             if position != row.known or row.is_free:
                 continue  # It was forced, or a step that failed should have drawn the one before.
             answer = row.answer
             assert answer is not None
-            if answer.wants_mask:
+            if answer.is_bound or answer.wants_mask:
                 if not answer.only_ends:
                     of_row[i] = index
             elif answer.must_go_on:
@@ -230,16 +238,23 @@ class GrammarRows:
                 if position > row.known:
                     continue  # The step before failed, and this one does not count.
                 assert answer is not None
-                if answer.error is None:
-                    token_ids[i] = self._take_one(answer, row, token_id)
+                if answer.forced:
+                    token_ids[i] = token_id = answer.forced[0]
+                elif answer.only_ends:
+                    token_ids[i] = token_id = self._eos_id
+                row.known = _LOST  # If this fails.
+                answer.take(token_id)
             assert answer is not None
-            row.taken, row.run = -1, () if row.singly else answer.take_forced()
-            row.known = position + 1 + len(row.run)
-            if row.run or answer.is_complete:
-                follows[i] = Forced(row.run, answer.is_complete)
-            if answer.error is not None:
-                follows[i] = f"the answer's grammar became too complex: {answer.error}"
-            elif answer.wants_mask:
+            row.taken, row.known = -1, position + 1
+            if not answer.is_bound or row.run:
+                row.run = () if row.singly else answer.take_forced()
+                row.known += len(row.run)
+                if row.run or answer.is_complete:
+                    follows[i] = Forced(row.run, answer.is_complete)
+                if answer.error is not None:
+                    follows[i] = f"the answer's grammar became too complex: {answer.error}"
+                    continue
+            if answer.is_bound or answer.wants_mask:
                 row.is_free = row.is_wide and row.may_be_free and answer.is_bound
                 if not row.is_free:
                     wanted.append(index)
@@ -249,28 +264,21 @@ class GrammarRows:
                 self._rows[index].job = job
         return follows
 
-    def _take_one(self, answer: GrammarAnswer, row: _Row, token_id: int) -> int:
-        """Advance behind a token, or what stands in its place, which is returned."""
-        if answer.forced:
-            token_id = answer.forced[0]
-        elif answer.only_ends:
-            token_id = self._eos_id
-        row.known = _LOST  # If this fails.
-        answer.take(token_id)
-        return token_id
-
-    def _settle(self, row: _Row, index: int, position: int) -> None:
-        """Wait for the row's mask. A row whose draws were forgotten is made again from its known tokens: a
-        step may run out of memory behind `take`, and is planned again.
-        """
-        job, row.job, row.is_entering = row.job, None, False
-        if job is not None and job.exception() is not None:
+    def _wait(self, row: _Row) -> "Future[None] | None":
+        """For the row's mask, and those that were computed with it; None: they could not be."""
+        if row.job is not None and row.job.exception() is not None:
             row.known = _LOST
-        if position < row.known - len(row.run):
-            row.known, row.run, row.answer = _LOST, (), None  # If this fails.
-            row.taken, row.is_free = -1, False
-            self._make(row, index, self._known_tokens(index, row.num_prompt, position))
-            row.known = position
+            return None
+        return row.job
+
+    def _make_again(self, row: _Row, index: int, position: int) -> None:
+        """A row whose draws were forgotten, from its known tokens: a step may run out of memory behind `take`,
+        and is planned again.
+        """
+        row.known, row.run, row.answer = _LOST, (), None  # If this fails.
+        row.taken, row.is_free = -1, False
+        self._make(row, index, self._known_tokens(index, row.num_prompt, position))
+        row.known = position
 
     # --- on the threads ---------------------------------------------------------------------------
 
@@ -291,16 +299,15 @@ class GrammarRows:
             bits.strides[0],
             bits.shape[0],
         )
-        for answer, index in zip(answers, indexes, strict=True):
-            if (token_id := answer.may_open_with) is not None:
+        for row, answer, index in zip(rows, answers, indexes, strict=True):
+            if not answer.is_bound and (token_id := answer.may_open_with) is not None:
                 bits.view(np.uint32)[index, token_id // 32] |= np.uint32(1 << token_id % 32)
-        found = bits[indexes]
-        goes_on = (found & ~self._ends).any(1).tolist()
-        some = np.ascontiguousarray(found[:, :: max(1, found.shape[1] // _LOOKED_AT)]).view(np.uint8)
-        allowed = np.unpackbits(some, axis=1).mean(1).tolist()
-        for row, answer, may, share in zip(rows, answers, goes_on, allowed, strict=True):
-            answer.only_ends, row.is_wide = not may, share > 0.5
-            answer.check()
+            some = int.from_bytes(bits[index, :: self._stride].tobytes(), "little")
+            row.is_wide = some.bit_count() > self._num_most
+            answer.only_ends = False
+            if not some & self._some_goes_on:  # As after an error, which leaves no way on.
+                answer.only_ends = not (bits[index] & ~self._ends).any()
+                answer.check()
 
 
 def _draws_by_score(how: SamplingParams) -> bool:
