@@ -178,9 +178,7 @@ class Runner:
         assert self._grammar_tokens is not None, "a worker without a vocabulary refuses grammars"
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
         known = self._tables.known_tokens
-        return GrammarRows(
-            self.info.max_running, self._grammar_tokens, threads, known, asks_refused=True
-        )
+        return GrammarRows(self.info.max_running, self._grammar_tokens, threads, known, asks_refused=True)
 
     @torch.inference_mode()
     def warm_up_again(self) -> None:
