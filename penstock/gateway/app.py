@@ -345,8 +345,6 @@ class Gateway:
             if exchange.ending is Ending.DISCONNECTED and exchange.outcome is None:
                 exchange.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
             record = exchange.measured(served, now_ns)
-            self._metrics.model(served.counted_model).request_ended(record)
-            self._metrics.tenant(record)
             self._recorder.ended(served.counted_model, record)
             self._services.recent.add(exchange, served, record)
             if isinstance(served.assigned, Assigned) and served.downgrade is None:

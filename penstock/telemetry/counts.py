@@ -5,7 +5,8 @@ part: a bucket is at most 1/8 of its lower bound wide, and a percentile is off b
 buckets with something in them are kept.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -31,14 +32,17 @@ class Latency(msgspec.Struct, array_like=True):
         """How many durations there are."""
         return sum(self.buckets.values())
 
-    def observe(self, ns: int) -> None:
-        """Count one duration."""
-        us = ns // US
-        if not 0 <= us <= _US_MAX:
-            us = 0 if us < 0 else _US_MAX
-        bucket = bucket_of(us)
-        self.sum_us += us
-        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+    def observe_all(self, times_ns: Sequence[int]) -> None:
+        """Count several durations, which are sorted: a search for each bucket that has some."""
+        self.sum_us += sum([min(max(0, ns // US), _US_MAX) for ns in times_ns])
+        begin, buckets = 0, self.buckets
+        while begin < len(times_ns):
+            bucket = bucket_of(min(max(0, times_ns[begin] // US), _US_MAX))
+            end = bisect_left(times_ns, bounds_us(bucket + 1) * US, begin + 1)
+            if bucket == _LAST:
+                end = len(times_ns)
+            buckets[bucket] = buckets.get(bucket, 0) + end - begin
+            begin = end
 
     def add(self, other: "Latency") -> None:
         """Count all of another one's."""
@@ -72,6 +76,9 @@ def bounds_us(bucket: int) -> int:
     """The least duration of a bucket."""
     shift = max(0, bucket // _SUB - 1)
     return (bucket - shift * _SUB) << shift
+
+
+_LAST = bucket_of(_US_MAX)
 
 
 class Counts(msgspec.Struct, array_like=True):

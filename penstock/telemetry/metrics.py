@@ -12,7 +12,7 @@ least, with its count.
 """
 
 from collections import Counter as Counts
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -116,11 +116,47 @@ class RequestMeasurement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The last that it ran on; empty: none."""
 
 
+class EndedTogether:
+    """Requests that are counted at once, alike but for their times and tokens. Times are sorted, where there
+    are any.
+    """
+
+    __slots__ = (
+        "cached_tokens", "count", "decode_ns", "duration_ns", "generated_tokens", "like", "prefill_ns",
+        "prompt_tokens", "queue_ns", "queued_ns", "tpot_ns", "ttft_ns",
+    )  # fmt: skip
+
+    def __init__(self, *records: RequestMeasurement) -> None:
+        self.like, self.count = records[0], len(records)
+        """One of them: endpoint, outcome, tenant, tier, band and worker are of all."""
+        self.prompt_tokens = sum([each.prompt_tokens for each in records])
+        self.cached_tokens = sum([each.cached_tokens for each in records])
+        self.generated_tokens = sum([each.generated_tokens for each in records])
+        self.duration_ns = sorted([each.duration_ns for each in records])
+        self.queued_ns = sorted([each.queue_ns for each in records if each.queue_ns is not None])
+        self.tpot_ns = sorted([each.tpot_ns for each in records if each.tpot_ns is not None])
+        begun = [each for each in records if each.ttft_ns is not None]
+        self.ttft_ns = sorted([each.ttft_ns or 0 for each in begun])
+        waits = [min(each.queue_ns or 0, each.ttft_ns or 0) for each in begun]
+        self.prefill_ns = sorted(
+            [(each.ttft_ns or 0) - wait for each, wait in zip(begun, waits, strict=True)]
+        )
+        self.queue_ns = sorted(waits)
+        """Of those with a first token: with `prefill_ns` it is their TTFT."""
+        self.decode_ns = sorted([max(0, each.duration_ns - (each.ttft_ns or 0)) for each in begun])
+
+
+def _nothing() -> None:
+    """No requests wait to be counted."""
+
+
 class Metrics:
     """Everything that is counted in one process. `models` are the names that may become labels."""
 
     def __init__(self, models: Sequence[str], *, version: str) -> None:
         self._table = Instruments(CATALOG)
+        self.count_ended: Callable[[], None] = _nothing
+        """Counts the requests that have ended and are not on the page yet (`telemetry.history.Recorder`)."""
         self._models = {name: ModelMetrics(self._table, name) for name in models}
         self._responses = self._table.counter("penstock_http_responses_total")
         self._by_code: dict[int, Counter] = {}
@@ -322,21 +358,20 @@ class Metrics:
         """A first token came: the relative error of when it was expected."""
         self._errors.labels(model).observe(error)
 
-    def judged(self, model: str, band: str, objective: str, *, missed: bool) -> None:
-        """An ended request had to meet an objective (`telemetry.history.Objective`)."""
+    def judged(self, model: str, band: str, objective: str, *, due: int, missed: int) -> None:
+        """So many ended requests had to meet an objective (`telemetry.history.Objective`), and did not."""
         key = (model, band, objective)
         found = self._slo.get(key)
         if found is None:
             found = self._slo[key] = (self._slo_due.labels(*key), self._slo_missed.labels(*key))
-        found[0].inc()
-        if missed:
-            found[1].inc()
+        found[0].inc(due)
+        found[1].inc(missed)
 
-    def tenant(self, record: RequestMeasurement) -> None:
-        """Count one request of a tenant; of those that use little as of "other"."""
-        tokens = record.prompt_tokens + record.generated_tokens
-        label = self._tenants.label(record.tenant, tokens)
-        self._tenant_requests.labels(label).inc()
+    def tenant(self, ended: "EndedTogether") -> None:
+        """Count requests of a tenant; of those that use little as of "other"."""
+        tokens = ended.prompt_tokens + ended.generated_tokens
+        label = self._tenants.label(ended.like.tenant, tokens)
+        self._tenant_requests.labels(label).inc(ended.count)
         self._tenant_tokens.labels(label).inc(tokens)
 
     def disk_free(self, share: float) -> None:
@@ -349,6 +384,7 @@ class Metrics:
 
     def render(self, names: Iterable[str] | None = None) -> bytes:
         """All of it, or these metrics, in Prometheus' text format; serve it as `CONTENT_TYPE`."""
+        self.count_ended()
         return self._table.page(names)
 
 
@@ -363,7 +399,7 @@ class ModelMetrics:
             for outcome in OutcomeLabel
         }
         self.ttft = table.histogram("penstock_request_ttft_seconds").labels(model)
-        """Of all answers so far."""
+        """Of all answers that were counted so far."""
         self._tpot = table.histogram("penstock_request_tpot_seconds").labels(model)
         self._duration = table.histogram("penstock_request_duration_seconds").labels(model)
         self._queue = table.histogram("penstock_request_queue_seconds").labels(model)
@@ -400,27 +436,27 @@ class ModelMetrics:
         states = table.gauge("penstock_workers")
         self._workers = {state: states.labels(model, state.value) for state in WorkerState}
 
-    def request_ended(self, record: RequestMeasurement) -> None:
-        """Count one request; exactly once, when it is over."""
-        self._requests[record.endpoint, record.outcome].inc()
-        duration_ns, queue_ns, ttft_ns = record.duration_ns, record.queue_ns, record.ttft_ns
-        self._duration.observe(duration_ns / NS_PER_S)
-        if queue_ns is not None:
-            self._queue.observe(queue_ns / NS_PER_S)
-        if ttft_ns is not None:
-            self.ttft.observe(ttft_ns / NS_PER_S)
-            self._prefill.observe((ttft_ns - min(queue_ns or 0, ttft_ns)) / NS_PER_S)
-            self._decode.observe(max(0, duration_ns - ttft_ns) / NS_PER_S)
-        if record.tpot_ns is not None:
-            self._tpot.observe(record.tpot_ns / NS_PER_S)
-        self._prompt.inc(record.prompt_tokens)
-        self._cached.inc(record.cached_tokens)
-        self._generated.inc(record.generated_tokens)
-        if record.worker and record.outcome is OutcomeLabel.ERROR:
-            self._by_worker.failed(record.worker)
-        elif record.worker and ttft_ns is not None and record.outcome is not OutcomeLabel.ABORT:
-            prefill_ns = ttft_ns - min(queue_ns or 0, ttft_ns)
-            self._by_worker.answered(record.worker, prefill_ns, max(0, duration_ns - ttft_ns))
+    def requests_ended(self, ended: EndedTogether) -> None:
+        """Count requests; each exactly once, when it is over."""
+        like = ended.like
+        self._requests[like.endpoint, like.outcome].inc(ended.count)
+        for histogram, times_ns in (
+            (self._duration, ended.duration_ns),
+            (self._queue, ended.queued_ns),
+            (self.ttft, ended.ttft_ns),
+            (self._prefill, ended.prefill_ns),
+            (self._decode, ended.decode_ns),
+            (self._tpot, ended.tpot_ns),
+        ):
+            histogram.observe_all([ns / NS_PER_S for ns in times_ns])
+        self._prompt.inc(ended.prompt_tokens)
+        self._cached.inc(ended.cached_tokens)
+        self._generated.inc(ended.generated_tokens)
+        if like.worker and like.outcome is OutcomeLabel.ERROR:
+            self._by_worker.failed(like.worker, ended.count)
+        elif like.worker and ended.ttft_ns and like.outcome is not OutcomeLabel.ABORT:
+            prefill_ns, decode_ns = sum(ended.prefill_ns), sum(ended.decode_ns)
+            self._by_worker.answered(like.worker, len(ended.ttft_ns), prefill_ns, decode_ns)
 
     def workers(self, states: Iterable[WorkerState]) -> None:
         """The states of all workers."""

@@ -272,7 +272,7 @@ class GrammarRows:
         return row.job
 
     def _make_again(self, row: _Row, index: int, position: int) -> None:
-        """A row whose draws were forgotten, from its known tokens: a step may run out of memory behind `take`,
+        """From its known tokens, where its draws were forgotten: a step may run out of memory behind `take`,
         and is planned again.
         """
         row.known, row.run, row.answer = _LOST, (), None  # If this fails.

@@ -111,12 +111,14 @@ class Free(GrammarRows):
 
     def __init__(self, *answers: str, **how: Any) -> None:
         self.remembered = [PROMPT + spelt(each) for each in answers]
-        known = lambda row, first, end: self.remembered[row][first:end]  # noqa: E731
-        super().__init__(len(answers), tokens(), 1, known, asks_refused=True)
+        super().__init__(len(answers), tokens(), 1, self.known_tokens, asks_refused=True)
         grammar = compile_grammar(Grammar(form=msgspec.json.encode({"regex": "[^x]{3,}"})), tokens())
         for row, each in enumerate(self.remembered):
             sampling = SamplingParams(**how)
             self.enter(NewRow(RequestId(f"r{row}"), row, each, len(PROMPT), sampling, grammar=grammar))
+
+    def known_tokens(self, row: int, first: int, end: int) -> list[int]:
+        return self.remembered[row][first:end]
 
     def step(self, text: str, again: str = "") -> list[int]:
         """One letter for each row, and one for each that is refused; the rows that drew from masks."""
