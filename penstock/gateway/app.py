@@ -67,9 +67,9 @@ from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.rng import fresh_key
 from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import OutcomeLabel
+from penstock.telemetry.counts import RequestMeasurement
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import AccessLine
-from penstock.telemetry.metrics import RequestMeasurement
 from penstock.telemetry.watch import Tail, Watch, no_tail
 from penstock.types import ModelName, RequestId, WorkerId
 

@@ -25,8 +25,17 @@ import msgspec
 from penstock.clock import NS_PER_S, Clock
 from penstock.policy.admission.admit import Promises
 from penstock.telemetry.catalog import OutcomeLabel
-from penstock.telemetry.counts import Book, Counts, Latency, Series, available_of, decode_rows
-from penstock.telemetry.metrics import EndedTogether, Metrics, RequestMeasurement
+from penstock.telemetry.counts import (
+    Book,
+    Counts,
+    EndedTogether,
+    Latency,
+    RequestMeasurement,
+    Series,
+    available_of,
+    decode_rows,
+)
+from penstock.telemetry.metrics import Metrics
 
 SERIES_MAX = 64
 RECENT_STEP_S, RECENT_S = 5, 900

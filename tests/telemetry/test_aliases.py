@@ -10,15 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.backends.http.engine_metrics import LOAD_NAMES, load_of, parse_metrics
 from penstock.protocol.worker import Stats
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
-from penstock.telemetry.metrics import (
-    FOLLOWED_MAX,
-    OTHER,
-    TENANTS_MAX,
-    EndedTogether,
-    Metrics,
-    RequestMeasurement,
-    TenantLabels,
-)
+from penstock.telemetry.counts import EndedTogether, RequestMeasurement
+from penstock.telemetry.metrics import FOLLOWED_MAX, OTHER, TENANTS_MAX, Metrics, TenantLabels
 from penstock.telemetry.pages import COMPUTED, RENAMED, aliases, label_of
 
 VLLM = dict(

@@ -9,7 +9,8 @@ from penstock.clock import NS_PER_S, ManualClock
 from penstock.policy.lifecycle.machine_costs import Costs
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.costs import CostDays, CostSums, account, cost_accounts, read_days
-from penstock.telemetry.metrics import EndedTogether, Metrics, RequestMeasurement
+from penstock.telemetry.counts import EndedTogether, RequestMeasurement
+from penstock.telemetry.metrics import Metrics
 
 MIDNIGHT = 1_700_006_400
 """2023-11-15, in seconds."""

@@ -13,10 +13,10 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import LogConfig
 from penstock.policy.admission.admit import Promises
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
-from penstock.telemetry.counts import Book, Counts, Latency, Series, bounds_us, bucket_of
+from penstock.telemetry.counts import Book, Counts, Latency, RequestMeasurement, Series, bounds_us, bucket_of
 from penstock.telemetry.history import AT_ONCE_MAX, COLUMNS_MAX, DAY_S, SERIES_MAX, SLO_S, History, Recorder
 from penstock.telemetry.log import Log
-from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.watch import HistoryFiles, HistoryKeeper
 
 M = Series("m", "default")

@@ -15,7 +15,8 @@ from penstock.policy.terms import PlacementTerms
 from penstock.protocol.worker import Stats
 from penstock.protocol.worker_parts import DeviceReadings, GpuReadings
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
-from penstock.telemetry.metrics import EndedTogether, Metrics, RequestMeasurement
+from penstock.telemetry.counts import EndedTogether, RequestMeasurement
+from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.worker_meters import WorkerLabels
 from penstock.types import FinishReason, RequestId, WorkerId
 

@@ -22,7 +22,8 @@ from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
 from penstock.telemetry.alerting import Alert
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
-from penstock.telemetry.metrics import EndedTogether, Metrics, RequestMeasurement
+from penstock.telemetry.counts import EndedTogether, RequestMeasurement
+from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.webhook import webhook_body
 from penstock.telemetry.worker_meters import WorkerLabels
 

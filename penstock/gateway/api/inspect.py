@@ -433,7 +433,6 @@ def model_numbers(services: Services, metrics: Metrics) -> dict[str, ModelNumber
         waiting = services.cold.num_waiting(name) + (0 if lane is None else lane.queue.num_waiting)
         return ModelNumbers(waiting, numbers.ttft.sum, numbers.ttft.count)
 
-    metrics.count_ended()
     return {model.name: of(model.name) for model in services.models}
 
 

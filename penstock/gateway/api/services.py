@@ -34,9 +34,10 @@ from penstock.protocol.peers import LookAt
 from penstock.rng import IdSource
 from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import OutcomeLabel
+from penstock.telemetry.counts import RequestMeasurement
 from penstock.telemetry.decision_files import DecisionKeeper
 from penstock.telemetry.log import Log
-from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.metrics import Metrics
 from penstock.types import Usage
 
 KEPT_MAX = 2000
