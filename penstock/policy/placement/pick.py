@@ -30,7 +30,7 @@ from penstock.policy.placement.score import Score, ScoredRequest, ScorePolicy, W
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import CapacityTable, Placement, WorkerCapacity
 from penstock.policy.terms import PlacementTerms
-from penstock.types import RequestId, Usage
+from penstock.types import RequestId, Usage, WorkerId
 
 Draw = Callable[[int], int]
 """`draw(n)` is a number from 0 to n - 1, by chance."""
