@@ -205,6 +205,12 @@ class Stack:
         return tuple(part.served.name for part in self._parts)
 
     @property
+    def kernels(self) -> tuple[str, ...]:
+        """The code that models compute with which are ready, as far as this process knows."""
+        known = (worker.backend.status.info for worker in self._registry)
+        return tuple(dict.fromkeys(info.kernels for info in known if info is not None and info.kernels))
+
+    @property
     def num_streams(self) -> int:
         """Answers that are being generated now."""
         if self._processes is not None:
