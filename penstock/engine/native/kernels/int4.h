@@ -69,9 +69,9 @@ static void int4_panel(const LinearPiece *piece, int64_t panel, Prepare prepare,
 }
 
 // R rows by a group: nibbles count from 0, so 8 times the inputs' sum comes out again.
-#ifdef __AVX512F__
 template <int R>
-static inline void nibble_sums(const uint8_t *nibbles, int64_t group, const int8_t *a, int64_t lda, int32_t *sums) {
+static inline void nibble_rows(const uint8_t *nibbles, int64_t group, const int8_t *a, int64_t lda, const GroupInput *x,
+                               int64_t ld_x, int32_t *sums) {
   Bytes64 acc[R][2];
   for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = zero_ints();
   for (int64_t k = 0; k < group; k += 32, nibbles += 512)
@@ -90,43 +90,6 @@ static inline void nibble_sums(const uint8_t *nibbles, int64_t group, const int8
   for (int r = 0; r < R; r++) {
     store(sums + r * 32, acc[r][0]);
     store(sums + r * 32 + 16, acc[r][1]);
-  }
-}
-#else
-// Eight columns at a time. Sixteen of a column's 32 products meet in a lane of sixteen bits: at most 16 * 15 * 128 = 30720,
-// so sums are widened once for 32 inputs. Exact.
-template <int R>
-static inline void nibble_sums(const uint8_t *nibbles, int64_t group, const int8_t *a, int64_t lda, int32_t *sums) {
-  __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  for (int column = 0; column < 32; column += 8) {
-    const uint8_t *at = nibbles + column / 16 * 256 + column % 16 * 4;
-    __m256i acc[R];
-    for (int r = 0; r < R; r++) acc[r] = _mm256_setzero_si256();
-    for (int64_t k = 0; k < group; k += 32, at += 512) {
-      __m256i pairs[R];
-      for (int quarter = 0; quarter < 4; quarter++) {
-        __m256i w = _mm256_loadu_si256((const __m256i *)(at + quarter * 64));
-        __m256i low = _mm256_and_si256(w, mask), high = _mm256_and_si256(_mm256_srli_epi16(w, 4), mask);
-        for (int r = 0; r < R; r++) {
-          int32_t q[2];
-          memcpy(q, a + r * lda + k + quarter * 8, 8);
-          __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(low, _mm256_set1_epi32(q[0])),
-                                          _mm256_maddubs_epi16(high, _mm256_set1_epi32(q[1])));
-          pairs[r] = quarter ? _mm256_add_epi16(pairs[r], both) : both;
-        }
-      }
-      for (int r = 0; r < R; r++) acc[r] = _mm256_add_epi32(acc[r], _mm256_madd_epi16(pairs[r], ones));
-    }
-    for (int r = 0; r < R; r++) _mm256_storeu_si256((__m256i *)(sums + r * 32 + column), acc[r]);
-  }
-}
-#endif
-
-template <int R>
-static inline void nibble_rows(const uint8_t *nibbles, int64_t group, const int8_t *a, int64_t lda, const GroupInput *x,
-                               int64_t ld_x, int32_t *sums) {
-  nibble_sums<R>(nibbles, group, a, lda, sums);
-  for (int r = 0; r < R; r++) {
     int32_t excess = 8 * (int32_t)x[r * ld_x].sum;
     for (int c = 0; c < 32; c++) sums[r * 32 + c] -= excess;
   }

@@ -13,10 +13,10 @@ namespace {
 // Rows that share what is loaded of a weight, and the halves of a panel (16 columns each) whose sums are held in registers
 // at once: a few rows take both, in the order of memory, many take one after the other.
 #ifdef __AVX512F__
-constexpr int kRowBlock = 8;
+constexpr int kRowBlock = 8, kNibbleRows = 8;
 constexpr int halves_at_once(int) { return 2; }
 #else
-constexpr int kRowBlock = 4;
+constexpr int kRowBlock = 4, kNibbleRows = 2;  // Rows of nibbles hold more: four were slower.
 constexpr int halves_at_once(int rows) { return rows > 2 ? 1 : 2; }
 #endif
 
@@ -247,9 +247,9 @@ static inline void nibble_rows_left(const LinearPiece *piece, const uint8_t *nib
     nibble_rows_left<R - 1>(piece, nibbles, g, row, rows, sums);
 }
 
-// Blocks of rows that differ by one row at most: a short last one would read the weights for little.
-static inline int64_t even_block(int64_t rows) {
-  int64_t blocks = (rows + kRowBlock - 1) / kRowBlock;
+// Blocks of `most` rows that differ by one row at most: a short last one would read the weights for little.
+static inline int64_t even_block(int64_t rows, int64_t most) {
+  int64_t blocks = (rows + most - 1) / most;
   return (rows + blocks - 1) / blocks;
 }
 
@@ -257,14 +257,14 @@ static void vector_int4(const LinearPiece *piece, int64_t panel) {
   int4_panel(
       piece, panel, [](const uint8_t *) {},
       [piece](const uint8_t *nibbles, int64_t g, int64_t row, int64_t rows, int32_t *sums) {
-        int64_t block = even_block(rows);
+        int64_t block = even_block(rows, kNibbleRows);
         for (int64_t r = 0; r < rows; r += block)
-          nibble_rows_left<kRowBlock>(piece, nibbles, g, row + r, rows - r < block ? rows - r : block, sums + r * 32);
+          nibble_rows_left<kNibbleRows>(piece, nibbles, g, row + r, rows - r < block ? rows - r : block, sums + r * 32);
       });
 }
 
 static void vector_linear(const LinearPiece *piece, int64_t panel_first, int64_t panel_last) {
-  int64_t m = piece->job->m, block = even_block(m);
+  int64_t m = piece->job->m, block = even_block(m, kRowBlock);
   for (int64_t panel = panel_first; panel < panel_last; panel++) {
     if (piece->job->weight->type == PS_I4) {
       vector_int4(piece, panel);
