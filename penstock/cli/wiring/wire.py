@@ -60,8 +60,7 @@ from penstock.types import WorkerId
 def make_launcher(
     config: FleetConfig, clock: Clock, key: bytes, logs: WorkerLogs, spare: TakeSpare = no_spare
 ) -> Launcher:
-    """The launcher of every replica, which name their KV blocks with `key`; `spare` has processes of this
-    machine that were begun before.
+    """The launcher of every replica, which name KV blocks with `key`; `spare` has processes begun before.
 
     Raises:
         ConfigError: it needs something that is not installed.
@@ -239,8 +238,8 @@ class Stack:
     @property
     def kernels(self) -> tuple[str, ...]:
         """The code that models compute with which are ready, as far as this process knows."""
-        known = (worker.backend.status.info for worker in self._registry)
-        return tuple(dict.fromkeys(info.kernels for info in known if info is not None and info.kernels))
+        statuses = (worker.backend.status for worker in self._registry)
+        return tuple({each.info.kernels: None for each in statuses if each.info and each.info.kernels})
 
     @property
     def num_streams(self) -> int:
