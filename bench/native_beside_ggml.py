@@ -1,6 +1,6 @@
 """Our products beside ggml's on AVX2, the weights that llama.cpp reads: one thread, processor time, in turns.
 
-    bench/peers/install_llama_cpp.sh avx2 && python bench/native_beside_ggml.py [--rounds 7] [--json FILE]
+    bench/peers/install_llama_cpp.sh avx2 && python bench/native_beside_ggml.py [--rounds 7] [--shapes "28M gate_up"] [--json FILE]
 
 A round runs ggml's program (`peers/ggml_products.cpp`), then our kernels, for every shape, precision and
 number of rows; told are the median of the rounds' ratios (above 1: ours takes less time) and their range.
@@ -78,14 +78,16 @@ class Ours:
 
 def main() -> int:
     parser = command_line(__doc__, rounds=7)
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="of those (default: all)")
     args = parser.parse_args()
+    shapes = {name: SHAPES[name] for name in args.shapes.split(",")}
     program = build()
     torch.set_num_threads(1)
     kernels = NativeLibrary(isa="avx2")
     kernels.set_threads(1)
     rows_of: list[list[object]] = []
     figures: list[dict[str, object]] = []
-    for name, (n, k) in SHAPES.items():
+    for name, (n, k) in shapes.items():
         copies = max(2, ROTATION_BYTES // (n * k * 2))
         for precision, kind in PRECISIONS.items():
             ours = Ours(kernels, precision, (n, k), copies)
