@@ -153,8 +153,12 @@ class Runner:
         masks = None if grammars is None else grammars.masks(rows, positions)
         edits = tables.adjust(logits, rows, positions, masks)
         token_ids = self._sampler.draw(logits, SampleRows.of(tables, rows, positions, masks))
-        edits.undo()  # Log-probabilities are the model's own.
         drawn = token_ids.numpy()
+        if grammars is not None and (again := grammars.refused(rows, positions, drawn)) is not None:
+            index, masks = again
+            how = SampleRows.of(tables, rows[index], positions[index], masks)
+            drawn[index] = self._sampler.draw(logits[as_tensor(index)], how).numpy()
+        edits.undo()  # Log-probabilities are the model's own.
         follows: Follows = {} if grammars is None else grammars.take(rows, positions, drawn)
         tables.append_tokens(rows, positions, drawn)
         for index, forced in follows.items():
@@ -192,7 +196,8 @@ class Runner:
 
         assert self._grammar_tokens is not None, "a worker without a vocabulary refuses grammars"
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
-        return GrammarRows(self.info.max_running, self._grammar_tokens, threads, self._tables.known_tokens)
+        known = self._tables.known_tokens
+        return GrammarRows(self.info.max_running, self._grammar_tokens, threads, known, asks_refused=True)
 
     @torch.inference_mode()
     def warm_up_again(self) -> None:
