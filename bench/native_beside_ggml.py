@@ -1,6 +1,7 @@
 """Our products beside ggml's on AVX2, the weights that llama.cpp reads: one thread, processor time, in turns.
 
-    bench/peers/install_llama_cpp.sh avx2 && python bench/native_beside_ggml.py [--rounds 7] [--shapes "28M gate_up"] [--json FILE]
+    bench/peers/install_llama_cpp.sh avx2
+    python bench/native_beside_ggml.py [--rounds 7] [--shapes "28M gate_up"] [--json FILE]
 
 A round runs ggml's program (`peers/ggml_products.cpp`), then our kernels, for every shape, precision and
 number of rows; told are the median of the rounds' ratios (above 1: ours takes less time) and their range.
