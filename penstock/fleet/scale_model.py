@@ -39,6 +39,7 @@ class AtWorkers(NamedTuple):
     running: int
     kv_use: float
     """Share of the ready ones' KV blocks that is in use."""
+    memory_headroom: float = 1.0
 
 
 class ModelScale:
@@ -153,6 +154,7 @@ class ModelScale:
             waiting=waiting,
             running=workers.running,
             kv_use=workers.kv_use,
+            memory_headroom=workers.memory_headroom,
             cold_starts_s=cold,
             override=self.override,
         )

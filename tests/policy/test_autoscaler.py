@@ -189,7 +189,7 @@ def test_a_steady_load_changes_its_direction_once_in_five_minutes_at_most(arrive
 
 
 def test_kv_memory_and_late_answers_want_one_more_whatever_the_rate_is_thought_to_be() -> None:
-    for more in ({"kv_use": 0.95}, {"late": 8, "due": 20}):
+    for more in ({"kv_use": 0.95}, {"late": 8, "due": 20}, {"memory_headroom": 0.02, "waiting": 1}):
         fleet = Fleet(ScaleConfig(max=8), ready=2)
         fleet.run(60, 4)
         assert fleet.look(4, **more).workers == 3, more
@@ -208,6 +208,7 @@ def test_a_worker_leaves_only_if_the_others_keep_room() -> None:
     assert "late" in keeps_enough(msgspec.structs.replace(seen, late=5), known, 2)
     assert "KV memory would be 75% full" in keeps_enough(msgspec.structs.replace(seen, kv_use=0.5), known, 2)
     assert "fill the rows" in keeps_enough(msgspec.structs.replace(seen, running=18), known, 2)
+    assert "2.0% of its memory" in keeps_enough(msgspec.structs.replace(seen, memory_headroom=0.02), known, 2)
 
 
 POOLS = ScaleConfig(
@@ -333,7 +334,8 @@ signals = st.builds(
     arrived=st.integers(0, 500), answered=st.integers(0, 500), shed=st.integers(0, 50),
     work=st.floats(0, 1e6), protected_share=st.floats(0, 1), due=st.integers(0, 500),
     late=st.integers(0, 50), waiting=st.integers(0, 500), running=st.integers(0, 500),
-    kv_use=st.floats(0, 1), cold_starts_s=st.lists(st.floats(0, 600), max_size=2).map(tuple),
+    kv_use=st.floats(0, 1), memory_headroom=st.floats(0, 1),
+    cold_starts_s=st.lists(st.floats(0, 600), max_size=2).map(tuple),
     override=st.none() | st.builds(Override, workers=st.integers(0, 9), until_ns=st.integers(0, 10**12)),
 )  # fmt: skip
 

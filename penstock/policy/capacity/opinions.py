@@ -26,6 +26,9 @@ ROUNDED = 0.15
 KV_FULL = 0.9
 CHANCE_S, SPREAD = 60.0, 1.2
 """The fast level is about a mean over so long; the square of a request's size varies about so much."""
+HEADROOM_MIN = 0.05
+"""Of memory: with less on some worker none leaves, for its requests would go to those; and if requests wait
+there is one more."""
 DUE_MIN = 10
 """Answers, of which the late ones say something."""
 AHEAD_S = 15.0
@@ -106,6 +109,8 @@ def reactive(seen: Signals, known: Learned) -> Opinion:
             wanted, why = one_more, f"{seen.late} of {seen.due} answers were late, {seen.shed} requests shed"
         elif seen.kv_use > KV_FULL:
             wanted, why = one_more, f"{seen.kv_use:.0%} of the KV memory is in use"
+        elif seen.waiting and seen.memory_headroom < HEADROOM_MIN:
+            wanted, why = one_more, f"a worker has {seen.memory_headroom:.1%} of its memory left"
     return Opinion(of="reactive", workers=wanted, why=why)
 
 
@@ -153,6 +158,8 @@ def keeps_enough(seen: Signals, known: Learned, left: int) -> str:
         return f"{now:.0f} tokens/s are over {CONSOLIDATED:.0%} of what {left} can do"
     if seen.kv_use * more > KV_CONSOLIDATED:
         return f"KV memory would be {seen.kv_use * more:.0%} full"
+    if seen.memory_headroom < HEADROOM_MIN:
+        return f"a worker has {seen.memory_headroom:.1%} of its memory left"
     if seen.slots and seen.running * more > CONSOLIDATED * seen.slots:
         return f"{seen.running} requests would fill the rows"
     for share in _SPREAD:

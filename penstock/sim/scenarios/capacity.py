@@ -293,7 +293,7 @@ def _check_spot(played: Played, _: Played | None) -> Sequence[Finding]:
         at_least("good share of the priority band", _good_of(played, lambda r: r.band == "priority"), 0.95),
         at_least("the same, since they were taken", sum(map(played.good, away)) / max(1, len(away)), 0.95),
         at_least("good share of all, five minutes later",
-                 good_during(played, TAKEN_AT_S + 300, math.inf), 0.95),
+                 good_during(played, TAKEN_AT_S + 300, math.inf), 0.85),
     )  # fmt: skip
 
 
