@@ -57,7 +57,8 @@ class LateShares(msgspec.Struct, kw_only=True):
 
     def take(self, rate: float, due: int, late: int) -> None:
         """A window is over."""
-        assert rate > 0 <= late, (rate, late)
+        assert rate > 0, "a window without work says nothing"
+        assert 0 <= late <= due, (late, due)
         self.counts = {
             step: (due * _KEPT, late * _KEPT) for step, (due, late) in self.counts.items() if due > 0.5
         }
@@ -67,6 +68,7 @@ class LateShares(msgspec.Struct, kw_only=True):
 
     def limit(self, allowed: float) -> float:
         """The rate at which a larger share than `allowed` is late; infinite: none such is known."""
+        assert 0 <= allowed < 1, allowed
         # Pool adjacent violators (Ayer et al. 1955): shares that do not fall as rates grow.
         blocks: list[tuple[float, float, int]] = []  # Due, late, first step.
         for step, (due, late) in sorted(self.counts.items()):
@@ -74,6 +76,7 @@ class LateShares(msgspec.Struct, kw_only=True):
             while len(blocks) > 1 and blocks[-2][1] * blocks[-1][0] > blocks[-1][1] * blocks[-2][0]:
                 due, late, _ = blocks.pop()
                 blocks[-1] = blocks[-1][0] + due, blocks[-1][1] + late, blocks[-1][2]
+        assert sum(block[0] for block in blocks) <= sum(due for due, _ in self.counts.values()) + 1e-6
         for i, (due, late, first) in enumerate(blocks):
             if late > allowed * due:
                 is_sure = sum(block[0] for block in blocks[i:]) >= _DUE_MIN

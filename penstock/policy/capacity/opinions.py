@@ -84,6 +84,7 @@ class Learned(msgspec.Struct, kw_only=True):
         chance.
         """
         fast, level = self.demand.fast, self.demand.level
+        assert fast >= 0 <= level, (fast, level)
         requests = CHANCE_S * level / self.tokens if self.tokens else 0.0
         return fast if fast > level * (1 + 2 * math.sqrt(SPREAD / max(1.0, requests))) else level
 
@@ -128,6 +129,7 @@ def capacity(known: Learned) -> Opinion:
 def lasting(known: Learned) -> int:
     """Workers for the smooth load: by the load of each moment one too many would be kept, always."""
     safe = known.rate.safe
+    assert safe >= 0, safe
     return math.ceil(known.demand.level / safe - ROUNDED) if safe else 0
 
 

@@ -163,7 +163,8 @@ class Evidence(msgspec.Struct):
     def add(self, seen: Observation, *, only_failures: bool = False) -> None:
         """Another request. `only_failures`: its times do not count, for a version is cold at first."""
         if seen.score >= 0:
-            self._count(seen, RolloutMetric.SCORE, 0.0, min(1.0, seen.score))
+            assert seen.score <= 1, "the endpoint lets nothing else through"
+            self._count(seen, RolloutMetric.SCORE, 0.0, seen.score)
             return
         if seen.is_canary:
             self.last = [*self.last, (seen.group, seen.failed)][-HARD_REQUESTS:]
@@ -195,6 +196,7 @@ class Evidence(msgspec.Struct):
 
     def hard_stop(self) -> str:
         """Why the new version may serve nobody any more, whatever is sure; empty: it may."""
+        assert len(self.last) <= HARD_REQUESTS, "the last ones"
         failed = [group for group, has_failed in self.last if has_failed]
         control = total(self._groups(False, RolloutMetric.FAILED))
         if (
