@@ -48,7 +48,7 @@ class ActiveRollout(msgspec.Struct, frozen=True):
     """Of `BUCKETS`."""
     is_measured: bool = True
     tenants: tuple[str, ...] = ()
-    """Whose conversations are dealt; none: everybody's."""
+    """The tenants whose conversations are dealt; none: everybody's."""
 
 
 class ProbeScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

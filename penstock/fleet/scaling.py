@@ -41,7 +41,7 @@ PART = "scaling"
 
 
 class _Seen(msgspec.Struct, array_like=True):
-    """What came to a server that does not decide, of one model."""
+    """The load of one model at a server that does not decide."""
 
     model: str
     waiting: int

@@ -93,7 +93,7 @@ class Observation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prefill_ns: int = 0
     uncached_tokens: int = 0
     score: float = -1.0
-    """What a probe says of an answer; below 0: this is a request."""
+    """A probe's verdict on an answer; below 0: this is a request."""
 
 
 class Sums(msgspec.Struct, array_like=True, gc=False):

@@ -38,7 +38,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     warm_up_requests: int = 50
     """Of the candidate, whose times do not count: its caches are cold. Its failures do."""
     tenants: tuple[str, ...] = ()
-    """Whose conversations are dealt: ids, or "tier:NAME" for all of a tier; none: everybody's. With one step,
+    """Tenants whose conversations are dealt: ids, or "tier:NAME" for all of a tier; none: all. With one step,
     and not promoted, it is an A/B test of these tenants."""
     promotes: bool = False
     """All conversations get it by themselves behind the last step, without a word from an operator."""
