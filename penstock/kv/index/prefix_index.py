@@ -111,7 +111,7 @@ class Match:
 class _Holder:
     """One worker in its present generation."""
 
-    __slots__ = ("bit", "is_due", "is_used", "last_until_ns", "predicted", "predicted_max")
+    __slots__ = ("bit", "is_due", "is_used", "last_until_ns", "predicted", "predicted_max", "thinned")
 
     def __init__(self, bit: int, predicted_max: int) -> None:
         self.bit = bit
@@ -123,6 +123,9 @@ class _Holder:
         """Whether it stands among those whose predictions will end."""
         self.is_used = False
         """Whether the bit may stand in any mask."""
+        self.thinned = 0
+        """How often shards had been thinned out when the oldest of `predicted` was entered. Where that is as
+        often as now, all of them stand in the index."""
 
 
 _Shards = list[dict[int, int]]
@@ -158,6 +161,7 @@ class PrefixIndex:
         self._due: list[tuple[int, int, _Holder]] = []
         self._num_due = 0
         self._forks: dict[int, int] = {}
+        self._num_thinned = 0
         self.num_dropped = 0
         """Entries that were forgotten because the index was full: the oldest ones of their shard."""
 
@@ -182,6 +186,10 @@ class PrefixIndex:
     def stored(self, worker: int, keys: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         """The worker says that it has these blocks: predictions of them have come true."""
         holder = self._holders.get(worker) or self._enter(worker)
+        if tier is Tier.HOST:
+            self._host_used = True
+        elif holder.predicted:
+            keys = self._confirm(holder, keys)
         shards, low_bits, bit = self._tiers[tier], self._low_bits, holder.bit
         shard_max = self._shard_max
         for key in keys:
@@ -194,13 +202,19 @@ class PrefixIndex:
             elif not mask & bit:
                 shard[key] = mask | bit
         holder.is_used = True
-        if tier is Tier.HOST:
-            self._host_used = True
-        elif holder.predicted:
-            for key in keys:
-                holder.predicted.pop(key, None)
         if self._retired:
             self._sweep()
+
+    def _confirm(self, holder: _Holder, keys: Sequence[int]) -> Sequence[int]:
+        """End the predictions of these blocks, which the worker has. Returns those that are to be entered:
+        the others stand in the index, unless a full shard was thinned out since.
+        """
+        confirm = holder.predicted.pop
+        if holder.thinned == self._num_thinned:
+            return [key for key in keys if confirm(key, None) is None]
+        for key in keys:
+            confirm(key, None)
+        return keys
 
     def removed(self, worker: int, keys: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         """The worker says that it has these blocks no more."""
@@ -256,19 +270,26 @@ class PrefixIndex:
     def _predict_new(self, holder: _Holder, keys: Sequence[int], until_ns: int) -> bool:
         shards, low_bits, shard_max = self._tiers[Tier.DEVICE], self._low_bits, self._shard_max
         predicted, bit, is_new = holder.predicted, holder.bit, False
+        if not predicted:
+            holder.thinned = self._num_thinned
         for key in reversed(keys):  # The end of a prompt is the first that a cache forgets.
             shard = shards[key & low_bits]
-            mask = shard.get(key, 0)
-            if key in predicted:
-                predicted.move_to_end(key)
+            mask = shard.get(key)
+            if mask is None:
+                shard[key] = bit
             elif mask & bit:
+                if key in predicted:
+                    predicted[key] = until_ns
+                    predicted.move_to_end(key)
                 continue
-            predicted[key] = until_ns
-            if not mask & bit:
-                is_new = True
+            else:
                 shard[key] = mask | bit
-                if len(shard) > shard_max:
-                    self._thin(shard)
+            is_new = True
+            if key in predicted:  # A full shard had dropped it.
+                predicted.move_to_end(key)
+            predicted[key] = until_ns
+            if mask is None and len(shard) > shard_max:
+                self._thin(shard)
         holder.is_used = True
         return is_new
 
@@ -436,6 +457,7 @@ class PrefixIndex:
 
     def _thin(self, shard: dict[int, int]) -> None:
         """Make room in a full shard: evict keys without holders, else the oldest quarter."""
+        self._num_thinned += 1
         self._clean(shard)
         if (excess := len(shard) - self._shard_max * 3 // 4) > 0:
             for key in list(islice(shard, excess)):
