@@ -12,7 +12,7 @@ COVERED := protocol kv schedule policy sim
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help serve observe chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console test-cells console console-check check format bench bench-engine bench-ratchet bench-relay bench-schemas soak train-demo clean
+.PHONY: help serve observe chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console test-cells test-leader console console-check check format bench bench-engine bench-ratchet bench-relay bench-schemas soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,10 @@ test-wheel:  ## build the wheel, install it with its engine into a new environme
 test-cells:  ## three cells of real processes, one of which is killed under load (a minute)
 	@$(DEV)
 	@$(BIN)/pytest -m cells -n0 tests/cli/test_serve_cells.py $(ARGS)
+
+test-leader:  ## two servers before one Kubernetes workload (kmock) and one Redis, of which one is killed (a minute)
+	@$(DEV)
+	@$(BIN)/pytest -m leader -n0 tests/cli/test_serve_leader.py $(ARGS)
 
 test-console:  ## the console in a real Chromium: every page, keyboard, axe-core, a real gateway (installs those first; minutes)
 	@$(DEV)

@@ -9,7 +9,7 @@ from penstock.config.fleet import WORKERS_MAX, discover_problems, worker_problem
 from penstock.config.flow import queue_problems, shared_problems
 from penstock.config.ledger import price_problems
 from penstock.config.routing import AUTO, ensemble_problems, routing_problems
-from penstock.config.scale import scale_problems
+from penstock.config.scale import scale_problems, workload_problems
 from penstock.config.tenancy import access_problems, host_problems, tenant_problems
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig
 from penstock.config.web_address import is_address
@@ -191,6 +191,12 @@ def _fleet_problems(config: Config) -> Iterator[str]:
     for i, model in enumerate(config.models):
         count += (model.scale.max or model.replicas) + len(model.workers)
         yield from scale_problems(model.scale, model.replicas, f"models[{i}].scale")
+        yield from workload_problems(model.scale, model.replicas, model.discover, f"models[{i}]")
+        if config.server.processes > 1 and any(pool.workload for pool in model.scale.pools):
+            yield (
+                f"server.processes: {config.server.processes}, but models[{i}].scale.pools are Kubernetes "
+                f"workloads; run several servers with one shared.url, of which one decides"
+            )
         if not (model.replicas or model.scale.max or model.workers or model.discover or config.cells.peers):
             yield f"models[{i}].replicas: 0, and there are no workers: no worker would answer"
         for j, discover in enumerate(model.discover):

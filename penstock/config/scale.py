@@ -1,12 +1,13 @@
 """How many workers a model has, where that follows its load: `models[].scale`. docs/autoscaling.md."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
 from penstock.config.branch import Branch, Count, Positive, Seconds
+from penstock.config.fleet import DiscoverConfig
 
 Money = Annotated[float, Meta(ge=0, le=1_000_000)]
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -15,6 +16,7 @@ _SPAN = re.compile(
     r"(?:(?P<first>[a-z]{3})(?:-(?P<last>[a-z]{3}))? )?(?P<from>[0-9]{2}:[0-9]{2})-(?P<to>[0-9]{2}:[0-9]{2})"
     r"(?: (?P<workers>[0-9]{1,4}))?"
 )
+_WORKLOAD = re.compile(r"(deployment|statefulset)/[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _POOL = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 
 
@@ -65,6 +67,9 @@ class ScalePoolConfig(Branch, frozen=True, kw_only=True):
     that go first keep their promises."""
     ray_resources: dict[str, Annotated[float, Meta(ge=0)]] = {}  # noqa: RUF012 - msgspec copies it.
     """In place of `fleet.ray_resources` for this pool's workers."""
+    workload: str = ""
+    """"deployment/NAME" or "statefulset/NAME": its workers are the pods of that Kubernetes workload, in the
+    namespace and by the API server of the model's `discover[].kubernetes`, and their number is set there."""
 
 
 class ScaleConfig(Branch, frozen=True, kw_only=True):
@@ -87,6 +92,11 @@ class ScaleConfig(Branch, frozen=True, kw_only=True):
     """A worker leaves when so long no more were needed; one at a time."""
     pools: Annotated[tuple[ScalePoolConfig, ...], Meta(max_length=16)] = ()
     """Where workers may be; none: one pool, by `fleet.launcher`."""
+
+    @property
+    def launches(self) -> bool:
+        """Whether this server starts workers by it; else it has a cluster start them, or nothing scales."""
+        return self.max > 0 and not any(pool.workload for pool in self.pools)
 
 
 def scale_problems(scale: ScaleConfig, replicas: int, key: str) -> Iterator[str]:
@@ -121,6 +131,11 @@ def _pool_problems(scale: ScaleConfig, key: str) -> Iterator[str]:
         elif pool.name in names:
             yield f"{key}.pools[{i}].name: {pool.name!r} is another pool's already"
         names.add(pool.name)
+        if pool.workload and not _WORKLOAD.fullmatch(pool.workload):
+            expected = "deployment/NAME or statefulset/NAME"
+            yield f"{key}.pools[{i}].workload: expected {expected}, got {pool.workload[:64]!r}"
+        if pool.workload and pool.ray_resources:
+            yield f"{key}.pools[{i}].ray_resources: of no use with a workload, whose pods say what they need"
     if not scale.pools:
         return
     room = sum(pool.max for pool in scale.pools)
@@ -129,6 +144,26 @@ def _pool_problems(scale: ScaleConfig, key: str) -> Iterator[str]:
         yield f"{key}.min: {scale.min} is above what the pools may have together ({room})"
     elif steady < scale.min:
         yield f"{key}.min: {scale.min} is above what the pools that are not spot may have ({steady})"
+
+
+def workload_problems(
+    scale: ScaleConfig, replicas: int, discover: Sequence[DiscoverConfig], key: str
+) -> Iterator[str]:
+    """One line for each contradiction of a model at `key` whose workers are pods."""
+    on_pods = [pool for pool in scale.pools if pool.workload]
+    if not on_pods:
+        return
+    if len({pool.workload for pool in on_pods}) < len(on_pods):
+        yield f"{key}.scale.pools: two pools have one workload, and would both set its replicas"
+    if len(on_pods) < len(scale.pools):
+        yield f"{key}.scale.pools: all have a workload, or none; other workers are another model's"
+    if replicas:
+        yield f"{key}.replicas: {replicas} would run here, and {key}.scale.pools are Kubernetes workloads"
+    found = [each.kubernetes for each in discover if each.kubernetes is not None]
+    if not found:
+        yield f"{key}.discover: pools with a workload need a kubernetes entry, which says where the pods are"
+    elif len({(each.namespace, each.api_server, each.account) for each in found}) > 1:
+        yield f"{key}.discover: with pools that have a workload all kubernetes entries are of one namespace"
 
 
 RETIRED: dict[str, str] = {}

@@ -18,10 +18,12 @@ import hashlib
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -50,6 +52,12 @@ _GGUF_META, _GGUF_TOKENIZER = "general.", "tokenizer."
 _GGUF_COMPUTED = frozenset({"general.architecture", "general.alignment"})
 """Of the keys about the file those that are no labels."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+_THREADS = 8
+"""That open and read files."""
+
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Fingerprint(NamedTuple):
@@ -113,19 +121,26 @@ def fingerprint(directory: Path, *, random_seed: int | None = None) -> Fingerpri
     if is_gguf(directory):
         return _gguf_fingerprint(directory, random_seed)
     checkpoint = hashlib.sha256(_config(directory))  # Many processors have instructions for it.
-    if random_seed is None:
-        for part in _weights(checkpoint_files(directory)):
-            checkpoint.update(part)
-    else:
-        checkpoint.update(f"random {random_seed}".encode())
-    tokenizer = hashlib.sha256()
+    with ExitStack() as opened, ThreadPoolExecutor(_THREADS, thread_name_prefix="fingerprint") as threads:
+        tokenizer = threads.submit(_tokenizer, directory)
+        if random_seed is None:
+            files = _by_parts(threads, partial(_open, opened), checkpoint_files(directory))
+            for part in _samples(files, threads):
+                checkpoint.update(part)
+        else:
+            checkpoint.update(f"random {random_seed}".encode())
+        return Fingerprint(checkpoint.hexdigest(), tokenizer.result())
+
+
+def _tokenizer(directory: Path) -> str:
+    digest = hashlib.sha256()
     for name in _TOKENIZER_FILES:
         path = directory / name
         if path.exists():
             content = read_bytes(path)
-            tokenizer.update(f"{name} {len(content)}\0".encode())
-            tokenizer.update(content)
-    return Fingerprint(checkpoint.hexdigest(), tokenizer.hexdigest())
+            digest.update(f"{name} {len(content)}\0".encode())
+            digest.update(content)
+    return digest.hexdigest()
 
 
 def _config(directory: Path) -> bytes:
@@ -147,29 +162,48 @@ def _gguf_fingerprint(path: Path, random_seed: int | None) -> Fingerprint:
     if random_seed is not None:
         checkpoint.update(f"random {random_seed}".encode())
     else:
-        for part in _samples(map(_GgufWeights, gguf.files)):
-            checkpoint.update(part)
+        with ExitStack() as opened, ThreadPoolExecutor(_THREADS, thread_name_prefix="fingerprint") as threads:
+            files = (_keep(_GgufWeights(file), opened) for file in gguf.files)
+            for part in _samples(files, threads):
+                checkpoint.update(part)
     return Fingerprint(checkpoint.hexdigest(), tokenizer.hexdigest())
 
 
-def _weights(paths: Sequence[Path]) -> Iterator[bytes]:
+def _by_parts(
+    threads: ThreadPoolExecutor, do: Callable[[Sequence[T]], list[R]], items: Sequence[T]
+) -> Iterator[R]:
+    """Each thread does a part of the items, so that storage answers several requests at once. In order."""
+    size = -(-len(items) // _THREADS) or 1
+    parts = [items[start : start + size] for start in range(0, len(items), size)]
+    for done in threads.map(do, parts):
+        yield from done
+
+
+def _open(opened: ExitStack, paths: Sequence[Path]) -> "list[_File]":
+    return [_keep(_SafetensorsFile(path), opened) for path in paths]
+
+
+def _keep(file: "_File", opened: ExitStack) -> "_File":
+    """Close the file when all is done."""
+    opened.callback(file.close)
+    return file
+
+
+def _samples(opened: "Iterable[_File]", threads: ThreadPoolExecutor) -> Iterator[bytes]:
     """The parts of the files of weights that count: their headers, then the samples."""
-    return _samples(map(_SafetensorsFile, paths))
+    files: list[_File] = []
+    for file in opened:
+        files.append(file)
+        yield len(file.header).to_bytes(8, "little") + file.header
+    chosen = [(file, *place) for file, indices in _chosen(files) for place in map(file.middle, indices)]
+    yield from _by_parts(threads, _read_pages, chosen)
 
 
-def _samples(opened: "Iterator[_File]") -> Iterator[bytes]:
-    """All pages are asked for before the first one is read, so that storage fetches them side by side."""
-    with ExitStack() as stack:
-        files: list[_File] = []
-        for file in opened:
-            stack.callback(file.close)
-            files.append(file)
-            yield len(file.header).to_bytes(8, "little") + file.header
-        chosen = [(file, *place) for file, indices in _chosen(files) for place in map(file.middle, indices)]
-        for file, start, size in chosen:
-            os.posix_fadvise(file.descriptor, start, size, os.POSIX_FADV_WILLNEED)
-        for file, start, size in chosen:
-            yield file.read(start, size)
+def _read_pages(pages: "Sequence[tuple[_File, int, int]]") -> list[bytes]:
+    """All are asked for before the first one is read."""
+    for file, start, size in pages:
+        os.posix_fadvise(file.descriptor, start, size, os.POSIX_FADV_WILLNEED)
+    return [file.read(start, size) for file, start, size in pages]
 
 
 def _chosen(files: Sequence["_File"]) -> Iterator[tuple["_File", Sequence[int]]]:

@@ -230,11 +230,16 @@ _statuses = msgspec.json.Decoder(ApiStatus)
 
 
 class ApiError(Exception):
-    """The API server did not answer as it should. `is_gone`: the version that we know is too old."""
+    """The API server did not answer as it should."""
 
-    def __init__(self, message: str, *, is_gone: bool = False) -> None:
+    def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
-        self.is_gone = is_gone
+        self.status = status
+
+    @property
+    def is_gone(self) -> bool:
+        """The version that we know is too old."""
+        return self.status == GONE
 
 
 class KubernetesSource:
@@ -321,7 +326,7 @@ class KubernetesSource:
         except ProbeFailed as error:
             raise ApiError(f"{self._address}: {error}") from error
         if status != 200:
-            raise _refusal(status, body)
+            raise refusal(status, body)
         return body
 
     async def _watch(self, client: HttpClient) -> bool:
@@ -331,7 +336,7 @@ class KubernetesSource:
             ApiError, WatchBroken: it ended otherwise.
         """
         query = {
-            "watch": 1,
+            "watch": "true",
             "resourceVersion": self._version,
             "allowWatchBookmarks": "true",
             "timeoutSeconds": WATCH_S,
@@ -346,7 +351,7 @@ class KubernetesSource:
         finally:
             watch.exchange.abort()
         if watch.status != 200:
-            raise _refusal(watch.status, watch.body)
+            raise refusal(watch.status, watch.body)
         return watch.num_lines > 0
 
     def _on_line(self, line: bytes) -> None:
@@ -357,7 +362,7 @@ class KubernetesSource:
         """
         event = _decoded(_events, line)
         if event.type == "ERROR":
-            raise _refusal(0, bytes(event.object))
+            raise refusal(0, bytes(event.object))
         found = _decoded(_slices, bytes(event.object))
         if event.type == "DELETED":
             self._slices.drop(found)
@@ -373,22 +378,7 @@ class KubernetesSource:
         return f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices?{words}"
 
     def _client(self) -> HttpClient:
-        """A client with the token as it is now.
-
-        Raises:
-            OSError: the token cannot be read.
-        """
-        account = self._config.account
-        token = (Path(account) / "token").read_text().strip() if account else ""
-        headers = {"accept": "application/json", **({"authorization": f"Bearer {token}"} if token else {})}
-        http = HttpLimits(
-            connect_timeout_s=TIMEOUT_S,
-            first_byte_timeout_s=TIMEOUT_S,
-            idle_timeout_s=IDLE_S,
-            request_timeout_s=WATCH_S + IDLE_S,
-            ca_file=str(Path(account) / "ca.crt") if account and self._address.scheme == "https" else "",
-        )
-        return HttpClient(self._address, http, self._clock, headers=headers)
+        return api_client(self._config, self._address, self._clock)
 
     def _say(self, trouble: str) -> None:
         """In the log, when it has changed."""
@@ -400,6 +390,25 @@ class KubernetesSource:
             self._log.warning("the service's endpoints cannot be followed", service=service, why=trouble)
         else:
             self._log.info("the service's endpoints are followed", service=service)
+
+
+def api_client(config: KubernetesConfig, address: HttpAddress, clock: Clock) -> HttpClient:
+    """A client with the token as it is now.
+
+    Raises:
+        OSError: the token cannot be read.
+    """
+    account = config.account
+    token = (Path(account) / "token").read_text().strip() if account else ""
+    headers = {"accept": "application/json", **({"authorization": f"Bearer {token}"} if token else {})}
+    http = HttpLimits(
+        connect_timeout_s=TIMEOUT_S,
+        first_byte_timeout_s=TIMEOUT_S,
+        idle_timeout_s=IDLE_S,
+        request_timeout_s=WATCH_S + IDLE_S,
+        ca_file=str(Path(account) / "ca.crt") if account and address.scheme == "https" else "",
+    )
+    return HttpClient(address, http, clock, headers=headers)
 
 
 def api_server(config: KubernetesConfig, environ: Mapping[str, str]) -> HttpAddress:
@@ -426,11 +435,11 @@ def _decoded(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
         raise ApiError(f"the API server's answer cannot be read: {error}") from error
 
 
-def _refusal(status: int, body: bytes) -> ApiError:
+def refusal(status: int, body: bytes) -> ApiError:
     """The error of an `ApiStatus` object; `status` is HTTP's, 0 where there was none."""
     try:
         said = _statuses.decode(body)
     except msgspec.DecodeError:
         said = ApiStatus()
     message = f"the API server refuses ({status or said.code}): {said.message[:200]}"
-    return ApiError(message, is_gone=GONE in (status, said.code))
+    return ApiError(message, status=GONE if said.code == GONE else status or said.code)

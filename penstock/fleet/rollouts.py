@@ -1,14 +1,14 @@
 """Carries rollouts out: takes operators' orders, hears what became of requests, decides every second, tells
 gateways who gets which version, and keeps all of it in a file.
 
-One for each server: in the gateway that is alone, or in the parent of several gateway processes. Each
+One for each server: in the gateway that is alone, or in the parent of several gateway processes. Of servers
+that share a store one decides (leadership.py): the others tell it what became of their requests, pass their
+orders on, and deal as it says. While nobody can be sure to lead, versions stay as they are dealt. Each
 decision is in the audit trail, with its figures. A version that has gone from the configuration while the
 server was down ends its rollout: the old version serves on.
 """
 
 import asyncio
-import contextlib
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +19,8 @@ import msgspec
 from penstock.clock import Clock, sleep
 from penstock.config.tree import Config
 from penstock.errors import InvalidRequest, NotFound
+from penstock.fleet.kept_file import KeptFile
+from penstock.fleet.leadership import MESSAGES_MAX, Leadership
 from penstock.policy.rollout.cohorts import BUCKETS
 from penstock.policy.rollout.evidence import Observation, Reading
 from penstock.policy.rollout.rollout import Rollout, RolloutPlan, RolloutState
@@ -30,7 +32,9 @@ from penstock.types import without_version
 JUDGE_S = 1.0
 KEPT_MAX = 100
 """Rollouts; of more the oldest are forgotten, but of each model the latest is kept: it says what serves."""
-FILE_BYTES_MAX = 16 * 1024 * 1024
+PART = "rollouts"
+_UNTOLD_MAX = 20 * MESSAGES_MAX
+"""Requests that the leading server is yet to hear of; of more the newest are left out."""
 
 
 class ActiveRollout(msgspec.Struct, frozen=True):
@@ -97,14 +101,19 @@ class RolloutLeader:
         path: Path | None,
         publish: Callable[[Sequence[ActiveRollout]], None],
         new_id: Callable[[], str],
+        leadership: Leadership | None = None,
     ) -> None:
         """`versions` are the names of all models, the one that stands first before the others; without `path`
-        a restart forgets.
+        a restart forgets; without `leadership` this server decides alone.
         """
         self._versions, self._clock, self._log, self._notes = versions, clock, log, notes
-        self._path, self._publish, self._new_id = path, publish, new_id
+        self._publish, self._new_id, self._leadership = publish, new_id, leadership
+        self._file = KeptFile(path, "rollouts", log)
         self._rollouts: deque[Rollout] = deque()  # The oldest first.
+        self._untold: list[Observation] = []
         self._task: asyncio.Task[None] | None = None
+        if leadership is not None:
+            leadership.parts[PART] = self
 
     async def start(self) -> None:
         """Take over what is in the file, and begin to decide."""
@@ -118,6 +127,14 @@ class RolloutLeader:
             self._task.cancel()
             await asyncio.wait([self._task])
         await self._save()
+
+    @property
+    def _leads(self) -> bool:
+        return self._leadership is None or self._leadership.token > 0
+
+    def _wall_ns(self) -> int:
+        """The date: of the store, where several servers share one."""
+        return self._clock.wall_ns() if self._leadership is None else self._leadership.wall_ns()
 
     def active(self) -> list[ActiveRollout]:
         """The rollouts that gateways need to know: of each model the latest rollout, unless it was taken
@@ -133,6 +150,9 @@ class RolloutLeader:
 
     def take(self, seen: Sequence[Observation]) -> None:
         """Requests have ended."""
+        if not self._leads:
+            self._untold += seen[: _UNTOLD_MAX - len(self._untold)]
+            return
         live = {each.id: each for each in self._rollouts if each.is_live}
         for each in seen:
             if (rollout := live.get(each.rollout)) is not None:
@@ -144,7 +164,11 @@ class RolloutLeader:
         Raises:
             InvalidRequest: the plan contradicts itself, or what runs.
             NotFound: there is no such model, version or rollout.
+            Overloaded: another server decides, and does not answer.
         """
+        if order.verb != "show" and self._leadership is not None and not self._leads:
+            answer = await self._leadership.ask(PART, _encoder.encode(order))
+            return msgspec.json.decode(answer, type=RolloutReports)
         if order.verb == "start":
             self._begin(order)
         elif order.verb != "show":
@@ -179,7 +203,7 @@ class RolloutLeader:
             raise InvalidRequest(
                 f"'{plan.candidate}' serves '{plan.model}' already.", param="candidate", code="invalid_value"
             )
-        now_ns = self._clock.wall_ns()
+        now_ns = self._wall_ns()
         self._rollouts.append(
             Rollout(id=self._new_id(), plan=plan, baseline=serves, began_ns=now_ns, step_began_ns=now_ns)
         )
@@ -202,10 +226,12 @@ class RolloutLeader:
     async def _run(self) -> None:
         while True:
             await sleep(JUDGE_S)
+            if not self._leads:
+                continue
             changed = False
             for each in self._rollouts:
                 step = each.step
-                if each.judge(self._clock.wall_ns()):
+                if each.judge(self._wall_ns()):
                     changed = True
                     self._note(_WORDS[each.state] if each.step == step else "rollout goes on", each)
             if changed:
@@ -231,22 +257,43 @@ class RolloutLeader:
         for each in old[: max(0, len(self._rollouts) - KEPT_MAX)]:
             self._rollouts.remove(each)
 
+    # --- several servers ----------------------------------------------------------------------------
+
+    def state(self) -> bytes:
+        """See `LedPart`."""
+        return _encoder.encode(list(self._rollouts))
+
+    def adopt(self, state: bytes, *, leads: bool) -> None:
+        """See `LedPart`."""
+        del leads  # Either way this is how things are.
+        if not state:
+            return
+        self._rollouts = deque(_decoder.decode(state))
+        self._tell()
+
+    def seen(self) -> bytes:
+        """See `LedPart`."""
+        untold, self._untold = self._untold, []
+        return _encoder.encode(untold) if untold else b""
+
+    def hear(self, who: str, body: bytes) -> None:
+        """See `LedPart`."""
+        del who
+        self.take(msgspec.json.decode(body, type=list[Observation]))
+
+    async def answer(self, body: bytes) -> bytes:
+        """See `LedPart`."""
+        return _encoder.encode(await self.order(msgspec.json.decode(body, type=RolloutOrder)))
+
+    # --- over a restart -----------------------------------------------------------------------------
+
     async def _load(self) -> None:
-        if self._path is None:
-            return
-        try:
-            body = await asyncio.to_thread(_read, self._path)
-        except OSError as error:
-            self._log.error("the file of rollouts cannot be read", path=str(self._path), error=error)
-            return
-        if not body:
+        if not (body := await self._file.load()):
             return
         try:
             self._rollouts = deque(_decoder.decode(body))
         except msgspec.DecodeError as error:
-            self._log.error(
-                "the file of rollouts is damaged: none is known", path=str(self._path), error=error
-            )
+            self._file.damaged(error)
             return
         names = set(self._versions())
         for each in self._latest().values():
@@ -256,13 +303,8 @@ class RolloutLeader:
                 self._note("rollout aborted", each)
 
     async def _save(self) -> None:
-        if self._path is None or (not self._rollouts and not self._path.exists()):
-            return
-        body = _encoder.encode(list(self._rollouts))
-        try:
-            await asyncio.to_thread(_write, self._path, body)
-        except OSError as error:
-            self._log.error("rollouts cannot be kept over a restart", path=str(self._path), error=error)
+        if self._rollouts or self._file.is_there:
+            await self._file.save(_encoder.encode(list(self._rollouts)))
 
 
 _WORDS: Mapping[RolloutState, str] = {
@@ -292,17 +334,3 @@ def _report(rollout: Rollout) -> RolloutReport:
         promotes=rollout.plan.promotes,
         metrics=rollout.readings(),
     )
-
-
-def _read(path: Path) -> bytes:
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        return file.read(FILE_BYTES_MAX)
-    return b""
-
-
-def _write(path: Path, body: bytes) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = path.with_suffix(f".{os.getpid()}")
-    new.write_bytes(body)
-    new.replace(path)

@@ -9,7 +9,7 @@ alone for a while, twice as long each time.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.clock import NS_PER_S, Clock
 from penstock.fleet.registry import Registry, Worker
@@ -43,6 +43,23 @@ class ScalePool(Protocol):
 
     async def resize(self, count: int) -> None:
         """Have so many, those that start included. Trouble is in the state."""
+        ...
+
+
+@runtime_checkable
+class SharedPool(ScalePool, Protocol):
+    """Workers that are there for several servers, of which one decides how many there are."""
+
+    def leaving(self) -> tuple[WorkerId, ...]:
+        """Workers that no server gives requests any more."""
+        ...
+
+    async def follow(self, leaving: Collection[WorkerId]) -> tuple[WorkerId, ...]:
+        """Let these drain and no others, for another server decides: those that still have streams."""
+        ...
+
+    def hear_busy(self, who: str, busy: Collection[WorkerId]) -> None:
+        """Another server has streams on these workers that leave."""
         ...
 
 

@@ -1,7 +1,5 @@
 """Capacity as operators see it, and their orders: `GET` and `POST /admin/scale`."""
 
-from typing import Literal
-
 import msgspec
 
 from penstock.clock import NS_PER_MS
@@ -72,8 +70,11 @@ class ScaleReport(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     ready: int
     pools: list[PoolReport]
-    leads: Literal[True] = True
-    """Every server decides for the workers that it launches; pages of the console read this."""
+    leads: bool = True
+    """This server decides: always for workers that it launches, for those of a cluster while it has the
+    leader's lease."""
+    leader: str = ""
+    """The server that has it, if several share the model's workers."""
     override: Override | None
     decision: Decision | None
     """The last one; None: there was none yet."""

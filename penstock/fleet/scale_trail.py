@@ -69,6 +69,10 @@ class Trail:
             state = msgspec.Raw(_encode(scaler.state))
             self._pending.append(_encode(TrailBegin(model=scaler.model, scale=scaler.scale, state=state)))
 
+    def restart(self, model: str) -> None:
+        """The model's state is another one now."""
+        self._begun.discard(model)
+
     def keep(self, seen: Signals, room: Room, decision: Decision) -> None:
         """It was decided."""
         if self._path is not None:

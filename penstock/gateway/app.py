@@ -25,6 +25,7 @@ from penstock.config.tree import Config
 from penstock.errors import Draining, PenstockError
 from penstock.fleet.adapters import AdapterKeeper
 from penstock.fleet.kv_watch import KVWatch
+from penstock.fleet.leadership import Leadership
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
 from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, rollouts_file
@@ -139,7 +140,7 @@ class Gateway:
         )
         self._counters = FairCounters([*map(str, models)], self._dispatcher.control.lane)
         self._fair = FairExchange(self._counters, config.shared, peers, gateway=name)
-        self._leader = self._lead_rollouts() if peers is None else None
+        self._leader = self._lead_rollouts(tools.leadership) if peers is None else None
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
         self.tenancy.on_reload.extend((self._reloaded, self._policies.reload))
         self._recorder = Recorder(Promises(config.admission), metrics)
@@ -149,12 +150,12 @@ class Gateway:
         self._server = HttpServer(self, config.server, clock=clock, limits=limits)
         self._log_is_due, self._hurried, self._tasks = False, asyncio.Event(), set[asyncio.Task[None]]()
 
-    def _lead_rollouts(self) -> RolloutLeader:
+    def _lead_rollouts(self, leadership: Leadership | None) -> RolloutLeader:
         models = self._services.models
         return RolloutLeader(
             lambda: [each.name for each in models], self._clock, self._log, self.notes,
             path=rollouts_file(self._config), publish=models.rollouts.adopt,
-            new_id=lambda: self._ids.take("rollout"),
+            new_id=lambda: self._ids.take("rollout"), leadership=leadership,
         )  # fmt: skip
 
     def _join_scaler(self, scaler: ScaleLeader | None) -> ScaleLeader | None:

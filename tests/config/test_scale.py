@@ -55,3 +55,47 @@ def test_replicas_are_within_the_bounds_and_may_be_none() -> None:
     assert (scale.pools[1].spot, scale.pools[1].price, scale.pools[1].max) == (True, 1.5, 256)
     assert scale.pools[1].ray_resources == {"spot": 1}
     assert (found.fleet.accelerators_max, found.fleet.per_hour_max) == (8, 40.0)
+
+
+PODS = "discover: [{engine: vllm, kubernetes: {namespace: a, service: vllm, api_server: 'https://10.0.0.1'}}]"
+WORKLOADS = {
+    "max: 2, pools: [{name: a, workload: pod/vllm}]": "expected deployment/NAME or statefulset/NAME",
+    "max: 2, pools: [{name: a, workload: deployment/vllm}, {name: b}]": "all have a workload, or none",
+    "max: 2, pools: [{name: a, workload: deployment/v}, {name: b, workload: deployment/v}]": "one workload",
+    "max: 2, pools: [{name: a, workload: deployment/v, ray_resources: {GPU: 1}}]": "whose pods say what",
+}
+
+
+@pytest.mark.parametrize("scale", WORKLOADS)
+def test_workloads_that_contradict_something_are_refused(scale: str) -> None:
+    text = f"models:\n- {{path: m, replicas: 0, {PODS}, scale: {{{scale}}}}}\n"
+    with pytest.raises(ConfigError) as refused:
+        check(parse_config(text, source="test"))
+    assert WORKLOADS[scale] in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("rest", "server", "words"),
+    [
+        (f"replicas: 0, {PODS}", "", ""),
+        ("replicas: 0", "", "pools with a workload need a kubernetes entry"),
+        (f"replicas: 2, {PODS}", "", "2 would run here"),
+        (f"replicas: 0, {PODS}", "server: {processes: 2}\n", "run several servers with one shared.url"),
+        (
+            f"replicas: 0, {PODS[:-1]}, {PODS[11:].replace('namespace: a', 'namespace: b')}",
+            "",
+            "one namespace",
+        ),
+    ],
+)
+def test_a_workload_goes_with_discovery_and_without_replicas(rest: str, server: str, words: str) -> None:
+    pools = "pools: [{name: gpu, workload: deployment/vllm}]"
+    text = f"{server}models:\n- {{path: m, {rest}, scale: {{max: 4, {pools}}}}}\n"
+    if not words:
+        check(found := parse_config(text, source="test"))
+        assert found.models[0].scale.pools[0].workload == "deployment/vllm"
+        assert not found.models[0].scale.launches
+        return
+    with pytest.raises(ConfigError) as refused:
+        check(parse_config(text, source="test"))
+    assert words in str(refused.value)

@@ -65,6 +65,7 @@ class StandIn:
 
     MODEL = "served"
     GENERATES: tuple[str, ...] = ()
+    host = "127.0.0.1"
 
     def __init__(self, *, step_s: float = 0.0, rows: int = 0, tls: ssl.SSLContext | None = None) -> None:
         """`rows`: answers at once; others wait for one of them to end, as in an engine whose batch is full.
@@ -85,11 +86,11 @@ class StandIn:
 
     @property
     def url(self) -> str:
-        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}"
+        return f"{'https' if self._tls else 'http'}://{self.host}:{self.port}"
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(
-            self._serve, "127.0.0.1", self.port, ssl=self._tls, limit=2**24
+            self._serve, self.host, self.port, ssl=self._tls, limit=2**24
         )
         self.port = self._server.sockets[0].getsockname()[1]
 

@@ -18,9 +18,10 @@ from penstock.config.tree import Config, LogConfig
 from penstock.errors import WorkerUnavailable
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry, Worker
+from penstock.fleet.scale_model import ModelScale
 from penstock.fleet.scale_pools import LaunchedPool
 from penstock.fleet.scale_report import PoolReport, ScaleReport
-from penstock.fleet.scaling import ModelScale, ScaleLeader
+from penstock.fleet.scaling import ScaleLeader
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId

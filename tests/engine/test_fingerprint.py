@@ -1,6 +1,8 @@
 """What is in a checkpoint decides its digests, and what it is called does not."""
 
+import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -146,6 +148,36 @@ def test_a_broken_file_is_named(checkpoint: Path, content: bytes, says: str) -> 
     (checkpoint / "model-2.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"model-2\.safetensors: .*{says}"):
         fingerprint(checkpoint)
+
+
+def test_the_digests_of_a_checkpoint_are_those_of_earlier_releases(checkpoint: Path) -> None:
+    """A stream moves only between workers of one identity, so its derivation changes only on purpose, and the
+    CHANGELOG says so.
+    """
+    assert [digest[:16] for digest in fingerprint(checkpoint)] == ["12699a6dcc45f40a", "51fdb22bb46762f9"]
+
+
+def test_a_checkpoint_of_more_files_than_threads_is_read_in_the_order_of_the_files(tmp_path: Path) -> None:
+    """And no file stays open, whether it is read to its end or one of them is broken."""
+    files = [f"model-{number:02}.safetensors" for number in range(21)]
+    for number, file in enumerate(files):
+        save_file({f"w{number}": torch.full((4,), float(number))}, tmp_path / file)
+    index = {"weight_map": {f"w{number}": file for number, file in enumerate(files)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text("{}")
+    expected = hashlib.sha256(b"{}")
+    parts = [(tmp_path / file).read_bytes() for file in files]
+    sizes = [int.from_bytes(data[:8], "little") for data in parts]
+    for data, size in zip(parts, sizes, strict=True):
+        expected.update(data[: 8 + size])
+    for data, size in zip(parts, sizes, strict=True):
+        expected.update(data[8 + size :])
+    before = set(os.listdir("/proc/self/fd"))
+    assert fingerprint(tmp_path).checkpoint == expected.hexdigest()
+    (tmp_path / files[17]).write_bytes(b"broken")
+    with pytest.raises(CheckpointError, match=files[17]):
+        fingerprint(tmp_path)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_missing_file_is_named(checkpoint: Path) -> None:

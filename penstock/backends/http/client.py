@@ -280,14 +280,16 @@ class HttpClient:
         body: bytes = b"",
         headers: Sequence[tuple[str, str]] = (),
     ) -> HttpExchange:
-        """Send a request to `path`, which begins after the address's base; `headers` are printable.
+        """Send a request to `path`, which begins after the address's base; `headers` are printable. A body is
+        JSON unless they say otherwise.
 
         Raises:
             NoConnection: `connections_max` exchanges are under way.
         """
         if len(self._exchanges) >= self.config.connections_max:
             raise NoConnection(f"all {self.config.connections_max} connections to {self.address} are in use")
-        kind = "content-type: application/json\r\n" if body else ""
+        is_json = body and not any(name == "content-type" for name, _ in headers)
+        kind = "content-type: application/json\r\n" if is_json else ""
         kind += "".join(f"{name}: {value}\r\n" for name, value in headers)
         head = (
             f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._headers}{kind}content-length: "

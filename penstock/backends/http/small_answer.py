@@ -38,15 +38,24 @@ class _Whole:
             self.done.set_exception(ProbeFailed(failure.message))
 
 
-async def fetch(client: HttpClient, path: str, bytes_max: int, *, body: bytes = b"") -> tuple[int, bytes]:
-    """GET a small answer, or POST a body for one: its status and body.
+MERGE_PATCH = "application/merge-patch+json"
+
+
+async def fetch(
+    client: HttpClient, path: str, bytes_max: int, *, body: bytes = b"", patches: bool = False
+) -> tuple[int, bytes]:
+    """GET a small answer, or POST a body for one (with `patches` PATCH, with a merge patch of RFC 7396): its
+    status and body.
 
     Raises:
         ProbeFailed: there is none, or it is over `bytes_max`.
     """
     handler = _Whole(bytes_max)
     try:
-        handler.exchange = client.start("POST" if body else "GET", path, handler, body=body)
+        method, headers = "POST" if body else "GET", list[tuple[str, str]]()
+        if patches:
+            method, headers = "PATCH", [("content-type", MERGE_PATCH)]
+        handler.exchange = client.start(method, path, handler, body=body, headers=headers)
     except NoConnection as error:
         raise ProbeFailed(str(error)) from None
     try:

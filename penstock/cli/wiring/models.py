@@ -44,7 +44,7 @@ def make_part(model: ModelConfig, registry: Registry, clock: Clock) -> ModelPart
         CheckpointError: its tokenizer or chat template cannot be read, or it is none that our engine loads.
     """
     directory, name = resolve(model.path), ModelName(served_name(model))
-    if model.replicas or model.scale.max:
+    if model.replicas or model.scale.launches:
         check_loads(directory, needs_weights=model.engine.load_format == "safetensors")
     tokenizer = Tokenizer.load(directory)
     template = ChatTemplate.load(directory, wall_ns=clock.wall_ns)
@@ -77,7 +77,7 @@ def _declared_len(model: ModelConfig, directory: Path) -> int:
     nothing is.
     """
     lengths = [worker.max_model_len for worker in model.workers]
-    if model.replicas or model.scale.max:
+    if model.replicas or model.scale.launches:
         lengths.append(model.engine.max_model_len or _made_for(directory))
     return min((length for length in lengths if length), default=0)
 

@@ -27,6 +27,7 @@ from penstock.config.checkpoints import served_name
 from penstock.config.tree import Config
 from penstock.errors import ClientError, OperatorError, PenstockError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
+from penstock.fleet.leadership import Leadership
 from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, RolloutOrder, rollouts_file
 from penstock.fleet.scale_report import ScaleAsk
 from penstock.fleet.scaling import ScaleLeader
@@ -150,6 +151,7 @@ class GatewayProcesses:
         scaler: ScaleLeader,
         hash_key: bytes,
         tail: Tail = no_tail,
+        leadership: Leadership | None = None,
     ) -> None:
         """`hash_key` is what the launched workers name their KV blocks with; `tail` gives their last lines.
 
@@ -172,6 +174,7 @@ class GatewayProcesses:
         self._rollouts = RolloutLeader(
             lambda: names, clock, log, self.notes, path=rollouts_file(config),
             publish=self._publish_rollouts, new_id=lambda: IdSource().take("rollout"),
+            leadership=leadership,
         )  # fmt: skip
         self._scaler, self._to_come = scaler, dict[str, float]()
         scaler.notes, scaler.publish, scaler.waiting = self.notes, self._publish_to_come, self._waiting

@@ -3,6 +3,7 @@ workers that come and go (`FleetLog`).
 """
 
 import asyncio
+from collections import deque
 from typing import Self
 
 from rich.console import Console
@@ -166,3 +167,32 @@ class FleetLog:
 
 def _word(worker: Worker) -> str:
     return "ready" if worker.is_ready else worker.stage
+
+
+HELD_LINES_MAX = 500
+
+
+class WorkerLogBuffer:
+    """Output of workers, held back while models load: a failure to load has a message of its own."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._held: deque[str] | None = deque(maxlen=HELD_LINES_MAX)
+
+    def say(self, line: str) -> None:
+        """One line of a worker's standard error."""
+        if self._held is None:
+            self._log.info(line)
+        else:
+            self._held.append(line)
+
+    def forget(self) -> None:
+        """Drop what is held back."""
+        if self._held is not None:
+            self._held.clear()
+
+    def release(self) -> None:
+        """Log what is held back, and hold back nothing more."""
+        held, self._held = self._held, None
+        for line in held or ():
+            self._log.info(line)

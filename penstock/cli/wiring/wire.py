@@ -12,7 +12,7 @@ import contextlib
 import errno
 import os
 import socket
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from penstock.backends.base import BackendStatus, Phase
 from penstock.cli.wiring.handover import Takeover
 from penstock.cli.wiring.models import ModelPart, make_dependencies, make_part, wait_for_attached
 from penstock.cli.wiring.processes import GatewayProcesses
-from penstock.cli.wiring.progress import FleetLog, LoadingDisplay
+from penstock.cli.wiring.progress import FleetLog, LoadingDisplay, WorkerLogBuffer
 from penstock.clock import Clock
 from penstock.config.checkpoints import with_members
 from penstock.config.engine_settings import promised, with_quota
@@ -34,17 +34,21 @@ from penstock.errors import ConfigError, OperatorError, WorkerUnavailable
 from penstock.fleet.cells import peer_cells
 from penstock.fleet.discovery import Discovery
 from penstock.fleet.launchers.base import LaunchedWorker, Launcher, WorkerStopped
+from penstock.fleet.launchers.kubernetes import KubernetesPool, PoolTools
 from penstock.fleet.launchers.process import Spares, TakeSpare, WorkerLogs, no_spare
 from penstock.fleet.launchers.ray import RayLauncher
 from penstock.fleet.launchers.supervised import LocalLauncher
+from penstock.fleet.leadership import Leadership
 from penstock.fleet.members import DesiredWorker, Members, attached, launched
 from penstock.fleet.registry import Registry, Worker
-from penstock.fleet.scale_pools import LaunchedPool
-from penstock.fleet.scaling import ModelScale, ScaleLeader
+from penstock.fleet.scale_model import ModelScale
+from penstock.fleet.scale_pools import LaunchedPool, ScalePool
+from penstock.fleet.scaling import ScaleLeader
 from penstock.fleet.sleep import SleepKeeper
 from penstock.gateway.app import Gateway
 from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.http.server import bound_sockets, refuse_the_rest
+from penstock.gateway.shared.redis_store import RedisLeaderStore
 from penstock.policy.capacity.allot import ONLY, pool_config
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.peers import LaunchNote, Order, WorkerAt
@@ -67,6 +71,13 @@ def make_launcher(
     return LocalLauncher(clock, key, logs=logs, spare=spare)
 
 
+def leadership_of(config: Config, clock: Clock, log: Log) -> Leadership | None:
+    """This server among those that share a store; None: it shares none. Raises ConfigError, as the store."""
+    if not config.shared.url:
+        return None
+    return Leadership(RedisLeaderStore(config.shared), rng.IdSource().take("server"), clock, log)
+
+
 def log_directory() -> Path | None:
     """Where workers' words are kept; None where there is no place for them."""
     with contextlib.suppress(RuntimeError):  # There may be no home directory.
@@ -80,7 +91,6 @@ def shared_cores(config: FleetConfig) -> int:
 
 
 KILL_TIMEOUT_S = 2.0
-HELD_LINES_MAX = 500
 
 
 class Stack:
@@ -102,7 +112,7 @@ class Stack:
         self._registry = Registry(clock, log, places=config.cells.places)
         self._members = Members(self._registry, log, drain_timeout_s=config.fleet.drain_timeout_s)
         self._parts = [make_part(model, self._registry, clock) for model in config.models]
-        self._words = _WorkerLogBuffer(log)
+        self._words = WorkerLogBuffer(log)
         hash_key = rng.fresh_key()
         logs = WorkerLogs(self._words.say, log_directory())
         self._launcher = make_launcher(config.fleet, clock, hash_key, logs, spares.take)
@@ -119,25 +129,23 @@ class Stack:
             idle_s={part.served.name: model.sleep_after_s for model, part in self._model_parts()},
             bound_bytes=config.fleet.memory_bytes,
         )
+        self._leadership = leadership_of(config, clock, log)
         self._scaled: dict[str, list[LaunchedPool]] = {
             part.served.name: self._pools(model, part.served.name)
             for model, part in self._model_parts()
-            if model.scale.max
+            if model.scale.launches
         }
-        self._scaler = ScaleLeader(
-            [
-                ModelScale(part.served.name, model.scale, self._scaled[part.served.name])
-                for model, part in self._model_parts()
-                if model.scale.max
-            ],
-            config,
-            self._registry,
-            clock,
-            log,
-        )
+        self._scaler = self._make_scaler()
         self._processes = (
             GatewayProcesses(
-                config, clock, log, self._sleeper, scaler=self._scaler, hash_key=hash_key, tail=logs.tails.of
+                config,
+                clock,
+                log,
+                self._sleeper,
+                scaler=self._scaler,
+                hash_key=hash_key,
+                tail=logs.tails.of,
+                leadership=self._leadership,
             )
             if config.server.processes > 1
             else None
@@ -154,11 +162,35 @@ class Stack:
                 log=log,
                 sleeper=self._sleeper,
                 scaler=self._scaler,
+                leadership=self._leadership,
             ),
             self._members,
             hash_key=hash_key,
             tail=logs.tails.of,
         )
+
+    def _make_scaler(self) -> ScaleLeader:
+        scaled = [
+            ModelScale(part.served.name, model.scale, self._scale_pools(model, part.served.name))
+            for model, part in self._model_parts()
+            if model.scale.max
+        ]
+        return ScaleLeader(scaled, self._config, self._registry, self._clock, self._log, self._leadership)
+
+    def _scale_pools(self, model: ModelConfig, name: str) -> Sequence[ScalePool]:
+        """Where the workers of a model that scales are.
+
+        Raises:
+            ConfigError: they are pods, and nothing says where the API server is.
+        """
+        if (launched_pools := self._scaled.get(name)) is not None:
+            return launched_pools
+        where = next(each.kubernetes for each in model.discover if each.kubernetes is not None)
+        tools = PoolTools(
+            members=self._members, registry=self._registry, clock=self._clock, log=self._log,
+            leadership=self._leadership,
+        )  # fmt: skip
+        return [KubernetesPool(name, pool, where, tools) for pool in model.scale.pools]
 
     def _pools(self, model: ModelConfig, name: str) -> list[LaunchedPool]:
         """Where the workers of a model that scales are: the first of them are there from the start."""
@@ -324,7 +356,7 @@ class Stack:
         Raises:
             ConfigError: there is no place for workers, or a source of workers lacks something.
         """
-        if not self._has_place and any(model.replicas or model.scale.max for model in self._models):
+        if not self._has_place and any(model.replicas or model.scale.launches for model in self._models):
             await self._launcher.open()
             self._has_place = True
         for model, part in self._model_parts():
@@ -357,6 +389,8 @@ class Stack:
         await self._sleeper.fill()
         self._sleeper.start()
         await self._scaler.start()
+        if self._leadership is not None:
+            await self._leadership.start()
         await wait_for_attached(self._registry, self._models, self._log)
         self._fleet_log = FleetLog(self._registry, self._log, self._gateway.notes)
 
@@ -420,6 +454,8 @@ class Stack:
         if self._fleet_log is not None:
             self._fleet_log.close()
         self._discovery.stop()
+        if self._leadership is not None:
+            await self._leadership.stop()
         await self._scaler.stop()
         self._sleeper.close()
         if self._processes is not None:
@@ -428,32 +464,6 @@ class Stack:
             listener.close()
         await self._members.close(timeout_s)
         await self._launcher.close(timeout_s=timeout_s)
-
-
-class _WorkerLogBuffer:
-    """Output of workers, held back while models load: a failure to load has a message of its own."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-        self._held: deque[str] | None = deque(maxlen=HELD_LINES_MAX)
-
-    def say(self, line: str) -> None:
-        """One line of a worker's standard error."""
-        if self._held is None:
-            self._log.info(line)
-        else:
-            self._held.append(line)
-
-    def forget(self) -> None:
-        """Drop what is held back."""
-        if self._held is not None:
-            self._held.clear()
-
-    def release(self) -> None:
-        """Log what is held back, and hold back nothing more."""
-        held, self._held = self._held, None
-        for line in held or ():
-            self._log.info(line)
 
 
 def worker_at(worker: Worker) -> WorkerAt:

@@ -17,6 +17,7 @@ from penstock.config.branch import extended
 from penstock.config.engine_settings import may_have_tenants
 from penstock.config.routing import AdmissionConfig, PlacementConfig
 from penstock.config.tree import Config
+from penstock.fleet.leadership import Leadership
 from penstock.fleet.registry import Registry
 from penstock.fleet.scaling import ScaleLeader
 from penstock.fleet.sleep import Sleeper
@@ -174,6 +175,8 @@ class GatewayTools:
     """Puts models to sleep, where that is this process."""
     scaler: ScaleLeader | None = None
     """Decides how many workers there are, where that is this process."""
+    leadership: Leadership | None = None
+    """This server among others that share its store, where that is this process."""
 
 
 def make_policies(

@@ -9,6 +9,10 @@ replicas; not Redis Cluster, since a batch has keys of many tenants. Keys, all u
                               granted twice
     PREFIX:spent:KEY          hash: process -> millionths of a budget's period; `total`, `epoch`
     PREFIX:held:KEY           hash: gateway -> what it holds of it, number and grant of the last answer
+    PREFIX:leader             hash: holder, token; expires with the lease (fleet/leadership.py)
+    PREFIX:leader:token       the last token
+    PREFIX:leader:state       hash: state, version (the date of it)
+    PREFIX:leader:inbox       what those that do not lead have to say
 
 Of a budget every number is a total, never an increment: it may be told as often as one likes, after a crash,
 and to a Redis that has lost its memory.
@@ -19,6 +23,7 @@ from typing import Any, cast
 
 from penstock.config.flow import SharedConfig
 from penstock.errors import ConfigError
+from penstock.fleet.leadership import LEASE_S, Beat, BeatCall
 from penstock.gateway.shared.keeper import StoreError
 from penstock.policy.limits.lease_table import Ask, BudgetAsk, LeaseAsk, LeaseGrant, LeaseReply
 from penstock.policy.terms import shared_terms
@@ -206,6 +211,73 @@ class RedisStore:
 def _grant(flat: list[int], i: int, *, spent: int = 0) -> LeaseGrant:
     """The one at `i` of a script's answer: gateways, then some numbers for each question, then the time."""
     return LeaseGrant(granted=flat[i], level=flat[i + 1], epoch=flat[i + 2], at_us=flat[-1], spent=spent)
+
+
+LEADER_SCRIPT = """
+local lease, counter, kept, inbox = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local me, ttl_ms, led, known, version, state = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], ARGV[6]
+local time = redis.call('TIME')
+local now = string.format('%.0f', time[1] * 1000000 + time[2])
+local holder, token = unpack(redis.call('HMGET', lease, 'holder', 'token'))
+local messages = {}
+if not holder or holder == me then
+  if not holder or known > tonumber(token) then
+    token = math.max(known, tonumber(redis.call('GET', counter) or 0)) + 1
+    token, holder = string.format('%.0f', token), me
+    redis.call('SET', counter, token)
+    redis.call('HSET', lease, 'holder', me, 'token', token)
+  end
+  redis.call('PEXPIRE', lease, ttl_ms)
+  if state ~= '' and led == token then
+    redis.call('HSET', kept, 'state', state, 'version', now)
+    version = now
+  end
+  messages = redis.call('LRANGE', inbox, 0, -1)
+  redis.call('DEL', inbox)
+elseif #ARGV > 6 then
+  redis.call('RPUSH', inbox, unpack(ARGV, 7))
+  redis.call('LTRIM', inbox, -5000, -1)
+  redis.call('PEXPIRE', inbox, 60000)
+end
+local last = redis.call('HGET', kept, 'version') or '0'
+local told = last ~= version and redis.call('HGET', kept, 'state') or ''
+return {tonumber(token), holder, now, last, told, messages}
+"""
+LEAVE_SCRIPT = """
+if redis.call('HGET', KEYS[1], 'holder') == ARGV[1] then redis.call('DEL', KEYS[1]) end
+"""
+_LEADER_TIMEOUT_S = 1.0
+
+
+class RedisLeaderStore:
+    """A `LeaderStore` in Redis."""
+
+    def __init__(self, config: SharedConfig) -> None:
+        """Connects when it is first asked.
+
+        Raises:
+            ConfigError: the client is not installed, or it does not understand `shared.url`.
+        """
+        self._client, _ = connect(config, num_connections=2, timeout_s=_LEADER_TIMEOUT_S)
+        start = f"{config.prefix}:leader"
+        self._keys = [start, f"{start}:token", f"{start}:state", f"{start}:inbox"]
+        self._beat: Any = self._client.register_script(LEADER_SCRIPT)
+        self._leave: Any = self._client.register_script(LEAVE_SCRIPT)
+
+    async def beat(self, call: BeatCall) -> Beat:
+        """See `LeaderStore`."""
+        args: list[str | int | bytes] = [call.me, int(LEASE_S * 1000), call.led, call.known, call.version]
+        found = await self._beat(keys=self._keys, args=[*args, call.state, *call.messages])
+        token, holder, now, version, state, messages = found
+        return Beat(int(token), holder.decode(), int(now), int(version), state, messages)
+
+    async def leave(self, me: str) -> None:
+        """See `LeaderStore`."""
+        await self._leave(keys=self._keys[:1], args=[me])
+
+    async def close(self) -> None:
+        """See `LeaderStore`."""
+        await self._client.aclose()
 
 
 # The connection to Redis that the stores of this package use, each its own.
