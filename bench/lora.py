@@ -20,8 +20,8 @@ import torch
 from harness import command_line, write_result
 from native_decoder import MODELS, Side
 
-from penstock.engine.adapters.compute import NativePacked, NativePacker
 from penstock.engine.adapters.files import AdapterWeights, LoraPart
+from penstock.engine.adapters.native_layout import NativePacked, NativePacker
 from penstock.engine.native import NativeLibrary
 from penstock.engine.native.decoder import NativeAttention
 from penstock.models.adapters import AdapterConfig
@@ -32,7 +32,7 @@ CASES = ((1, 1), (32, 1), (32, 8), (32, 20))
 """Rows of the batch, and how many adapters they have between them."""
 
 
-def made_adapter(spec: DecoderSpec, rank: int, seed: int) -> NativePacked:
+def made_adapter(spec: DecoderSpec, rank: int, seed: int, kernels: NativeLibrary) -> NativePacked:
     """Of all linears, as the engine lays one out."""
     generator = torch.Generator().manual_seed(stream(seed, "lora bench").getrandbits(32))
 
@@ -52,7 +52,7 @@ def made_adapter(spec: DecoderSpec, rank: int, seed: int) -> NativePacked:
         for _ in range(spec.num_layers)
     )
     config = AdapterConfig(rank=rank, alpha=rank, is_stabilised=False, has_ranks=False, alphas=(), base="")
-    return NativePacker(spec).pack(AdapterWeights(f"{seed}", layers, config))
+    return NativePacker(spec, kernels).pack(AdapterWeights(f"{seed}", layers, config))
 
 
 class Build:
@@ -129,7 +129,10 @@ def main() -> None:
         libraries["other"] = NativeLibrary(args.against)
     for each in libraries.values():
         each.set_threads(args.threads)
-    adapters = [made_adapter(spec, args.rank, seed) for seed in range(max(count for _, count in CASES))]
+    adapters = [
+        made_adapter(spec, args.rank, seed, libraries["this"])
+        for seed in range(max(count for _, count in CASES))
+    ]
     found: list[AdapterCost] = []
     byte_s = 0.0
     for rows, count in CASES:

@@ -40,6 +40,8 @@ from penstock.types import FinishReason, RequestId, SamplingParams
 
 MODEL = Path(__file__).parents[1] / "models" / "penstock-demo-mini"
 DRAW = Path(__file__).parent / "foreign" / "draw.py"
+DRAWN_AT_ONCE = 2500
+"""More from one seed take Hypothesis ever longer."""
 BATCH, MAX_TOKENS, ROOT_DEPTH = 32, 1024, 3
 HANG_S = 300
 """An answer that takes longer counts as hanging; all of a batch share the time."""
@@ -180,10 +182,13 @@ class Answers:
 
 
 def drawn(python: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """As many schemas of hypothesis-jsonschema's."""
-    command = [python, str(DRAW), str(count), str(seed)]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert len(lines) == count, f"{len(lines)} schemas were drawn"
+    """As many schemas of hypothesis-jsonschema's, of as many seeds from `seed` on as that takes."""
+    lines = list[str]()
+    while left := count - len(lines):
+        command = [python, str(DRAW), str(min(left, DRAWN_AT_ONCE)), str(seed)]
+        found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        assert len(found) == min(left, DRAWN_AT_ONCE), f"{len(found)} schemas were drawn"
+        lines, seed = lines + found, seed + 1
     return [json.loads(line) for line in lines]
 
 

@@ -52,8 +52,8 @@ ALLOWANCE_S = 0.5
 class Process:
     """One worker."""
 
-    def __init__(self, model: Path, quantization: str, root: Path = REPOSITORY) -> None:
-        """`root`: the checkout that it runs."""
+    def __init__(self, model: Path, quantization: str, root: Path = REPOSITORY, **engine: object) -> None:
+        """`root`: the checkout that it runs; `engine`: settings other than those of this bench."""
         self._place = tempfile.TemporaryDirectory()
         address = UnixAddress(f"{self._place.name}/w.sock")
         self._child = subprocess.Popen(
@@ -68,11 +68,14 @@ class Process:
             address,
             model_path=str(model),
             runner=REAL,
-            dtype="bfloat16",
-            quantization=quantization,
-            kv_memory_bytes=KV_BYTES,
-            host_kv_memory_bytes=0,
-            max_model_len=MAX_LEN,
+            **{
+                "dtype": "bfloat16",
+                "quantization": quantization,
+                "kv_memory_bytes": KV_BYTES,
+                "host_kv_memory_bytes": 0,
+                "max_model_len": MAX_LEN,
+                **engine,
+            },
         )
         self._child.stdin.write(line)
         self._child.stdin.flush()

@@ -1,12 +1,17 @@
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from penstock.engine.native.build import LIBRARY
+from penstock.engine.native.library import ABI_VERSION
 
 # GPU kernels run in Triton's interpreter, on the CPU. Triton reads this when it is imported, which others do
 # too: so here.
@@ -23,6 +28,19 @@ INSIDE_A_TEST = "PYTEST_CURRENT_TEST" in os.environ
 # No test is about how long it takes: a busy machine must not fail one.
 settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("penstock")
+
+
+def pytest_configure() -> None:
+    """Kernels that were built for another version of the code are built again: after a pull or a merge.
+
+    In a process of its own each, as this one would keep the library that it has loaded once.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ or INSIDE_A_TEST or not LIBRARY.exists():
+        return
+    asked = f"import ctypes; print(ctypes.CDLL({str(LIBRARY)!r}).ps_abi_version())"
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
+    if found.stdout.strip() != str(ABI_VERSION):
+        subprocess.run([sys.executable, "-m", "penstock.engine.native.build"], check=True)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

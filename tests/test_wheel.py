@@ -87,7 +87,8 @@ def test_without_kernels_it_is_for_any_machine(plain: Path) -> None:
         for file in ("config.json", "model.safetensors", "tokenizer.json"):
             assert f"penstock/demo_models/{model}/{file}" in found
     static = [
-        f"penstock/gateway/api/static/{name}" for name in ("index.html", "app.js", "app.css", "icon.svg")
+        f"penstock/gateway/api/static/{name}"
+        for name in ("index.html", "app.js", "app.css", "icon.svg", "runbook.md")
     ]
     assert {*static, "penstock/py.typed"} <= found
     assert not [name for name in found if ".data/" in name]

@@ -3,6 +3,8 @@ import type { JSX } from "preact";
 import { Trail } from "./audit";
 import * as format from "./format";
 import { usePolled } from "./poll";
+import { go, href, place } from "./route";
+import { Runbook } from "./runbook";
 import { Empty, Page, Problem, Skeleton } from "./ui";
 
 interface Alert {
@@ -93,7 +95,7 @@ function One({ alert, others = [], now }: { alert: Alert; others?: Alert[]; now:
         </details>
       )}
       <p class="soft">
-        {alert.summary} Runbook: <code>{alert.runbook}</code>
+        {alert.summary} <a href={href("alerts", alert.name)}>What to do</a>
       </p>
     </li>
   );
@@ -162,25 +164,29 @@ function Budgets({ rows }: { rows: SloRow[] }): JSX.Element {
 export function Alerts(): JSX.Element {
   const { told, problem, again } = usePolled<Report>("/admin/alerts", EVERY_MS);
   const found = told.value;
+  const { rest } = place.value;
   return (
-    <Page title="Alerts and decisions" note={found ? (found.firing.length ? `${format.plural(grouped(found.firing).length, "alert")} firing` : "Nothing fires") : undefined}>
-      {problem.value && <Problem message={problem.value} again={again} />}
-      {!found && !problem.value && <Skeleton lines={4} />}
-      {found && (
-        <>
-          <section aria-label="Firing" aria-live="polite">
-            {found.firing.length === 0 ? (
-              <Empty title="Nothing fires">Every promise is kept, as far as this server sees it.</Empty>
-            ) : (
-              <ol class="alerts">
-                {grouped(found.firing).map(([first, ...others], i) => first && <One key={i} alert={first} others={others} now={found.now} />)}
-              </ol>
-            )}
-          </section>
-          {found.slo.length > 0 && <Budgets rows={found.slo} />}
-        </>
-      )}
-      <Trail />
-    </Page>
+    <div class={rest ? "split open" : "split"}>
+      <Page title="Alerts and decisions" note={found ? (found.firing.length ? `${format.plural(grouped(found.firing).length, "alert")} firing` : "Nothing fires") : undefined}>
+        {problem.value && <Problem message={problem.value} again={again} />}
+        {!found && !problem.value && <Skeleton lines={4} />}
+        {found && (
+          <>
+            <section aria-label="Firing" aria-live="polite">
+              {found.firing.length === 0 ? (
+                <Empty title="Nothing fires">Every promise is kept, as far as this server sees it.</Empty>
+              ) : (
+                <ol class="alerts">
+                  {grouped(found.firing).map(([first, ...others], i) => first && <One key={i} alert={first} others={others} now={found.now} />)}
+                </ol>
+              )}
+            </section>
+            {found.slo.length > 0 && <Budgets rows={found.slo} />}
+          </>
+        )}
+        <Trail />
+      </Page>
+      {rest && <Runbook key={rest} name={rest} onClose={() => go("alerts")} />}
+    </div>
   );
 }

@@ -114,7 +114,7 @@ function Opinions({ of }: { of: Decision }): JSX.Element {
   const most = Math.max(...of.opinions.map((each) => each.workers));
   return (
     <div class="scroll" tabIndex={0} role="region" aria-label="Opinions">
-      <table>
+      <table class="opinions">
         <thead>
           <tr>
             <th scope="col">Opinion of</th>

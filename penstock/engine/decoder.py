@@ -137,13 +137,16 @@ class Decoder:
         self._finish = partial(soft_cap_, cap=spec.logit_softcap) if capped else _as_they_are
         self._views: dict[int, _Rows] = {}
 
-    def forward(self, token_ids: Tensor, samples: Tensor, attention: Attention) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, samples: Tensor, attention: Attention, states: Tensor | None = None
+    ) -> Tensor:
         """Compute one step; `attention.begin` has been called for it.
 
         Args:
             token_ids: `[num_tokens]` int64.
             samples: `[num_samples]` int64 indices of the tokens whose logits are wanted.
             attention: where keys and values go.
+            states: `[num_tokens, hidden_size]` for what the head would read of every token; None: unwanted.
 
         Returns:
             `[num_samples, vocab_size]` float32 logits; of a model that embeds, `[num_samples, hidden_size]`.
@@ -159,6 +162,8 @@ class Decoder:
             layer.join_mlp(rows.residual, rows.delta, rows.normed)
             layer.mlp(rows.normed, rows.inner, rows.delta)
             layer.join_next(rows.residual, rows.delta, rows.normed)
+        if states is not None:
+            self._final_norm(rows.residual, states)
         return self._sample_logits(rows.residual, samples)
 
     def _sample_logits(self, residual: Tensor, samples: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from penstock.engine.draft_load import PlannedDraft, load_draft, plan_draft
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
-from penstock.engine.inputs import RowTables
+from penstock.engine.inputs import RowTables, StepInputs
 from penstock.engine.kv_cache import HostStore, KVCache, host_store
 from penstock.engine.loader import load_weights, random_weights
 from penstock.engine.memory import (
@@ -43,7 +44,7 @@ from penstock.engine.memory import (
 )
 from penstock.engine.native.library import KernelsUnavailable, NativeLibrary
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler, results, score_chunks
-from penstock.engine.speculation import Follows, PromptLookup, Proposer, verified
+from penstock.engine.speculation import Follows, PromptLookup, Proposer, ReadsStates, verified
 from penstock.engine.step_model import Computing, StepModel, choose_computing, reserved_bytes, wire_model
 from penstock.engine.weight_check import WeightCheck
 from penstock.errors import ConfigError
@@ -91,7 +92,6 @@ class Runner:
         self._step_tokens = parts.step_tokens
         self._tables = RowTables(max_running=parts.info.max_running, max_model_len=parts.info.max_model_len)
         self._sampler, self.proposer = parts.sampler, parts.proposer
-        """`proposer`: who guesses what rows will say; None: none does."""
         self._grammar_tokens: GrammarTokens | None = None
         self._grammars: GrammarRows | None = None
         """None until a request has a grammar."""
@@ -100,6 +100,16 @@ class Runner:
     def kernels(self) -> str:
         """The name of the kernels, for people: "torch", or "native" and the instruction set."""
         return self._model.kernels
+
+    @property
+    def proposer(self) -> Proposer | None:
+        """Guesses what rows will say; None: none does."""
+        return self._proposer
+
+    @proposer.setter
+    def proposer(self, proposer: Proposer | None) -> None:
+        self._proposer = proposer
+        self._head = proposer if isinstance(proposer, ReadsStates) else None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -113,9 +123,7 @@ class Runner:
             return StepResult(plan.step, (), copied=self._host.collect(wait=True))
         inputs = self._tables.apply(plan, self.proposer)
         self._cache.clear(inputs.fresh_blocks)
-        logits = self._model.compute(
-            as_tensor(inputs.token_ids), as_tensor(inputs.logit_tokens), inputs.batch, inputs.adapters
-        )
+        logits = self._compute(plan, inputs)
         num_samples = len(inputs.sample_rows)
         scored = score_chunks(logits[num_samples:], inputs.scored) if inputs.scored else ()
         sampled, logits = tuple[Sampled, ...](), logits[:num_samples]
@@ -128,14 +136,29 @@ class Runner:
         drafting = None if self.proposer is None else self.proposer.spent()
         return StepResult(plan.step, sampled, scored, self._host.collect(wait=False), drafting)
 
+    def _compute(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
+        """The step's logits; states go to whom they help to guess."""
+        head, batch = self._head, inputs.batch
+        tokens, wanted = as_tensor(inputs.token_ids), as_tensor(inputs.logit_tokens)
+        states = None if head is None else head.states[: len(tokens)]
+        logits = self._model.compute(tokens, wanted, batch, inputs.adapters, states)
+        if head is not None:
+            rows = np.fromiter((work.row for work in plan.work), np.int64, len(plan.work))
+            head.read(rows, batch.num_computed, batch.num_tokens)
+        return logits
+
     def _draw(self, logits: Tensor, rows: Int64Array, positions: Int64Array) -> tuple[Tensor, Follows]:
         """Draw the tokens at `positions` of `rows`, and remember them and what their grammars force."""
         tables, grammars = self._tables, self._grammars
         masks = None if grammars is None else grammars.masks(rows, positions)
         edits = tables.adjust(logits, rows, positions, masks)
         token_ids = self._sampler.draw(logits, SampleRows.of(tables, rows, positions, masks))
-        edits.undo()  # Log-probabilities are the model's own.
         drawn = token_ids.numpy()
+        if grammars is not None and (again := grammars.refused(rows, positions, drawn)) is not None:
+            index, masks = again
+            how = SampleRows.of(tables, rows[index], positions[index], masks)
+            drawn[index] = self._sampler.draw(logits[as_tensor(index)], how).numpy()
+        edits.undo()  # Log-probabilities are the model's own.
         follows: Follows = {} if grammars is None else grammars.take(rows, positions, drawn)
         tables.append_tokens(rows, positions, drawn)
         for index, forced in follows.items():
@@ -173,7 +196,8 @@ class Runner:
 
         assert self._grammar_tokens is not None, "a worker without a vocabulary refuses grammars"
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
-        return GrammarRows(self.info.max_running, self._grammar_tokens, threads, self._tables.known_tokens)
+        known = self._tables.known_tokens
+        return GrammarRows(self.info.max_running, self._grammar_tokens, threads, known, asks_refused=True)
 
     @torch.inference_mode()
     def warm_up_again(self) -> None:

@@ -16,7 +16,7 @@ docs/design/026-speculation.md says why it is done so, and not by rejection samp
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from msgspec.structs import replace
@@ -39,8 +39,8 @@ Draw = Callable[[Tensor, Int64Array, Int64Array], tuple[Tensor, Follows]]
 
 
 class Proposer(Protocol):
-    """Guesses the tokens that follow. A model for this has its own KV under the rows' block tables; heads on
-    the target's own states get those from the code that runs the step.
+    """Guesses the tokens that follow. A model for this has its own KV under the rows' block tables; a head on
+    the target's own states is a `ReadsStates` too.
     """
 
     def begin(self, plan: StepPlan, fresh_blocks: Sequence[int]) -> None:
@@ -56,6 +56,26 @@ class Proposer(Protocol):
     def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
         """Write guesses of the tokens behind the `known` ones of each row into `tables.token_ids`, at most so
         many; how many there are of each. They must be tokens of the model.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadsStates(Proposer, Protocol):
+    """A proposer that guesses from the target's states: what its output head reads of each token, after the
+    last norm. So do EAGLE's heads (Li et al. 2024, arXiv 2401.15077) and those of multi-token prediction.
+    """
+
+    states: Tensor
+    """`[step_tokens, hidden_size]` in the decoder's type: each step writes the states of its tokens here."""
+
+    def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array) -> None:
+        """After each step: `states` begins with those of the rows' tokens, row by row `counts` of them, from
+        position `firsts` on.
+
+        A row's drafts are among them: the next `propose` tells by `known` which of them were right, and a
+        later step brings the states of the tokens that took the place of others. Of a prefix that was found
+        in the cache no states come: a row's first step then begins behind it.
         """
         ...
 

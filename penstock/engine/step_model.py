@@ -126,9 +126,10 @@ class StepModel(Protocol):
         samples: Tensor,
         batch: AttentionBatch,
         adapters: Sequence[Packed | None] | None = None,
+        states: Tensor | None = None,
     ) -> Tensor:
         """One step: `[num_tokens]` ids and `[num_samples]` indices (int64) to `[num_samples, vocab_size]`
-        float32; `adapters` has each row's, and is None where none has one.
+        float32; `adapters` has each row's, and is None where none has one; `states`: see `Decoder.forward`.
 
         The logits are valid until the next call.
         """
@@ -152,7 +153,9 @@ A_contra = TypeVar("A_contra", contravariant=True)
 
 
 class _Decodes(Protocol[A_contra]):
-    def forward(self, token_ids: Tensor, samples: Tensor, attention: A_contra) -> Tensor: ...
+    def forward(
+        self, token_ids: Tensor, samples: Tensor, attention: A_contra, states: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class _Pair(Generic[A]):
@@ -180,6 +183,7 @@ class _Pair(Generic[A]):
         samples: Tensor,
         batch: AttentionBatch,
         adapters: Sequence[Packed | None] | None = None,
+        states: Tensor | None = None,
     ) -> Tensor:
         """See `StepModel`."""
         if adapters is not None or self._is_adapted:
@@ -187,7 +191,7 @@ class _Pair(Generic[A]):
             self._adapt(adapters, batch.num_tokens)
             self._is_adapted = adapters is not None
         self._attention.begin(batch)
-        return self._decoder.forward(token_ids, samples, self._attention)
+        return self._decoder.forward(token_ids, samples, self._attention, states)
 
     def rehearsing(self) -> AbstractContextManager[None]:
         """See `StepModel`."""

@@ -67,9 +67,9 @@ from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.rng import fresh_key
 from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import OutcomeLabel
+from penstock.telemetry.counts import RequestMeasurement
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import AccessLine
-from penstock.telemetry.metrics import RequestMeasurement
 from penstock.telemetry.watch import Tail, Watch, no_tail
 from penstock.types import ModelName, RequestId, WorkerId
 
@@ -346,8 +346,6 @@ class Gateway:
             if exchange.ending is Ending.DISCONNECTED and exchange.outcome is None:
                 exchange.outcome = OutcomeLabel.ABORT  # It left while its prompt was tokenized.
             record = exchange.measured(served, now_ns)
-            self._metrics.model(served.counted_model).request_ended(record)
-            self._metrics.tenant(record)
             self._recorder.ended(served.counted_model, record)
             self._services.recent.add(exchange, served, record)
             if isinstance(served.assigned, Assigned) and served.downgrade is None:

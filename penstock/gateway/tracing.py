@@ -11,8 +11,8 @@ from penstock.clock import Clock
 from penstock.config.tree import TracesConfig
 from penstock.gateway.http.exchange import Ending, Exchange
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
+from penstock.telemetry.counts import RequestMeasurement
 from penstock.telemetry.log import Log
-from penstock.telemetry.metrics import RequestMeasurement
 from penstock.telemetry.otlp import OtlpExporter
 from penstock.telemetry.traces import EndedTrace, RequestTrace, TraceKeeper, read_context
 

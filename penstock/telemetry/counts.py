@@ -5,11 +5,63 @@ part: a bucket is at most 1/8 of its lower bound wide, and a percentile is off b
 buckets with something in them are kept.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from penstock.telemetry.catalog import OutcomeLabel
+from penstock.telemetry.catalog import Endpoint, OutcomeLabel
+
+
+class RequestMeasurement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One ended request, as it is counted. A time that never was (no first token) is None."""
+
+    endpoint: Endpoint
+    outcome: OutcomeLabel
+    duration_ns: int
+    queue_ns: int | None = None
+    ttft_ns: int | None = None
+    tpot_ns: int | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    tenant: str = ""
+    tier: str = ""
+    band: str = ""
+    """Its tenant's."""
+    worker: str = ""
+    """The last that it ran on; empty: none."""
+
+
+class EndedTogether:
+    """Requests that are counted at once, alike but for their times and tokens. Times are sorted, where there
+    are any.
+    """
+
+    __slots__ = (
+        "cached_tokens", "count", "decode_ns", "duration_ns", "generated_tokens", "like", "prefill_ns",
+        "prompt_tokens", "queue_ns", "queued_ns", "tpot_ns", "ttft_ns",
+    )  # fmt: skip
+
+    def __init__(self, *records: RequestMeasurement) -> None:
+        self.like, self.count = records[0], len(records)
+        """One of them: endpoint, outcome, tenant, tier, band and worker are of all."""
+        self.prompt_tokens = sum([each.prompt_tokens for each in records])
+        self.cached_tokens = sum([each.cached_tokens for each in records])
+        self.generated_tokens = sum([each.generated_tokens for each in records])
+        self.duration_ns = sorted([each.duration_ns for each in records])
+        self.queued_ns = sorted([each.queue_ns for each in records if each.queue_ns is not None])
+        self.tpot_ns = sorted([each.tpot_ns for each in records if each.tpot_ns is not None])
+        begun = [each for each in records if each.ttft_ns is not None]
+        self.ttft_ns = sorted([each.ttft_ns or 0 for each in begun])
+        waits = [min(each.queue_ns or 0, each.ttft_ns or 0) for each in begun]
+        self.prefill_ns = sorted(
+            [(each.ttft_ns or 0) - wait for each, wait in zip(begun, waits, strict=True)]
+        )
+        self.queue_ns = sorted(waits)
+        """Of those with a first token: with `prefill_ns` it is their TTFT."""
+        self.decode_ns = sorted([max(0, each.duration_ns - (each.ttft_ns or 0)) for each in begun])
+
 
 US = 1_000
 """Nanoseconds; buckets count whole microseconds."""
@@ -31,14 +83,17 @@ class Latency(msgspec.Struct, array_like=True):
         """How many durations there are."""
         return sum(self.buckets.values())
 
-    def observe(self, ns: int) -> None:
-        """Count one duration."""
-        us = ns // US
-        if not 0 <= us <= _US_MAX:
-            us = 0 if us < 0 else _US_MAX
-        bucket = bucket_of(us)
-        self.sum_us += us
-        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+    def observe_all(self, times_ns: Sequence[int]) -> None:
+        """Count several durations, which are sorted: a search for each bucket that has some."""
+        self.sum_us += sum([min(max(0, ns // US), _US_MAX) for ns in times_ns])
+        begin, buckets = 0, self.buckets
+        while begin < len(times_ns):
+            bucket = bucket_of(min(max(0, times_ns[begin] // US), _US_MAX))
+            end = bisect_left(times_ns, bounds_us(bucket + 1) * US, begin + 1)
+            if bucket == _LAST:
+                end = len(times_ns)
+            buckets[bucket] = buckets.get(bucket, 0) + end - begin
+            begin = end
 
     def add(self, other: "Latency") -> None:
         """Count all of another one's."""
@@ -72,6 +127,9 @@ def bounds_us(bucket: int) -> int:
     """The least duration of a bucket."""
     shift = max(0, bucket // _SUB - 1)
     return (bucket - shift * _SUB) << shift
+
+
+_LAST = bucket_of(_US_MAX)
 
 
 class Counts(msgspec.Struct, array_like=True):

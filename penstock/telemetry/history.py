@@ -17,6 +17,7 @@ clock's, since the numbers outlive the process.
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -24,8 +25,17 @@ import msgspec
 from penstock.clock import NS_PER_S, Clock
 from penstock.policy.admission.admit import Promises
 from penstock.telemetry.catalog import OutcomeLabel
-from penstock.telemetry.counts import Book, Counts, Latency, Series, available_of, decode_rows
-from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.counts import (
+    Book,
+    Counts,
+    EndedTogether,
+    Latency,
+    RequestMeasurement,
+    Series,
+    available_of,
+    decode_rows,
+)
+from penstock.telemetry.metrics import Metrics
 
 SERIES_MAX = 64
 RECENT_STEP_S, RECENT_S = 5, 900
@@ -59,8 +69,18 @@ def _outcome(outcome: OutcomeLabel) -> _Outcome:
 _OUTCOMES = {outcome: _outcome(outcome) for outcome in OutcomeLabel}
 
 
+AT_ONCE_MAX = 256
+"""Requests that are counted together: they wait until somebody asks, or so many have ended."""
+_ALIKE = attrgetter("endpoint", "outcome", "tenant", "tier", "band", "worker")
+
+
 class Recorder:
-    """The requests that have ended in this process since the last `take`."""
+    """Counts the requests that have ended in this process: on the page of metrics, and for the history since
+    the last `take`.
+
+    Several at a time: what is the same of them is looked up once, and their times are sorted into the buckets
+    of ten histograms at once, which costs each a third of what it would cost alone.
+    """
 
     def __init__(self, promises: Promises, metrics: Metrics) -> None:
         """`promises` are admission's: an answer is late by the same times as it was let in by, as
@@ -70,45 +90,68 @@ class Recorder:
         self._promises, self._metrics, self._book = promises, metrics, Book(SERIES_MAX)
         self._series: dict[tuple[str, str], Series] = {}
         """By model and band, of which there are as many as the configuration has."""
+        self._ended: list[tuple[str, RequestMeasurement]] = []
+        metrics.count_ended = self.count
 
     def ended(self, model: str, record: RequestMeasurement) -> None:
         """Count one request, once."""
-        series = self._series.get((model, record.band))
-        if series is None:
-            series = self._series[model, record.band] = Series(model, record.band)
-        counts, judged = self._book.of(series), self._metrics.judged
-        outcomes, outcome = counts.outcomes, _OUTCOMES[record.outcome]
-        outcomes[outcome.name] = outcomes.get(outcome.name, 0) + 1
-        counts.prompt_tokens += record.prompt_tokens
-        counts.cached_tokens += record.cached_tokens
-        counts.generated_tokens += record.generated_tokens
-        if outcome.is_due:
-            judged(model, record.band, "availability", missed=outcome.is_bad)
-        promise = self._promises.of(tier=record.tier, band=record.band)
-        ttft_ns, tpot_ns = record.ttft_ns, record.tpot_ns
-        if ttft_ns is not None:
-            queue_ns = min(record.queue_ns or 0, ttft_ns)
-            counts.queue.observe(queue_ns)
-            counts.prefill.observe(ttft_ns - queue_ns)
-            counts.ttft.observe(ttft_ns)
-            if promise.ttft_ns:
-                late, far = ttft_ns > promise.ttft_ns, ttft_ns > 2 * promise.ttft_ns
-                counts.ttft_due += 1
-                counts.ttft_late += late
-                counts.ttft_far += far
-                judged(model, record.band, "ttft", missed=late)
-                judged(model, record.band, "ttft_double", missed=far)
-        if tpot_ns is not None:
-            counts.tpot.observe(tpot_ns)
-            if promise.tpot_ns:
-                late = tpot_ns > promise.tpot_ns
-                counts.tpot_due += 1
-                counts.tpot_late += late
-                judged(model, record.band, "tpot", missed=late)
+        self._ended.append((model, record))
+        if len(self._ended) >= AT_ONCE_MAX:
+            self.count()
+
+    def count(self) -> None:
+        """Count those that wait for it."""
+        ended, self._ended = self._ended, []
+        alike: dict[tuple[object, ...], list[RequestMeasurement]] = {}
+        for model, record in ended:
+            key = (model, _ALIKE(record))
+            if (found := alike.get(key)) is None:
+                alike[key] = [record]
+            else:
+                found.append(record)
+        for (model, _), records in alike.items():
+            together = EndedTogether(*records)
+            assert isinstance(model, str)
+            self._metrics.model(model).requests_ended(together)
+            self._metrics.tenant(together)
+            self._count(model, together)
 
     def take(self) -> Book:
         """The requests that ended since the last time."""
+        self.count()
         return self._book.take()
+
+    def _count(self, model: str, ended: EndedTogether) -> None:
+        like, judged = ended.like, self._metrics.judged
+        series = self._series.get((model, like.band))
+        if series is None:
+            series = self._series[model, like.band] = Series(model, like.band)
+        counts, outcome = self._book.of(series), _OUTCOMES[like.outcome]
+        counts.outcomes[outcome.name] = counts.outcomes.get(outcome.name, 0) + ended.count
+        counts.prompt_tokens += ended.prompt_tokens
+        counts.cached_tokens += ended.cached_tokens
+        counts.generated_tokens += ended.generated_tokens
+        if outcome.is_due:
+            judged(model, like.band, "availability", due=ended.count, missed=outcome.is_bad * ended.count)
+        counts.queue.observe_all(ended.queue_ns)
+        counts.prefill.observe_all(ended.prefill_ns)
+        counts.ttft.observe_all(ended.ttft_ns)
+        counts.tpot.observe_all(ended.tpot_ns)
+        promise = self._promises.of(tier=like.tier, band=like.band)
+        if promise.ttft_ns and ended.ttft_ns:
+            due = len(ended.ttft_ns)
+            late, far = (due - bisect_right(ended.ttft_ns, n * promise.ttft_ns) for n in (1, 2))
+            counts.ttft_due += due
+            counts.ttft_late += late
+            counts.ttft_far += far
+            judged(model, like.band, "ttft", due=due, missed=late)
+            judged(model, like.band, "ttft_double", due=due, missed=far)
+        if promise.tpot_ns and ended.tpot_ns:
+            due = len(ended.tpot_ns)
+            late = due - bisect_right(ended.tpot_ns, promise.tpot_ns)
+            counts.tpot_due += due
+            counts.tpot_late += late
+            judged(model, like.band, "tpot", due=due, missed=late)
 
 
 class Columns(msgspec.Struct, kw_only=True):

@@ -6,7 +6,7 @@ library's, whose locks and checks cost a request more than everything else that 
 be written by any thread.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Generic, TypeVar
@@ -75,6 +75,17 @@ class Histogram:
         """Count one observation."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Count several observations, which are sorted: a search for each bucket that has some."""
+        bounds, counts, num, below = self._bounds, self.counts, len(values), 0
+        bucket = bisect_left(bounds, values[0]) if num else 0
+        while below < num and bucket < len(bounds):
+            upto = bisect_right(values, bounds[bucket], below)
+            counts[bucket] += upto - below
+            below, bucket = upto, bucket + 1
+        counts[-1] += num - below
+        self.sum += sum(values)
 
     @property
     def count(self) -> int:

@@ -12,10 +12,8 @@ least, with its count.
 """
 
 from collections import Counter as Counts
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
-
-import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.kv.index.locality import LocalityStatistics
@@ -25,6 +23,7 @@ from penstock.policy.placement.pick import Decision
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import ModelInfo, Stats
 from penstock.telemetry.catalog import CATALOG, BlockState, Endpoint, OutcomeLabel
+from penstock.telemetry.counts import EndedTogether
 from penstock.telemetry.instruments import Counter, Instruments, MetricFamily
 from penstock.telemetry.ledger import LedgerStatistics
 from penstock.telemetry.worker_meters import AnomalyMeters, Followed, WorkerLabels, WorkerMeters
@@ -96,24 +95,8 @@ class BackendMeters:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class RequestMeasurement(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One ended request, as it is counted. A time that never was (no first token) is None."""
-
-    endpoint: Endpoint
-    outcome: OutcomeLabel
-    duration_ns: int
-    queue_ns: int | None = None
-    ttft_ns: int | None = None
-    tpot_ns: int | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    tenant: str = ""
-    tier: str = ""
-    band: str = ""
-    """Its tenant's."""
-    worker: str = ""
-    """The last that it ran on; empty: none."""
+def _nothing() -> None:
+    """No requests wait to be counted."""
 
 
 class Metrics:
@@ -121,6 +104,8 @@ class Metrics:
 
     def __init__(self, models: Sequence[str], *, version: str) -> None:
         self._table = Instruments(CATALOG)
+        self.count_ended: Callable[[], None] = _nothing
+        """Counts the requests that have ended and are not on the page yet (`telemetry.history.Recorder`)."""
         self._models = {name: ModelMetrics(self._table, name) for name in models}
         self._responses = self._table.counter("penstock_http_responses_total")
         self._by_code: dict[int, Counter] = {}
@@ -322,21 +307,20 @@ class Metrics:
         """A first token came: the relative error of when it was expected."""
         self._errors.labels(model).observe(error)
 
-    def judged(self, model: str, band: str, objective: str, *, missed: bool) -> None:
-        """An ended request had to meet an objective (`telemetry.history.Objective`)."""
+    def judged(self, model: str, band: str, objective: str, *, due: int, missed: int) -> None:
+        """So many ended requests had to meet an objective (`telemetry.history.Objective`), and did not."""
         key = (model, band, objective)
         found = self._slo.get(key)
         if found is None:
             found = self._slo[key] = (self._slo_due.labels(*key), self._slo_missed.labels(*key))
-        found[0].inc()
-        if missed:
-            found[1].inc()
+        found[0].inc(due)
+        found[1].inc(missed)
 
-    def tenant(self, record: RequestMeasurement) -> None:
-        """Count one request of a tenant; of those that use little as of "other"."""
-        tokens = record.prompt_tokens + record.generated_tokens
-        label = self._tenants.label(record.tenant, tokens)
-        self._tenant_requests.labels(label).inc()
+    def tenant(self, ended: "EndedTogether") -> None:
+        """Count requests of a tenant; of those that use little as of "other"."""
+        tokens = ended.prompt_tokens + ended.generated_tokens
+        label = self._tenants.label(ended.like.tenant, tokens)
+        self._tenant_requests.labels(label).inc(ended.count)
         self._tenant_tokens.labels(label).inc(tokens)
 
     def disk_free(self, share: float) -> None:
@@ -349,6 +333,7 @@ class Metrics:
 
     def render(self, names: Iterable[str] | None = None) -> bytes:
         """All of it, or these metrics, in Prometheus' text format; serve it as `CONTENT_TYPE`."""
+        self.count_ended()
         return self._table.page(names)
 
 
@@ -363,7 +348,7 @@ class ModelMetrics:
             for outcome in OutcomeLabel
         }
         self.ttft = table.histogram("penstock_request_ttft_seconds").labels(model)
-        """Of all answers so far."""
+        """Of all answers that were counted so far."""
         self._tpot = table.histogram("penstock_request_tpot_seconds").labels(model)
         self._duration = table.histogram("penstock_request_duration_seconds").labels(model)
         self._queue = table.histogram("penstock_request_queue_seconds").labels(model)
@@ -400,27 +385,27 @@ class ModelMetrics:
         states = table.gauge("penstock_workers")
         self._workers = {state: states.labels(model, state.value) for state in WorkerState}
 
-    def request_ended(self, record: RequestMeasurement) -> None:
-        """Count one request; exactly once, when it is over."""
-        self._requests[record.endpoint, record.outcome].inc()
-        duration_ns, queue_ns, ttft_ns = record.duration_ns, record.queue_ns, record.ttft_ns
-        self._duration.observe(duration_ns / NS_PER_S)
-        if queue_ns is not None:
-            self._queue.observe(queue_ns / NS_PER_S)
-        if ttft_ns is not None:
-            self.ttft.observe(ttft_ns / NS_PER_S)
-            self._prefill.observe((ttft_ns - min(queue_ns or 0, ttft_ns)) / NS_PER_S)
-            self._decode.observe(max(0, duration_ns - ttft_ns) / NS_PER_S)
-        if record.tpot_ns is not None:
-            self._tpot.observe(record.tpot_ns / NS_PER_S)
-        self._prompt.inc(record.prompt_tokens)
-        self._cached.inc(record.cached_tokens)
-        self._generated.inc(record.generated_tokens)
-        if record.worker and record.outcome is OutcomeLabel.ERROR:
-            self._by_worker.failed(record.worker)
-        elif record.worker and ttft_ns is not None and record.outcome is not OutcomeLabel.ABORT:
-            prefill_ns = ttft_ns - min(queue_ns or 0, ttft_ns)
-            self._by_worker.answered(record.worker, prefill_ns, max(0, duration_ns - ttft_ns))
+    def requests_ended(self, ended: EndedTogether) -> None:
+        """Count requests; each exactly once, when it is over."""
+        like = ended.like
+        self._requests[like.endpoint, like.outcome].inc(ended.count)
+        for histogram, times_ns in (
+            (self._duration, ended.duration_ns),
+            (self._queue, ended.queued_ns),
+            (self.ttft, ended.ttft_ns),
+            (self._prefill, ended.prefill_ns),
+            (self._decode, ended.decode_ns),
+            (self._tpot, ended.tpot_ns),
+        ):
+            histogram.observe_all([ns / NS_PER_S for ns in times_ns])
+        self._prompt.inc(ended.prompt_tokens)
+        self._cached.inc(ended.cached_tokens)
+        self._generated.inc(ended.generated_tokens)
+        if like.worker and like.outcome is OutcomeLabel.ERROR:
+            self._by_worker.failed(like.worker, ended.count)
+        elif like.worker and ended.ttft_ns and like.outcome is not OutcomeLabel.ABORT:
+            prefill_ns, decode_ns = sum(ended.prefill_ns), sum(ended.decode_ns)
+            self._by_worker.answered(like.worker, len(ended.ttft_ns), prefill_ns, decode_ns)
 
     def workers(self, states: Iterable[WorkerState]) -> None:
         """The states of all workers."""

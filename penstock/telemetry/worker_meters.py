@@ -170,16 +170,16 @@ class WorkerMeters:
                 if stats.readings is not None:
                     self._devices.follow(worker, stats.readings)
 
-    def answered(self, worker: str, prefill_ns: int, decode_ns: int) -> None:
-        """It gave an answer."""
+    def answered(self, worker: str, count: int, prefill_ns: int, decode_ns: int) -> None:
+        """It gave so many answers, which took it these times together."""
         answered, _, prefill, decode = self._served.get(worker) or self._serves(worker)
-        answered.inc()
+        answered.inc(count)
         prefill.inc(prefill_ns / NS_PER_S)
         decode.inc(decode_ns / NS_PER_S)
 
-    def failed(self, worker: str) -> None:
-        """A request ended there with an error."""
-        (self._served.get(worker) or self._serves(worker))[1].inc()
+    def failed(self, worker: str, count: int) -> None:
+        """So many requests ended there with an error."""
+        (self._served.get(worker) or self._serves(worker))[1].inc(count)
 
     def _serves(self, worker: str) -> tuple[Counter, Counter, Counter, Counter]:
         labels = self._model, worker

@@ -262,6 +262,27 @@ def test_capacity_tells_its_opinions_and_takes_an_order_with_an_end(page, until,
     assert server.plans == [{"model": "chat-8b", "workers": 9, "for_s": 1800}, {"model": "chat-8b"}]
 
 
+def test_an_alert_leads_to_its_section_of_the_runbook(page, until, replay, findings) -> None:
+    opened = page(replay().url + "/console#/alerts", width=390, height=844)
+    opened.get_by_role("link", name="What to do").click()
+    section = opened.get_by_role("complementary", name="TtftBurn")
+    section.get_by_text("First tokens come later than promised").wait_for()
+    assert section.locator("ol > li").count() == 3
+    assert not findings(opened)
+    section.get_by_role("link", name="UtilisationHigh").click()
+    opened.get_by_role("complementary", name="UtilisationHigh").get_by_text(
+        "A burst has nothing left"
+    ).wait_for()
+    opened.keyboard.press("Escape")
+    until(opened, "location.hash === '#/alerts' && !document.querySelector('.drawer')")
+
+
+def test_a_short_page_on_a_phone_begins_at_its_top(page, replay) -> None:
+    opened = page(replay().url + "/console#/playground", width=390, height=844)
+    opened.get_by_role("heading", name="Playground").wait_for()
+    assert opened.get_by_role("heading", name="Playground").bounding_box()["y"] < 120
+
+
 def test_a_phone_has_every_page_behind_one_button(page, until, replay) -> None:
     opened = page(replay().url + "/console", width=390, height=844)
     opened.get_by_role("link", name="Fleet").wait_for()

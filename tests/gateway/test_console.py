@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.tree import SloConfig
 from penstock.gateway.api import feed as feeds
 from penstock.gateway.api.console import STATIC
 from penstock.gateway.api.services import KEPT_MAX
 from penstock.gateway.identity import api_keys
+from penstock.telemetry.alerts import rules
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "console"
@@ -111,6 +113,15 @@ def test_other_files_are_not_served(running, path):
     assert fetch(running, path).status == 404
 
 
+def test_the_runbook_is_the_one_of_the_docs_and_has_every_alert(running):
+    answer = fetch(running, "/console/runbook.md")
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/markdown; charset=utf-8")
+    assert answer.headers["cache-control"] == "no-cache"
+    text = answer.body.decode()
+    assert text == (SOURCES.parent / "docs" / "runbook.md").read_text()
+    assert {rule.name for rule in rules(SloConfig())} <= set(re.findall(r"^## (\w+)$", text, re.MULTILINE))
+
+
 def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -123,7 +134,8 @@ def test_the_built_page_belongs_to_these_sources():
         if path.is_file() and "node_modules" not in path.parts
     }
     assert manifest["sources"] == sources, "run `make console` (it takes Node)"
-    built = {path.name: digest(path) for path in STATIC.iterdir() if path.name != "manifest.json"}
+    others = ("manifest.json", "runbook.md")
+    built = {path.name: digest(path) for path in STATIC.iterdir() if path.name not in others}
     assert manifest["built"] == built
 
 

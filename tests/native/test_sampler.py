@@ -57,12 +57,13 @@ def test_draws_are_those_of_the_torch_sampler(kernels, rng, vocab_size: int, spr
 
 
 @pytest.mark.parametrize("vocab_size", [5, 257, 3000])
-def test_only_tokens_whose_bits_are_set_are_drawn(kernels, rng, vocab_size: int) -> None:
+@pytest.mark.parametrize("share", [0.002, 0.2, 0.98])
+def test_only_tokens_whose_bits_are_set_are_drawn(kernels, rng, vocab_size: int, share: float) -> None:
     cases = CASES * 10
     logits = torch.randn(len(cases), vocab_size, generator=rng) * 3
     logits[0, :] = torch.nan  # Of a row whose mask hides all of it but one token.
     logits[0, 3] = 1.0
-    allowed = torch.rand(len(cases), vocab_size, generator=rng) < 0.2
+    allowed = torch.rand(len(cases), vocab_size, generator=rng) < share
     allowed[:, 3] = True
     allowed[0, :] = False
     allowed[0, 3] = True
@@ -82,6 +83,22 @@ def test_only_tokens_whose_bits_are_set_are_drawn(kernels, rng, vocab_size: int)
     free = torch.from_numpy(of_row < 0)
     assert (allowed.gather(1, ours[:, None])[:, 0] | free).all()
     assert torch.equal(ours[free], NativeSampler(kernels).draw(logits, rows(cases))[free])
+    hidden = NativeSampler(kernels).draw(logits.masked_fill(~allowed, -torch.inf), rows(cases))
+    assert torch.equal(ours[~free], hidden[~free])
+
+
+def test_a_winner_among_all_tokens_is_the_winner_among_those_that_are_allowed(kernels, rng) -> None:
+    """Rows without filters need no mask where their grammar allows what they draw."""
+    cases = [{"temperature": each} for each in (0.0, 0.7, 1.0, 1.5)] * 50
+    logits = torch.randn(len(cases), 3000, generator=rng) * 3
+    allowed = torch.rand(len(cases), 3008, generator=rng) < 0.8
+    bits = np.packbits(allowed.numpy(), axis=1, bitorder="little").view(np.int32)
+    masked = replace(rows(cases), masks=Masks(bits, np.arange(len(cases), dtype=np.int32)))
+    for sampler in (NativeSampler(kernels), Sampler(3000)):
+        found, among_allowed = sampler.draw(logits, rows(cases)), sampler.draw(logits, masked)
+        may = allowed.gather(1, found[:, None])[:, 0]
+        assert 20 < may.sum() < len(cases)
+        assert torch.equal(found[may], among_allowed[may])
 
 
 def test_a_row_depends_on_itself_alone(kernels, rng) -> None:

@@ -10,14 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.backends.http.engine_metrics import LOAD_NAMES, load_of, parse_metrics
 from penstock.protocol.worker import Stats
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
-from penstock.telemetry.metrics import (
-    FOLLOWED_MAX,
-    OTHER,
-    TENANTS_MAX,
-    Metrics,
-    RequestMeasurement,
-    TenantLabels,
-)
+from penstock.telemetry.counts import EndedTogether, RequestMeasurement
+from penstock.telemetry.metrics import FOLLOWED_MAX, OTHER, TENANTS_MAX, Metrics, TenantLabels
 from penstock.telemetry.pages import COMPUTED, RENAMED, aliases, label_of
 
 VLLM = dict(
@@ -31,12 +25,12 @@ def page() -> bytes:
     metrics = Metrics(['m"x'], version="0")
     model = metrics.model('m"x')
     for outcome in (OutcomeLabel.STOP, OutcomeLabel.TOOL_CALLS, OutcomeLabel.SHED):
-        model.request_ended(
+        model.requests_ended(EndedTogether(
             RequestMeasurement(
                 endpoint=Endpoint.CHAT, outcome=outcome, duration_ns=2 * 10**9, queue_ns=10**8,
                 ttft_ns=3 * 10**8, tpot_ns=10**7, prompt_tokens=100, cached_tokens=40, generated_tokens=10,
             )
-        )  # fmt: skip
+        ))  # fmt: skip
     stats = Stats(step=1, running=2, waiting=3, blocks_total=100, blocks_used=25, blocks_cached=50)
     model.engine_stats({"w-0": stats})
     info = msgspec.structs.replace(FAKE_INFO, block_tokens=16, adapter_slots=20)

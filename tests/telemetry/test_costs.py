@@ -9,7 +9,8 @@ from penstock.clock import NS_PER_S, ManualClock
 from penstock.policy.lifecycle.machine_costs import Costs
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.costs import CostDays, CostSums, account, cost_accounts, read_days
-from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.counts import EndedTogether, RequestMeasurement
+from penstock.telemetry.metrics import Metrics
 
 MIDNIGHT = 1_700_006_400
 """2023-11-15, in seconds."""
@@ -20,12 +21,12 @@ def page(*costs: Costs, model: str = 'a "model"') -> bytes:
     metrics = Metrics([model], version="0")
     for each in costs:
         metrics.accelerator_costs({model: each})
-    metrics.model(model).request_ended(
+    metrics.model(model).requests_ended(EndedTogether(
         RequestMeasurement(
             endpoint=Endpoint.CHAT, outcome=OutcomeLabel.STOP, duration_ns=1, prompt_tokens=90,
             generated_tokens=10,
         )
-    )  # fmt: skip
+    ))  # fmt: skip
     return metrics.render()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -12,10 +13,10 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import LogConfig
 from penstock.policy.admission.admit import Promises
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
-from penstock.telemetry.counts import Book, Counts, Latency, Series, bounds_us, bucket_of
-from penstock.telemetry.history import COLUMNS_MAX, DAY_S, SERIES_MAX, SLO_S, History, Recorder
+from penstock.telemetry.counts import Book, Counts, Latency, RequestMeasurement, Series, bounds_us, bucket_of
+from penstock.telemetry.history import AT_ONCE_MAX, COLUMNS_MAX, DAY_S, SERIES_MAX, SLO_S, History, Recorder
 from penstock.telemetry.log import Log
-from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.watch import HistoryFiles, HistoryKeeper
 
 M = Series("m", "default")
@@ -66,13 +67,38 @@ def test_buckets_are_narrow_and_in_order(us):
 @given(st.lists(st.integers(0, 10**10), min_size=1, max_size=200), st.sampled_from([0.5, 0.95, 0.99]))
 def test_percentiles_of_a_sum_are_those_of_all(values, share):
     whole, parts = Latency(), [Latency(), Latency()]
+    whole.observe_all(sorted(values))
     for i, ns in enumerate(values):
-        whole.observe(ns)
-        parts[i % 2].observe(ns)
+        parts[i % 2].observe_all([ns])
     parts[0].add(parts[1])
     assert parts[0] == whole
     exact_ms = sorted(values)[max(0, -(-len(values) * round(share * 100) // 100) - 1)] / NS_PER_MS
     assert abs(whole.quantile_ms(share) - exact_ms) <= exact_ms / 15 + 0.002
+
+
+@given(st.lists(st.integers(-5, 10**14), max_size=50))
+def test_durations_beyond_the_bounds_count_as_the_bounds(values):
+    found = Latency()
+    found.observe_all(sorted(values))
+    us = [min(max(0, ns // 1000), (1 << 32) - 1) for ns in values]
+    assert found == Latency(sum(us), dict(Counter(map(bucket_of, sorted(us)))))
+
+
+def test_requests_that_ended_are_on_the_page_and_in_the_history_once():
+    metrics = Metrics(["m"], version="0")
+    recorder = Recorder(Promises(AdmissionConfig()), metrics)
+    for number in range(AT_ONCE_MAX + 40):  # More than are counted together, of two kinds.
+        ended(recorder, ttft_ms=100 + number, tenant="a" if number % 3 else "b")
+        if number == 10:
+            assert b'penstock_request_ttft_seconds_count{model="m"} 11.0' in metrics.render()
+    ended(recorder, outcome=OutcomeLabel.SHED)
+    page = metrics.render().decode()
+    assert 'outcome="stop"} 296.0' in page
+    assert 'outcome="shed"} 1.0' in page
+    assert page == metrics.render().decode(), "nothing is counted twice"
+    ((_, counts),) = recorder.take()
+    assert (counts.requests, counts.ttft.count) == (297, 296)
+    assert not recorder.take()
 
 
 def test_a_window_has_what_ended_in_it_by_model_and_band(clock, recorder):
@@ -129,8 +155,10 @@ def test_a_day_is_shown_in_few_columns_and_three_days_are_counted(clock, recorde
     assert history.slo(M, "ttft", SLO_S).total == 0
 
 
-def test_what_is_over_the_bound_is_other(clock, recorder):
+def test_what_is_over_the_bound_is_other(clock):
     history = History(clock)
+    models = [f"m{i}" for i in range(SERIES_MAX + 30)]
+    recorder = Recorder(Promises(AdmissionConfig()), Metrics(models, version="0"))
     for i in range(SERIES_MAX + 30):
         ended(recorder, model=f"m{i}")
     history.add(recorder.take())

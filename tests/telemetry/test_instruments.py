@@ -50,6 +50,18 @@ def test_the_page_is_the_one_of_the_client_library(counts, times) -> None:
     ]
 
 
+@given(times=st.lists(numbers))
+def test_observations_that_are_counted_together_are_counted_as_one_by_one(times) -> None:
+    single, together = Instruments(CATALOG), Instruments(CATALOG)
+    times.sort()
+    for number in times:
+        single.histogram("h_seconds").labels("m").observe(number)
+    together.histogram("h_seconds").labels("m").observe_all(times)
+    one, all_of_them = (each.histogram("h_seconds").labels("m") for each in (single, together))
+    assert one.counts == all_of_them.counts
+    assert one.sum == pytest.approx(all_of_them.sum)
+
+
 def test_what_is_removed_is_not_shown_and_begins_anew() -> None:
     ours = Instruments(CATALOG)
     family = ours.counter("c_total")

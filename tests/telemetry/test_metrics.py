@@ -15,7 +15,8 @@ from penstock.policy.terms import PlacementTerms
 from penstock.protocol.worker import Stats
 from penstock.protocol.worker_parts import DeviceReadings, GpuReadings
 from penstock.telemetry.catalog import CATALOG, Endpoint, OutcomeLabel
-from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.counts import EndedTogether, RequestMeasurement
+from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.worker_meters import WorkerLabels
 from penstock.types import FinishReason, RequestId, WorkerId
 
@@ -49,9 +50,13 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     metrics.budget_warning("day")
     metrics.model("m").engine_stats({"m-0": None})
     metrics.tenant(
-        RequestMeasurement(endpoint=Endpoint.CHAT, outcome=OutcomeLabel.STOP, duration_ns=1, prompt_tokens=1)
+        EndedTogether(
+            RequestMeasurement(
+                endpoint=Endpoint.CHAT, outcome=OutcomeLabel.STOP, duration_ns=1, prompt_tokens=1
+            )
+        )
     )
-    metrics.judged("m", "default", "ttft", missed=True)
+    metrics.judged("m", "default", "ttft", due=1, missed=1)
     metrics.queue_waiting("m", 1)
     metrics.scale_wanted.labels("m", "").set(1)
     for count in (metrics.refused, metrics.evicted, metrics.diverted):
@@ -95,11 +100,11 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     for each in told:
         metrics.model("m").engine_stats({"m-0": each})
     metrics.model("m").worker_facts({"m-0": WorkerLabels("penstock", "f00", "a device")})
-    metrics.model("m").request_ended(
+    metrics.model("m").requests_ended(EndedTogether(
         RequestMeasurement(
             endpoint=Endpoint.CHAT, outcome=OutcomeLabel.ERROR, duration_ns=1, worker="m-0"
         )
-    )  # fmt: skip
+    ))  # fmt: skip
     metrics.model("m").model_info(INFO, {"fr": 1})
     assert exposed_names(metrics) == GOLDEN.read_text().splitlines()
     assert value(metrics, "DCGM_FI_DEV_XID_ERRORS", model="m", worker="m-0", gpu="1") == 79
@@ -152,7 +157,7 @@ def test_a_request_is_counted_once_in_everything() -> None:
         cached_tokens=64,
         generated_tokens=7,
     )
-    metrics.model("m").request_ended(msgspec.structs.replace(record, worker="m-0"))
+    metrics.model("m").requests_ended(EndedTogether(msgspec.structs.replace(record, worker="m-0")))
     assert value(metrics, "penstock_requests_total", model="m", endpoint="chat", outcome="stop") == 1
     at_worker = {"model": "m", "worker": "m-0"}
     assert value(metrics, "penstock_worker_requests_total", outcome="answered", **at_worker) == 1
@@ -173,8 +178,10 @@ def test_a_request_is_counted_once_in_everything() -> None:
 
 def test_a_request_without_tokens_has_no_token_times() -> None:
     metrics = Metrics(["m"], version="0")
-    metrics.model("m").request_ended(
-        RequestMeasurement(endpoint=Endpoint.COMPLETIONS, outcome=OutcomeLabel.SHED, duration_ns=MS)
+    metrics.model("m").requests_ended(
+        EndedTogether(
+            RequestMeasurement(endpoint=Endpoint.COMPLETIONS, outcome=OutcomeLabel.SHED, duration_ns=MS)
+        )
     )
     assert value(metrics, "penstock_requests_total", model="m", endpoint="completions", outcome="shed") == 1
     for name in ("ttft", "tpot", "queue"):

@@ -22,7 +22,8 @@ from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
 from penstock.telemetry.alerting import Alert
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
-from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.counts import EndedTogether, RequestMeasurement
+from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.webhook import webhook_body
 from penstock.telemetry.worker_meters import WorkerLabels
 
@@ -69,10 +70,10 @@ class Server:
         )  # fmt: skip
         model = self.metrics.model("m")
         model.worker_facts({"m-0": WorkerLabels("penstock", "f00", "a device")})
-        model.request_ended(record)
-        self.metrics.tenant(record)
+        model.requests_ended(EndedTogether(record))
+        self.metrics.tenant(EndedTogether(record))
         for objective in ("availability", "ttft"):
-            self.metrics.judged("m", "default", objective, missed=False)
+            self.metrics.judged("m", "default", objective, due=1, missed=0)
         model.engine_stats({"m-0": Stats(step=self.steps, running=2, waiting=0, blocks_total=9, blocks_used=3,
                                          blocks_cached=3, step_ns=self.steps * 10**8)})  # fmt: skip
         model.workers([WorkerState.READY])

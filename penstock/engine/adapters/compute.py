@@ -1,98 +1,26 @@
 """Adapters as a step computes with them.
 
     Packed            what a decoder has made of an adapter's weights; rows of a step point to it
-    NativePacker      for the native kernels, which add them to a linear's sums before those are rounded
+    native_layout     for the native kernels, which add them to a linear's sums before those are rounded
     TorchPacker       for torch: the decoder's linears become `AdaptedLinear`s
 
 Rows of one step may have different adapters, or none. A row's bits depend on its own adapter alone: not on
 those of other rows, nor on how many rows share one.
 """
 
-import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.files import AdapterReader, AdapterWeights, Layer, LoraPart, Packed, Packer
+from penstock.engine.adapters.files import AdapterReader, AdapterWeights, LoraPart, Packed, Packer
+from penstock.engine.adapters.native_layout import NativePacker
 from penstock.engine.arrays import Int32Array
 from penstock.engine.layers.linear import Linear, Pads, TorchLinear, torch_linear
-from penstock.engine.native.library import AdapterLayer, AdapterLinear, AdapterPart, NativeLibrary
-from penstock.models.adapters import FUSED
+from penstock.engine.native.library import NativeLibrary
 from penstock.models.registry import FAMILIES
 from penstock.models.spec import DecoderSpec
-
-GROUP = 16
-"""Outputs that the native kernels take together."""
-
-
-@dataclass(slots=True, frozen=True)
-class NativePacked:
-    """An adapter for the native kernels."""
-
-    layers: "ctypes.Array[AdapterLayer]"
-    num_bytes: int
-    kept: tuple[object, ...] = field(repr=False)
-    """The memory that the structs point into."""
-
-    @property
-    def address(self) -> int:
-        """Of the layers, for `PsStep.adapters`."""
-        return ctypes.addressof(self.layers)
-
-
-class NativePacker:
-    """Lays an adapter's matrices out as `kernels/adapter_rows.h` reads them."""
-
-    def __init__(self, spec: DecoderSpec) -> None:
-        self._inner = spec.intermediate_size
-
-    def pack(self, weights: AdapterWeights) -> NativePacked:
-        """See `Packer`."""
-        kept: list[object] = []
-        num_bytes = 0
-
-        def linear(layer: Layer, fused: str) -> AdapterLinear:
-            nonlocal num_bytes
-            parts = layer.get(fused, ())
-            if not parts:
-                return AdapterLinear()
-            structs = (AdapterPart * len(parts))()
-            for i, part in enumerate(parts):
-                a, b = part.a.contiguous(), _in_groups(part.b)
-                first, stride = self._place(fused, part)
-                structs[i] = AdapterPart(
-                    a=a.data_ptr(), b=b.data_ptr(), rank=a.shape[0], k=a.shape[1], groups=b.shape[0],
-                    first=first, stride=stride, scale=part.scale,
-                )  # fmt: skip
-                kept.extend((a, b))
-                num_bytes += a.nbytes + b.nbytes
-            kept.append(structs)
-            return AdapterLinear(structs, len(parts))
-
-        layers = (AdapterLayer * len(weights.layers))(
-            *(AdapterLayer(*(linear(layer, fused) for fused in FUSED)) for layer in weights.layers)
-        )
-        return NativePacked(layers, num_bytes, tuple(kept))
-
-    def _place(self, fused: str, part: LoraPart) -> tuple[int, int]:
-        """The first of a part's groups among those of the linear's sums, and from one to the next: gates and
-        ups take turns.
-        """
-        if fused == "gate_up":
-            return (0 if part.first < self._inner else 1), 2
-        assert part.first % GROUP == 0, f"heads are whole groups: {part.first}"
-        return part.first // GROUP, 1
-
-
-def _in_groups(b: Tensor) -> Tensor:
-    """`[out, rank]` as `[groups, rank, 16]`."""
-    out, rank = b.shape
-    groups = -(-out // GROUP)
-    padded = b.new_zeros(groups * GROUP, rank)
-    padded[:out] = b
-    return padded.view(groups, GROUP, rank).transpose(1, 2).contiguous()
 
 
 @dataclass(slots=True, frozen=True)
@@ -196,5 +124,5 @@ def adapter_reader(
 
     Their tensors have transformers' names, whatever the checkpoint's are called.
     """
-    packer: Packer = TorchPacker(rows_max) if native is None else NativePacker(spec)
+    packer: Packer = TorchPacker(rows_max) if native is None else NativePacker(spec, native)
     return AdapterReader(spec, FAMILIES[spec.architecture].names, dtype, packer, bytes_max=bytes_max)

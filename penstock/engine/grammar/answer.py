@@ -36,20 +36,26 @@ class GrammarAnswer:
     """The grammar's state behind the tokens that were taken so far."""
 
     __slots__ = (
-        "_is_beginning", "_is_let_be", "_matcher", "_num_thought", "_stage", "_tail", "error", "forced",
-        "grammar", "only_ends",
+        "_is_beginning", "_is_let_be", "_is_stopped", "_matcher", "_num_thought", "_stage", "_tail", "error",
+        "forced", "grammar", "is_bound", "only_ends",
     )  # fmt: skip
 
     def __init__(self, grammar: CompiledGrammar, token_ids: Iterable[int]) -> None:
         """`token_ids`: the answer so far, where it continues."""
         self.grammar = grammar
         self._matcher = grammar.first.deep_copy()
+        self._is_stopped = self._matcher.is_stopped()
+        """Asked once for each change: every call to the library counts, once per row and step."""
         self.forced: list[int] = []
         """Tokens that must come next. The matcher is behind them already."""
         self.only_ends = False
         """Nothing but the end may come next; set with the mask."""
         self.error: str | None = None
         """The error that ended the answer."""
+        self.is_bound = False
+        """The next token is a choice among those that the grammar allows: nearly always so, and then a token
+        costs three calls of the library and none of ours.
+        """
         self._is_let_be = False
         """An optional grammar could not be followed: anything goes."""
         self._num_thought = 0
@@ -62,6 +68,7 @@ class GrammarAnswer:
                 self._think()
             else:
                 self._begin()
+        self._settle()
         for token_id in token_ids:
             self.take(token_id)
 
@@ -73,9 +80,7 @@ class GrammarAnswer:
     @property
     def wants_mask(self) -> bool:
         """Whether there is a choice that the grammar bounds."""
-        if self.forced or self.error or self._matcher.is_stopped():
-            return False
-        return self._stage is Stage.BOUND or self.may_open_with is not None
+        return self.is_bound or (self.may_open_with is not None and not (self._is_stopped or self.error))
 
     @property
     def must_go_on(self) -> bool:
@@ -92,19 +97,44 @@ class GrammarAnswer:
     @property
     def is_complete(self) -> bool:
         """Whether nothing may follow."""
-        return self._stage is Stage.BOUND and not self.forced and self._matcher.is_stopped()
+        return self._is_stopped and self._stage is Stage.BOUND and not self.forced
+
+    def try_take(self, token_id: int) -> bool:
+        """Take a token that was drawn without a mask, if the grammar allows it. Only where `is_bound`."""
+        matcher = self._matcher
+        if not matcher.try_consume_tokens([token_id]):
+            return False
+        forced = matcher.compute_ff_tokens()
+        if forced or matcher.is_stopped():
+            self._force(forced)
+            self._settle()
+        return True
 
     def take(self, token_id: int) -> None:
         """The next token of the answer is known."""
         self.only_ends = False
-        if self.error is not None:
+        if self.is_bound:
+            matcher = self._matcher
+            if matcher.consume_token(token_id):
+                forced = matcher.compute_ff_tokens()
+                if not forced and not matcher.is_stopped():
+                    return
+                self._force(forced)
+            else:
+                self._fail(matcher.get_error() or _NO_MATCH)
+        elif self.error is not None:
             return
+        else:
+            self._take_other(token_id)
+        self._settle()
+
+    def _take_other(self, token_id: int) -> None:
+        """A token that is none of the grammar's choices."""
         if self.forced:
             if self.forced.pop(0) != token_id:
                 self._fail(_NO_MATCH)
             self._leave_call()
-            return
-        if self._stage is Stage.OPENING:
+        elif self._stage is Stage.OPENING:
             self._open(token_id)
         elif self._stage is Stage.BOUND:
             self._consume(token_id)
@@ -113,16 +143,27 @@ class GrammarAnswer:
         elif self.grammar.call_mark and not self._is_let_be:
             self._write(self.grammar.tokens.tokenizer.token_bytes(token_id))
 
+    def _settle(self) -> None:
+        """After every change but that of one choice behind another."""
+        self.is_bound = (
+            self._stage is Stage.BOUND and not self.forced and self.error is None and not self._is_stopped
+        )
+
     def take_forced(self) -> tuple[int, ...]:
         """Every token that must come next, now known to be part of the answer."""
+        if not self.forced:
+            return ()
         forced, self.forced = tuple(self.forced), []
         self._leave_call()
+        self._settle()
         return forced
 
     def check(self) -> None:
         """After a mask: whether the matcher can continue."""
         if self._matcher.is_error():
+            self._is_stopped = True
             self._fail(self._matcher.get_error().partition("\n")[0])
+            self._settle()
 
     # --- the reasoning ----------------------------------------------------------------------------
 
@@ -182,7 +223,7 @@ class GrammarAnswer:
             return
         self._stage = Stage.BOUND
         self._consume_text(text)
-        self._force()
+        self._force(self._matcher.compute_ff_tokens())
 
     def _write(self, data: bytes) -> None:
         """Look for the mark of a call."""
@@ -195,9 +236,10 @@ class GrammarAnswer:
             text, self._tail = self._tail[begins:], self._tail[found.end() - 1 :]
             self._is_beginning = False
             self._matcher = self.grammar.first.deep_copy()
+            self._is_stopped = self._matcher.is_stopped()
             if self._consume_text(text):
                 self._stage, self._tail = Stage.BOUND, b"\n"
-                self._force()
+                self._force(self._matcher.compute_ff_tokens())
                 return
             # The mark is part of a text: no call begins so.
         if len(self._tail) > CALL_MARK_BYTES_MAX:
@@ -215,16 +257,20 @@ class GrammarAnswer:
 
     def _consume(self, token_id: int) -> None:
         if self._matcher.consume_token(token_id):
-            self._force()
+            self._force(self._matcher.compute_ff_tokens())
         else:
             self._fail(self._matcher.get_error() or _NO_MATCH)
 
-    def _force(self) -> None:
-        if not self._matcher.is_stopped() and (forced := self._matcher.compute_ff_tokens()):
-            self._matcher.consume_tokens(forced)
+    def _force(self, forced: list[int]) -> None:
+        """These must follow."""
+        matcher = self._matcher
+        if forced:
+            matcher.consume_tokens(forced)
             self.forced = forced
-        self.check()
-        self._leave_call()
+        self._is_stopped = matcher.is_stopped()
+        if self._is_stopped:  # So it is with an error, too.
+            self.check()
+            self._leave_call()
 
     def _fail(self, why: str) -> None:
         if not self.grammar.is_optional:
@@ -241,7 +287,7 @@ class GrammarAnswer:
             and self.grammar.call_mark
             and not self.grammar.ends_with_calls
             and not self.forced
-            and self._matcher.is_stopped()
+            and self._is_stopped
             and not self._matcher.is_error()
         ):
             self._stage = Stage.WRITING

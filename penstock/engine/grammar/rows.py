@@ -2,11 +2,17 @@
 
     enter    a row's state is made on a thread, while its prompt is computed
     masks    before a draw: waits for the masks of the rows that draw
-    take     after it: states advance, and the masks of the next draw are computed on a thread, while the next
-             step computes
+    refused  after it: the draws that were made without a mask and must be made again
+    take     states advance, and the masks of the next draw are computed on a thread, while the next step
+             computes
 
 Bits of tokens are the only thing that the sampler sees. A token that is forced needs no mask: whatever is
 drawn there is replaced.
+
+Nor does a row need one where the grammar allows most tokens, as within a string: it draws among all, and only
+if the grammar refuses that token, from a mask. The draw takes the largest of scores that are each token's own
+(Gumbel-max), so a winner among all is the winner among those that are allowed. That does not hold of top-k,
+top-p and min-p, which depend on what other tokens there are: rows with those always draw from masks.
 
 A request that yields its row, or is preempted, comes back with the same answer. Its state is kept meanwhile:
 an answer of 2,000 tokens takes a tenth of a second to read again.
@@ -23,25 +29,28 @@ from penstock.engine.adjustments import Masks
 from penstock.engine.arrays import Int64Array
 from penstock.engine.grammar.answer import GrammarAnswer
 from penstock.engine.grammar.compiler import CompiledGrammar, GrammarTokens, eos_bits
+from penstock.engine.sampler import GREEDY_BELOW
 from penstock.schedule.plan import Forced, NewRow
-from penstock.types import RequestId
+from penstock.types import RequestId, SamplingParams
 
 KnownTokens = Callable[[int, int, int], Sequence[int]]
 """The tokens of a row, from one position up to another, as the runner remembers them."""
 _LOST = 1 << 60
 KEPT_MAX = 32
 """States of requests without a row that are kept."""
+_LOOKED_AT = 32
+"""Words of a mask, evenly spread, by which it is told whether most tokens are allowed."""
 
 
 class _Row:
     """A row whose answer has a grammar. Its fields belong to `job` until that is over."""
 
     __slots__ = (
-        "answer", "grammar", "is_entering", "is_gone", "job", "known", "num_prompt", "request_id", "run",
-        "singly",
+        "answer", "grammar", "is_entering", "is_free", "is_gone", "is_wide", "job", "known", "may_be_free",
+        "num_prompt", "request_id", "run", "singly", "taken",
     )  # fmt: skip
 
-    def __init__(self, new: NewRow, grammar: CompiledGrammar, *, singly: bool) -> None:
+    def __init__(self, new: NewRow, grammar: CompiledGrammar, *, may_be_free: bool) -> None:
         self.answer: GrammarAnswer | None = None
         self.request_id, self.grammar = new.request_id, grammar
         self.num_prompt = new.num_prompt_tokens
@@ -49,25 +58,44 @@ class _Row:
         """The position of the next token that is to be drawn; `_LOST` if `answer` may be anywhere."""
         self.run: tuple[int, ...] = ()
         """The forced tokens before that."""
-        self.singly = singly
+        self.singly = new.sampling.logprobs is not None
         """Forced tokens are drawn one at a time: each one's log-probability is wanted."""
         self.job: Future[None] | None = None
         self.is_entering = False
         """`job` is its own, and reads the answer; else it fills the masks of several rows."""
         self.is_gone = False
+        self.may_be_free = may_be_free
+        self.is_free = False
+        """The next token is drawn without a mask, and the grammar looks at it afterwards."""
+        self.is_wide = False
+        """The last mask allowed most tokens."""
+        self.taken = -1
+        """The position of a token that was drawn so, and of which the answer is behind already."""
 
 
 class GrammarRows:
     """The grammars of the rows of one runner; one step at a time."""
 
     def __init__(
-        self, max_running: int, tokens: GrammarTokens, num_threads: int, known_tokens: KnownTokens
+        self,
+        max_running: int,
+        tokens: GrammarTokens,
+        num_threads: int,
+        known_tokens: KnownTokens,
+        *,
+        asks_refused: bool = False,
     ) -> None:
-        self._known_tokens = known_tokens
+        """`asks_refused`: the caller can draw a row again before it takes the draws."""
+        self._known_tokens, self._asks_refused = known_tokens, asks_refused
         num_words = -(-tokens.vocab_size // 32)
         self._bits = np.zeros((max_running, num_words), np.int32)
         self._ends = np.array(eos_bits(tokens.eos_ids, num_words), np.uint32).view(np.int32)
-        self._eos_id = tokens.eos_ids[0]
+        self._stride = max(1, num_words // _LOOKED_AT)
+        some = ~self._ends[:: self._stride]
+        self._num_most = len(some) * 16
+        self._some_goes_on = int.from_bytes(some.tobytes(), "little")
+        """Bits of the words that are looked at, but those of ends."""
+        self._eos_ids, self._eos_id = frozenset(tokens.eos_ids), tokens.eos_ids[0]
         self._rows: dict[int, _Row] = {}
         self._kept: OrderedDict[RequestId, tuple[GrammarAnswer, list[int]]] = OrderedDict()
         """States of requests whose row was freed, and the answer so far of each; oldest first."""
@@ -82,7 +110,7 @@ class GrammarRows:
         if new.grammar is None:
             return
         assert isinstance(new.grammar, CompiledGrammar)
-        row = _Row(new, new.grammar, singly=new.sampling.logprobs is not None)
+        row = _Row(new, new.grammar, may_be_free=self._asks_refused and _draws_by_score(new.sampling))
         self._rows[new.row] = row
         answer = list(new.token_ids[new.num_prompt_tokens :])
         kept = self._kept.pop(new.request_id, None)
@@ -112,24 +140,57 @@ class GrammarRows:
         """The tokens that may be drawn at `positions` of `rows`; None: anything."""
         if not self._rows:
             return None
-        of_row = np.full(len(rows), -1, np.int32)
-        found: list[tuple[int, int]] = []
+        of_row, settled = [-1] * len(rows), None
         for i, (index, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             if (row := self._rows.get(index)) is None:
                 continue
-            self._settle(row, index, position)
-            if position != row.known:
+            if row.job is not None and row.job is not settled:
+                settled = self._wait(row)
+            row.job, row.is_entering = None, False
+            if position < row.known - len(row.run):
+                self._make_again(row, index, position)
+            if position != row.known or row.is_free:
                 continue  # It was forced, or a step that failed should have drawn the one before.
             answer = row.answer
             assert answer is not None
-            if answer.wants_mask and not answer.only_ends:
-                of_row[i] = index
+            if answer.is_bound or answer.wants_mask:
+                if not answer.only_ends:
+                    of_row[i] = index
             elif answer.must_go_on:
-                found.append((i, index))
-        for i, index in found:
-            self._bits[index] = ~self._ends
-            of_row[i] = index
-        return Masks(self._bits, of_row) if (of_row >= 0).any() else None
+                self._bits[index] = ~self._ends
+                of_row[i] = index
+        return Masks(self._bits, np.array(of_row, np.int32)) if max(of_row) >= 0 else None
+
+    def refused(
+        self, rows: Int64Array, positions: Int64Array, token_ids: Int64Array
+    ) -> tuple[Int64Array, Masks] | None:
+        """Which of the draws are not allowed though there was no mask, by index of `rows`, and the masks to
+        draw them again from; None: all are.
+        """
+        again: list[tuple[int, int, _Row]] = []
+        for i, (index, position, token_id) in enumerate(
+            zip(rows.tolist(), positions.tolist(), token_ids.tolist(), strict=True)
+        ):
+            row = self._rows.get(index)
+            if row is None or not row.is_free or position != row.known or token_id < 0:
+                continue
+            answer = row.answer
+            assert answer is not None
+            row.known = _LOST  # Until it is taken.
+            # Where nothing but the end may come there is one that is written: the mask tells.
+            if token_id not in self._eos_ids and answer.try_take(token_id):
+                row.taken = position
+            else:
+                row.known, row.is_free = position, False
+                again.append((i, index, row))
+        if not again:
+            return None
+        self._fill([index for _, index, _ in again], [row for _, _, row in again])
+        found = [(i, index) for i, index, row in again if _wants_mask(row)]
+        if not found:
+            return None
+        index = np.array([i for i, _ in found], np.int64)
+        return index, Masks(self._bits, np.array([index for _, index in found], np.int32))
 
     def __contains__(self, index: int) -> bool:
         """Whether the row's answer has a grammar."""
@@ -164,58 +225,60 @@ class GrammarRows:
         if not self._rows:
             return follows
         wanted: list[int] = []
-        for i, (index, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-            if (row := self._rows.get(index)) is None or token_ids[i] < 0:
+        for i, (index, position, token_id) in enumerate(
+            zip(rows.tolist(), positions.tolist(), token_ids.tolist(), strict=True)
+        ):
+            if (row := self._rows.get(index)) is None or token_id < 0:
                 continue
-            if position < row.known:  # Forced by a step before this one, which was on its way already.
-                token_ids[i] = row.run[position - row.known]
-                continue
-            if position > row.known:
-                continue  # The step before failed, and this one does not count.
             answer = row.answer
+            if position != row.taken:
+                if position < row.known:  # Forced by a step before this one, which was on its way already.
+                    token_ids[i] = row.run[position - row.known]
+                    continue
+                if position > row.known:
+                    continue  # The step before failed, and this one does not count.
+                assert answer is not None
+                if answer.forced:
+                    token_ids[i] = token_id = answer.forced[0]
+                elif answer.only_ends:
+                    token_ids[i] = token_id = self._eos_id
+                row.known = _LOST  # If this fails.
+                answer.take(token_id)
             assert answer is not None
-            if answer.error is None:
-                self._take_one(answer, row, i, token_ids, follows)
-            if answer.error is not None:
-                follows[i] = f"the answer's grammar became too complex: {answer.error}"
-            elif answer.wants_mask:
-                wanted.append(index)
+            row.taken, row.known = -1, position + 1
+            if not answer.is_bound or row.run:
+                row.run = () if row.singly else answer.take_forced()
+                row.known += len(row.run)
+                if row.run or answer.is_complete:
+                    follows[i] = Forced(row.run, answer.is_complete)
+                if answer.error is not None:
+                    follows[i] = f"the answer's grammar became too complex: {answer.error}"
+                    continue
+            if answer.is_bound or answer.wants_mask:
+                row.is_free = row.is_wide and row.may_be_free and answer.is_bound
+                if not row.is_free:
+                    wanted.append(index)
         if wanted:
             job = self._masking.submit(self._fill, wanted, [self._rows[index] for index in wanted])
             for index in wanted:
                 self._rows[index].job = job
         return follows
 
-    def _take_one(
-        self,
-        answer: GrammarAnswer,
-        row: _Row,
-        i: int,
-        token_ids: Int64Array,
-        follows: "dict[int, Forced | str]",
-    ) -> None:
-        if answer.forced:
-            token_ids[i] = answer.forced[0]
-        elif answer.only_ends:
-            token_ids[i] = self._eos_id
-        known, row.known = row.known, _LOST  # If this fails.
-        answer.take(int(token_ids[i]))
-        row.run = () if row.singly else answer.take_forced()
-        row.known = known + 1 + len(row.run)
-        if row.run or answer.is_complete:
-            follows[i] = Forced(row.run, answer.is_complete)
-
-    def _settle(self, row: _Row, index: int, position: int) -> None:
-        """Wait for the row's mask. A row whose draws were forgotten is made again from its known tokens: a
-        step may run out of memory behind `take`, and is planned again.
-        """
-        job, row.job, row.is_entering = row.job, None, False
-        if job is not None and job.exception() is not None:
+    def _wait(self, row: _Row) -> "Future[None] | None":
+        """For the row's mask, and those that were computed with it; None: they could not be."""
+        if row.job is not None and row.job.exception() is not None:
             row.known = _LOST
-        if position < row.known - len(row.run):
-            row.known, row.run, row.answer = _LOST, (), None  # If this fails.
-            self._make(row, index, self._known_tokens(index, row.num_prompt, position))
-            row.known = position
+            return None
+        return row.job
+
+    def _make_again(self, row: _Row, index: int, position: int) -> None:
+        """From its known tokens, where its draws were forgotten: a step may run out of memory behind `take`,
+        and is planned again.
+        """
+        row.known, row.run, row.answer = _LOST, (), None  # If this fails.
+        row.taken, row.is_free = -1, False
+        self._make(row, index, self._known_tokens(index, row.num_prompt, position))
+        row.known = position
 
     # --- on the threads ---------------------------------------------------------------------------
 
@@ -236,11 +299,28 @@ class GrammarRows:
             bits.strides[0],
             bits.shape[0],
         )
-        for answer, index in zip(answers, indexes, strict=True):
-            if (token_id := answer.may_open_with) is not None:
+        for row, answer, index in zip(rows, answers, indexes, strict=True):
+            if not answer.is_bound and (token_id := answer.may_open_with) is not None:
                 bits.view(np.uint32)[index, token_id // 32] |= np.uint32(1 << token_id % 32)
-            answer.only_ends = not (bits[index] & ~self._ends).any()
-            answer.check()
+            some = int.from_bytes(bits[index, :: self._stride].tobytes(), "little")
+            row.is_wide = some.bit_count() > self._num_most
+            answer.only_ends = False
+            if not some & self._some_goes_on:  # As after an error, which leaves no way on.
+                answer.only_ends = not (bits[index] & ~self._ends).any()
+                answer.check()
+
+
+def _draws_by_score(how: SamplingParams) -> bool:
+    """Whether what is drawn among some tokens is what is drawn among all, if it is one of them. Minimum
+    lengths look at the mask.
+    """
+    is_greedy = how.temperature < GREEDY_BELOW
+    return how.min_tokens == 0 and (is_greedy or (how.top_k <= 0 and how.top_p >= 1.0 and how.min_p <= 0))
+
+
+def _wants_mask(row: _Row) -> bool:
+    answer = row.answer
+    return answer is not None and answer.wants_mask and not answer.only_ends
 
 
 def _while_wanted(row: _Row, token_ids: Sequence[int]) -> Iterator[int]:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.compute import NativePacked
 from penstock.engine.adapters.files import Packed
+from penstock.engine.adapters.native_layout import NativePacked
 from penstock.engine.arrays import Int32Array, Int64Array
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import DecoderLimits, WeightSource
@@ -223,7 +223,7 @@ class NativeDecoder:
             self._kept.append(packed)
         # A tied table is not kept twice: rows are read back out of the packed head, unless that was rounded.
         self._kept += [layers, cache.tensor]
-        self._cache = cache.tensor
+        self._cache, self._cache_dtype = cache.tensor, cache.dtype
         kernels.advise_huge(cache.tensor.data_ptr(), cache.tensor.nbytes)
         self._struct = PsDecoder(
             layers=layers, embedding=None if is_table else self._keep(embedding.clone()), head=head,
@@ -243,16 +243,19 @@ class NativeDecoder:
         self.part_ns: Int64Array | None = None
         """Set to `[len(STEP_PARTS)]` zeros, every step adds what its parts took to it."""
 
-    def forward(self, token_ids: Tensor, samples: Tensor, attention: NativeAttention) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, samples: Tensor, attention: NativeAttention, states: Tensor | None = None
+    ) -> Tensor:
         """Compute one step; `attention.begin` has been called for it.
 
-        Token ids and samples are int64 as in `Decoder.forward`; positions follow from the rows. Returns
+        Token ids, samples and states are as in `Decoder.forward`; positions follow from the rows. Returns
         `[num_samples, vocab_size]` float32 logits; of a model that embeds, `[num_samples, hidden_size]`.
         """
         rows = attention.rows
         assert rows is not None, "begin comes before forward"
         assert token_ids.is_contiguous()
         assert samples.is_contiguous()
+        assert states is None or (states.is_contiguous() and states.dtype == self._cache_dtype)
         logits = self._logits[: len(samples)]
         self._kernels.step(
             self._struct,
@@ -263,6 +266,7 @@ class NativeDecoder:
                 part_ns=None if self.part_ns is None else self.part_ns.ctypes.data, t=len(token_ids),
                 rows=len(rows.context_lens), ld_tables=rows.block_tables.shape[1], num_samples=len(samples),
                 adapters=None if attention.adapters is None else addressof(attention.adapters),
+                states=None if states is None else states.data_ptr(),
             ),
         )  # fmt: skip
         return logits

@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI_VERSION = 15
+ABI_VERSION = 16
 _OUT_OF_BOUNDS = -2
 _SPIN_US = 50
 
@@ -60,7 +60,7 @@ class PsLinear(Structure):
     _fields_ = [
         ("weight", POINTER(PsWeight)), ("x", c_void_p), ("y", c_void_p), ("residual", c_void_p),
         ("m", c_int64), ("ldx", c_int64), ("ldy", c_int64), ("ldr", c_int64),
-        ("x_type", c_int32), ("y_type", c_int32), ("added", c_void_p),
+        ("x_type", c_int32), ("y_type", c_int32),
     ]  # fmt: skip
 
 
@@ -155,7 +155,7 @@ class PsStep(Structure):
         ("query_starts", c_void_p),
         ("context_lens", c_void_p), ("logits", c_void_p), ("part_ns", c_void_p), ("t", c_int64),
         ("rows", c_int64),
-        ("ld_tables", c_int64), ("num_samples", c_int64), ("adapters", c_void_p),
+        ("ld_tables", c_int64), ("num_samples", c_int64), ("adapters", c_void_p), ("states", c_void_p),
     ]  # fmt: skip
 
 
@@ -163,15 +163,18 @@ class AdapterPart(Structure):
     """`PsAdapterPart`: a low-rank addition to some of a linear's outputs."""
 
     _fields_ = [
-        ("a", c_void_p), ("b", c_void_p), ("rank", c_int64), ("k", c_int64), ("groups", c_int64),
-        ("first", c_int64), ("stride", c_int64), ("scale", c_float), ("reserved", c_int32),
+        ("b", c_void_p), ("from_", c_int64), ("rank", c_int64), ("groups", c_int64), ("first", c_int64),
+        ("stride", c_int64),
     ]  # fmt: skip
 
 
 class AdapterLinear(Structure):
     """`PsAdapterLinear`: all of them of one linear."""
 
-    _fields_ = [("parts", POINTER(AdapterPart)), ("num_parts", c_int64)]
+    _fields_ = [
+        ("a", c_void_p), ("scale", c_void_p), ("parts", POINTER(AdapterPart)), ("num_parts", c_int64),
+        ("panels", c_int64), ("k", c_int64),
+    ]  # fmt: skip
 
 
 class AdapterLayer(Structure):

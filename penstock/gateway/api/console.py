@@ -25,7 +25,9 @@ _TYPES: Mapping[str, bytes] = {
     "app.js": b"text/javascript; charset=utf-8",
     "app.css": b"text/css; charset=utf-8",
     "icon.svg": b"image/svg+xml",
+    "runbook.md": b"text/markdown; charset=utf-8",
 }
+"""`runbook.md` is a link to docs/runbook.md, to which the alerts on the page lead."""
 _CONTENT_POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -67,7 +69,7 @@ class Console:
         await self._send(exchange, "index.html")
 
     async def file(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /console/{name}`: the page's script, style and icon.
+        """`GET /console/{name}`: the page's script, style and icon, and the runbook.
 
         Raises:
             NotFound: it has no such file.
@@ -97,5 +99,5 @@ class Console:
             if name not in self._packed:
                 self._packed[name] = await asyncio.to_thread(gzip.compress, body, mtime=0)
             body, headers = self._packed[name], (*headers, (b"content-encoding", b"gzip"))
-        kept = _ASK_AGAIN if name == "index.html" else _FOR_GOOD
+        kept = _ASK_AGAIN if name in ("index.html", "runbook.md") else _FOR_GOOD
         exchange.respond(Response(body=body, content_type=_TYPES[name], headers=(*headers, kept)))

@@ -9,6 +9,7 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,9 +34,11 @@ from penstock.protocol.peers import LookAt
 from penstock.rng import IdSource
 from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import OutcomeLabel
+from penstock.telemetry.counts import RequestMeasurement
 from penstock.telemetry.decision_files import DecisionKeeper
 from penstock.telemetry.log import Log
-from penstock.telemetry.metrics import Metrics, RequestMeasurement
+from penstock.telemetry.metrics import Metrics
+from penstock.types import Usage
 
 KEPT_MAX = 2000
 """Requests; about a kilobyte each."""
@@ -102,46 +105,26 @@ class RecentRequests:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._kept: deque[EndedRequest] = deque(maxlen=KEPT_MAX)
+        self._kept: deque[_Ended | EndedRequest] = deque(maxlen=KEPT_MAX)
         self.num_ended = 0
         """The number of the last one."""
         self._told = 0
 
     def add(self, exchange: Exchange, served: Served, measured: RequestMeasurement) -> None:
         """A request is over."""
-        request, now_ns = exchange.request, self._clock.now_ns()
+        request, came_ns = exchange.request, exchange.started_ns
         self.num_ended += 1
-        left = exchange.ending is Ending.DISCONNECTED
-        requested = served.requested
-        found = EndedRequest(
-            number=self.num_ended,
-            id=exchange.id,
-            came_ms=(self._clock.wall_ns() - (now_ns - exchange.started_ns)) // NS_PER_MS,
-            came_ns=exchange.started_ns,
-            endpoint=served.endpoint,
-            tenant=served.tenant.id,
-            tier=served.tenant.tier,
-            band=served.tenant.band,
-            model=served.model[:NAME_CHARS_MAX],
-            requested=requested[:NAME_CHARS_MAX] if requested != served.model else "",
-            status=exchange.status or 499,
-            outcome=OutcomeLabel.ABORT if left else measured.outcome,
-            prompt_tokens=measured.prompt_tokens,
-            cached_tokens=measured.cached_tokens,
-            generated_tokens=measured.generated_tokens,
-            queue_ms=_ms(measured.queue_ns),
-            ttft_ms=_ms(measured.ttft_ns),
-            tpot_ms=_ms(measured.tpot_ns),
-            total_ms=_ms(measured.duration_ns),
-        )
-        if exchange.limits_ns is not None:
-            found.limits_ms = _ms(exchange.limits_ns - exchange.started_ns)
-        if (first := exchange.first_usage) is not None and first.steps:
-            found.worker_queue_ms = _ms(first.queue_ns)
-            found.prefill_chunks, found.computed_tokens = first.steps, first.computed_tokens
-        if request is not None:
-            _describe(found, request)
-        self._kept.append(found)
+        if max(len(served.requested), len(served.model)) > NAME_CHARS_MAX:
+            names = {"requested": served.requested[:NAME_CHARS_MAX], "model": served.model[:NAME_CHARS_MAX]}
+            served = msgspec.structs.replace(served, **names)
+        self._kept.append(
+            _Ended(
+                self.num_ended, exchange.id, "" if request is None else request.facts.id, came_ns,
+                self._clock.wall_ns() - (self._clock.now_ns() - came_ns), exchange.status,
+                exchange.ending is Ending.DISCONNECTED, exchange.limits_ns, exchange.first_usage, served,
+                measured, None if request is None else _flow(request),
+            )
+        )  # fmt: skip
 
     def take_untold(self) -> bytes:
         """The last ones that were not taken before, at most `TOLD_MAX`, for `merge` in another process."""
@@ -176,13 +159,16 @@ class RecentRequests:
         for each in reversed(self._kept):
             if each.number <= number or len(found) >= num_max:
                 break
-            if tenant is None or each.tenant == tenant:
-                found.append(each)
+            whole = each.whole() if isinstance(each, _Ended) else each
+            if tenant is None or whole.tenant == tenant:
+                found.append(whole)
         return found
 
     def find(self, name: str) -> EndedRequest | None:
         """By `x-request-id`, or by the id of its answer."""
-        return next((each for each in reversed(self._kept) if name in (each.id, each.request_id)), None)
+        kept = reversed(self._kept)
+        found = next((each for each in kept if name in (each.id, each.request_id)), None)
+        return found.whole() if isinstance(found, _Ended) else found
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -210,16 +196,72 @@ class AllRequests:
         return self._own.find(name) or (await self.look()).find(name)
 
 
-def _describe(found: EndedRequest, request: Request) -> None:
-    """Flow control's facts of it."""
-    facts = request.facts
-    found.request_id, found.key_prefix = facts.id, facts.key_prefix
-    found.worker, found.error = request.worker, request.error
-    found.attempts, found.migrations = request.attempts, request.migrations
-    found.admitted_ms = _ms(request.arrived_ns - found.came_ns)
-    if request.dispatched_ns >= 0:
-        found.dispatched_ms = _ms(request.dispatched_ns - found.came_ns)
-    found.cost_micros = request.cost_micros
+_Flow = tuple[str, str, str, int, int, int, int, int]
+
+
+def _flow(request: Request) -> _Flow:
+    """Flow control's facts of it, without the request, which has its prompt."""
+    return (
+        request.facts.key_prefix, request.worker, request.error, request.attempts, request.migrations,
+        request.arrived_ns, request.dispatched_ns, request.cost_micros,
+    )  # fmt: skip
+
+
+class _Ended(NamedTuple):
+    """A request that is over, as it is remembered: its description is made when it is asked for, which is
+    rare beside requests.
+    """
+
+    number: int
+    id: str
+    request_id: str
+    came_ns: int
+    came_wall_ns: int
+    status: int
+    has_left: bool
+    """Its client has."""
+    limits_ns: int | None
+    first_usage: Usage | None
+    served: Served
+    measured: RequestMeasurement
+    flow: _Flow | None
+
+    def whole(self) -> EndedRequest:
+        served, measured = self.served, self.measured
+        found = EndedRequest(
+            number=self.number,
+            id=self.id,
+            request_id=self.request_id,
+            came_ms=self.came_wall_ns // NS_PER_MS,
+            came_ns=self.came_ns,
+            endpoint=served.endpoint,
+            tenant=served.tenant.id,
+            tier=served.tenant.tier,
+            band=served.tenant.band,
+            model=served.model,
+            requested=served.requested if served.requested != served.model else "",
+            status=self.status or 499,
+            outcome=OutcomeLabel.ABORT if self.has_left else measured.outcome,
+            prompt_tokens=measured.prompt_tokens,
+            cached_tokens=measured.cached_tokens,
+            generated_tokens=measured.generated_tokens,
+            queue_ms=_ms(measured.queue_ns),
+            ttft_ms=_ms(measured.ttft_ns),
+            tpot_ms=_ms(measured.tpot_ns),
+            total_ms=_ms(measured.duration_ns),
+        )
+        if self.limits_ns is not None:
+            found.limits_ms = _ms(self.limits_ns - self.came_ns)
+        if (first := self.first_usage) is not None and first.steps:
+            found.worker_queue_ms = _ms(first.queue_ns)
+            found.prefill_chunks, found.computed_tokens = first.steps, first.computed_tokens
+        if self.flow is not None:
+            (found.key_prefix, found.worker, found.error, found.attempts, found.migrations,
+             arrived_ns, dispatched_ns, found.cost_micros) = self.flow  # fmt: skip
+            found.admitted_ms = _ms(arrived_ns - self.came_ns)
+            if dispatched_ns >= 0:
+                found.dispatched_ms = _ms(dispatched_ns - self.came_ns)
+        return found
 
 
 def _ms(ns: int | None) -> float:

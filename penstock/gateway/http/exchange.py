@@ -35,7 +35,7 @@ from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.protocol.openai import CachedTokens, CompletionDetails, UsageBody
 from penstock.protocol.stream import HEARTBEAT
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
-from penstock.telemetry.metrics import RequestMeasurement
+from penstock.telemetry.counts import RequestMeasurement
 from penstock.telemetry.traces import RequestTrace
 from penstock.types import Usage
 

@@ -10,7 +10,7 @@ from penstock.fleet.rollouts import ActiveRollout
 from penstock.policy.rollout.cohorts import GROUPS, Cohort, bucket_of, cohort_of
 from penstock.policy.rollout.evidence import Observation
 from penstock.telemetry.catalog import OutcomeLabel
-from penstock.telemetry.metrics import RequestMeasurement
+from penstock.telemetry.counts import RequestMeasurement
 
 UNREPORTED_MAX = 5000
 """Requests that ended since the last was told: of more, a sample that is large enough is reported."""

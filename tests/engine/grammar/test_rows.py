@@ -2,6 +2,7 @@
 
 import threading
 from functools import cache
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -103,6 +104,66 @@ def test_only_the_same_answer_of_the_same_request_is_not_read(taken: list[int], 
     rows.start(spelt("bcbd") + answer[4:] if what == "answer" else answer, name, grammar)
     assert rows.allowed()
     assert len(taken) == (0 if what == "nothing" else 5)
+
+
+class Free(GrammarRows):
+    """Rows whose grammar allows any text without an "x"; they draw without a mask once one was wide."""
+
+    def __init__(self, *answers: str, **how: Any) -> None:
+        self.remembered = [PROMPT + spelt(each) for each in answers]
+        super().__init__(len(answers), tokens(), 1, self.known_tokens, asks_refused=True)
+        grammar = compile_grammar(Grammar(form=msgspec.json.encode({"regex": "[^x]{3,}"})), tokens())
+        for row, each in enumerate(self.remembered):
+            sampling = SamplingParams(**how)
+            self.enter(NewRow(RequestId(f"r{row}"), row, each, len(PROMPT), sampling, grammar=grammar))
+
+    def known_tokens(self, row: int, first: int, end: int) -> list[int]:
+        return self.remembered[row][first:end]
+
+    def step(self, text: str, again: str = "") -> list[int]:
+        """One letter for each row, and one for each that is refused; the rows that drew from masks."""
+        rows = np.arange(len(self.remembered))
+        positions = np.array([len(each) for each in self.remembered])
+        masks, drawn = self.masks(rows, positions), np.array(spelt(text))
+        masked = [] if masks is None else np.flatnonzero(masks.of_row >= 0).tolist()
+        if (refused := self.refused(rows, positions, drawn)) is not None:
+            index, masks = refused
+            drawn[index] = spelt(again)
+            for place, token_id in zip(masks.of_row, spelt(again), strict=True):
+                assert masks.bits[place].view(np.uint32)[token_id // 32] >> (token_id % 32) & 1
+        assert (refused is None) == (not again)
+        assert not self.take(rows, positions, drawn)
+        for each, token_id in zip(self.remembered, drawn.tolist(), strict=True):
+            each.append(token_id)
+        return masked
+
+
+def test_a_row_whose_mask_allowed_most_tokens_draws_without_one_until_it_is_refused() -> None:
+    rows = Free("", "a")
+    assert rows.step("ab") == [0, 1], "the first mask is computed"
+    assert rows.step("bc") == []
+    assert rows.step("xc", again="c") == []
+    assert rows.step("de") == [], "one that was refused was wide, too"
+    assert [spelt("abcd"), spelt("abcce")] == [each[len(PROMPT) :] for each in rows.remembered]
+
+
+@pytest.mark.parametrize("how", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"min_tokens": 2}])
+def test_a_row_whose_draw_depends_on_other_tokens_has_a_mask_every_time(how: dict[str, Any]) -> None:
+    rows = Free("", **how)
+    assert [rows.step("a"), rows.step("b"), rows.step("c")] == [[0]] * 3
+
+
+def test_a_step_that_fails_behind_a_draw_without_a_mask_is_made_again() -> None:
+    rows = Free("")
+    rows.step("a")
+    position = np.array([len(rows.remembered[0])])
+    assert rows.masks(np.array([0]), position) is None
+    assert rows.refused(np.array([0]), position, np.array(spelt("b"))) is None
+    # The step runs out of memory, and another token is drawn in its place.
+    assert rows.step("c") == [0]
+    assert rows.step("d") == []
+    rows.leave(0)
+    assert [known for _, known in rows._kept.values()] == [spelt("acd")]
 
 
 def test_few_states_are_kept() -> None:

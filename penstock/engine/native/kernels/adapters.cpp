@@ -11,9 +11,10 @@
 namespace penstock {
 namespace {
 
-constexpr int64_t kParts = 3;         // of a fused linear: queries, keys, values
-constexpr int64_t kShrinkRanks = 8;   // ranks to a chunk of work
-constexpr int64_t kChunkTokens = 64;
+constexpr int64_t kShrinkPanels = 3;  // of ranks, to a chunk of work
+constexpr int64_t kShrinkTokens = 8;
+constexpr int64_t kAheadEach = kAdapterParts + 1;
+constexpr int64_t kPlacesBytes = kRowsMax * 4;
 
 Arena order, sums;
 
@@ -32,72 +33,113 @@ struct Deltas {
   AdaptedLinear which;
   const int32_t *tokens;
   const char *x;
-  int64_t row_bytes, ld_inner, ld_delta;
+  int64_t row_bytes;
   int32_t type;
-  float *inner, *delta;  // [adapted tokens of the block][ld]
-  int64_t parts, slices, most;  // the most that any segment has: parts, chunks of ranks, chunks of tokens
+  char *inner;            // [all][kAdapterRanks] of `type`
+  float *delta;           // [workers][panels_most][all][32]
+  int64_t all;            // tokens of the block that have adapters
+  int64_t panels_most, groups;  // to a chunk of work; of outputs before a gate
+  const int32_t *places;  // [rows of the block], see LinearAdded
+  const PsAdapterLinear *(*next)(const PsAdapterLayer *layers, int64_t layer);  // the linear after this one
+  LinearAhead *ahead;     // [workers][kAheadEach * segments]
+  int64_t panels, workers;
+  int64_t slices, most;  // the most that any segment has: chunks of ranks, chunks of tokens
 
   const PsAdapterLinear *of(const AdapterSegment &segment) const { return linear_of(segment.layers + layer, which); }
 
   void measure() {
-    int64_t ranks = 0, count = 0;
-    parts = 0;
+    int64_t panels = 0, count = 0;
     for (int64_t i = 0; i < num_segments; i++) {
       const PsAdapterLinear *linear = of(segments[i]);
-      if (linear->num_parts > parts) parts = linear->num_parts;
+      if (linear->panels > panels) panels = linear->panels;
       if (segments[i].count > count) count = segments[i].count;
-      for (int64_t p = 0; p < linear->num_parts; p++)
-        if (linear->parts[p].rank > ranks) ranks = linear->parts[p].rank;
     }
-    slices = ceil_div(ranks, kShrinkRanks), most = ceil_div(count, kChunkTokens);
+    slices = ceil_div(panels, kShrinkPanels), most = ceil_div(count, kShrinkTokens);
   }
 
-  AdapterPiece piece_of(const AdapterSegment &segment, int64_t part, int64_t from, int64_t count) const {
-    const PsAdapterLinear *linear = of(segment);
-    int64_t rank_first = 0;
-    for (int64_t i = 0; i < part; i++) rank_first += linear->parts[i].rank;
-    return {linear->parts + part, x, row_bytes, tokens + segment.first + from, type, count,
-            inner + (segment.first + from) * ld_inner + rank_first, ld_inner,
-            delta + (segment.first + from) * ld_delta, ld_delta};
+  AdapterPiece piece_of(const AdapterSegment &segment, int64_t from, int64_t count, float *delta, int64_t panel) const {
+    int64_t size = type == PS_BF16 ? 2 : 4, at = segment.first - segments->first + from;
+    return {of(segment), x, row_bytes, tokens + segment.first + from, type, count,
+            inner + at * kAdapterRanks * size, delta + at * 32, all, panel};
   }
 
-  int64_t num_chunks() const { return num_segments * parts * most * slices; }
+  int64_t num_chunks() const { return num_segments * most * slices; }
 
-  // Chunks are numbered by segment, part, tokens and ranks; numbers that nothing has are skipped.
+  // Chunks are numbered by segment, tokens and ranks; numbers that nothing has are skipped.
   void shrink(int64_t chunk) const {
-    int64_t first = chunk % slices * kShrinkRanks, from = chunk / slices % most * kChunkTokens,
-            part = chunk / slices / most % parts;
-    const AdapterSegment &segment = segments[chunk / slices / most / parts];
-    const PsAdapterLinear *linear = of(segment);
-    if (part >= linear->num_parts || from >= segment.count) return;
-    AdapterPiece piece = piece_of(segment, part, from, min64(kChunkTokens, segment.count - from));
-    int64_t last = min64(piece.part->rank, first + kShrinkRanks);
-    if (first < last) table->adapter_shrink(&piece, first, last);
+    int64_t first = chunk % slices * kShrinkPanels, from = chunk / slices % most * kShrinkTokens;
+    const AdapterSegment &segment = segments[chunk / slices / most];
+    int64_t last = min64(of(segment)->panels, first + kShrinkPanels);
+    if (first >= last || from >= segment.count) return;
+    AdapterPiece piece = piece_of(segment, from, min64(kShrinkTokens, segment.count - from), nullptr, 0);
+    table->adapter_shrink(&piece, first, last);
   }
 
-  // The groups of 16 outputs that lie in these panels of 32.
-  void expand(int64_t panel_first, int64_t panel_last) const {
+  // The groups of 16 outputs of a part that lie in panels of 32.
+  struct Groups {
+    int64_t first, last;
+    Groups(const PsAdapterPart *part, int64_t panel_first, int64_t panel_last)
+        : first(at(part, panel_first * 2)), last(at(part, panel_last * 2)) {}
+    static int64_t at(const PsAdapterPart *part, int64_t place) {  // The first that is not before this place.
+      int64_t behind = place - part->first;
+      return behind <= 0 ? 0 : min64(part->groups, ceil_div(behind, part->stride));
+    }
+  };
+
+  void expand(int64_t panel_first, int64_t panel_last, int worker, LinearPiece *out) const {
+    float *at = delta + worker * panels_most * all * 32;
     for (int64_t i = 0; i < num_segments; i++) {
       const PsAdapterLinear *linear = of(segments[i]);
+      AdapterPiece piece = piece_of(segments[i], 0, segments[i].count, at, panel_first);
+      int64_t covered = 0;
+      for (int64_t p = 0; p < linear->num_parts; p++) covered += linear->parts[p].groups;
+      if (linear->num_parts && covered < groups)
+        for (int64_t panel = 0; panel < panel_last - panel_first; panel++)
+          memset(piece.delta + panel * all * 32, 0, (size_t)(piece.count * 128));
       for (int64_t p = 0; p < linear->num_parts; p++) {
-        const PsAdapterPart *part = linear->parts + p;
-        auto group_at = [part](int64_t place) {  // The first of its groups that is not before this place.
-          int64_t behind = place - part->first;
-          return behind <= 0 ? 0 : min64(part->groups, ceil_div(behind, part->stride));
-        };
-        int64_t first = group_at(panel_first * 2), last = group_at(panel_last * 2);
-        if (first >= last) continue;
-        AdapterPiece piece = piece_of(segments[i], p, 0, segments[i].count);
-        table->adapter_expand(&piece, first, last);
+        Groups mine(linear->parts + p, panel_first, panel_last);
+        if (mine.first < mine.last) table->adapter_expand(&piece, linear->parts + p, mine.first, mine.last);
       }
     }
+    out->added = {places, at, all, panel_first};
+    out->ahead = ahead + worker * kAheadEach * num_segments;
+    out->num_ahead = look_ahead(panel_first, panel_last, ahead + worker * kAheadEach * num_segments);
+  }
+
+  // B of the panels that come after those which other workers compute now, and a share of the next linear's A.
+  int64_t look_ahead(int64_t panel_first, int64_t panel_last, LinearAhead *out) const {
+    int64_t size = type == PS_BF16 ? 2 : 4, found = 0, width = panel_last - panel_first,
+            from = min64(panels, panel_first + workers * width), to = min64(panels, from + width);
+    auto add = [&](const void *at, int64_t first_byte, int64_t last_byte) {
+      const char *first = (const char *)at + first_byte / 64 * 64;
+      if (first_byte < last_byte) out[found++] = {first, ceil_div((const char *)at + last_byte - first, 64)};
+    };
+    for (int64_t i = 0; i < num_segments; i++) {
+      const PsAdapterLinear *linear = of(segments[i]), *after = next(segments[i].layers, layer);
+      for (int64_t p = 0; p < linear->num_parts; p++) {
+        const PsAdapterPart *part = linear->parts + p;
+        Groups theirs(part, from, to);
+        add(part->b, theirs.first * part->rank * 16 * size, theirs.last * part->rank * 16 * size);
+      }
+      int64_t bytes = after ? after->panels * 16 * after->k * size : 0;
+      if (bytes) add(after->a, bytes * panel_first / panels, bytes * panel_last / panels);
+    }
+    return found;
   }
 };
 
+// The linear that is computed after `which` of this layer.
+template <AdaptedLinear which>
+const PsAdapterLinear *after(const PsAdapterLayer *layers, int64_t layer) {
+  return which == kAdaptedDown ? &layers[layer + 1].qkv : linear_of(layers + layer, (AdaptedLinear)(which + 1));
+}
+
+const PsAdapterLinear *none_after(const PsAdapterLayer *, int64_t) { return nullptr; }
+
 }  // namespace
 
-bool StepAdapters::prepare(const PsStep *step) {
-  step_ = nullptr;
+bool StepAdapters::prepare(const PsStep *step, int64_t num_layers) {
+  step_ = nullptr, num_layers_ = num_layers;
   if (!step->adapters) return true;
   int64_t blocks = ceil_div(step->t, kRowsMax), segments_most = step->rows + blocks;
   int64_t tokens_bytes = ceil_div(step->t * 4, 64) * 64, starts_bytes = ceil_div((blocks + 1) * 8, 64) * 64;
@@ -140,9 +182,12 @@ int64_t StepAdapters::fill(int64_t block, AdapterSegment *out) const {
 int32_t StepAdapters::linear(const PsLinear *job, int64_t layer, AdaptedLinear which) const {
   if (!step_) return penstock::linear(job);
   const PsWeight *w = job->weight;
-  int64_t x_size = job->x_type == PS_BF16 ? 2 : 4, y_size = job->y_type == PS_BF16 ? 2 : 4, width = w->panels * 32;
-  int64_t full = (w->n + 15) / 16 * (w->epilogue == PS_PLAIN ? 1 : 2);  // groups of outputs before a gate
-  int64_t inner_bytes = kRowsMax * kParts * PS_ADAPTER_RANK_MAX * 4, added_bytes = kRowsMax * 8;
+  int64_t x_size = job->x_type == PS_BF16 ? 2 : 4, y_size = job->y_type == PS_BF16 ? 2 : 4;
+  int64_t full = (w->n + 15) / 16 * (w->epilogue == PS_PLAIN ? 1 : 2), most = chunk_panels_most(w);
+  bool is_last = which == kAdaptedDown && layer + 1 == num_layers_;
+  constexpr decltype(&none_after) kAfter[] = {after<kAdaptedQkv>, after<kAdaptedO>, after<kAdaptedGateUp>,
+                                              after<kAdaptedDown>};
+  auto next = is_last ? none_after : kAfter[which];
   for (int64_t block = 0; block * kRowsMax < job->m; block++) {
     int64_t low = block * kRowsMax, rows = min64(kRowsMax, job->m - low), first = starts_[block],
             count = starts_[block + 1] - first;
@@ -151,34 +196,31 @@ int32_t StepAdapters::linear(const PsLinear *job, int64_t layer, AdaptedLinear w
     part.x = (const char *)job->x + low * job->ldx * x_size;
     part.y = (char *)job->y + low * job->ldy * y_size;
     part.residual = job->residual ? (const char *)job->residual + low * job->ldr * y_size : nullptr;
-    if (count) {
-      const AdapterSegment *segments = segments_ + first, *end = segments + count;
-      int64_t adapted = end[-1].first + end[-1].count - low;
-      if (!sums.reserve(inner_bytes + added_bytes + adapted * width * 4)) return -1;
-      // `first` of a segment counts from the step's first token; buffers begin with the block's.
-      float *inner = (float *)sums.at - low * kParts * PS_ADAPTER_RANK_MAX,
-            *delta = (float *)(sums.at + inner_bytes + added_bytes) - low * width;
-      const float **added = (const float **)(sums.at + inner_bytes);
-      memset(added, 0, (size_t)added_bytes);
-      for (const AdapterSegment *s = segments; s < end; s++) {
-        const PsAdapterLinear *linear = linear_of(s->layers + layer, which);
-        if (!linear->num_parts) continue;
-        int64_t covered = 0;
-        for (int64_t p = 0; p < linear->num_parts; p++) covered += linear->parts[p].groups;
-        if (covered < full) memset(delta + s->first * width, 0, (size_t)(s->count * width * 4));
-        for (int64_t i = s->first; i < s->first + s->count; i++) added[tokens_[i]] = delta + i * width;
-      }
-      Deltas deltas = {segments, count, layer, which, tokens_, (const char *)part.x, job->ldx * x_size,
-                       kParts * PS_ADAPTER_RANK_MAX, width, job->x_type, inner, delta, 0, 0, 0};
-      deltas.measure();
-      LinearSide side = {&deltas, deltas.num_chunks(),
-                         [](const void *ctx, int64_t chunk) { ((const Deltas *)ctx)->shrink(chunk); },
-                         [](const void *ctx, int64_t first, int64_t last) { ((const Deltas *)ctx)->expand(first, last); }};
-      part.added = added;
-      if (penstock::linear(&part, &side)) return -1;
-    } else if (penstock::linear(&part)) {
-      return -1;
+    if (!count) {
+      if (penstock::linear(&part)) return -1;
+      continue;
     }
+    const AdapterSegment *segments = segments_ + first, *end = segments + count;
+    int64_t all = end[-1].first + end[-1].count - segments->first, inner_bytes = all * kAdapterRanks * x_size;
+    int64_t delta_bytes = num_threads() * most * all * 128,
+            ahead_bytes = num_threads() * kAheadEach * count * (int64_t)sizeof(LinearAhead);
+    if (!sums.reserve(kPlacesBytes + inner_bytes + delta_bytes + ahead_bytes)) return -1;
+    int32_t *places = (int32_t *)sums.at;
+    memset(places, -1, kPlacesBytes);
+    for (const AdapterSegment *s = segments; s < end; s++)
+      for (int64_t i = s->first; i < s->first + s->count; i++)
+        if (linear_of(s->layers + layer, which)->num_parts) places[tokens_[i]] = (int32_t)(i - segments->first);
+    char *inner = sums.at + kPlacesBytes;
+    Deltas deltas = {segments, count, layer, which, tokens_, (const char *)part.x, job->ldx * x_size, job->x_type,
+                     inner, (float *)(inner + inner_bytes), all, most, full, places, next,
+                     (LinearAhead *)(inner + inner_bytes + delta_bytes), w->panels, num_threads(), 0, 0};
+    deltas.measure();
+    LinearSide side = {&deltas, deltas.num_chunks(),
+                       [](const void *ctx, int64_t chunk) { ((const Deltas *)ctx)->shrink(chunk); },
+                       [](const void *ctx, int64_t first, int64_t last, int worker, LinearPiece *piece) {
+                         ((const Deltas *)ctx)->expand(first, last, worker, piece);
+                       }};
+    if (penstock::linear(&part, &side)) return -1;
   }
   return 0;
 }

@@ -3,9 +3,12 @@
 #include "ops.h"
 #include "pool.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+
+#include <atomic>
 
 namespace penstock {
 
@@ -69,37 +72,62 @@ int64_t panels_per_chunk(const PsWeight *w, int64_t panels) {
   return max64(1, min64(max64(fewest, kChunkBytes / panel_bytes), ceil_div(panels, num_threads())));
 }
 
+// Pieces of a linear's side that must have ended before others begin.
+struct Latch {
+  std::atomic<int64_t> left;
+  void arrive() { left.fetch_sub(1, std::memory_order_release); }
+  void wait() const {
+    for (int round = 0; left.load(std::memory_order_acquire) > 0; round++) {
+      if (round < 2000)
+        __builtin_ia32_pause();
+      else
+        sched_yield();
+    }
+  }
+};
+
 void run_linear(const PsLinear *job, const LinearSide *side, char *scratch) {
   const PsWeight *w = job->weight;
   LinearPlan plan(job);
-  LinearPiece piece = {job, job->x, job->ldx, nullptr, nullptr, plan.m_padded, 0, 0, 0};
+  LinearPiece piece = {job, job->x, job->ldx, nullptr, nullptr, plan.m_padded, 0, 0, 0, {}, nullptr, 0};
+  int64_t before = side ? side->num_chunks : 0;
   if (plan.packed) {
     float *scales = (float *)(scratch + ceil_div(plan.a_bytes, 64) * 64);
     int64_t rows = job->m <= 16 ? job->m : ceil_div(job->m, 16) * 16;
     RowSplit split(rows, w->k);
-    int64_t before = side ? side->num_chunks : 0;
     auto pack = [&](int64_t chunk, int) {
       if (chunk < before) return side->inputs(side->ctx, chunk);
       table->pack_rows(job, split.first(chunk - before), split.last(chunk - before), scratch, scales);
     };
     parallel(before + split.chunks(), pack);
     piece.a = scratch, piece.lda = w->k_padded, piece.a_scale = scales;
-  } else if (side) {
-    auto inputs = [&](int64_t chunk, int) { side->inputs(side->ctx, chunk); };
-    parallel(side->num_chunks, inputs);
+    before = 0;
   }
+  // Otherwise the side's chunks come first in the job of the panels: who takes one of those has no more to take of
+  // these, and waits at most for what others compute already.
+  Latch inputs = {{before}};
   if (plan.partial_bytes) piece.partial = (float *)(scratch + plan.bytes() - plan.partial_bytes);
   for (int64_t slab = 0; slab < w->panels; slab += plan.slab) {
     int64_t panels = min64(plan.slab, w->panels - slab), per_chunk = panels_per_chunk(w, panels);
     piece.partial_panel = slab;
     for (piece.k_first = 0; piece.k_first < w->k_padded; piece.k_first = piece.k_last) {
       piece.k_last = min64(w->k_padded, piece.k_first + plan.k_piece);
-      auto work = [&](int64_t chunk, int) {
+      auto work = [&](int64_t chunk, int worker) {
+        if (chunk < before) {
+          side->inputs(side->ctx, chunk);
+          return inputs.arrive();
+        }
+        chunk -= before;
         int64_t first = slab + chunk * per_chunk, last = slab + min64(panels, (chunk + 1) * per_chunk);
-        if (side && piece.k_last == w->k_padded) side->panels(side->ctx, first, last);
-        table->linear(&piece, first, last);
+        LinearPiece own = piece;
+        if (side && piece.k_last == w->k_padded) {
+          inputs.wait();
+          side->panels(side->ctx, first, last, worker, &own);
+        }
+        table->linear(&own, first, last);
       };
-      parallel(ceil_div(panels, per_chunk), work);
+      parallel(before + ceil_div(panels, per_chunk), work);
+      before = 0;
     }
   }
 }
@@ -117,6 +145,8 @@ bool Arena::reserve(int64_t bytes) {
   return at != nullptr;
 }
 
+int64_t chunk_panels_most(const PsWeight *weight) { return panels_per_chunk(weight, weight->panels); }
+
 bool reserve_linear(const PsWeight *weight, int64_t m) {
   PsLinear job = {};
   job.weight = weight, job.m = min64(kRowsMax, m);
@@ -131,7 +161,6 @@ int32_t linear(const PsLinear *job, const LinearSide *side) {
     part.x = (const char *)job->x + row * job->ldx * x_size;
     part.y = (char *)job->y + row * job->ldy * y_size;
     part.residual = job->residual ? (const char *)job->residual + row * job->ldr * y_size : nullptr;
-    part.added = job->added ? job->added + row : nullptr;
     if (!arena.reserve(LinearPlan(&part).bytes())) return -1;
     run_linear(&part, side, arena.at);
   }

@@ -6,6 +6,8 @@
 namespace {
 
 using penstock::kRowsMax;
+using penstock::LinearAdded;
+using penstock::LinearAhead;
 using penstock::LinearPiece;
 
 // Sums [rows][32] of a panel, float or exact int32; int32 get one scale per row and one per column.
@@ -22,26 +24,30 @@ struct Sums {
 };
 
 template <class T, class S>
-static inline void finish_rows(const PsLinear *job, int64_t panel, int64_t row, int64_t rows, const Sums<S> &sums) {
+static inline void finish_rows(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows,
+                               const Sums<S> &sums) {
+  const PsLinear *job = piece->job;
   const PsWeight *w = job->weight;
+  const LinearAdded &all = piece->added;
   bool gated = w->epilogue != PS_PLAIN;
   int64_t width = gated ? 16 : 32, column = panel * width, left = w->n - column;
   T *y = (T *)job->y + row * job->ldy + column;
   bool plain = !gated && !w->bias && !job->residual && left >= 32;
-  if (plain && !job->added) {
+  if (plain && !all.places) {
     for (int64_t r = 0; r < rows; r++, y += job->ldy) store_32(y, sums.column_half(r, 0), sums.column_half(r, 1));
     return;
   }
   F16 bias0 = w->bias ? load(w->bias + panel * 32) : zero(), bias1 = w->bias ? load(w->bias + panel * 32 + 16) : zero();
   const T *res = job->residual ? (const T *)job->residual + row * job->ldr + column : nullptr;
   for (int64_t r = 0; r < rows; r++, y += job->ldy, res += res ? job->ldr : 0) {
-    const float *added = job->added ? job->added[row + r] : nullptr;
+    int64_t place = all.places ? all.places[row + r] : -1;
+    const float *added = place < 0 ? nullptr : all.at + ((panel - all.panel) * all.count + place) * 32;
     if (plain && !added) {  // As if no row of the call had an adapter: not even the sign of a zero may differ.
       store_32(y, sums.column_half(r, 0), sums.column_half(r, 1));
       continue;
     }
     F16 v0 = sums.column_half(r, 0) + bias0, v1 = sums.column_half(r, 1) + bias1;
-    if (added) v0 = v0 + load(added + panel * 32), v1 = v1 + load(added + panel * 32 + 16);
+    if (added) v0 = v0 + load(added), v1 = v1 + load(added + 16);
     if (gated) v0 = (w->epilogue == PS_SILU_MUL ? silu(v0) : gelu_tanh(v0)) * v1;
     if (res) v0 = v0 + load_tail(res, left);
     store_tail(y, v0, left);
@@ -52,21 +58,22 @@ static inline void finish_rows(const PsLinear *job, int64_t panel, int64_t row, 
 }
 
 template <class S>
-static inline void finish_typed(const PsLinear *job, int64_t panel, int64_t row, int64_t rows, const Sums<S> &sums) {
-  if (job->y_type == PS_BF16)
-    finish_rows<bf16>(job, panel, row, rows, sums);
+static inline void finish_typed(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows,
+                                const Sums<S> &sums) {
+  if (piece->job->y_type == PS_BF16)
+    finish_rows<bf16>(piece, panel, row, rows, sums);
   else
-    finish_rows<float>(job, panel, row, rows, sums);
+    finish_rows<float>(piece, panel, row, rows, sums);
 }
 
 static inline void finish_block(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, const float *sums) {
-  finish_typed<float>(piece->job, panel, row, rows, {sums, zero(), zero(), nullptr});
+  finish_typed<float>(piece, panel, row, rows, {sums, zero(), zero(), nullptr});
 }
 
 static inline void finish_block(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows,
                                 const int32_t *sums) {
   const float *scale = piece->job->weight->scale + panel * 32;
-  finish_typed<int32_t>(piece->job, panel, row, rows, {sums, load(scale), load(scale + 16), piece->a_scale + row});
+  finish_typed<int32_t>(piece, panel, row, rows, {sums, load(scale), load(scale + 16), piece->a_scale + row});
 }
 
 }  // namespace

@@ -101,7 +101,7 @@ void sort_picks(const ExpertsJob *job, const Scratch &at) {
 }
 
 int32_t multiply(const PsWeight *w, const void *x, int64_t m, int32_t x_type, void *y, int32_t y_type) {
-  PsLinear job = {w, x, y, nullptr, m, w->k, w->n, 0, x_type, y_type, nullptr};
+  PsLinear job = {w, x, y, nullptr, m, w->k, w->n, 0, x_type, y_type};
   return linear(&job);
 }
 

@@ -15,6 +15,7 @@ constexpr int kRowBlock = 8;
 #else
 constexpr int kRowBlock = 2;
 #endif
+constexpr int64_t kAheadRows = 8;
 
 // Rows of bf16 as the products want them: in pairs, or where the processor has no instruction for those, as floats.
 #ifdef __AVX512BF16__
@@ -27,14 +28,42 @@ constexpr bool kWideInputs = true;
 static inline PairInput spread(const float *x) { return {set1(x[0]), set1(x[1])}; }
 #endif
 
+// What the piece says is read soon, fetched a little at each step of k.
+class Wanted {
+ public:
+  Wanted(const LinearPiece *piece, int64_t steps) : next_(piece->ahead), end_(piece->ahead + piece->num_ahead) {
+    int64_t lines = 0;
+    for (const LinearAhead *each = next_; each < end_; each++) lines += each->lines;
+    per_step_ = steps ? (lines + steps - 1) / steps : 0;
+  }
+  inline void step() {
+    for (int64_t i = 0; i < per_step_; i++, left_--, at_ += 64) {
+      while (!left_) {
+        if (next_ == end_) {
+          per_step_ = 0;
+          return;
+        }
+        at_ = next_->at, left_ = next_->lines, next_++;
+      }
+      _mm_prefetch(at_, _MM_HINT_T1);
+    }
+  }
+
+ private:
+  const LinearAhead *next_, *end_;
+  const char *at_ = nullptr;
+  int64_t left_ = 0, per_step_;
+};
+
 // R rows by one panel of bf16 weights, k in [k_first, k_last).
 template <int R>
 static void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
-                      bool fresh) {
+                      bool fresh, Wanted *wanted) {
   F16 acc[R][2];
   for (int r = 0; r < R; r++)
     for (int h = 0; h < 2; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
   for (int64_t k = k_first; k < k_last; k += 32) {
+    wanted->step();
     const bf16 *block = w + k * 32;
     for (int p = 0; p < 16; p++) {
       fetch_ahead(block + p * 32);
@@ -103,7 +132,7 @@ static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const 
 #endif
 
 template <int R>
-static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row) {
+static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row, Wanted *wanted) {
   const PsWeight *w = piece->job->weight;
   float here[R * 32];
   float *sums = piece->partial ? piece->partial + ((panel - piece->partial_panel) * piece->m_padded + row) * 32 : here;
@@ -111,7 +140,7 @@ static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row) {
   int64_t lda = piece->lda;
   if (w->type == PS_BF16)
     bf16_rows<R>((const bf16 *)w->data + panel * w->k_padded * 32, (const Wide *)piece->a + row * lda, lda,
-                 piece->k_first, piece->k_last, sums, fresh);
+                 piece->k_first, piece->k_last, sums, fresh, wanted);
   else if (w->type == PS_F32)
     f32_rows<R>((const float *)w->data + panel * w->k_padded * 32, (const float *)piece->a + row * lda, lda,
                 piece->k_first, piece->k_last, sums, fresh);
@@ -170,9 +199,9 @@ static void pack_rows_plain(const PsLinear *job, int64_t first, int64_t last, vo
 
 // rows_at with as many rows as are left, R at most.
 template <int R>
-static inline void rows_left(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows) {
-  if (rows >= R) return rows_at<R>(piece, panel, row);
-  if constexpr (R > 1) rows_left<R - 1>(piece, panel, row, rows);
+static inline void rows_left(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, Wanted *wanted) {
+  if (rows >= R) return rows_at<R>(piece, panel, row, wanted);
+  if constexpr (R > 1) rows_left<R - 1>(piece, panel, row, rows, wanted);
 }
 
 template <int R>
@@ -203,14 +232,16 @@ static void vector_int4(const LinearPiece *piece, int64_t panel) {
 }
 
 static void vector_linear(const LinearPiece *piece, int64_t panel_first, int64_t panel_last) {
-  int64_t m = piece->job->m, block = even_block(m);
+  int64_t m = piece->job->m, block = even_block(m), steps = (piece->k_last - piece->k_first) / 32;
+  // With few rows the weights themselves come no faster than they are computed with.
+  Wanted wanted(piece, m < kAheadRows ? 0 : (panel_last - panel_first) * ((m + block - 1) / block) * steps);
   for (int64_t panel = panel_first; panel < panel_last; panel++) {
     if (piece->job->weight->type == PS_I4) {
       vector_int4(piece, panel);
       continue;
     }
     for (int64_t row = 0; row < m; row += block)
-      rows_left<kRowBlock>(piece, panel, row, m - row < block ? m - row : block);
+      rows_left<kRowBlock>(piece, panel, row, m - row < block ? m - row : block, &wanted);
   }
 }
 

@@ -1,6 +1,6 @@
 // The operations on the whole pool, for callers inside the library that already hold its lock.
 #pragma once
-#include "penstock_native.h"
+#include "table.h"
 
 namespace penstock {
 // What is computed beside a linear by the same threads, without a fork and join of its own where the linear has one.
@@ -8,11 +8,13 @@ struct LinearSide {
   const void *ctx;
   int64_t num_chunks;                                                     // of `inputs`
   void (*inputs)(const void *ctx, int64_t chunk);                         // before any panel
-  void (*panels)(const void *ctx, int64_t panel_first, int64_t panel_last);  // before these panels end
+  // Before these panels end: says in `piece` what is added to them, and what is read soon.
+  void (*panels)(const void *ctx, int64_t panel_first, int64_t panel_last, int worker, LinearPiece *piece);
 };
 
 // `side`: of at most kRowsMax rows; or null.
 int32_t linear(const PsLinear *job, const LinearSide *side = nullptr);
+int64_t chunk_panels_most(const PsWeight *weight);  // that a side's `panels` is called for at once
 bool reserve_linear(const PsWeight *weight, int64_t m);  // the scratch memory that `m` rows take
 int32_t rms_norm(const PsNorm *job);
 int32_t silu_mul(const PsSiluMul *job);

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define PS_ABI_VERSION 15
+#define PS_ABI_VERSION 16
 #define PS_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum PsType : int32_t { PS_F32 = 0, PS_BF16 = 1, PS_I8 = 2, PS_I4 = 3 };
@@ -48,7 +48,6 @@ struct PsLinear {
   const void *residual;  // [m, n] of y_type, added before rounding; or null
   int64_t m, ldx, ldy, ldr;
   int32_t x_type, y_type;
-  const float *const *added;  // [m] what is added to a row's sums first, in the order of panels, or null; null: nothing
 };
 
 struct PsNorm {
@@ -146,20 +145,21 @@ struct PsDecoder {
 
 #define PS_ADAPTER_RANK_MAX 128
 
-// A low-rank addition to some of a linear's outputs: scale * (x A^T) B^T. Types are those of the activations.
+// A low-rank addition to some of a linear's outputs: x A^T, scaled and rounded to the activations' type, then B^T.
+// Types are those of the activations; `s` is 2 for bf16, whose products come in pairs, and 1 for float.
 struct PsAdapterPart {
-  const void *a;          // [rank, k]
-  const void *b;          // [groups][rank][16]: outputs in groups of 16, the last one filled up with zeros
-  int64_t rank, k, groups;
+  const void *b;          // [groups][rank / s][16][s]: outputs in groups of 16, the last one filled up with zeros
+  int64_t from, rank;     // its ranks among the linear's; both multiples of s, filled up with zeros
+  int64_t groups;
   int64_t first, stride;  // the group of the linear's sums, in the order of panels, that the first one is added to,
                           // and from each to the next
-  float scale;
-  int32_t reserved;
 };
 
 struct PsAdapterLinear {
+  const void *a;               // [panels][k / s, rounded up][16][s]: the ranks of all parts, in panels of 16
+  const float *scale;          // [panels][16]
   const PsAdapterPart *parts;  // of outputs that do not overlap, three at most
-  int64_t num_parts;
+  int64_t num_parts, panels, k;
 };
 
 // What an adapter adds to one layer.
@@ -176,6 +176,7 @@ struct PsStep {
   int64_t *part_ns;  // [PS_NUM_PARTS] nanoseconds are added to, or null
   int64_t t, rows, ld_tables, num_samples;
   const PsAdapterLayer *const *adapters;  // [rows] each row's [num_layers], or null; null: no row has one
+  void *states;  // [t, hidden] out, of the cache's type: what the head would read, of every token; null: unwanted
 };
 
 // Draws one token from every row of logits; see engine/sampler.py for what it means.

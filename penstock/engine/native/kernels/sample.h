@@ -78,7 +78,13 @@ struct SampleRow {
   const float *logits;
   int64_t vocab;
   float top, temperature;
+  const uint32_t *allowed;  // bits of the tokens, if 16 of them may be passed over when none is set; else null
 };
+
+static inline uint32_t bits_at(const uint32_t *bits, int64_t i) { return bits[i / 32] >> (i & 16) & 0xffffu; }
+
+// Whether none of the 16 tokens from i on can be drawn. A grammar often allows a dozen of them all.
+static inline bool is_passed(const SampleRow &row, int64_t i) { return row.allowed && !bits_at(row.allowed, i); }
 
 // Logits 16 at a time, less the largest, over the temperature: at most 0; beyond the vocabulary minus infinity.
 static inline F16 scaled_at(const SampleRow &row, int64_t i) {
@@ -228,6 +234,7 @@ static int64_t draw(const SampleRow &row, int64_t likeliest, uint64_t cut, float
   int64_t drawn = likeliest;
   uint32_t cut_away = (uint32_t)(cut >> 32), cut_id = (uint32_t)cut;
   for (int64_t i = 0; i < row.vocab; i += 16) {
+    if (is_passed(row, i)) continue;
     F16 scaled = scaled_at(row, i);
     // A score is at most scaled - log(u), so it can only win where u <= e^(scaled - best); the factor covers rounding.
     F16 u = uniform((uint32_t)i, keys), chance = vexp(scaled - set1(best)) * set1(1.0001f);
@@ -249,6 +256,7 @@ static int64_t draw(const SampleRow &row, int64_t likeliest, uint64_t cut, float
 static int64_t find_likeliest(SampleRow &row) {
   F16 top = set1(-__builtin_inff()), nan = zero();
   for (int64_t i = 0; i < row.vocab; i += 16) {
+    if (is_passed(row, i)) continue;
     F16 x = keep_lanes(load_tail(row.logits + i, row.vocab - i), 0, row.vocab - i);
     top = vmax(top, x);
     nan = keep_nan(x, nan);
@@ -256,35 +264,42 @@ static int64_t find_likeliest(SampleRow &row) {
   row.top = max_lanes(top);
   if (max_lanes(nan) != 0 || !(row.top - row.top == 0)) return -1;
   int64_t first = 0;
-  while (row.logits[first] != row.top) first++;
+  while (is_passed(row, first) || row.logits[first] != row.top) first += is_passed(row, first) ? 16 - first % 16 : 1;
   return first;
 }
 
-// The logits of the tokens whose bits are set, minus infinity for the others.
-static void mask_logits(const float *logits, const uint32_t *bits, int64_t vocab, float *out) {
-  for (int64_t i = 0; i < vocab; i += 32) {
-    uint32_t word = bits[i / 32];
-    int64_t lanes = vocab - i < 32 ? vocab - i : 32;
-    for (int64_t lane = 0; lane < lanes; lane++)
-      out[i + lane] = word >> lane & 1 ? logits[i + lane] : -__builtin_inff();
+static inline F16 keep_bits(F16 x, uint32_t bits) {
+  U16 lanes = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+  U16 kept = (U16)((lanes & bits) != 0);
+  return from_bits((bits_of(x) & kept) | (bits_of(set1(-__builtin_inff())) & ~kept));
+}
+
+// The logits of the tokens whose bits are set, minus infinity for the others. Unless `whole`, 16 of which no bit is
+// set are left as they are: nothing reads them.
+static void mask_logits(const float *logits, const uint32_t *bits, int64_t vocab, bool whole, float *out) {
+  for (int64_t i = 0; i < vocab; i += 16) {
+    uint32_t some = bits_at(bits, i);
+    if (!some && !whole) continue;
+    store_tail(out + i, keep_bits(load_tail(logits + i, vocab - i), some), vocab - i);
   }
 }
 
 static void sample_row(const PsSample *job, int64_t r, void *scratch) {
-  SampleRow row = {job->logits + r * job->ld_logits, job->vocab, 0, job->temperature[r]};
+  SampleRow row = {job->logits + r * job->ld_logits, job->vocab, 0, job->temperature[r], nullptr};
+  bool greedy = row.temperature < job->greedy_below;
+  int64_t top_k = job->top_k[r] < job->vocab ? job->top_k[r] : 0;
+  bool cuts = !greedy && (top_k > 0 || job->top_p[r] < 1.0);
   if (job->masks && job->mask_rows[r] >= 0) {
+    const uint32_t *bits = job->masks + job->mask_rows[r] * job->ld_masks;
     float *masked = Histogram(scratch, job->vocab).masked;
-    mask_logits(row.logits, job->masks + job->mask_rows[r] * job->ld_masks, job->vocab, masked);
+    mask_logits(row.logits, bits, job->vocab, cuts, masked);
     row.logits = masked;
+    if (!cuts) row.allowed = bits;
   }
   int64_t likeliest = find_likeliest(row);
   job->token_ids[r] = likeliest;
-  if (likeliest < 0 || row.temperature < job->greedy_below) return;
-  int64_t top_k = job->top_k[r] < job->vocab ? job->top_k[r] : 0;
-  uint64_t cut = ~0ull;
-  if (top_k > 0 || job->top_p[r] < 1.0) {
-    cut = last_kept(row, Histogram(scratch, job->vocab), top_k, job->top_p[r]);
-  }
+  if (likeliest < 0 || greedy) return;
+  uint64_t cut = cuts ? last_kept(row, Histogram(scratch, job->vocab), top_k, job->top_p[r]) : ~0ull;
   job->token_ids[r] = draw(row, likeliest, cut, job->min_p_bound[r], job->keys + 2 * r);
 }
 

@@ -112,7 +112,7 @@ struct Run {
   }
 
   int32_t multiply(AdaptedLinear which, const PsWeight *w, const void *x, void *y, bool add) const {
-    PsLinear job = {w, x, y, add ? y : nullptr, step->t, w->k, w->n, w->n, d->cache.type, d->cache.type, nullptr};
+    PsLinear job = {w, x, y, add ? y : nullptr, step->t, w->k, w->n, w->n, d->cache.type, d->cache.type};
     return adapters->linear(&job, index, which);
   }
 
@@ -183,13 +183,14 @@ struct Run {
 
   int32_t logits() {
     int64_t bytes = sizes.hidden * sizes.element;
+    if (step->states && norm(buffers.residual, d->final_norm, step->states, step->t)) return -1;
     if (!step->num_samples) return 0;
     for (int64_t i = 0; i < step->num_samples; i++) {
       if (norm(buffers.residual + step->samples[i] * bytes, d->final_norm, buffers.picked + i * bytes, 1)) return -1;
     }
     if (!d->head.n) return watch.lap(PS_PART_NORM, widen_picked());
     PsLinear job = {&d->head, buffers.picked, step->logits, nullptr, step->num_samples, sizes.hidden, d->head.n,
-                    0,        d->cache.type,  PS_F32,        nullptr};
+                    0,        d->cache.type,  PS_F32};
     watch.lap(PS_PART_NORM, 0);
     int32_t failed = linear(&job);
     if (d->logit_softcap > 0) cap_values(step->logits, step->num_samples * d->head.n, d->logit_softcap);
@@ -204,7 +205,7 @@ int32_t step(const PsDecoder *d, const PsStep *job) {
   Run run = {d, job, Sizes(d), {}, Stopwatch(job->part_ns), &adapters, 0};
   if (!place(d, run.sizes, job, &run.buffers)) return -1;
   if (!locate(d, job, run.buffers)) return -2;
-  if (!adapters.prepare(job)) return -1;
+  if (!adapters.prepare(job, d->num_layers)) return -1;
   embed(d, job, run.sizes, run.buffers.residual);
   run.watch.lap(PS_PART_REST, 0);
   for (int64_t i = 0; i < d->num_layers; i++)

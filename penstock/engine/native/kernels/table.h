@@ -4,6 +4,19 @@
 
 namespace penstock {
 
+// What is added to a linear's sums before anything else.
+struct LinearAdded {
+  const int32_t *places;  // [m] of a row among the `count` that have something, or -1; null: no row has
+  const float *at;        // [panels from `panel` on][count][32]
+  int64_t count, panel;
+};
+
+// Memory that is read soon: so many lines of 64 bytes.
+struct LinearAhead {
+  const char *at;
+  int64_t lines;
+};
+
 // A piece of a linear: inputs [k_first, k_last), every row. Between pieces of k the sums wait in `partial`.
 struct LinearPiece {
   const PsLinear *job;
@@ -13,6 +26,9 @@ struct LinearPiece {
   float *partial;                   // [panels of the slab][m_padded][32], or null when k is done in one piece
   int64_t m_padded, partial_panel;  // partial's first panel
   int64_t k_first, k_last;
+  LinearAdded added;         // where k ends
+  const LinearAhead *ahead;  // [num_ahead], to be fetched where there is much to compute for each byte
+  int64_t num_ahead;
 };
 
 struct RoundJob {  // W [n, k] to `type`; see rounding.h
@@ -30,18 +46,20 @@ struct AttentionPiece {
   void *scratch;
 };
 
-// Tokens of one adapter by one part of a linear; see adapter_rows.h.
+constexpr int64_t kAdapterParts = 3;  // of a fused linear: queries, keys, values
+constexpr int64_t kAdapterRanks = kAdapterParts * PS_ADAPTER_RANK_MAX;
+
+// Tokens of one adapter by one linear; see adapter_rows.h.
 struct AdapterPiece {
-  const PsAdapterPart *part;
+  const PsAdapterLinear *linear;
   const char *x;  // rows row_bytes apart
   int64_t row_bytes;
   const int32_t *tokens;  // [count] rows of x
   int32_t type;
   int64_t count;
-  float *inner;  // [count][rank], rows ld_inner apart
-  int64_t ld_inner;
-  float *delta;  // [count][the linear's sums]
-  int64_t ld_delta;
+  char *inner;  // [count][kAdapterRanks] of `type`
+  float *delta;  // [panels from `panel` on][all that have adapters][32], from the first of these tokens
+  int64_t all, panel;
 };
 
 struct KernelTable {
@@ -60,8 +78,9 @@ struct KernelTable {
   void (*round_rows)(const RoundJob *job, int64_t first, int64_t last);
   void (*scale_values)(void *x, int32_t type, int64_t n, float factor);  // x *= factor
   void (*cap_values)(float *x, int64_t n, float cap);                    // x = cap * tanh(x / cap)
-  void (*adapter_shrink)(const AdapterPiece *piece, int64_t rank_first, int64_t rank_last);
-  void (*adapter_expand)(const AdapterPiece *piece, int64_t group_first, int64_t group_last);
+  void (*adapter_shrink)(const AdapterPiece *piece, int64_t panel_first, int64_t panel_last);
+  void (*adapter_expand)(const AdapterPiece *piece, const PsAdapterPart *part, int64_t group_first,
+                         int64_t group_last);
 };
 
 constexpr int64_t kRowsMax = 512;         // rows of a linear done together
