@@ -19,8 +19,9 @@ from statistics import median
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
+from penstock.policy.placement.pick import LeastLoaded
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, LeastLoaded, WorkerCapacity
+from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity
 from penstock.sim.traffic.prompts import SimRequest
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, even, merged
 from penstock.sim.world.adapters import SimAdapterSpec

@@ -22,8 +22,9 @@ from penstock.config.tree import Config
 from penstock.kv.hashing import BlockHasher, PromptKeys, own_keys
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import KVIndexLimits
+from penstock.policy.placement.pick import LeastLoaded
 from penstock.policy.queueing.band import Work
-from penstock.policy.queueing.capacity import CapacityTable, LeastLoaded, Placement, WorkerCapacity
+from penstock.policy.queueing.capacity import CapacityTable, Placement, WorkerCapacity
 from penstock.policy.terms import QueueTerms
 from penstock.sim.traffic.prompts import PromptBlockNames, Segment, SimRequest
 from penstock.sim.traffic.traces import Trace

@@ -88,6 +88,23 @@ def test_streams_of_others_count_and_ours_are_not_counted_twice() -> None:
     rooms.check_invariants()
 
 
+def test_a_gateway_always_has_requests_in_the_queue_of_an_engine_that_others_fill() -> None:
+    rooms = CapacityTable(QueueTerms(worker_credit=2))
+    room = rooms.set(A, WorkerView(max_running=4, running=4, waiting=2))
+    assert room is not None
+    mine = [work(f"r{i}") for i in range(3)]
+    for each in mine[:2]:
+        assert rooms.place(each) is room
+        start(rooms, each)
+    assert rooms.place(mine[2]) is None, "two of its own wait there"
+    rooms.begin(room, mine[0])
+    assert rooms.place(mine[2]) is room, "the engine gave one a row"
+    rooms.check_invariants()
+    external = rooms.set(B, WorkerView(max_running=4, running=4, waiting=2, is_external=True))
+    assert external is not None
+    assert external.num_free <= 0, "what waits in an engine of others cannot be reordered"
+
+
 def test_kv_blocks_count_from_the_start_until_the_first_output_and_then_by_report() -> None:
     rooms = CapacityTable(CONFIG)
     rooms.set(A, WorkerView(max_running=8, kv_blocks_total=100))

@@ -10,7 +10,8 @@ from penstock.policy.flow import FallBack, Outcome, Queued, RequestFacts, Requeu
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.lifecycle.transitions import ASKED_MAX, Accounts, Fallbacks
-from penstock.policy.queueing.capacity import LeastLoaded, WorkerView
+from penstock.policy.placement.pick import LeastLoaded
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.request import Evict, request_of
 from penstock.policy.terms import QueueTerms

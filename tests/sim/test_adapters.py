@@ -6,7 +6,7 @@ from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
-from penstock.policy.queueing.capacity import LeastLoaded
+from penstock.policy.placement.pick import LeastLoaded
 from penstock.sim.traffic.prompts import SimRequest
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, even, merged
 from penstock.sim.world.adapters import SimAdapterSpec

@@ -34,10 +34,10 @@ from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.budget import TenantBudgets
 from penstock.policy.limits.price import PriceList
 from penstock.policy.placement.adapters import ResidencyOrder, ignore_order
-from penstock.policy.placement.pick import Decision, DecisionLog
+from penstock.policy.placement.pick import Decision, DecisionLog, LeastLoaded
 from penstock.policy.placement.route import Locality, Router
 from penstock.policy.placement.score import score_policy
-from penstock.policy.queueing.capacity import LeastLoaded, Placement
+from penstock.policy.queueing.capacity import Placement
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.resilience.anomalies import Anomalies
 from penstock.policy.terms import PlacementTerms

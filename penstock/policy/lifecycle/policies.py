@@ -21,7 +21,8 @@ from penstock.policy.contracts import (
 from penstock.policy.extras.hedging import Hedges
 from penstock.policy.extras.quarantine import Quarantine
 from penstock.policy.flow import SLICE_TOKENS, RequestFacts
-from penstock.policy.queueing.capacity import Placement, least_loaded
+from penstock.policy.placement.pick import least_loaded
+from penstock.policy.queueing.capacity import Placement
 from penstock.policy.queueing.pace import Pace
 from penstock.policy.tenant import Tenant
 from penstock.types import TenantId, Usage, WorkerId

@@ -14,10 +14,12 @@ Pure: the same facts and draws give the same choice.
 
 `DecisionLog` has the last decisions, by request: `GET /admin/explain/{request_id}` answers from it where no
 files keep them (telemetry/decision_files.py). It is bounded, and knows no transport.
+
+`LeastLoaded` does without scores.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -25,8 +27,10 @@ from typing import Any
 import msgspec
 
 from penstock.policy.placement.score import Score, ScoredRequest, ScorePolicy, WorkerFacts, score_policy
+from penstock.policy.queueing.band import Work
+from penstock.policy.queueing.capacity import CapacityTable, Placement, WorkerCapacity
 from penstock.policy.terms import PlacementTerms
-from penstock.types import RequestId
+from penstock.types import RequestId, Usage, WorkerId
 
 Draw = Callable[[int], int]
 """`draw(n)` is a number from 0 to n - 1, by chance."""
@@ -407,3 +411,40 @@ def explain_choice(choice: ComplexityChoice) -> dict[str, Any]:
 
 def _short(value: float) -> str:
     return f"{value:.2f}".replace("0.", ".", 1)
+
+
+class LeastLoaded:
+    """Sends every request to the worker with the most free streams, whatever its cache holds."""
+
+    __slots__ = ()
+
+    def asked(self, now_ns: int, work: Work, rooms: CapacityTable) -> None:
+        """Nothing is prepared."""
+
+    def place(
+        self,
+        now_ns: int,
+        work: Work,
+        rooms: CapacityTable,
+        avoid: Collection[WorkerId],
+        blocked: Collection[WorkerId],
+    ) -> WorkerCapacity | None:
+        """The least loaded that it fits on."""
+        return rooms.place(work, avoid, blocked)
+
+    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+        """Nothing is learned."""
+
+    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+        """Nothing is learned."""
+
+    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
+        """Nothing is learned."""
+
+
+_LEAST_LOADED = LeastLoaded()
+
+
+def least_loaded(_: str) -> Placement:
+    """The same for every model: it remembers nothing."""
+    return _LEAST_LOADED

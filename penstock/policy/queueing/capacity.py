@@ -20,6 +20,10 @@ from penstock.types import RequestId, Usage, WorkerId
 _LOOKS_MAX = 8
 """Workers that are asked whether a request fits, least loaded first."""
 _LOAD_UNIT = 1 << 20
+_SLOTS_PER_WAITING = 8
+"""Of those of an engine of ours that other gateways use too: for one in so many a gateway may always have a
+request there that has shown no output.
+"""
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +94,18 @@ class WorkerCapacity:
     @property
     def num_free(self) -> int:
         """Streams that could be started."""
-        return self.slots - self.booked - self.others if self.view.ready and not self.busy else 0
+        return self._num_left if self.view.ready and not self.busy else 0
+
+    @property
+    def _num_left(self) -> int:
+        """Slots that are left. Others cannot fill those that wait in the queue of an engine of ours: it gives
+        its next row to the tenant that was served least, whichever gateway filled the slots first.
+        """
+        left = self.slots - self.booked - self.others
+        if self.others and self.spare > 0:
+            always = max(self.spare, self.slots // _SLOTS_PER_WAITING) - self.num_pending
+            return left if left > always else always
+        return left
 
     @property
     def is_open(self) -> bool:
@@ -115,7 +130,7 @@ class WorkerCapacity:
             return True
         if self.busy and not work.takes_row:
             return False
-        free = (self.limit if work.takes_row else self.slots) - taken
+        free = self.limit - taken if work.takes_row else self._num_left
         if free < work.streams and free < self.slots:
             return False
         total = view.kv_blocks_total
@@ -275,7 +290,7 @@ class CapacityTable:
             room.pending_blocks -= work.blocks
             room.pending_tokens -= uncached_tokens(work)
             assert room.pending_blocks >= 0 <= room.pending_tokens, f"{room.id}: more begun than was booked"
-            if room.busy and self._rooms.get(room.id) is room:
+            if (room.busy or room.others) and self._rooms.get(room.id) is room:
                 self._enter(room)
 
     def release(self, room: WorkerCapacity, work: Work) -> None:
@@ -461,40 +476,3 @@ class Placement(Protocol):
 
     def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
         """It runs there no more, and used so much; None: it failed, or nothing is known."""
-
-
-class LeastLoaded:
-    """Sends every request to the worker with the most free streams, whatever its cache holds."""
-
-    __slots__ = ()
-
-    def asked(self, now_ns: int, work: Work, rooms: CapacityTable) -> None:
-        """Nothing is prepared."""
-
-    def place(
-        self,
-        now_ns: int,
-        work: Work,
-        rooms: CapacityTable,
-        avoid: Collection[WorkerId],
-        blocked: Collection[WorkerId],
-    ) -> WorkerCapacity | None:
-        """The least loaded that it fits on."""
-        return rooms.place(work, avoid, blocked)
-
-    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        """Nothing is learned."""
-
-    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        """Nothing is learned."""
-
-    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
-        """Nothing is learned."""
-
-
-_LEAST_LOADED = LeastLoaded()
-
-
-def least_loaded(_: str) -> Placement:
-    """The same for every model: it remembers nothing."""
-    return _LEAST_LOADED

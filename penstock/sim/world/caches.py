@@ -13,9 +13,9 @@ from penstock.kv.index.block_names import events_of_engine
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS, WorkerCacheView
 from penstock.policy.placement.adapters import ResidencyOrder, ignore_order
-from penstock.policy.placement.pick import DecisionLog
+from penstock.policy.placement.pick import DecisionLog, LeastLoaded
 from penstock.policy.placement.route import Router
-from penstock.policy.queueing.capacity import LeastLoaded, Placement
+from penstock.policy.queueing.capacity import Placement
 from penstock.policy.terms import PlacementTerms
 from penstock.sim.traffic.prompts import PromptBlockNames, SimRequest
 from penstock.sim.world.messages import KVUpdate
