@@ -123,9 +123,7 @@ class _Holder:
         """Whether it stands among those whose predictions will end."""
         self.is_used = False
         """Whether the bit may stand in any mask."""
-        self.thinned = 0
-        """How often shards had been thinned out when the oldest of `predicted` was entered. Where that is as
-        often as now, all of them stand in the index."""
+        self.thinned = 0  # How often shards had been when the oldest of `predicted` was entered.
 
 
 _Shards = list[dict[int, int]]
@@ -159,9 +157,8 @@ class PrefixIndex:
         # When something of each worker that has predictions ends, or a little earlier: who has none costs no
         # look.
         self._due: list[tuple[int, int, _Holder]] = []
-        self._num_due = 0
+        self._num_due = self._num_thinned = 0
         self._forks: dict[int, int] = {}
-        self._num_thinned = 0
         self.num_dropped = 0
         """Entries that were forgotten because the index was full: the oldest ones of their shard."""
 
@@ -206,15 +203,10 @@ class PrefixIndex:
             self._sweep()
 
     def _confirm(self, holder: _Holder, keys: Sequence[int]) -> Sequence[int]:
-        """End the predictions of these blocks, which the worker has. Returns those that are to be entered:
-        the others stand in the index, unless a full shard was thinned out since.
-        """
+        """End the predictions of these blocks. The others are to be entered, or all if a shard was thinned."""
         confirm = holder.predicted.pop
-        if holder.thinned == self._num_thinned:
-            return [key for key in keys if confirm(key, None) is None]
-        for key in keys:
-            confirm(key, None)
-        return keys
+        others = [key for key in keys if confirm(key, None) is None]
+        return others if holder.thinned == self._num_thinned else keys
 
     def removed(self, worker: int, keys: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         """The worker says that it has these blocks no more."""
@@ -274,21 +266,16 @@ class PrefixIndex:
             holder.thinned = self._num_thinned
         for key in reversed(keys):  # The end of a prompt is the first that a cache forgets.
             shard = shards[key & low_bits]
-            mask = shard.get(key)
-            if mask is None:
-                shard[key] = bit
-            elif mask & bit:
-                if key in predicted:
-                    predicted[key] = until_ns
-                    predicted.move_to_end(key)
+            mask = shard.get(key, 0)
+            if not mask & bit:
+                is_new = True
+                shard[key] = mask | bit if mask else bit
+            elif key not in predicted:
                 continue
-            else:
-                shard[key] = mask | bit
-            is_new = True
-            if key in predicted:  # A full shard had dropped it.
+            if key in predicted:
                 predicted.move_to_end(key)
             predicted[key] = until_ns
-            if mask is None and len(shard) > shard_max:
+            if not mask and len(shard) > shard_max:
                 self._thin(shard)
         holder.is_used = True
         return is_new
