@@ -79,6 +79,7 @@ class DecodeFastForward:
             request.num_steps += count
             if (planned - 1) // BLOCK_TOKENS != (end - 1) // BLOCK_TOKENS:
                 self._extend(request, planned, times_ns)
+            assert len(tokens) == end + 1, f"{request.request_id} was given other than {count} tokens"
             if len(tokens) >= request.num_tokens_max or tokens[-1] in request.stop_token_ids:
                 ended.append(request)
         self._counters.generated_tokens += count * len(running)

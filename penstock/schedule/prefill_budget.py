@@ -66,6 +66,7 @@ _NS_PER_MS = 1_000_000
 
 def decoding_learned(first: int, last: int) -> range:
     """Of the steps with these numbers, all of which only decode, those that are learned from all the same."""
+    assert 0 < first <= last, f"no steps from {first} to {last}"
     return range(first + -first % _DECODE_EVERY, last + 1, _DECODE_EVERY)
 
 

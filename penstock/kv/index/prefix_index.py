@@ -241,12 +241,11 @@ class PrefixIndex:
         as `prefix_of` found; a known count spares looking at each one.
         """
         holder = self._holders.get(worker) or self._enter(worker)
-        until_ns = holder.last_until_ns = max(
-            until_ns, holder.last_until_ns
-        )  # In order, so the first one ends first.
+        # In order, so the first one ends first.
+        until_ns = holder.last_until_ns = max(until_ns, holder.last_until_ns)
         assert 0 <= known <= len(keys), f"{known} of {len(keys)} keys are known"
         predicted = holder.predicted
-        old, new = (keys[:known], keys[known:]) if known else ((), keys)
+        old, new = keys[:known], keys[known:] if known else keys
         is_new = bool(new) and self._predict_new(holder, new, until_ns)
         if old and predicted and not predicted.keys().isdisjoint(old):
             for key in reversed(old):
