@@ -203,7 +203,7 @@ class PrefixIndex:
             self._sweep()
 
     def _confirm(self, holder: _Holder, keys: Sequence[int]) -> Sequence[int]:
-        """End the predictions of these blocks. The others are to be entered, or all if a shard was thinned."""
+        """End the predictions of these blocks. Others are to be entered, or all if a shard was thinned."""
         confirm = holder.predicted.pop
         others = [key for key in keys if confirm(key, None) is None]
         return others if holder.thinned == self._num_thinned else keys
