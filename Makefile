@@ -12,7 +12,7 @@ COVERED := protocol kv schedule policy sim
 COVERAGE_MIN := 90
 
 .DEFAULT_GOAL := help
-.PHONY: help serve observe chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-wheel test-console test-cells test-leader console console-check check format bench bench-engine bench-ratchet bench-relay bench-schemas soak train-demo clean
+.PHONY: help serve observe chat test coverage mutants test-workers test-clients test-prometheus test-lm-eval test-transformers test-wheel test-console test-cells test-leader console console-check check format bench bench-engine bench-ratchet bench-relay bench-schemas soak train-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,11 @@ test-lm-eval:  ## lm-eval's log-likelihoods over our API beside those of transfo
 	@$(DEV)
 	@scripts/install_lm_eval.sh
 	@$(BIN)/python scripts/check_lm_eval.py
+
+test-transformers:  ## what `penstock quantize` writes, in transformers beside our engine (installs gptqmodel and compressed-tensors first; minutes)
+	@$(DEV)
+	@scripts/install_gptqmodel.sh
+	@$(BIN)/python scripts/check_transformers.py
 
 bench-schemas:  ## compile schemas that others wrote, of packages that it installs first (ARGS="--json FILE --show"; minutes)
 	@$(DEV)

@@ -70,7 +70,9 @@ class Engine:
     """One engine, whose rounds are closed batches."""
 
     def __init__(self, model: Path, batch: int) -> None:
-        config = EngineSettings(prefix_cache=False, kv_memory_bytes=256 << 20, max_running=batch)
+        config = EngineSettings(  # No promise for tokens: a busy machine would run smaller batches.
+            prefix_cache=False, kv_memory_bytes=256 << 20, max_running=batch, tpot_target_ms=0.0
+        )  # fmt: skip
         runner = build_runner(model, config, CLOCK, lambda _stage, _done, _total: None)
         runner.warm_up()
         tokens = GrammarTokens.load(model, runner.info.vocab_size)
@@ -133,8 +135,8 @@ class Engine:
         }  # fmt: skip
 
 
-BLOCK, WARM_STEPS = 8, 12
-"""Steps of an engine before it is the other one's turn, and those before the first turn: prompts."""
+BLOCK = 8
+"""Steps of an engine before it is the other one's turn."""
 
 
 def block_turns(free: Engine, held: Engine, kind: str, batch: int, turns: int) -> dict[str, object]:
@@ -143,10 +145,14 @@ def block_turns(free: Engine, held: Engine, kind: str, batch: int, turns: int) -
     """
     times, cpu = list[float](), list[float]()
     for number in range(1000):
+        spent = 0
         for engine, what in ((free, "free"), (held, kind)):
             engine.submit(what, batch, number)
-            engine.steps(WARM_STEPS)
-        for block in range((TOKENS - 2 * WARM_STEPS) // (BLOCK + 1)):
+            num = 1
+            while engine.steps(1)[0] < batch:  # Prompts are computed beside the first rows.
+                num += 1
+            spent = max(spent, num)
+        for block in range((TOKENS - spent - 2) // (BLOCK + 1)):
             told = dict[Engine, tuple[float, float]]()
             for engine in (free, held) if block % 2 else (held, free):
                 engine.steps(1)

@@ -13,6 +13,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from urllib.parse import unquote
 
 from penstock.config.web_address import is_address
@@ -136,10 +137,22 @@ def _value(value: Value) -> bytes:
     return _message(0x2A, b"".join(_message(0x0A, _text(0x0A, each)) for each in value))
 
 
+@cache
+def _name(name: str) -> bytes:
+    """A span's, of those that are our own words."""
+    return _text(0x2A, name)
+
+
+@cache
+def _key(name: str) -> bytes:
+    """A KeyValue's: they are few, and our own."""
+    return _text(0x0A, name)
+
+
 def _attributes(attributes: Mapping[str, Value], tag: int) -> Iterable[bytes]:
     """A KeyValue for each, as a field with this tag."""
     for name, value in attributes.items():
-        yield _message(tag, _text(0x0A, name) + _message(0x12, _value(value)))
+        yield _message(tag, _key(name) + _message(0x12, _value(value)))
 
 
 class _Tree:
@@ -148,13 +161,13 @@ class _Tree:
     def __init__(self, ended: EndedTrace) -> None:
         self._ended, trace = ended, ended.trace
         self._trace, self._trace_id = trace, bytes.fromhex(trace.trace_id)
-        self._num_ids = len(trace.attempts)
+        self._num_ids, self._own_id = len(trace.attempts), trace.id_bytes(0)
 
     def spans(self) -> Iterator[bytes]:
         ended, trace = self._ended, self._trace
-        parent = trace.parent
+        parent, own_id = trace.parent, self._own_id
         yield self._span(
-            ended.name, trace.span_id, parent.span_id if parent is not None else "",
+            ended.name, own_id, bytes.fromhex(parent.span_id) if parent is not None else b"",
             ended.started_ns, ended.ended_ns,
             kind=_SERVER, attributes=ended.attributes, error=ended.error, flags=_HAS_REMOTE | _IS_REMOTE,
         )  # fmt: skip
@@ -172,7 +185,7 @@ class _Tree:
 
     def _attempt(self, trace: RequestTrace, place: int) -> Iterator[bytes]:
         ended, attempt = self._ended, trace.attempts[place]
-        span_id = trace.id_of(place + 1)
+        span_id = trace.id_bytes(place + 1)
         start_ns = attempt.started_ns + ended.offset_ns
         end_ns = ended.ended_ns if attempt.ended_ns < 0 else attempt.ended_ns + ended.offset_ns
         attributes: dict[str, Value] = {
@@ -182,7 +195,7 @@ class _Tree:
         }
         name = attempt.kind if attempt.number > 1 else "attempt"
         yield self._span(
-            name, span_id, trace.span_id, start_ns, end_ns,
+            name, span_id, self._own_id, start_ns, end_ns,
             kind=_CLIENT, attributes=attributes, error=attempt.error,
         )  # fmt: skip
         first_ns = end_ns if attempt.first_ns < 0 else attempt.first_ns + ended.offset_ns
@@ -190,34 +203,37 @@ class _Tree:
         if attempt.first_ns >= 0:
             yield self._below("decode", first_ns, end_ns, span_id)
 
-    def _below(self, name: str, start_ns: int, end_ns: int, parent: str = "") -> bytes:
+    def _below(self, name: str, start_ns: int, end_ns: int, parent: bytes = b"") -> bytes:
+        """A span without attributes, which cannot fail: the most of them."""
         self._num_ids += 1
-        span_id = self._trace.id_of(self._num_ids)
-        return self._span(name, span_id, parent or self._trace.span_id, start_ns, end_ns)
+        times = _TIMES.pack(
+            0x30, _INTERNAL, 0x39, start_ns, 0x41, max(start_ns, end_ns), 0x85, 0x01, 1 | _HAS_REMOTE
+        )
+        ids = _IDS.pack(0x0A, 16, self._trace_id, 0x12, 8, self._trace.id_bytes(self._num_ids))
+        return b'%b"\x08%b%b%b' % (ids, parent or self._own_id, _name(name), times)
 
     def _span(
         self,
         name: str,
-        span_id: str,
-        parent_id: str,
+        span_id: bytes,
+        parent_id: bytes,
         start_ns: int,
         end_ns: int,
         *,
-        kind: int = _INTERNAL,
-        attributes: Mapping[str, Value] | None = None,
+        kind: int,
+        attributes: Mapping[str, Value],
         error: str = "",
         flags: int = _HAS_REMOTE,
     ) -> bytes:
         """The fields of one Span."""
-        found = [_IDS.pack(0x0A, 16, self._trace_id, 0x12, 8, bytes.fromhex(span_id))]
+        found = [_IDS.pack(0x0A, 16, self._trace_id, 0x12, 8, span_id)]
         if parent_id:
-            found.append(_message(0x22, bytes.fromhex(parent_id)))
+            found.append(_message(0x22, parent_id))
         found.append(_text(0x2A, name))
         found.append(
             _TIMES.pack(0x30, kind, 0x39, start_ns, 0x41, max(start_ns, end_ns), 0x85, 0x01, 1 | flags)
         )
-        if attributes is not None:
-            found += _attributes(attributes, 0x4A)
+        found += _attributes(attributes, 0x4A)
         if error:
             found += _attributes({"error.type": error}, 0x4A)
             found.append(_message(0x7A, _text(0x12, error) + _FAILED))

@@ -140,7 +140,11 @@ class RequestTrace:
         """16 hexadecimal digits for a span below: 1 and on are the attempts', in their order; every number
         has another id.
         """
-        return f"{(self._bits + number * _STRIDE) & _SPAN_MAX or 1:016x}"
+        return self.id_bytes(number).hex()
+
+    def id_bytes(self, number: int) -> bytes:
+        """The same as eight bytes."""
+        return ((self._bits + number * _STRIDE) & _SPAN_MAX or 1).to_bytes(8, "big")
 
     def start_attempt(self, now_ns: int, number: int, worker: str, kind: str) -> None:
         """An attempt starts at a worker."""

@@ -279,8 +279,9 @@ def test_an_alert_leads_to_its_section_of_the_runbook(page, until, replay, findi
 
 def test_a_short_page_on_a_phone_begins_at_its_top(page, replay) -> None:
     opened = page(replay().url + "/console#/playground", width=390, height=844)
-    opened.get_by_role("heading", name="Playground").wait_for()
-    assert opened.get_by_role("heading", name="Playground").bounding_box()["y"] < 120
+    title = opened.get_by_role("heading", name="Playground", exact=True)
+    title.wait_for()
+    assert title.bounding_box()["y"] < 120
 
 
 def test_a_phone_has_every_page_behind_one_button(page, until, replay) -> None:

@@ -261,8 +261,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--kv-dtype",
-        choices=("auto", "int8"),
-        help="int8: round the KV cache, for nearly twice the tokens in its memory (default: auto)",
+        choices=("auto", "int8", "fp8"),
+        help="round the KV cache, for nearly twice the tokens in its memory: int8 on a CPU, fp8 on a GPU "
+        "(default: auto)",
     )
     engine.add_argument(
         "--speculation",

@@ -79,7 +79,7 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     )
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none")
-    parser.add_argument("--kv-dtype", choices=("auto", "int8"), default="auto")
+    parser.add_argument("--kv-dtype", choices=("auto", "int8", "fp8"), default="auto")
     parser.add_argument("--speculation", metavar="HOW", default="off")
     parser.add_argument("--threads", type=number(int, 0, 4096), default=0, metavar="N", help="0: all cores")
     parser.add_argument("--max-model-len", type=number(int, 0, 100_000_000), default=0, metavar="N")

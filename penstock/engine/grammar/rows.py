@@ -140,16 +140,17 @@ class GrammarRows:
         """The tokens that may be drawn at `positions` of `rows`; None: anything."""
         if not self._rows:
             return None
-        of_row, settled = [-1] * len(rows), None
+        of_row, settled, known = [-1] * len(rows), None, self._rows
         for i, (index, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-            if (row := self._rows.get(index)) is None:
+            row = known.get(index)
+            if row is None or (row.is_free and position == row.known):
                 continue
             if row.job is not None and row.job is not settled:
                 settled = self._wait(row)
             row.job, row.is_entering = None, False
             if position < row.known - len(row.run):
                 self._make_again(row, index, position)
-            if position != row.known or row.is_free:
+            if position != row.known:
                 continue  # It was forced, or a step that failed should have drawn the one before.
             answer = row.answer
             assert answer is not None
@@ -168,17 +169,18 @@ class GrammarRows:
         draw them again from; None: all are.
         """
         again: list[tuple[int, int, _Row]] = []
+        known, eos_ids = self._rows, self._eos_ids
         for i, (index, position, token_id) in enumerate(
             zip(rows.tolist(), positions.tolist(), token_ids.tolist(), strict=True)
         ):
-            row = self._rows.get(index)
+            row = known.get(index)
             if row is None or not row.is_free or position != row.known or token_id < 0:
                 continue
             answer = row.answer
             assert answer is not None
             row.known = _LOST  # Until it is taken.
             # Where nothing but the end may come there is one that is written: the mask tells.
-            if token_id not in self._eos_ids and answer.try_take(token_id):
+            if token_id not in eos_ids and answer.try_take(token_id):
                 row.taken = position
             else:
                 row.known, row.is_free = position, False
