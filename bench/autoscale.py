@@ -1,6 +1,6 @@
 """The autoscaler beside others, over simulated days: minutes in which promises were missed, and machine time.
 
-    python bench/autoscale.py [day] [spike] [steady] [spot] [--seeds N] [--days D] [--json FILE]
+    python bench/autoscale.py [day] [spike] [steady] [spot] [--seeds N] [--first SEED] [--json FILE]
 
 Workers are simulated step by step, the gateway and the autoscaler are the product's. A day has an hour, with
 a steep morning, and a worker takes 45 to 90 s to start, half an hour of such a day. The first day teaches;
@@ -18,10 +18,8 @@ the days after it are measured. Beside the product's rule, on the same requests 
 """
 
 import argparse
-import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import mean, stdev
@@ -31,65 +29,32 @@ from harness import add_json_option, write_result
 
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig
-from penstock.planning.step_time import LinearStepTime
-from penstock.policy.capacity.autoscaler import Autoscaler, Decision
-from penstock.policy.capacity.opinions import Opinion, floor, reactive
+from penstock.policy.capacity.autoscaler import Decision
 from penstock.policy.capacity.signals import Signals
-from penstock.rng import Stream
-from penstock.sim.report.figures import Objective
-from penstock.sim.scenarios.scenario import pool, setup
-from penstock.sim.scenarios.setup import Knobs, Played, Setup, play
-from penstock.sim.traffic.workload import Arrivals, Callers, Chat, LengthDistribution, Poisson, Spike, even
+from penstock.sim.scenarios.capacity import (
+    COLD_S,
+    DAY_S,
+    MAX,
+    OBJECTIVE,
+    Mornings,
+    Reactive,
+    good_during,
+    machine_hours,
+    minutes_lost,
+    recovery_s,
+    scaled,
+    turns,
+)
+from penstock.sim.scenarios.catalogue import SCENARIOS
+from penstock.sim.scenarios.scenario import run_scenario
+from penstock.sim.scenarios.setup import Knobs, Setup, play
+from penstock.sim.traffic.workload import Arrivals, Poisson, Spike
 from penstock.sim.world.scaling import Decider, ScalingSpec
 
-DAY_S = 3600.0
-LAW = LinearStepTime(fixed_ns=240_000_000, row_ns=16_000_000, prefill_ns=3_000_000)
-OBJECTIVE = Objective(ttft_ms=10_000, tpot_ms=1200)
-PROMPT, ANSWER = LengthDistribution(300, 0.4, maximum=1024), LengthDistribution(20, 0.4, maximum=64)
 WORKER_RPS = 0.4
 """What one worker was measured to do with 98 % of answers as promised."""
 CONCURRENT = 6
 """Requests at a worker then."""
-COLD_S = (45.0, 90.0)
-LOST_BELOW = 0.95
-"""A minute is lost if fewer of its requests were answered as promised."""
-MAX = 14
-
-
-class Mornings:
-    """A day's rhythm as offices have it: quiet, a steep morning, a dip at noon, a slow evening."""
-
-    SHAPE = (
-        (0.0, 0.10), (0.30, 0.12), (0.36, 0.70), (0.40, 1.0), (0.50, 0.80), (0.54, 0.95), (0.70, 0.85),
-        (0.80, 0.45), (0.92, 0.20), (1.0, 0.10),
-    )  # fmt: skip
-
-    def __init__(self, peak: float) -> None:
-        self.peak = peak
-
-    def rate(self, at_s: float) -> float:
-        share = at_s % DAY_S / DAY_S
-        for (x0, y0), (x1, y1) in zip(self.SHAPE, self.SHAPE[1:], strict=False):
-            if x0 <= share <= x1:
-                return self.peak * (y0 + (y1 - y0) * (share - x0) / (x1 - x0))
-        raise AssertionError(share)
-
-    def times(self, stream: Stream, seconds: float) -> Iterator[float]:
-        """Thinned; every day is drawn up to 15 % larger or smaller than the shape."""
-        sizes = [stream.uniform(0.85, 1.15) for _ in range(math.ceil(seconds / DAY_S))]
-        top = self.peak * 1.15
-        for at in Poisson(top).times(stream, seconds):
-            if stream.random() * top < self.rate(at) * sizes[int(at / DAY_S)]:
-                yield at
-
-
-class Reactive(Autoscaler):
-    """The product's without a forecast."""
-
-    def advise(self, seen: Signals) -> tuple[Opinion, Opinion, Opinion]:
-        known = self.state.learned
-        none = Opinion(of="capacity", workers=0, why="not asked")
-        return reactive(seen, known), none, floor(self.scale, seen, known)
 
 
 def decided(seen: Signals, workers: int, why: str) -> Decision:
@@ -170,46 +135,13 @@ RULES: dict[str, Make | None] = {
 }
 
 
-def made(rule: str, arrivals: Arrivals, seconds: float, **scaling: Any) -> Setup:  # noqa: ANN401
+def made(rule: str, arrivals: Arrivals, seconds: float, start: int = 1, **scaling: Any) -> Setup:  # noqa: ANN401
     """One run's setup."""
-    scale = scaling.pop("scale", ScaleConfig(max=MAX))
-    start = scaling.pop("start", 1)
-    source = Chat(
-        name="chat", arrivals=arrivals, callers=Callers(tenants=even(4)), prompt=PROMPT, output=ANSWER,
-        system_tokens=0,
-    )  # fmt: skip
-    workers = pool(Knobs(), workers=start)
-    workers = replace(workers, worker=replace(workers.worker, step_time=LAW))
-    made = setup(Knobs(), [workers], [source], seconds=seconds, objective=OBJECTIVE)
     spec = ScalingSpec(
-        scale=scale, cold_start_s=COLD_S, season_s=DAY_S, decider=RULES[rule],
-        forecast=rule if rule in ("last", "trend") else "seasonal", **scaling,
+        scale=ScaleConfig(max=MAX), cold_start_s=COLD_S, season_s=DAY_S, decider=RULES[rule],
+        forecast=rule if rule in ("last", "trend") else "seasonal",
     )  # fmt: skip
-    return replace(made, scaling=spec)
-
-
-def minutes_lost(played: Played, since_s: float = 0.0) -> int:
-    """Minutes in which fewer than `LOST_BELOW` of the requests that came were answered as promised."""
-    good: dict[int, list[bool]] = defaultdict(list)
-    for record in played.records:
-        if record.at_ns >= since_s * NS_PER_S:
-            good[record.at_ns // (60 * NS_PER_S)].append(played.good(record))
-    return sum(sum(each) < LOST_BELOW * len(each) for each in good.values())
-
-
-def machine_hours(played: Played, since_s: float = 0.0) -> float:
-    """Of workers that were there, ready or not."""
-    assert played.scaling is not None
-    seen = [each for each in played.scaling.seen if each.now_ns >= since_s * NS_PER_S]
-    return sum((each.ready + each.pending + each.draining) * each.window_s for each in seen) / 3600
-
-
-def turns(played: Played, within_s: float = 300.0) -> int:
-    """The most changes of direction within so long."""
-    assert played.scaling is not None
-    moves = [(each.wall_ns / NS_PER_S, each.move) for each in played.scaling.decisions if each.move != "hold"]
-    changes = [now for (_, one), (now, two) in itertools.pairwise(moves) if one != two]
-    return max((sum(at <= each < at + within_s for each in changes) for at in changes), default=0)
+    return scaled(Knobs(), arrivals, seconds, replace(spec, **scaling), (start,))
 
 
 def day(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
@@ -217,7 +149,7 @@ def day(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for rule in rules:
         rows = []
-        for seed in range(1, args.seeds + 1):
+        for seed in range(args.first, args.first + args.seeds):
             played = play(made(rule, Mornings(args.peak), (1 + args.days) * DAY_S), seed)
             lost, hours = minutes_lost(played, DAY_S), machine_hours(played, DAY_S)
             since = [each for each in played.records if each.at_ns >= DAY_S * NS_PER_S]
@@ -243,15 +175,10 @@ def spike(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
     for rule in rules:
         for low, high in ((30.0, 30.0), (60.0, 60.0), (120.0, 120.0)):
             rows = []
-            for seed in range(1, args.seeds + 1):
+            for seed in range(args.first, args.first + args.seeds):
                 begins, ends = 600.0, 1020.0
                 arrivals = Spike(0.15, 20.0, begins, ends)
-                spec = replace(
-                    made(rule, arrivals, 1200.0, start=1),
-                )
-                assert spec.scaling is not None
-                spec = replace(spec, scaling=replace(spec.scaling, cold_start_s=(low, high)))
-                played = play(spec, seed)
+                played = play(made(rule, arrivals, 1200.0, cold_start_s=(low, high)), seed)
                 rows.append(
                     {
                         "seed": seed,
@@ -268,28 +195,12 @@ def spike(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def good_during(played: Played, begins: float, ends: float) -> float:
-    inside = [each for each in played.records if begins <= each.at_ns / NS_PER_S < ends]
-    return sum(map(played.good, inside)) / len(inside)
-
-
-def recovery_s(played: Played, begins: float, ends: float, step_s: float = 10.0) -> float:
-    """From the spike's begin until 95 % of the requests of every further 10 s are answered as promised."""
-    at = ends
-    while at > begins:
-        inside = [played.good(each) for each in played.records if at - step_s <= each.at_ns / NS_PER_S < at]
-        if sum(inside) < LOST_BELOW * len(inside):
-            break
-        at -= step_s
-    return at - begins
-
-
 def steady(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
     """An even load for an hour: changes of direction."""
     found: dict[str, Any] = {}
     for rule in rules:
         rows = []
-        for seed in range(1, args.seeds + 1):
+        for seed in range(args.first, args.first + args.seeds):
             played = play(made(rule, Poisson(1.3), 3600.0, start=4), seed)
             moves = sum(each.move != "hold" for each in played.scaling.decisions) if played.scaling else 0
             rows.append({"seed": seed, "turns": turns(played), "moves": moves, "lost": minutes_lost(played)})
@@ -298,22 +209,42 @@ def steady(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def spot(args: argparse.Namespace, rules: Sequence[str]) -> dict[str, Any]:
+    """All spot machines are taken back at once, and fifty workers leave under load: the scenarios of these
+    names, of the product's rule.
+    """
+    del rules
+    found: dict[str, Any] = {}
+    for name in ("spot-all-revoked", "zone-loss", "drain-under-load"):
+        rows = []
+        for seed in range(args.first, args.first + args.seeds):
+            verdict = run_scenario(SCENARIOS[name], Knobs(), seed)
+            rows.append(
+                {"seed": seed, "passes": verdict.passed}
+                | {each.words: round(each.value, 4) for each in verdict.findings}
+            )
+            print(name, rows[-1], flush=True)
+        found[name] = rows
+    return found
+
+
+PARTS = {"day": day, "spike": spike, "steady": steady, "spot": spot}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "parts", nargs="*", choices=("day", "spike", "steady"), default=["day", "spike", "steady"]
-    )
+    parser.add_argument("parts", nargs="*", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=11, help="the first seed: 1 to 10 were tuned on")
     parser.add_argument("--days", type=int, default=1, help="days that are measured, after the first")
     parser.add_argument("--peak", type=float, default=2.6, help="requests per second of the busiest hour")
     parser.add_argument("--rules", default=",".join(RULES))
     add_json_option(parser)
     args = parser.parse_args()
     rules = args.rules.split(",")
-    parts = {"day": day, "spike": spike, "steady": steady}
-    result = {name: parts[name](args, rules) for name in args.parts}
+    result = {name: PARTS[name](args, rules) for name in args.parts}
     write_result(args.json, result)
 
 

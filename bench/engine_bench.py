@@ -16,6 +16,7 @@ import shlex
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -50,6 +51,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 REQUESTS_PER_CALLER = {"28m": 6, "494m": 3}
 REQUESTS_MIN = {"28m": 16, "494m": 6}
+PRECISIONS = {one.precision for one in VARIANTS} - {"torch"}
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
 
 
@@ -85,6 +87,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--skip-long", action="store_true", help="no shared prefix and no arriving long prompt"
     )
+    parser.add_argument(
+        "--isa", choices=("avx2",), default="",
+        help="hold ours and llama.cpp to it on a processor that has more (install_llama_cpp.sh avx2)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--show", type=Path, metavar="FILE", help="measure nothing: print the tables of such a file"
@@ -97,7 +103,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--models: no such model: {', '.join(unknown)} (there are {', '.join(SHAPES)})")
     if not all(0 < level <= STREAMS_MAX for level in args.levels) or args.rounds < 1:
         parser.error(f"--levels are from 1 to {STREAMS_MAX}, and there is at least one round")
-    args.variants = chosen(args.engines, quick=args.quick)
+    args.variants = [replace(one, isa=args.isa) for one in chosen(args.engines, quick=args.quick)]
     if not args.variants:
         names = sorted(
             {one.engine for one in VARIANTS} | {f"{one.engine}:{one.precision}" for one in VARIANTS}
@@ -108,12 +114,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def chosen(engines: str | None, *, quick: bool) -> list[Variant]:
     """The variants that the flags ask for."""
-    if engines is None:
-        return [one for one in VARIANTS if not quick or one.precision == "bf16"]
-    names = set(engines.split(","))
+    names = {one.engine for one in VARIANTS} if engines is None else set(engines.split(","))
     found = []
     for one in VARIANTS:
-        by_engine = one.engine in names and (not quick or one.precision == "bf16")
+        # Torch's kernels are slow: they are measured when they are asked for.
+        by_engine = one.engine in names and one.precision in (("bf16",) if quick else PRECISIONS)
         if by_engine or f"{one.engine}:{one.precision}" in names:
             found.append(one)
     return found
@@ -136,7 +141,7 @@ def prepare(models: tuple[str, ...], variants: list[Variant]) -> dict[str, Path]
         for variant in variants:
             if variant.engine == "llama.cpp":
                 with console.status(f"converting {name} to GGUF {variant.precision}"):
-                    make_gguf(folders[name], variant.precision)
+                    make_gguf(folders[name], variant)
     return folders
 
 

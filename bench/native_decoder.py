@@ -61,20 +61,22 @@ class Side:
     """One decoder with its own cache and attention."""
 
     def __init__(
-        self, model: DecoderSpec, rows: int, context: int, kernels: NativeLibrary | None, precision: str
-    ) -> None:
+        self, model: DecoderSpec, rows: int, context: int, kernels: NativeLibrary | None, precision: str,
+        *, torch_dtype: str = "auto",
+    ) -> None:  # fmt: skip
         tokens = context + 64
         limits = DecoderLimits(step_tokens=max(512, rows), max_samples=rows, max_model_len=tokens)
         cpu = torch.device("cpu")
         per_row = -(-tokens // BLOCK_TOKENS)
-        dtype = torch.bfloat16
+        dtype = products = torch.bfloat16
         if kernels is None:
-            dtype = choose_computing(EngineSettings(kernels="torch"), model).dtype
-        cache = KVCache(model, per_row * rows, dtype, cpu)
+            computing = choose_computing(EngineSettings(kernels="torch", dtype=torch_dtype), model)
+            dtype, products = computing.dtype, computing.products
+        cache = KVCache(model, per_row * rows, dtype, cpu, products=products)
         cache.tensor.normal_()
         weights = random_weights(model, dtype, 0, lambda done, total: None)
         if kernels is None:
-            made = TorchKernels(model, max_tokens=limits.step_tokens, device=cpu)
+            made = TorchKernels(model, max_tokens=limits.step_tokens, device=cpu, products=products)
             self.decoder = Decoder(model, weights, made, limits)
             self.attention = made.attention(cache, self.decoder.rotary)
         else:

@@ -1,20 +1,23 @@
 """How often a rollout judges right: versions that are equal, slow, failing, cut off or cold, 100 times each.
 
-    python bench/rollout.py [--trials N] [--hours H] [--json FILE]
+    python bench/rollout.py [--trials N] [--hours H] [--fit FILE] [--only VERSION] [--json FILE]
 
 Requests come from one run of the simulator (conversations of four turns on average, 20 requests a second, on
 workers of which every step is computed). In each trial conversations are dealt to canary and control cohort
 anew, as the gateway deals them, and the plan's steps are walked through with the product's own policy
 (policy/rollout): so what load does, and what requests of one conversation have in common, is that of the run.
-Over every request's times noise is laid (log-normal, `--noise`), for real steps scatter and modelled ones do
-not. The new version's faults are laid over the canary's requests. It is judged every `LOOK_S` seconds; in the
-product every second, which intervals that hold at all times do not mind.
+Over every request's times noise is laid (log-normal), for real steps scatter and modelled ones do not: as
+much as `--fit` finds in a real rollout (a server's rollouts.json), or `--noise`. The new version's faults are
+laid over the canary's requests. It is judged every `LOOK_S` seconds; in the product every second, which
+intervals that hold at all times do not mind.
 """
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -23,7 +26,7 @@ from harness import command_line, write_result
 from penstock.clock import NS_PER_S
 from penstock.policy.flow import Outcome
 from penstock.policy.rollout.cohorts import GROUPS, Cohort, bucket_of, cohort_of
-from penstock.policy.rollout.evidence import Observation
+from penstock.policy.rollout.evidence import Observation, RolloutMetric, total
 from penstock.policy.rollout.rollout import Rollout, RolloutPlan, RolloutState
 from penstock.rng import Stream, stream
 from penstock.sim.scenarios.scenario import ANSWER, pool, setup
@@ -48,7 +51,31 @@ class Ended:
     seen: Observation
 
 
-def recorded(seconds: float, noise: float) -> list[Ended]:
+@dataclass(slots=True, frozen=True)
+class Noise:
+    """Standard deviations of logarithms."""
+
+    tpot: float
+    prefill: float
+
+
+def fitted(path: Path) -> Noise:
+    """What rows and uncached tokens leave of the variance of a real rollout's times."""
+    (rollout,) = msgspec.json.decode(path.read_bytes(), type=list[Rollout])
+
+    def left(metric: RolloutMetric) -> float:
+        sides = [total(side[metric]) for side in (rollout.evidence.canary, rollout.evidence.control)]
+        sxx = sum(each.xx - each.x**2 / each.n for each in sides)
+        sxy = sum(each.xy - each.x * each.y / each.n for each in sides)
+        syy = sum(each.yy - each.y**2 / each.n for each in sides)
+        num = sum(each.n for each in sides)
+        print(f"{path.name}: {metric} of {num} requests", flush=True)
+        return math.sqrt((syy - sxy**2 / sxx) / (num - 3))
+
+    return Noise(left(RolloutMetric.TPOT), left(RolloutMetric.PREFILL))
+
+
+def recorded(seconds: float, noise: Noise) -> list[Ended]:
     """The run, by the requests' ends."""
     draw = stream(1, "bench/rollout/noise")
     source = Conversations(
@@ -78,9 +105,9 @@ def recorded(seconds: float, noise: float) -> list[Ended]:
                 each.end_ns,
                 Observation(
                     "", is_canary=False, group=0, tokens=each.completion_tokens,
-                    tpot_ns=round(each.tpot_ns * draw.lognormvariate(0, noise)),
+                    tpot_ns=round(each.tpot_ns * draw.lognormvariate(0, noise.tpot)),
                     rows=rows(each),
-                    prefill_ns=round((each.ttft_ns - each.queue_ns) * draw.lognormvariate(0, noise)),
+                    prefill_ns=round((each.ttft_ns - each.queue_ns) * draw.lognormvariate(0, noise.prefill)),
                     uncached_tokens=each.prompt_tokens - each.cached_tokens,
                 ),
             )
@@ -162,11 +189,17 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--hours", type=float, default=1.15, help="of simulated requests")
     parser.add_argument("--noise", type=float, default=0.3, help="standard deviation of a time's logarithm")
+    parser.add_argument("--fit", type=Path, help="a server's rollouts.json: as much noise as there")
+    parser.add_argument("--only", action="append", choices=tuple(VERSIONS), help="only these versions")
     args = parser.parse_args()
-    requests = recorded(args.hours * 3600, args.noise)
+    noise = fitted(args.fit) if args.fit is not None else Noise(args.noise, args.noise)
+    print(f"noise: {noise.tpot:.3f} of times per token, {noise.prefill:.3f} of prefill", flush=True)
+    requests = recorded(args.hours * 3600, noise)
     print(f"{len(requests)} requests of {len({each.session for each in requests})} conversations")
     table: dict[str, object] = {}
     for name, change in VERSIONS.items():
+        if args.only and name not in args.only:
+            continue
         ended = [trial(requests, change, number) for number in range(args.trials)]
         back = [each for each in ended if each.state is RolloutState.ROLLED_BACK]
         row = {
@@ -180,7 +213,8 @@ def main() -> None:
         table[name] = row
         print(f"{name:>24}: {row}", flush=True)
     write_result(
-        args.json, {"trials": args.trials, "noise": args.noise, "requests": len(requests), "versions": table}
+        args.json,
+        {"trials": args.trials, "noise": asdict(noise), "requests": len(requests), "versions": table},
     )
 
 

@@ -38,7 +38,8 @@ GATED = (
     "steady", "bursts", "conversations", "agent-loops", "spike-20x", "noisy-tenant", "large-tenants",
     "priority-overload", "tenant-quota", "downgrade", "long-context", "kv-full", "spot-revocation",
     "neighbour-flood", "external-crash", "thundering-herd", "worker-crash", "slow-worker", "rollout-bad",
-    "region-failover",
+    "region-failover", "drain-under-load", "spot-all-revoked", "zone-loss", "autoscale-steady",
+    "autoscale-spike",
 )  # fmt: skip
 QUICK = ("conversations", "neighbour-flood", "kv-full", "noisy-tenant", "worker-crash", "rollout-bad")
 

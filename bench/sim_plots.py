@@ -1,4 +1,6 @@
-"""Draws the plots of docs/testing-overload.md: python bench/sim_plots.py [--only NAME]
+"""Draws the plots of docs/testing-overload.md, autoscaling.md and rollout.md:
+
+    python bench/sim_plots.py [--only NAME]
 
 Everything comes from scenarios with seed 1, or from result files (goodput), so the files change only when the
 policies do.
@@ -89,7 +91,60 @@ def goodput() -> dict[str, str]:
 
 def newest(name: str) -> list[dict[str, Any]]:
     """The rows of the last result file of this name."""
-    return json.loads(max(RESULTS.glob(f"*-{name}.json")).read_text())["rows"]
+    return result(name)["rows"]
+
+
+def result(name: str) -> dict[str, Any]:
+    """The last result file of this name."""
+    return json.loads(max(RESULTS.glob(f"*-{name}.json")).read_text())
+
+
+def day() -> dict[str, str]:
+    """Minutes lost and machine hours of each rule: means over seeds."""
+    rules = result("autoscale")["day"]
+    lost = [(name, [of["lost"]["mean"]]) for name, of in rules.items()]
+    hours = [(name, [of["hours"]["mean"]]) for name, of in rules.items()]
+    x = "rule"
+    return {
+        "autoscale-lost": bars(
+            Axes(title="Minutes of a day in which promises were missed", x=x, y="min"), lost, ["lost"]
+        ),
+        "autoscale-hours": bars(Axes(title="Machine time of that day", x=x, y="hours"), hours, ["hours"]),
+    }
+
+
+def sudden() -> dict[str, str]:
+    """Workers and requests while twenty times as many requests come, of the scenario with seed 1."""
+    scaling = run("autoscale-spike").played.scaling
+    assert scaling is not None
+    seen = scaling.seen
+
+    def line(of: Callable[[int], float]) -> list[tuple[float, float]]:
+        return [(seen[i].now_ns / NS_PER_S, of(i)) for i in range(0, len(seen), 2)]
+
+    plot = lines(
+        Axes(title="Workers during a spike of twenty times the load", x="virtual seconds", y="workers"),
+        [
+            Series("to be", line(lambda i: scaling.decisions[i].workers), 0),
+            Series("ready", line(lambda i: seen[i].ready), 2),
+            Series("wanted, before bounds", line(lambda i: scaling.decisions[i].wanted), 1),
+        ],
+    )
+    return {"autoscale-spike": plot}
+
+
+def versions() -> dict[str, str]:
+    """How many rollouts of a hundred were taken back, and in which step, by the new version's fault."""
+    found = result("rollout")["versions"]
+    steps = ("1.0", "5.0", "25.0", "50.0")
+    groups = [
+        (name.replace(" per token", ""), [float(of["in_step"].get(step, 0)) for step in steps])
+        for name, of in found.items()
+    ]
+    axes = Axes(
+        title="Rollouts taken back, of a hundred, by step", x="the new version", y="rollouts", y_max=100
+    )
+    return {"rollout-versions": bars(axes, groups, ["1 %", "5 %", "25 %", "50 %"])}
 
 
 def priority() -> dict[str, str]:
@@ -125,6 +180,7 @@ def restart() -> dict[str, str]:
 
 DRAWN: dict[str, Callable[[], dict[str, str]]] = {
     "spike": spike, "noisy": noisy, "goodput": goodput, "priority": priority, "restart": restart,
+    "day": day, "sudden": sudden, "versions": versions,
 }  # fmt: skip
 
 

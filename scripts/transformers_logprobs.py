@@ -1,9 +1,9 @@
 """Run by an environment that has what transformers wants for a quantized checkpoint (`install_gptqmodel.sh`):
-the log-probability of every token of some texts, and greedy answers to their beginnings.
+greedy answers to some prompts, and the log-probability of every token of some texts.
 
-    python transformers_logprobs.py MODEL TEXTS.json TOKENS OUT.json
+    python transformers_logprobs.py MODEL ASKED.json TOKENS OUT.json
 
-TEXTS.json is a list of lists of token ids; OUT.json gets {"answers": [[id]], "logprobs": [[float]]}.
+ASKED.json has {"prompts": [[id]], "texts": [[id]]}; OUT.json gets {"answers": [[id]], "logprobs": [[float]]}.
 """
 
 import json
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 
 def main() -> None:
     """Carry it out."""
-    model_dir, texts_file, tokens, out = sys.argv[1:]
+    model_dir, asked_file, tokens, out = sys.argv[1:]
     stored = json.loads((Path(model_dir) / "config.json").read_text())["quantization_config"]
     how = {}
     if stored["quant_method"] == "gptq":
@@ -24,18 +24,21 @@ def main() -> None:
     elif stored["quant_method"] == "awq":
         how = {"quantization_config": AwqConfig(bits=stored["bits"], backend="torch_awq")}
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16, device_map="cpu", **how)
+    asked = json.loads(Path(asked_file).read_text())
     answers: list[list[int]] = []
     logprobs: list[list[float]] = []
     with torch.inference_mode():
-        for ids in json.loads(Path(texts_file).read_text()):
-            asked = torch.tensor([ids])
-            found = model(asked).logits[0, :-1].float().log_softmax(-1)
-            logprobs.append(found.gather(1, asked[0, 1:, None])[:, 0].tolist())
+        for text in asked["texts"]:
+            ids = torch.tensor([text])
+            found = model(ids).logits[0, :-1].float().log_softmax(-1)
+            logprobs.append(found.gather(1, ids[0, 1:, None])[:, 0].tolist())
+        for prompt in asked["prompts"]:
+            ids = torch.tensor([prompt])
             said = model.generate(
-                asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=int(tokens),
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=int(tokens),
                 min_new_tokens=int(tokens), pad_token_id=0,
             )  # fmt: skip
-            answers.append(said[0, len(ids) :].tolist())
+            answers.append(said[0, len(prompt) :].tolist())
     Path(out).write_text(json.dumps({"answers": answers, "logprobs": logprobs}))
 
 

@@ -17,7 +17,18 @@ from penstock.errors import ConfigError
 OUT = Path(__file__).resolve().parents[1] / "out"
 PEERS = OUT / "peers"
 VLLM = PEERS / "vllm" / "bin"
-LLAMA_CPP = PEERS / "llama.cpp" / "bin"
+LLAMA_CPP = {"": PEERS / "llama.cpp" / "bin", "avx2": PEERS / "llama.cpp-avx2" / "bin"}
+"""By the instruction set that it was built for; "": this processor's best."""
+LOWERED = {
+    "": {},
+    "avx2": {
+        "PENSTOCK_NATIVE_ISA": "avx2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_CBWR": "AVX2",
+    },
+}
+"""What makes our engine and torch's libraries compute with no more than that."""
 CONTEXT = 2048
 STREAMS_MAX = 32
 KV_GIB = 1
@@ -38,6 +49,8 @@ class Variant:
     precision: str
     bits: int
     """Per weight; figures of 16 bits are compared with those of 16 bits."""
+    isa: str = ""
+    """The instruction set that it is held to, of those in `LOWERED`."""
 
     @property
     def name(self) -> str:
@@ -46,6 +59,7 @@ class Variant:
 
 VARIANTS = (
     Variant("ours", "bf16", 16),
+    Variant("ours", "torch", 16),
     Variant("ours", "int8", 8),
     Variant("ours", "int4", 4),
     Variant("vllm", "bf16", 16),
@@ -54,8 +68,8 @@ VARIANTS = (
     Variant("llama.cpp", "q8_0", 8),
     Variant("llama.cpp", "q4_0", 4),
 )
-"""In the order of the tables. f16 is llama.cpp's faster 16-bit type on processors without bfloat16
-instructions."""
+"""In the order of the tables. torch is bfloat16 without our compiled kernels. f16 is llama.cpp's faster
+16-bit type on processors without bfloat16 instructions."""
 
 
 @dataclass(frozen=True)
@@ -72,39 +86,43 @@ def missing(variant: Variant) -> str:
     """Why this variant cannot run here, or an empty string."""
     if variant.engine == "ours":
         return _unknown_setting(variant.precision)
-    program = {"vllm": VLLM / "vllm", "llama.cpp": LLAMA_CPP / "llama-server"}[variant.engine]
+    if variant.engine == "vllm" and variant.isa:
+        return "it has no lower instruction set"
+    program = {"vllm": VLLM / "vllm", "llama.cpp": LLAMA_CPP[variant.isa] / "llama-server"}[variant.engine]
     installed = program.exists() and any(program.parents[1].glob(".installed-*"))
-    return "" if installed else f"not installed: run {INSTALL[variant.engine]} (make bench-engine does)"
+    command = f"{INSTALL[variant.engine]} {variant.isa}".strip()
+    return "" if installed else f"not installed: run {command} (make bench-engine does)"
 
 
 def launch(variant: Variant, model: Path, port: int) -> Launch:
     """How to serve the model directory `model` on a port of the loopback interface."""
     starters = {"ours": _ours, "vllm": _vllm, "llama.cpp": _llama_cpp}
-    return starters[variant.engine](variant.precision, model, port)
+    return starters[variant.engine](variant, model, port)
 
 
 def versions(variants: list[Variant]) -> dict[str, str]:
     """The version that each engine reports of itself."""
     found: dict[str, str] = {}
-    for engine in dict.fromkeys(variant.engine for variant in variants):
+    for engine, isa in dict.fromkeys((variant.engine, variant.isa) for variant in variants):
         if engine == "vllm":
             code = "from importlib.metadata import version; print(version('vllm'), 'torch', version('torch'))"
             found[engine] = _output([str(VLLM / "python"), "-c", code])
         elif engine == "llama.cpp":
-            stamp = next(LLAMA_CPP.parent.glob(".installed-*"))
-            package = stamp.name.removeprefix(".installed-")
-            found[engine] = (
-                f"llama-cpp-python {package}'s sources, {(LLAMA_CPP / 'commit').read_text().strip()}"
-            )
+            programs = LLAMA_CPP[isa]
+            package = next(programs.parent.glob(".installed-*")).name.removeprefix(".installed-")
+            commit = (programs / "commit").read_text().strip()
+            found[engine] = f"llama-cpp-python {package}'s sources, {commit} {isa}".strip()
     return found
 
 
-def _ours(precision: str, model: Path, port: int) -> Launch:
+def _ours(variant: Variant, model: Path, port: int) -> Launch:
+    precision = variant.precision
     config = OUT / f"engine-bench-{model.name}-{precision}.yaml"
     flags = ("serve", "-c", str(config), "--port", str(port), "--no-auth", "--log-level", "warning")
     text = yaml.safe_dump(_our_config(precision, model))
     state = {"PENSTOCK_STATE_DIR": str((OUT / "state").absolute())}  # Its ledger is not the user's.
-    return Launch((sys.executable, "-m", "penstock", *flags), state, files={config: text})
+    environment = state | LOWERED[variant.isa]
+    return Launch((sys.executable, "-m", "penstock", *flags), environment, files={config: text})
 
 
 def our_settings(precision: str) -> dict[str, object]:
@@ -115,7 +133,8 @@ def our_settings(precision: str) -> dict[str, object]:
         "max_running": STREAMS_MAX,
         "kv_memory_bytes": KV_GIB * 1024**3,
     }
-    return engine if precision == "bf16" else {**engine, "quantization": precision}
+    more = {"bf16": {}, "torch": {"kernels": "torch"}}.get(precision, {"quantization": precision})
+    return engine | more
 
 
 def _our_config(precision: str, model: Path) -> dict[str, object]:
@@ -130,8 +149,8 @@ def _unknown_setting(precision: str) -> str:
     return ""
 
 
-def _vllm(precision: str, model: Path, port: int) -> Launch:
-    dtype = {"bf16": "bfloat16"}[precision]
+def _vllm(variant: Variant, model: Path, port: int) -> Launch:
+    dtype = {"bf16": "bfloat16"}[variant.precision]
     flags = ("--dtype", dtype, "--max-model-len", str(CONTEXT), "--max-num-seqs", str(STREAMS_MAX))
     served = ("--served-model-name", model.name, "--host", "127.0.0.1", "--port", str(port))
     cores = sorted(os.sched_getaffinity(0))
@@ -146,15 +165,15 @@ def _vllm(precision: str, model: Path, port: int) -> Launch:
     return Launch((str(VLLM / "vllm"), "serve", str(model), *flags, *served), environment)
 
 
-def _llama_cpp(precision: str, model: Path, port: int) -> Launch:
+def _llama_cpp(variant: Variant, model: Path, port: int) -> Launch:
     threads = str(len(os.sched_getaffinity(0)))
-    file = gguf_path(model, precision)
+    file = gguf_path(model, variant.precision)
     # Every stream has its own part of the context; no copies of prompts in main memory: no prompt comes
     # again.
     slots = ("--parallel", str(STREAMS_MAX), "--ctx-size", str(CONTEXT * STREAMS_MAX), "--cache-ram", "0")
     flags = ("--threads", threads, "--threads-batch", threads, "--flash-attn", "on", "--jinja", *slots)
     served = ("--alias", model.name, "--host", "127.0.0.1", "--port", str(port), "--offline")
-    return Launch((str(LLAMA_CPP / "llama-server"), "--model", str(file), *flags, *served))
+    return Launch((str(LLAMA_CPP[variant.isa] / "llama-server"), "--model", str(file), *flags, *served))
 
 
 def gguf_path(model: Path, precision: str) -> Path:
@@ -162,7 +181,7 @@ def gguf_path(model: Path, precision: str) -> Path:
     return model.parent / "gguf" / f"{model.name}-{precision}.gguf"
 
 
-def make_gguf(model: Path, precision: str) -> None:
+def make_gguf(model: Path, variant: Variant) -> None:
     """Convert to bfloat16 with our converter, and from there with llama.cpp's own quantizer; kept for the
     next run.
 
@@ -171,13 +190,14 @@ def make_gguf(model: Path, precision: str) -> None:
     """
     from peers.gguf import convert
 
-    base, target = gguf_path(model, "bf16"), gguf_path(model, precision)
+    base, target = gguf_path(model, "bf16"), gguf_path(model, variant.precision)
     base.parent.mkdir(parents=True, exist_ok=True)
     if not base.exists():
         convert(model, base)
     if not target.exists():
         partial = target.with_suffix(".partial")
-        command = [str(LLAMA_CPP / "llama-quantize"), str(base), str(partial), precision.upper()]
+        quantize = str(LLAMA_CPP[variant.isa] / "llama-quantize")
+        command = [quantize, str(base), str(partial), variant.precision.upper()]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         partial.rename(target)
 

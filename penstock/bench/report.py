@@ -18,6 +18,7 @@ from rich.table import Table
 from penstock import __version__
 from penstock.bench.load import Distribution, Level, LoadRun
 from penstock.clock import NS_PER_MS, NS_PER_S
+from penstock.engine.native.presence import kernels_here
 
 PACKAGES = ("torch", "uvloop", "httptools", "msgspec", "tokenizers")
 
@@ -30,6 +31,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str]
     os: str
     cpu: str
+    kernels: str = ""
+    """The kernels that an engine of ours computes with on this machine, unless its settings say otherwise."""
     cpus_usable: int
     memory_bytes: int
 
@@ -42,6 +45,7 @@ def read_environment() -> Environment:
         packages={name: version for name in PACKAGES if (version := installed_version(name))},
         os=f"{platform.system()} {platform.release()}",
         cpu=cpu_name(),
+        kernels=str(kernels_here()),
         cpus_usable=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )

@@ -88,8 +88,9 @@ def load_draft(
     spec, computing, limits = planned.spec, planned.computing, planned.limits
     with torch.inference_mode():
         cache = KVCache(
-            spec, num_blocks, computing.dtype, torch.device("cpu"), rounded=config.kv_dtype == "int8"
-        )
+            spec, num_blocks, computing.dtype, torch.device("cpu"),
+            rounded=config.kv_dtype == "int8", products=computing.products,
+        )  # fmt: skip
         model = wire_model(spec, planned.weights, limits, cache, computing)
     native = computing.native
     return DraftModel(

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.engine.attention.base import Attention
 from penstock.engine.attention.cpu import CpuAttention
 from penstock.engine.kv_cache import KVCache
-from penstock.engine.layers.linear import Linear, Pads, torch_linear, torch_linears
+from penstock.engine.layers.linear import Calls, Linear, torch_linear, torch_linears
 from penstock.engine.layers.mlp import GeluTanhMul, SiluMul
 from penstock.engine.layers.rowwise import RMSNorm, RotaryWeights
 from penstock.engine.quantized import Kept
@@ -71,21 +71,24 @@ class Kernels(Protocol):
 class TorchKernels:
     """Everything in torch on the CPU; shares scratch between layers, since they run one after another."""
 
-    def __init__(self, spec: DecoderSpec, *, max_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: DecoderSpec, *, max_tokens: int, device: torch.device, products: torch.dtype
+    ) -> None:
+        """`products`: the type that matrices are multiplied in, the model's or a wider one."""
         self._max_tokens = max_tokens
         self._attention = spec.attention
-        self._pads = Pads()
+        self._calls = Calls(products)
         gate = {"silu": SiluMul, "gelu_tanh": GeluTanhMul}[spec.activation]
         self._activation = gate(spec.intermediate_size, max_tokens, device)
 
     def linear(self, weight: Tensor | Kept, bias: Tensor | None, *, rows_max: int) -> Linear:
         """See `Kernels`."""
         assert isinstance(weight, Tensor), "torch on the CPU has no products of quantized weights"
-        return torch_linear(weight, bias, rows_max=rows_max, pads=self._pads)
+        return torch_linear(weight, bias, rows_max=rows_max, calls=self._calls)
 
     def linears(self, weight: Tensor, *, count: int, rows_max: int) -> Sequence[Linear]:
         """See `Kernels`."""
-        return torch_linears(weight, None, count=count, rows_max=rows_max, pads=self._pads)
+        return torch_linears(weight, None, count=count, rows_max=rows_max, calls=self._calls)
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         """See `Kernels`."""

@@ -67,9 +67,10 @@ class KVCache:
         *,
         rounded: bool = False,
         float8: bool = False,
+        products: torch.dtype | None = None,
     ) -> None:
-        """`dtype` is that of attention's products, and of the cache unless it is `rounded`, or in FP8
-        (e4m3; as they are, without scales).
+        """`dtype` is that of the cache unless it is `rounded`, or in FP8 (e4m3; as they are, without
+        scales). `products` is the type of attention's products if it is a wider one.
 
         Raises:
             ConfigError: heads of this size cannot be rounded.
@@ -81,7 +82,7 @@ class KVCache:
             )
         self.num_blocks, self.num_layers = num_blocks, spec.num_layers
         self.num_kv_heads, self.head_dim = spec.num_kv_heads, spec.head_dim
-        self.dtype, self.rounded = dtype, rounded
+        self.dtype, self.rounded = products or dtype, rounded
         size = spec.head_dim + (ROUNDED_EXTRA_BYTES if rounded else 0)
         stored = torch.int8 if rounded else torch.float8_e4m3fn if float8 else dtype
         shape = (num_blocks + 1, spec.num_layers, 2, BLOCK_TOKENS, spec.num_kv_heads, size)
@@ -98,8 +99,12 @@ class KVCache:
         return torch.empty(shape, dtype=self.dtype, device=self.tensor.device)
 
     def staging(self, num_tokens: int) -> torch.Tensor | None:
-        """Memory for as many tokens' keys or values as a rounded cache has them; None: it is not needed."""
-        return self.slots.new_empty(num_tokens, self.slots.shape[1]) if self.rounded else None
+        """Memory for as many tokens' keys or values as the cache has them; None: products are made of the
+        same.
+        """
+        return (
+            None if self.tensor.dtype is self.dtype else self.slots.new_empty(num_tokens, self.slots.shape[1])
+        )
 
     def gather(self, pages: torch.Tensor, out: torch.Tensor, staging: torch.Tensor | None) -> None:
         """Read pages `[count]` into `out`, `count * 16` tokens of all heads, contiguous."""
@@ -108,14 +113,16 @@ class KVCache:
             return
         kept = staging[: len(pages) * BLOCK_TOKENS]
         torch.index_select(self.pages, 0, pages, out=kept.view(len(pages), -1))
+        if not self.rounded:
+            out.view(kept.shape).copy_(kept)
+            return
         by_head = kept.view(-1, self.num_kv_heads, self.head_dim + ROUNDED_EXTRA_BYTES)
         scales = by_head[..., self.head_dim :].view(torch.float32)
         torch.mul(by_head[..., : self.head_dim], scales, out=out.view(-1, self.num_kv_heads, self.head_dim))
 
     def store(self, slots: torch.Tensor, kv: torch.Tensor) -> None:
         """Write keys or values `[count, heads, dim]` at slots `[count]`."""
-        if self.rounded:
-            kv = round_heads(kv)
+        kv = round_heads(kv) if self.rounded else kv.to(self.tensor.dtype)
         self.slots.index_copy_(0, slots, kv.flatten(1))
 
     @property

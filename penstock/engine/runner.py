@@ -337,6 +337,7 @@ def _planned(model_path: Path, config: EngineConfig, on_progress: OnProgress) ->
         num_host_blocks=num_host_blocks,
         capabilities=CPU_CAPABILITIES,
         device=device_name(torch.device("cpu")),
+        kernels=computing.kernels,
         adapter_slots=config.adapter_slots,
         speculation="" if config.speculation == "off" else Path(config.speculation).name,
         vector_size=spec.hidden_size if spec.embeds else 0,
@@ -388,7 +389,10 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
     info, spec, computing = planned.info, planned.spec, planned.computing
     dtype, limits = computing.dtype, decoder_limits(config, info.max_model_len, embeds=spec.embeds)
     with torch.inference_mode():
-        cache = KVCache(spec, info.num_blocks, dtype, device, rounded=config.kv_dtype == "int8")
+        cache = KVCache(
+            spec, info.num_blocks, dtype, device,
+            rounded=config.kv_dtype == "int8", products=computing.products,
+        )  # fmt: skip
         takes = config.adapter_slots > 0
         model = wire_model(spec, planned.weights, limits, cache, computing, takes_adapters=takes)
     on_progress("preparing kernels", 0, 0)

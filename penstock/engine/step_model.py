@@ -48,6 +48,13 @@ class Computing:
     """Of the weights."""
 
     @property
+    def products(self) -> torch.dtype:
+        """The type in which torch multiplies: wider than `dtype` where the processor has no instruction for
+        that.
+        """
+        return self.dtype if self.native is not None or _multiplies_bfloat16() else torch.float32
+
+    @property
     def kept_bits(self) -> frozenset[int]:
         """Widths of a checkpoint's own integers that are computed with; others are made dense."""
         if self.native is None or self.precision != "native":
@@ -82,7 +89,8 @@ def choose_computing(config: EngineConfig, spec: DecoderSpec) -> Computing:
             raise ConfigError(f"{setting}, but {reason}")
     if config.kernels == "auto":
         _log.info("computing with torch, which is slower than the native kernels: %s", reason)
-    return Computing(None, _torch_dtype() if config.dtype == "auto" else dtype)
+    by_default = torch.bfloat16 if _multiplies_bfloat16() else torch.float32
+    return Computing(None, by_default if config.dtype == "auto" else dtype)
 
 
 def _native_kernels(
@@ -99,13 +107,14 @@ def _native_kernels(
     return (kernels, "") if reason is None else (None, reason)
 
 
-def _torch_dtype() -> torch.dtype:
-    """bfloat16 where the processor multiplies it natively: elsewhere torch is far slower with it than with
-    float32.
+def _multiplies_bfloat16() -> bool:
+    """Whether torch multiplies bfloat16 by the processor's own instructions: elsewhere it does so many times
+    slower than float32.
     """
     capabilities = torch.cpu.get_capabilities()
-    fast = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
-    return torch.bfloat16 if fast else torch.float32
+    there = capabilities.get("avx512_bf16", False) or capabilities.get("amx_bf16", False)
+    # As much of the processor as torch was told to use.
+    return bool(there) and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 class StepModel(Protocol):
@@ -217,7 +226,9 @@ def wire_model(
         return _Pair(
             computing.kernels, decoder, rows, decoder.rehearsing, decoder.weights, rows.adapt, decoder.draft
         )
-    kernels = TorchKernels(spec, max_tokens=limits.step_tokens, device=cache.tensor.device)
+    kernels = TorchKernels(
+        spec, max_tokens=limits.step_tokens, device=cache.tensor.device, products=computing.products
+    )
     listed = ListedKernels(kernels)
     adapted = AdapterRows() if takes_adapters else None
     adapt = None if adapted is None else partial(_adaptable, adapted)
@@ -244,7 +255,9 @@ def reserved_bytes(spec: DecoderSpec, num_bytes: int, computing: Computing, limi
     """Memory of a decoder whose weights are read as so many bytes."""
     native, size = computing.native, computing.dtype.itemsize
     num_bytes += _beside_bytes(spec, limits, itemsize=size, native=native is not None)
-    if native is None or computing.precision == "native":
+    if native is None:
+        return num_bytes + _widened_bytes(spec, computing.products.itemsize - size)
+    if computing.precision == "native":
         return num_bytes
     bits, int8_head = 8 if computing.precision == "int8" else 4, native.supports(Type.I8)
     return _rounded_bytes(spec, num_bytes, itemsize=size, bits=bits, int8_head=int8_head)
@@ -271,6 +284,20 @@ def _beside_bytes(spec: DecoderSpec, limits: DecoderLimits, *, itemsize: int, na
     return rotation + logits + widened * (4 - itemsize)
 
 
+def _layer_shapes(spec: DecoderSpec) -> list[tuple[int, int]]:
+    """Of a layer's matrices, outputs first; a router is as good as nothing."""
+    inner, experts = spec.intermediate_size, 1 if spec.moe is None else spec.moe.num_experts
+    shapes = [(spec.q_size + 2 * spec.kv_size, spec.hidden_size), (spec.hidden_size, spec.q_size)]
+    return shapes + [(2 * inner, spec.hidden_size), (spec.hidden_size, inner)] * experts
+
+
+def _widened_bytes(spec: DecoderSpec, more: int) -> int:
+    """What matrices take in a type of so many more bytes."""
+    layer = sum(n * k for n, k in _layer_shapes(spec))
+    head = 0 if spec.embeds else spec.vocab_size * spec.hidden_size
+    return more * (spec.num_layers * layer + head)
+
+
 def _rounded_bytes(spec: DecoderSpec, num_bytes: int, *, itemsize: int, bits: int, int8_head: bool) -> int:
     """Memory of dense weights that take `num_bytes`, when they are rounded while they are loaded.
 
@@ -281,10 +308,7 @@ def _rounded_bytes(spec: DecoderSpec, num_bytes: int, *, itemsize: int, bits: in
         bits: 8 or 4, of the layers' weights.
         int8_head: the head is rounded to eight bits; the table that tokens are looked up in never is.
     """
-    inner, experts = spec.intermediate_size, 1 if spec.moe is None else spec.moe.num_experts
-    shapes = [(spec.q_size + 2 * spec.kv_size, spec.hidden_size), (spec.hidden_size, spec.q_size)]
-    shapes += [(2 * inner, spec.hidden_size), (spec.hidden_size, inner)] * experts
-    for n, k in shapes:
+    for n, k in _layer_shapes(spec):
         group = next((group for group in KEPT_GROUPS if k % group == 0), KEPT_GROUPS[-1])
         kept = n * k + 8 * n if bits == 8 else n * k // 2 + 4 * n * -(-k // group)
         num_bytes += spec.num_layers * (kept - n * k * itemsize)

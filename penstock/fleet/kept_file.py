@@ -37,7 +37,7 @@ class KeptFile:
             self._log.error(f"{self._holds} cannot be kept over a restart", path=str(self._path), error=error)
 
     def damaged(self, error: Exception) -> None:
-        """What `load` returned cannot be read."""
+        """The content that `load` returned cannot be read."""
         self._log.error(f"{self._holds}: the file is damaged", path=str(self._path), error=error)
 
     @property

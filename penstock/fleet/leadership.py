@@ -59,7 +59,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LedState(msgspec.Struct, frozen=True, array_like=True):
-    """What the one that leads leaves in the store."""
+    """The state that the leading server leaves in the store."""
 
     parts: Mapping[str, bytes]
     answers: tuple[Answer, ...]
@@ -82,7 +82,7 @@ class Beat(NamedTuple):
 
 
 class BeatCall(NamedTuple):
-    """What a server says to the store."""
+    """A server's call to the store."""
 
     me: str
     led: int
@@ -128,7 +128,7 @@ class LedPart(Protocol):
         ...
 
     def seen(self) -> bytes:
-        """What the one that leads should hear, since this was last asked; empty: nothing."""
+        """News for the leading server since this was last asked; empty: none."""
         ...
 
     def hear(self, who: str, body: bytes) -> None:

@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -21,7 +21,7 @@ from penstock.config.tree import Config
 from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.kept_file import KeptFile
 from penstock.fleet.leadership import MESSAGES_MAX, Leadership
-from penstock.policy.rollout.cohorts import BUCKETS
+from penstock.policy.rollout.cohorts import BUCKETS, GROUPS, bucket_of
 from penstock.policy.rollout.evidence import Observation, Reading
 from penstock.policy.rollout.rollout import Rollout, RolloutPlan, RolloutState
 from penstock.telemetry.audit import Notes
@@ -47,14 +47,26 @@ class ActiveRollout(msgspec.Struct, frozen=True):
     share: int
     """Of `BUCKETS`."""
     is_measured: bool = True
+    tenants: tuple[str, ...] = ()
+    """The tenants whose conversations are dealt; none: everybody's."""
+
+
+class ProbeScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An operator's own probe of one version: how good its answer was."""
+
+    version: str
+    probe: str
+    """Names the question: the same of both versions are compared."""
+    score: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class RolloutOrder(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An operator's order; `by` is the id of the key."""
 
-    verb: Literal["show", "start", "promote", "abort"] = "show"
+    verb: Literal["show", "start", "promote", "abort", "score"] = "show"
     model: str = ""
     plan: RolloutPlan | None = None
+    score: "ProbeScore | None" = None
     by: str = ""
 
 
@@ -142,7 +154,13 @@ class RolloutLeader:
         """
         return [
             ActiveRollout(
-                each.id, each.plan.model, each.baseline, each.plan.candidate, each.share, each.is_live
+                each.id,
+                each.plan.model,
+                each.baseline,
+                each.plan.candidate,
+                each.share,
+                each.is_live,
+                each.plan.tenants if each.is_live else (),
             )
             for each in self._latest().values()
             if each.share
@@ -171,6 +189,8 @@ class RolloutLeader:
             return msgspec.json.decode(answer, type=RolloutReports)
         if order.verb == "start":
             self._begin(order)
+        elif order.score is not None:
+            self._score(order.model, order.score)
         elif order.verb != "show":
             self._end(order)
         if order.verb != "show":
@@ -222,6 +242,20 @@ class RolloutLeader:
             raise InvalidRequest(f"'{rollout.plan.candidate}' is promoted already.", param="model")
         rollout.promote()
         self._note("rollout promoted", rollout, order.by)
+
+    def _score(self, model: str, score: ProbeScore) -> None:
+        rollout = self._latest().get(model)
+        if rollout is None or not rollout.is_live:
+            raise NotFound(f"There is no rollout of '{model[:64]}'.", param="model")
+        versions = (rollout.baseline, rollout.plan.candidate)
+        if score.version not in versions:
+            raise InvalidRequest(
+                f"Invalid 'version': expected '{versions[0]}' or '{versions[1]}'.", param="version",
+                code="invalid_value",
+            )  # fmt: skip
+        group = bucket_of(rollout.id, score.probe) % GROUPS
+        is_canary = score.version == rollout.plan.candidate
+        rollout.take(Observation(rollout.id, is_canary=is_canary, group=group, score=score.score))
 
     async def _run(self) -> None:
         while True:

@@ -21,7 +21,7 @@ KEPT_MAX, MOVES_MAX = 180, 50
 """Looks (a quarter of an hour), and decisions that changed something, which are told."""
 FOR_S_MAX = 30 * 24 * 3600.0
 HEARD_S = 5.0
-"""What another server has waiting counts for so long after it was told."""
+"""Requests that wait at another server count for so long after it told them."""
 _NOT_LOAD = frozenset({"rejected", "limited"})
 """Outcomes of requests that no worker would have had to answer."""
 
@@ -34,11 +34,12 @@ class KeptScale(msgspec.Struct, kw_only=True):
 
 
 class AtWorkers(NamedTuple):
-    """What a model's workers say of themselves."""
+    """The load of a model's workers, as they report it."""
 
     running: int
     kv_use: float
     """Share of the ready ones' KV blocks that is in use."""
+    memory_headroom: float = 1.0
 
 
 class ModelScale:
@@ -99,7 +100,7 @@ class ModelScale:
         self.protected_work += protected_work
 
     def take_counts(self) -> tuple[Counts, float]:
-        """What has ended since this was last asked, and the work of it that is of bands which go first."""
+        """Requests that have ended since this was last asked, and the work in bands that go first."""
         counts, self.counts = self.counts, Counts()
         protected, self.protected_work = self.protected_work, 0.0
         return counts, protected
@@ -125,7 +126,7 @@ class ModelScale:
         return not is_kept_off and (self.scale.mode == "act" if decision is None else decision.acts)
 
     def signals(self, now_ns: int, wall_ns: int, waiting: int, workers: AtWorkers) -> Signals:
-        """What was seen since the last look, and how things are; `waiting` in the queues of all servers."""
+        """The facts since the last look, and of now; `waiting` in the queues of all servers."""
         counts, protected = self.take_counts()
         states = self.states()
         cold = tuple(each for pool in self.pools for each in pool.take_cold_starts())
@@ -153,6 +154,7 @@ class ModelScale:
             waiting=waiting,
             running=workers.running,
             kv_use=workers.kv_use,
+            memory_headroom=workers.memory_headroom,
             cold_starts_s=cold,
             override=self.override,
         )

@@ -41,7 +41,7 @@ PART = "scaling"
 
 
 class _Seen(msgspec.Struct, array_like=True):
-    """What came to a server that does not decide, of one model."""
+    """The load of one model at a server that does not decide."""
 
     model: str
     waiting: int
@@ -295,13 +295,16 @@ class ScaleLeader:
 
     def _at_workers(self, model: str) -> AtWorkers:
         running = total = used = 0
+        headroom = 1.0
         for worker in self._registry.of(model):
             if worker.cell is None and (stats := worker.backend.status.stats) is not None:
                 running += stats.running + stats.waiting
                 if worker.is_ready:
                     total += stats.blocks_total
                     used += stats.blocks_used
-        return AtWorkers(running, used / total if total else 0.0)
+                    if (memory := stats.readings) is not None and memory.cgroup_limit_bytes:
+                        headroom = min(headroom, 1 - memory.cgroup_bytes / memory.cgroup_limit_bytes)
+        return AtWorkers(running, used / total if total else 0.0, headroom)
 
     def _publish(self) -> None:
         told = {

@@ -154,6 +154,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     use to it."""
     device: str = ""
     """Its device, in the maker's words."""
+    kernels: str = ""
+    """The code that computes: "native" and the instruction set, or "torch" and what its bits depend on."""
     device_uuid: str = ""
     """Of a GPU, as its driver writes it."""
     adapter_slots: int = 0

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 FILES = [str(HERE / "layers"), str(HERE / "attention" / "test_cpu.py"), str(HERE / "test_invariance.py")]
 PARTS = {
     "torch": "place or how_many or (company and plain and dtype0 and (shape0 or shape5))"
-    " or mixtral-float32-torch-16 or qwen3-float32-torch-7",
+    " or mixtral-float32-torch-16 or qwen3-float32-torch-7 or (batch and qwen3-bfloat16-torch)",
     "native": "native and (batch or chunks_change)",
 }
 """What `pytest -k` takes of them."""

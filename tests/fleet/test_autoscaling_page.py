@@ -16,7 +16,7 @@ from penstock.cli.main import build_parser, main
 from penstock.fleet.scale_report import ScaleAsk, ScaleOrder, ScaleReport
 
 PAGE = pages.text_of("autoscaling")
-(EXAMPLE,) = pages.configs("autoscaling")
+EXAMPLE, ON_PODS = pages.configs("autoscaling")
 (MODEL,) = EXAMPLE.models
 
 
@@ -81,3 +81,12 @@ def test_its_commands_are_commands_and_its_order_is_carried_out_and_made_again(
 def test_the_table_has_every_field_of_the_answer() -> None:
     fields = [name for row in pages.table("autoscaling", "field") for name in row[0].split(", ")]
     assert sorted(fields) == sorted(ScaleReport.__struct_fields__)
+
+
+def test_the_example_on_kubernetes_is_the_manifests() -> None:
+    manifest = (pages.DOCS.parent / "examples" / "kubernetes" / "penstock.yaml").read_text()
+    (model,) = ON_PODS.models
+    (pool,) = model.scale.pools
+    assert not model.scale.launches
+    assert f"workload: {pool.workload}" in manifest
+    assert f"max: {model.scale.max}\n" in manifest

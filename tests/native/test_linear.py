@@ -142,6 +142,29 @@ def test_int8_matches_exact_integer_arithmetic(kernels, rng):
     assert (got - exact).norm() / exact.norm() < 0.02
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+def test_the_largest_integers_do_not_saturate(kernels, rows):
+    """A checkpoint's own -128 too: sums of products of bytes pass through sixteen bits where there is no
+    instruction for four of them.
+    """
+    k = 256
+    x = torch.full((rows, k), 127.0)
+    x[:, 1::3] = -127.0
+    for value in (-128, 127):
+        values = torch.full((40, k), value, dtype=torch.int8)
+        values[:, ::2] *= 1 if value > 0 else -1  # -128 stays what it is.
+        packed = pack(kernels, Matrix(values=values, scale=torch.ones(40)))
+        got = linear(kernels, packed, x, out_dtype=torch.float32)
+        assert torch.equal(got, x @ values.float().T)
+    for group in (32, 128):
+        for value in (0, 15):
+            values = torch.full((40, k), value, dtype=torch.uint8)
+            packed = pack(kernels, Matrix(values=values, scale=torch.ones(40, k // group), group=group))
+            for signed in (x, x.abs(), -x.abs()):
+                got = linear(kernels, packed, signed, out_dtype=torch.float32)
+                assert torch.equal(got, signed @ (values.float() - 8).T)
+
+
 def test_int8_gate_up(kernels, rng):
     if not kernels.supports(Type.I8):
         pytest.skip(f"{kernels.isa} has no int8 dot products")

@@ -269,3 +269,75 @@ def test_it_is_the_same_after_a_restart() -> None:
 def test_a_plan_that_contradicts_itself_has_a_fault(changes: dict[str, object]) -> None:
     assert msgspec.structs.replace(PLAN, **changes).faults()
     assert not PLAN.faults()
+
+
+@pytest.mark.parametrize(
+    ("worse", "words"),
+    [({"slower": 3.0}, "hard stop: time per token is"), ({"failing": 1.0}, "hard stop: 5 of its last")],
+)
+def test_a_version_that_is_worse_beyond_all_doubt_is_stopped_after_a_few_requests(
+    worse: dict[str, float], words: str
+) -> None:
+    found = rollout()
+    for seed in range(40):
+        feed(found, 1, seed=seed, **worse)
+        if found.judge(NS_PER_S):
+            break
+    assert found.state is RolloutState.ROLLED_BACK
+    assert words in found.why
+    assert found.evidence.requests(canary=True) <= 12
+
+
+def test_no_hard_stop_for_what_fails_on_both_sides_or_for_one_client() -> None:
+    evidence = Evidence()
+    for number in range(60):
+        evidence.add(Observation("r", is_canary=number % 2 == 0, group=number % GROUPS, failed=True))
+    assert evidence.hard_stop() == "", "the old version fails as well"
+    evidence = Evidence()
+    for number in range(60):
+        is_canary = number % 2 == 0
+        evidence.add(Observation("r", is_canary=is_canary, group=1 if is_canary else number % GROUPS,
+                                 failed=is_canary))  # fmt: skip
+    assert evidence.hard_stop() == "", "all from one group of conversations"
+
+
+def test_equal_versions_are_never_stopped_hard() -> None:
+    for seed in range(20):
+        found = rollout()
+        for part in range(15):
+            feed(found, 10, seed=1000 * seed + part)
+            assert found.evidence.hard_stop() == ""
+
+
+def test_machine_time_counts_a_dearer_prefill_and_dearer_tokens() -> None:
+    found = rollout()
+    feed(found, 600, slower=1.4)
+    reading = found.evidence.read(RolloutMetric.COST)
+    assert reading.verdict is RolloutVerdict.WORSE
+    assert reading.difference is not None
+    assert 0.2 < reading.difference < 0.45
+    equal = rollout()
+    feed(equal, 600)
+    assert equal.evidence.read(RolloutMetric.COST).verdict is not RolloutVerdict.WORSE
+
+
+def test_a_probe_score_counts_if_there_is_one_and_less_is_worse() -> None:
+    found = rollout()
+    feed(found, 100)
+    assert RolloutMetric.SCORE not in found.evidence.metrics
+    draw = stream(1, "test/rollout/score")
+    for number in range(3000):
+        is_canary = number % 2 == 0
+        right = draw.random() < (0.7 if is_canary else 0.9)
+        found.take(Observation("r-1", is_canary=is_canary, group=number % GROUPS, score=float(right)))
+    assert found.evidence.requests(canary=True) == 100, "a probe is no request"
+    reading = found.evidence.read(RolloutMetric.SCORE)
+    assert reading.verdict is RolloutVerdict.WORSE
+    assert found.judge(NS_PER_S)
+    assert "probe score -" in found.why
+    better = Evidence()
+    for number in range(3000):
+        is_canary = number % 2 == 0
+        right = draw.random() < (0.9 if is_canary else 0.7)
+        better.add(Observation("r", is_canary=is_canary, group=number % GROUPS, score=float(right)))
+    assert better.read(RolloutMetric.SCORE).verdict is RolloutVerdict.FINE

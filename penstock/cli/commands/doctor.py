@@ -24,7 +24,7 @@ from penstock.bench.report import cpu_info, cpu_name, installed_version
 from penstock.cli import console
 from penstock.cli.commands.probe import TorchFacts
 from penstock.cli.flags import Commands, Help, default_port, number
-from penstock.config.checkpoints import DEMO_MODELS, REPOSITORY, resolve
+from penstock.config.checkpoints import DEMO_MODELS, resolve
 from penstock.errors import CheckpointError, ConfigError, OperatorError
 from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.models.encoders import stored_encoder
@@ -234,24 +234,18 @@ def check_native() -> DoctorCheck:
     """Our own compiled kernels: which instruction set they use here, and which types of weights they
     compute.
     """
-    from penstock.engine.native import KernelsUnavailable, NativeLibrary  # Only doctor pays for loading them.
+    from penstock.engine.native import NativeLibrary  # Only doctor pays for loading them.
     from penstock.engine.native.library import Type
+    from penstock.engine.native.presence import kernels_here
 
-    try:
-        kernels = NativeLibrary()
-    except KernelsUnavailable as why:
-        hint = _native_remedy()
-        return DoctorCheck("native kernels", CheckState.NOTE, f"none, torch computes everything: {why}", hint)
+    here = kernels_here()
+    if not here.isa:
+        detail = f"none, so {here}: {here.why}"
+        return DoctorCheck("native kernels", CheckState.NOTE, detail, f"for compiled kernels: {here.remedy}")
+    kernels = NativeLibrary()
     types = {"float32": Type.F32, "bfloat16": Type.BF16, "int8": Type.I8, "int4": Type.I4}
     weights = ", ".join(name for name, kind in types.items() if kernels.supports(kind))
-    return DoctorCheck("native kernels", CheckState.OK, f"{kernels.isa}; weights in {weights}")
-
-
-def _native_remedy() -> str:
-    """The remedy that gives the native kernels: only a checkout has their sources."""
-    if (REPOSITORY / "pyproject.toml").is_file():
-        return "build them with: python -m penstock.engine.native.build"
-    return "a wheel for linux_x86_64 has them, one for any machine does not"
+    return DoctorCheck("native kernels", CheckState.OK, f"{here.isa}; weights in {weights}")
 
 
 def check_weight_cache() -> DoctorCheck:

@@ -17,7 +17,7 @@ import resource
 import shlex
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.config.machine import is_loopback
 from penstock.config.tenancy import names_callers
 from penstock.config.tree import Config
+from penstock.engine.native.presence import TORCH_COST, kernels_here
 from penstock.errors import PenstockError
 from penstock.fleet.launchers.process import Spares
 from penstock.gateway.http.terms import WIRE_LIMITS
@@ -58,6 +59,10 @@ class BannerFacts:
     """From the command to now."""
     open_to: str | None = None
     """The address that it listens on, if that is not only this machine."""
+    kernels: tuple[str, ...] = ()
+    """Of the models, as `ModelInfo.kernels`."""
+    advice: str = ""
+    """The way to faster kernels, where torch's compute."""
 
 
 def show(console: Console, facts: BannerFacts) -> None:
@@ -73,6 +78,10 @@ def show(console: Console, facts: BannerFacts) -> None:
     if facts.open_to:
         line(f"  open to    other machines (listens on {facts.open_to})")
     line(f"  models     {', '.join(facts.models)}")
+    if facts.kernels:
+        line(f"  kernels    {', '.join(facts.kernels)}")
+    if facts.advice:
+        line(f"             {facts.advice}")
     line(f"  key        {_key_note(facts)}")
     line(f"  console    {facts.url.removesuffix('/v1')}/console")
     line()
@@ -81,6 +90,14 @@ def show(console: Console, facts: BannerFacts) -> None:
     line(python_snippet(facts))
     line()
     line("Or talk to it: penstock chat        Ctrl-C drains and stops.", "dim")
+
+
+def advice(kernels: Iterable[str]) -> str:
+    """The cost of computing with torch on a processor, and what ends it if that is an installation."""
+    if not any(each.startswith("torch") for each in kernels):
+        return ""
+    here = kernels_here()
+    return f"torch is {TORCH_COST}" + ("" if here.isa else f"; for those: {here.remedy}")
 
 
 def _key_note(facts: BannerFacts) -> str:
@@ -323,6 +340,8 @@ class Serving:
             needs_key=not self._config.auth.disabled,
             ready_s=self._seconds_since_command(),
             open_to=None if is_loopback(host) else host,
+            kernels=self._stack.kernels,
+            advice=advice(self._stack.kernels),
         )
         show(console.out(), facts)
 

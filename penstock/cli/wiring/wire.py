@@ -60,8 +60,7 @@ from penstock.types import WorkerId
 def make_launcher(
     config: FleetConfig, clock: Clock, key: bytes, logs: WorkerLogs, spare: TakeSpare = no_spare
 ) -> Launcher:
-    """The launcher of every replica, which name their KV blocks with `key`; `spare` has processes of this
-    machine that were begun before.
+    """The launcher of every replica, which name KV blocks with `key`; `spare` has processes begun before.
 
     Raises:
         ConfigError: it needs something that is not installed.
@@ -235,6 +234,12 @@ class Stack:
     def model_names(self) -> tuple[str, ...]:
         """The models' public names, in the order of the configuration."""
         return tuple(part.served.name for part in self._parts)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The code that models compute with which are ready, as far as this process knows."""
+        statuses = (worker.backend.status for worker in self._registry)
+        return tuple({each.info.kernels: None for each in statuses if each.info and each.info.kernels})
 
     @property
     def num_streams(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.engine.adapters.files import AdapterReader, AdapterWeights, LoraPart, Packed, Packer
 from penstock.engine.adapters.native_layout import NativePacker
 from penstock.engine.arrays import Int32Array
-from penstock.engine.layers.linear import Linear, Pads, TorchLinear, torch_linear
+from penstock.engine.layers.linear import Calls, Linear, TorchLinear, torch_linear
 from penstock.engine.native.library import NativeLibrary
 from penstock.models.registry import FAMILIES
 from penstock.models.spec import DecoderSpec
@@ -96,7 +96,7 @@ class TorchPacker:
     """Makes float32 layers of an adapter's matrices, whose rows do not depend on the batch either."""
 
     def __init__(self, rows_max: int) -> None:
-        self._rows_max, self._pads = rows_max, Pads()
+        self._rows_max, self._calls = rows_max, Calls(torch.float32)
 
     def pack(self, weights: AdapterWeights) -> TorchPacked:
         """See `Packer`."""
@@ -106,7 +106,9 @@ class TorchPacker:
             nonlocal num_bytes
             a, b = part.a.float(), part.b.float().contiguous()
             num_bytes += a.nbytes + b.nbytes
-            down, up = (torch_linear(each, None, rows_max=self._rows_max, pads=self._pads) for each in (a, b))
+            down, up = (
+                torch_linear(each, None, rows_max=self._rows_max, calls=self._calls) for each in (a, b)
+            )
             return _TorchPart(down, up, a.shape[0], b.shape[0], part.first, part.scale)
 
         layers = tuple(

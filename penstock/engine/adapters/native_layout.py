@@ -19,6 +19,7 @@ from penstock.models.spec import DecoderSpec
 GROUP = 16
 """Outputs, and ranks, that the kernels take together."""
 _ALIGNMENT = 64
+_HUGE = 2 << 20
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,10 +38,13 @@ class NativePacked:
 
 
 class _Buffer:
-    """Memory that is filled from its start."""
+    """Memory that is filled from its start, which is that of a huge page where there is one to fill."""
 
     def __init__(self, num_bytes: int, kernels: NativeLibrary) -> None:
-        self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        spare = _HUGE if num_bytes >= _HUGE else 0
+        whole = torch.empty(num_bytes + spare, dtype=torch.uint8)  # What is never touched takes no memory.
+        first = -whole.data_ptr() % _HUGE if spare else 0
+        self.memory = whole[first : first + num_bytes]
         kernels.advise_huge(self.memory.data_ptr(), num_bytes)
         self._used = 0
 

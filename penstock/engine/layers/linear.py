@@ -146,7 +146,11 @@ class Linear(Protocol):
 
 
 class TorchLinear:
-    """A dense weight in the model's dtype, multiplied by torch in row counts that agree with each other."""
+    """A dense weight, multiplied by torch in row counts that agree with each other.
+
+    The weight's type may be wider than that of the rows: they are widened for the product, and rounded after
+    it.
+    """
 
     __slots__ = ("_bias", "_pad_in", "_pad_out", "_tiles", "_transposed")
 
@@ -166,7 +170,7 @@ class TorchLinear:
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """See `Linear`."""
         pieces = self._tiles.cut(x.shape[0])
-        if len(pieces) == 1 and pieces[0][1] == pieces[0][2] and _aligned(x, out):
+        if len(pieces) == 1 and pieces[0][1] == pieces[0][2] and self._fits(x, out):
             torch.mm(x, self._transposed, out=out)
         else:
             for start, rows, size in pieces:
@@ -174,18 +178,18 @@ class TorchLinear:
         if self._bias is not None:
             out.add_(self._bias)
 
+    def _fits(self, x: Tensor, out: Tensor) -> bool:
+        """The product can be made without copies."""
+        return x.dtype is self._transposed.dtype and (x.data_ptr() | out.data_ptr()) % _ALIGNED_BYTES == 0
+
     def _multiply_piece(self, x: Tensor, out: Tensor, size: int) -> None:
         rows = x.shape[0]
-        if rows == size and _aligned(x, out):
+        if rows == size and self._fits(x, out):
             torch.mm(x, self._transposed, out=out)
         else:
             self._pad_in[:rows].copy_(x)
             torch.mm(self._pad_in[:size], self._transposed, out=self._pad_out[:size])
             out.copy_(self._pad_out[:rows])
-
-
-def _aligned(x: Tensor, out: Tensor) -> bool:
-    return (x.data_ptr() | out.data_ptr()) % _ALIGNED_BYTES == 0
 
 
 def _as_stored(weight: Tensor) -> Tensor:
@@ -205,42 +209,45 @@ _known: dict[tuple[object, ...], tuple[Layout, RowTiles]] = {}
 library."""
 
 
-class Pads:
-    """The buffers that calls are padded in, by their size: shared by layers that run one after another."""
+class Calls:
+    """The type that layers multiply in, and the buffers that their calls are padded in, by their size: shared
+    by layers that run one after another.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._pads: dict[tuple[object, ...], Tensor] = {}
 
-    def of(self, place: str, like: Tensor, *size: int) -> Tensor:
-        """A tensor of that size in the dtype of `like`; "in" and "out" are two. All of it is in memory."""
-        key = (place, like.dtype, *size)
+    def pad(self, place: str, *size: int) -> Tensor:
+        """A tensor of that size; "in" and "out" are two. All of it is in memory."""
+        key = (place, *size)
         if key not in self._pads:
-            self._pads[key] = like.new_empty(size).zero_()
+            self._pads[key] = torch.empty(size, dtype=self.dtype).zero_()
         return self._pads[key]
 
 
 def torch_linear(
-    weight: Tensor, bias: Tensor | None, *, rows_max: int, pads: Pads | None = None
+    weight: Tensor, bias: Tensor | None, *, rows_max: int, calls: Calls | None = None
 ) -> TorchLinear:
     """A layer for `weight` `[out, in]`, which it may keep or repack; made for `rows_max` rows at a time."""
-    return torch_linears(weight, bias, count=1, rows_max=rows_max, pads=pads)[0]
+    return torch_linears(weight, bias, count=1, rows_max=rows_max, calls=calls)[0]
 
 
 def torch_linears(
-    weight: Tensor, bias: Tensor | None, *, count: int, rows_max: int, pads: Pads | None = None
+    weight: Tensor, bias: Tensor | None, *, count: int, rows_max: int, calls: Calls | None = None
 ) -> list[TorchLinear]:
     """As `torch_linear`, for `count` weights stacked along the first dimension."""
+    calls = calls or Calls(weight.dtype)
     out_features, in_features = weight.shape[0] // count, weight.shape[1]
-    key = (in_features, out_features, weight.dtype, rows_max, torch.get_num_threads())
+    key = (in_features, out_features, calls.dtype, rows_max, torch.get_num_threads())
     if key not in _known:
-        _known[key] = _best_layout(in_features, out_features, weight.dtype, rows_max)
+        _known[key] = _best_layout(in_features, out_features, calls.dtype, rows_max)
     layout, tiles = _known[key]
     rows = tiles.sizes[-1]
-    pads = pads or Pads()
-    own_pads = pads.of("in", weight, rows, in_features), pads.of("out", weight, rows, out_features)
+    own_pads = calls.pad("in", rows, in_features), calls.pad("out", rows, out_features)
     biases = (None,) * count if bias is None else bias.chunk(count)
     return [
-        TorchLinear(layout(part), own, tiles, own_pads)
+        TorchLinear(layout(part.to(calls.dtype)), own, tiles, own_pads)
         for part, own in zip(weight.chunk(count), biases, strict=True)
     ]
 

@@ -54,6 +54,11 @@ class CannotBuild(Exception):
     """The kernels cannot be compiled here; the engine then computes with torch."""
 
 
+def compiler_names() -> list[str]:
+    """The programs that are looked for."""
+    return [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
+
+
 def compiler() -> str:
     """The C++ compiler to use: `$CXX`, else g++, else c++.
 
@@ -62,11 +67,13 @@ def compiler() -> str:
     """
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise CannotBuild(f"the kernels are for Linux on x86-64, not {sys.platform} on {platform.machine()}")
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
+    names = compiler_names()
     for name in names:
         if found := shutil.which(name):
             return found
-    raise CannotBuild(f"no C++ compiler: looked for {', '.join(names)}")
+    raise CannotBuild(
+        f"no C++ compiler: looked for {', '.join(names)} (on Debian and Ubuntu: sudo apt-get install g++)"
+    )
 
 
 def build(output: Path, extra: tuple[str, ...] = ()) -> Path:

@@ -141,7 +141,7 @@ _pods = msgspec.json.Decoder(PodList)
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PoolTools:
-    """What every such pool of a server works with."""
+    """The tools of every such pool of a server."""
 
     members: Members
     registry: Registry

@@ -5,7 +5,7 @@ from urllib.parse import unquote
 import msgspec
 
 from penstock.errors import InvalidRequest, NotFound
-from penstock.fleet.rollouts import RolloutLeader, RolloutOrder
+from penstock.fleet.rollouts import ProbeScore, RolloutLeader, RolloutOrder
 from penstock.gateway.api.inspect import query_of
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
@@ -14,6 +14,7 @@ from penstock.policy.rollout.rollout import RolloutPlan
 
 ROLLOUTS = "/admin/rollouts/"
 _plans = msgspec.json.Decoder(RolloutPlan)
+_scores = msgspec.json.Decoder(ProbeScore)
 
 
 class RolloutsAdmin:
@@ -45,16 +46,24 @@ class RolloutsAdmin:
 
     async def order(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /admin/rollouts/MODEL/promote` or `/abort`: all conversations get the new version, or none.
+        `/score`: an operator's own probe, `{"version": "support@2", "probe": "q17", "score": 1}`.
 
         Raises:
             NotFound: there is no such rollout, or no such order.
             InvalidRequest: it is promoted already.
         """
         model, _, verb = unquote(exchange.path.removeprefix(ROLLOUTS)).rstrip("/").rpartition("/")
+        if verb == "score":
+            try:
+                score = _scores.decode(exchange.body)
+            except msgspec.DecodeError as error:
+                raise InvalidRequest(f"Invalid body: {error}.", code="invalid_value") from error
+            await self._carry_out(exchange, RolloutOrder(verb=verb, model=model, score=score))
+            return
         if verb == "promote" or verb == "abort":
             await self._carry_out(exchange, RolloutOrder(verb=verb, model=model, by=caller.key_prefix))
             return
-        raise NotFound("Rollouts know the orders 'promote' and 'abort'.", code="unknown_path")
+        raise NotFound("Rollouts know the orders 'promote', 'abort' and 'score'.", code="unknown_path")
 
     async def _carry_out(self, exchange: Exchange, order: RolloutOrder) -> None:
         if self._leader is not None:

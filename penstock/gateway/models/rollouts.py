@@ -9,6 +9,7 @@ from typing import NamedTuple
 from penstock.fleet.rollouts import ActiveRollout
 from penstock.policy.rollout.cohorts import GROUPS, Cohort, bucket_of, cohort_of
 from penstock.policy.rollout.evidence import Observation
+from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.telemetry.catalog import OutcomeLabel
 from penstock.telemetry.counts import RequestMeasurement
 
@@ -44,10 +45,15 @@ class RolloutTable:
         """These are active, and no others."""
         self._active = {each.model: each for each in active}
 
-    def assign(self, model: str, conversation: Callable[[], str]) -> Assigned | None:
+    def assign(
+        self, model: str, conversation: Callable[[], str], tenant: Tenant = ANONYMOUS
+    ) -> Assigned | None:
         """The version for a conversation that asks for `model`; None: no rollout says anything."""
         if (rollout := self._active.get(model)) is None:
             return None
+        names = {tenant.id, f"tier:{tenant.tier}"}
+        if rollout.tenants and names.isdisjoint(rollout.tenants):
+            return Assigned(rollout.id, rollout.baseline, Cohort.REST, 0)
         bucket = bucket_of(rollout.id, conversation())
         cohort = cohort_of(bucket, rollout.share)
         version = rollout.candidate if cohort is Cohort.CANARY else rollout.baseline

@@ -301,7 +301,9 @@ class ModelTable:
     def _assigned(self, request: GenerationRequest, tenant: Tenant, session: str) -> "Resolved | None":
         if request.model not in self._first:
             return None
-        assigned = self.rollouts.assign(request.model, lambda: conversation_of(request, tenant, session))
+        assigned = self.rollouts.assign(
+            request.model, lambda: conversation_of(request, tenant, session), tenant
+        )
         if assigned is None or (model := self._models.get(ModelName(assigned.version))) is None:
             return None
         # A version that has no worker, or is not the tenant's, is no canary.

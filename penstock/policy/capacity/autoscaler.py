@@ -3,11 +3,11 @@
     Signals ──> Learned ──> opinions ──> wanted ──> bounds, budgets ──> Decision: how many, of which pool
                                                      └─ frozen, advice, an operator's order go before
 
-Out at once, as many as are wanted. In slowly: a worker goes when no more than the others were wanted for
-`in_after_s`, nothing joined meanwhile, the last one that left has ended its requests, and those that stay
-keep enough room (`keeps_enough`). So a steady load sees at most one change of direction in `in_after_s`.
-Workers that start are never given up, and count as what they will be: nothing more is asked for in their
-place.
+Out at once, as many as are wanted. In slowly: a worker goes when the smooth load wanted no more than the
+others for half of `in_after_s`, nothing joined within all of it, the last one that left has ended its
+requests, and those that stay keep enough room (`keeps_enough`). So a steady load sees at most one change of
+direction in `in_after_s`. Workers that start are never given up, and count as what they will be: nothing more
+is asked for in their place.
 
 Pure: the same state and the same signals give the same decision, which is how decisions are replayed.
 """
@@ -19,10 +19,20 @@ import msgspec
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig
 from penstock.policy.capacity.allot import grow, pool_config, shrink, steady_workers
-from penstock.policy.capacity.opinions import Learned, Opinion, capacity, floor, keeps_enough, reactive
+from penstock.policy.capacity.opinions import (
+    Learned,
+    Opinion,
+    capacity,
+    floor,
+    keeps_enough,
+    lasting,
+    reactive,
+)
 from penstock.policy.capacity.signals import Override, Signals
 from penstock.policy.capacity.week import is_within, spans_of
 
+LATELY = 0.5
+"""Share of `in_after_s` for which no more workers may have been wanted: the load was smoothed already."""
 IN_PAUSE = 0.1
 """Share of `in_after_s` between two workers that leave."""
 Move = Literal["hold", "out", "in"]
@@ -64,7 +74,7 @@ class ScaleState(msgspec.Struct, kw_only=True):
 
     learned: Learned = msgspec.field(default_factory=Learned)
     wanted: list[tuple[int, int]] = []
-    """(when, how many): the last `in_after_s`, of which the largest counts for leaving."""
+    """(when, how many): of late (`LATELY`), of which the largest counts for leaving."""
     out_ns: int = 0
     in_ns: int = 0
     """When the last worker was asked for, and told to leave."""
@@ -105,7 +115,7 @@ class Autoscaler:
             first = Opinion(of="floor", workers=wanted, why=f"{first.why}; {scale.standby} on standby")
         steady = self._steady(seen)
         aim = min(scale.max, wanted)
-        self._remember(seen, min(scale.max, max(advice[1].workers + scale.standby, advice[2].workers)))
+        self._remember(seen, min(scale.max, max(self.lasting() + scale.standby, advice[2].workers)))
         is_frozen = any(is_within(span, seen.wall_ns) for span in spans_of(scale.frozen))
         ordered = seen.override is not None and seen.wall_ns < seen.override.until_ns
         if ordered and seen.override is not None:
@@ -137,7 +147,7 @@ class Autoscaler:
             held_by=held,
             safe_rate=round(known.rate.safe, 3),
             rate=round(known.demand.fast, 3),
-            forecast=round(known.demand.expected(known.ahead_s).mean, 3),
+            forecast=round(known.demand.expected(known.ahead_s), 3),
             cold_start_s=round(known.cold.expected_s, 3),
         )
 
@@ -146,14 +156,22 @@ class Autoscaler:
         known = self.state.learned
         return reactive(seen, known), capacity(known), floor(self.scale, seen, known)
 
+    def lasting(self) -> int:
+        """Workers that the smooth load wants: with more than those one leaves."""
+        return lasting(self.state.learned)
+
+    @property
+    def _lately_s(self) -> float:
+        return LATELY * self.scale.in_after_s
+
     def _steady(self, seen: Signals) -> int:
         known = self.state.learned
-        come = max(known.demand.fast, known.demand.expected(known.ahead_s).mean)
+        come = max(known.demand.fast, known.demand.expected(known.ahead_s))
         return min(self.scale.max, steady_workers(self.scale, known.protected * come, known.rate.safe))
 
     def _remember(self, seen: Signals, wanted: int) -> None:
         """How many were wanted lately: one entry for each number that is still the largest since."""
-        kept, oldest_ns = self.state.wanted, seen.now_ns - int(self.scale.in_after_s * NS_PER_S)
+        kept, oldest_ns = self.state.wanted, seen.now_ns - int(self._lately_s * NS_PER_S)
         while kept and kept[-1][1] <= wanted:
             kept.pop()
         kept.append((seen.now_ns, wanted))
@@ -188,7 +206,7 @@ class Autoscaler:
             return targets, "hold", "what spot workers do must not be lost with them", ""
         targets[name] -= 1
         lately = max(count for _, count in self.state.wanted)
-        return targets, "in", f"no more than {lately} were wanted within {self.scale.in_after_s:g} s", ""
+        return targets, "in", f"no more than {lately} were wanted within {self._lately_s:g} s", ""
 
     def _shrunk(
         self, seen: Signals, targets: dict[str, int], count: int
@@ -209,7 +227,7 @@ class Autoscaler:
         after_ns = int(self.scale.in_after_s * NS_PER_S)
         lately = max(count for _, count in state.wanted)
         if lately >= seen.ready + seen.pending:
-            return f"{lately} were wanted within {self.scale.in_after_s:g} s"
+            return f"{lately} were wanted within {self._lately_s:g} s"
         if state.begun_ns is None or now_ns - state.begun_ns < after_ns:
             return f"the load was not looked at for {self.scale.in_after_s:g} s yet"
         if seen.pending or seen.draining:

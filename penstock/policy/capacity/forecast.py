@@ -5,11 +5,11 @@
                   seen: level + damped trend
 
 Level and trend are Holt's (1957), the season is a mean over days by the time of the day, known as seasonal
-naive. How far forecasts were off is measured, at the horizon at which they are used, and is what `high` adds.
+naive. How far forecasts were off is measured (`error`), at the horizon at which they are used.
 `Kind` has the naive ones too: they are what the whole is held against (bench/autoscale.py).
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -29,14 +29,6 @@ _KEEP = 0.5
 _ERROR_S = 1800.0
 _CHECKS_MAX = 256
 Kind = Literal["seasonal", "trend", "last"]
-
-
-class Expected(NamedTuple):
-    """Work per second."""
-
-    mean: float
-    high: float
-    """With what forecasts were off by, in the mean."""
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True):
@@ -87,11 +79,10 @@ class Demand(msgspec.Struct, kw_only=True):
         self._check(at_s, window_s)
         self.at_s = at_s
 
-    def expected(self, ahead_s: float) -> Expected:
+    def expected(self, ahead_s: float) -> float:
         """The work per second that will come, `ahead_s` from the last look."""
         assert ahead_s >= 0, "a forecast is of what comes"
-        mean = max(0.0, self._mean(ahead_s))
-        return Expected(mean, mean + self.error)
+        return max(0.0, self._mean(ahead_s))
 
     def promise(self, ahead_s: float) -> None:
         """Hold the forecast that is used against what comes."""

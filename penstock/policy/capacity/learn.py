@@ -4,9 +4,15 @@
 
     all in time, nobody waits    ──> at least this rate is safe
     requests wait or are dropped ──> this rate is the most there is, and a little less of it is safe
+    answers are late             ──> by how many were at which rate, the rate at which too many are
 
-While no worker was ever full, the rate is taken from how many of its rows are busy, with a large discount.
+Long before a worker is full its answers may be late, and which rate that is shows only in many windows
+together: the share of late answers over the rate, taken to grow with it (isotonic regression), says where it
+passes what is allowed. While no worker was ever full, the rate is taken from how many of its rows are busy,
+with a large discount.
 """
+
+import math
 
 import msgspec
 
@@ -33,6 +39,51 @@ _COLD_KEPT = 8
 _COLD_RANK = 0.75
 
 
+_STEP = math.log(1.12)
+"""Windows whose rates are about so near are counted together."""
+_KEPT = 0.99
+"""Of earlier windows' answers, at each further window."""
+_DUE_MIN = 20.0
+"""Answers at a rate, and above it, for which something is said of it."""
+LATE_FLOOR = 0.3
+"""Of the full rate: that answers are late at less is nothing that more workers would mend."""
+
+
+class LateShares(msgspec.Struct, kw_only=True):
+    """Of answers that were due, those that were late, by the rate of one worker."""
+
+    counts: dict[int, tuple[float, float]] = {}
+    """(due, late), by `rate`'s logarithm in steps."""
+
+    def take(self, rate: float, due: int, late: int) -> None:
+        """A window is over."""
+        assert rate > 0, "a window without work says nothing"
+        assert 0 <= late <= due, (late, due)
+        self.counts = {
+            step: (due * _KEPT, late * _KEPT) for step, (due, late) in self.counts.items() if due > 0.5
+        }
+        step = round(math.log(rate) / _STEP)
+        before = self.counts.get(step, (0.0, 0.0))
+        self.counts[step] = before[0] + due, before[1] + late
+
+    def limit(self, allowed: float) -> float:
+        """The rate at which a larger share than `allowed` is late; infinite: none such is known."""
+        assert 0 <= allowed < 1, allowed
+        # Pool adjacent violators (Ayer et al. 1955): shares that do not fall as rates grow.
+        blocks: list[tuple[float, float, int]] = []  # Due, late, first step.
+        for step, (due, late) in sorted(self.counts.items()):
+            blocks.append((due, late, step))
+            while len(blocks) > 1 and blocks[-2][1] * blocks[-1][0] > blocks[-1][1] * blocks[-2][0]:
+                due, late, _ = blocks.pop()
+                blocks[-1] = blocks[-1][0] + due, blocks[-1][1] + late, blocks[-1][2]
+        assert sum(block[0] for block in blocks) <= sum(due for due, _ in self.counts.values()) + 1e-6
+        for i, (due, late, first) in enumerate(blocks):
+            if late > allowed * due:
+                is_sure = sum(block[0] for block in blocks[i:]) >= _DUE_MIN
+                return math.exp((first - 0.5) * _STEP) if is_sure else math.inf
+        return math.inf
+
+
 class ServiceRate(msgspec.Struct, kw_only=True):
     """Work per second of one ready worker."""
 
@@ -42,6 +93,9 @@ class ServiceRate(msgspec.Struct, kw_only=True):
     """The rate of full workers; 0: none was full yet."""
     guess: float = 0.0
     """By the busy rows."""
+    trust: float = 1.0
+    """Of the guess: where answers are late before rows are full, rows say less."""
+    lateness: LateShares = msgspec.field(default_factory=LateShares)
     workers: int = -1
     """Below: of the window that is not over."""
     seconds: float = 0.0
@@ -55,9 +109,11 @@ class ServiceRate(msgspec.Struct, kw_only=True):
     @property
     def safe(self) -> float:
         """The rate that one worker may be given; 0: nothing is known."""
+        most = max(self.good, self.trust * self.guess)
         if self.full:
-            return min(max(self.good, SAFE * self.full), SAFE_MAX * self.full)
-        return max(self.good, self.guess)
+            most = min(max(self.good, SAFE * self.full), SAFE_MAX * self.full)
+        limit = self.lateness.limit(LATE_MAX / 2)
+        return min(most, max(limit, LATE_FLOOR * (self.full or most)))
 
     def take(self, seen: Signals) -> None:
         """Learn from one look."""
@@ -85,6 +141,8 @@ class ServiceRate(msgspec.Struct, kw_only=True):
         rate = self.work / (self.workers * self.seconds)
         if not rate:
             return
+        if self.due:
+            self.lateness.take(rate, self.due, self.late)
         is_late = self.late > LATE_MAX * self.due
         if self.full_s >= _FULL * self.seconds:
             step = 0.5 if rate > self.full else 0.15
@@ -95,6 +153,8 @@ class ServiceRate(msgspec.Struct, kw_only=True):
         if occupancy >= _OCCUPANCY_MIN and not is_late:
             guess = EXTRAPOLATED * rate / occupancy
             self.guess = guess if not self.guess else self.guess + (guess - self.guess) * 0.2
+        if self.guess and (limit := self.lateness.limit(LATE_MAX / 2)) < math.inf:
+            self.trust += (min(1.0, limit / self.guess) - self.trust) * 0.5
 
 
 class ColdStarts(msgspec.Struct, kw_only=True):

@@ -21,13 +21,20 @@ from penstock.policy.capacity.week import scheduled, spans_of
 
 DRAIN_S = 30.0
 """The requests that wait are to be gone after so long."""
-ROUNDED = 0.05
+ROUNDED = 0.15
 """Of a worker: a load that is so little over what some can do needs no further one."""
 KV_FULL = 0.9
+CHANCE_S, SPREAD = 60.0, 1.2
+"""The fast level is about a mean over so long; the square of a request's size varies about so much."""
+HEADROOM_MIN = 0.05
+"""Of memory: with less on some worker none leaves, for its requests would go to those; and if requests wait
+there is one more."""
 DUE_MIN = 10
 """Answers, of which the late ones say something."""
 AHEAD_S = 15.0
 """Beyond the cold start: the time between two looks, and what a new worker takes to be found."""
+HEDGED = 0.5
+"""Of what forecasts were off by in the mean, so much is planned for."""
 CONSOLIDATED = 0.8
 """Of what is safe for the workers that are left: more, and none leaves."""
 KV_CONSOLIDATED = 0.7
@@ -72,6 +79,16 @@ class Learned(msgspec.Struct, kw_only=True):
         self.demand.promise(self.ahead_s)
 
     @property
+    def comes(self) -> float:
+        """The work per second that comes now: the fast level, where it is above the smooth one by more than
+        chance.
+        """
+        fast, level = self.demand.fast, self.demand.level
+        assert fast >= 0 <= level, (fast, level)
+        requests = CHANCE_S * level / self.tokens if self.tokens else 0.0
+        return fast if fast > level * (1 + 2 * math.sqrt(SPREAD / max(1.0, requests))) else level
+
+    @property
     def ahead_s(self) -> float:
         """How far ahead is planned."""
         return self.cold.expected_s + AHEAD_S
@@ -83,8 +100,8 @@ def reactive(seen: Signals, known: Learned) -> Opinion:
     backlog = seen.waiting * known.tokens
     wanted, why = 0, "nothing comes"
     if safe:
-        wanted = math.ceil(known.demand.fast / safe + backlog / (safe * DRAIN_S) - ROUNDED)
-        why = f"{known.demand.fast:.0f} tokens/s come and {seen.waiting} requests wait; {safe:.0f} are safe"
+        wanted = math.ceil(known.comes / safe + backlog / (safe * DRAIN_S) - ROUNDED)
+        why = f"{known.comes:.0f} tokens/s come and {seen.waiting} requests wait; {safe:.0f} are safe"
     elif seen.waiting or seen.running:
         wanted, why = max(1, seen.ready), "it has work, and what a worker can do is not known yet"
     one_more, is_late = seen.ready + 1, seen.due >= DUE_MIN and seen.late > 2 * LATE_MAX * seen.due
@@ -93,6 +110,8 @@ def reactive(seen: Signals, known: Learned) -> Opinion:
             wanted, why = one_more, f"{seen.late} of {seen.due} answers were late, {seen.shed} requests shed"
         elif seen.kv_use > KV_FULL:
             wanted, why = one_more, f"{seen.kv_use:.0%} of the KV memory is in use"
+        elif seen.waiting and seen.memory_headroom < HEADROOM_MIN:
+            wanted, why = one_more, f"a worker has {seen.memory_headroom:.1%} of its memory left"
     return Opinion(of="reactive", workers=wanted, why=why)
 
 
@@ -102,11 +121,16 @@ def capacity(known: Learned) -> Opinion:
     if not safe:
         return Opinion(of="capacity", workers=0, why="what a worker can do is not known yet")
     expected = known.demand.expected(ahead_s)
-    why = (
-        f"{expected.mean:.0f} tokens/s are expected in {ahead_s:.0f} s, give or take {known.demand.error:.0f}"
-    )
-    come = max(expected.high, known.demand.level)
+    why = f"{expected:.0f} tokens/s are expected in {ahead_s:.0f} s, give or take {known.demand.error:.0f}"
+    come = max(expected + HEDGED * known.demand.error, known.demand.level)
     return Opinion(of="capacity", workers=math.ceil(come / safe - ROUNDED), why=why)
+
+
+def lasting(known: Learned) -> int:
+    """Workers for the smooth load: by the load of each moment one too many would be kept, always."""
+    safe = known.rate.safe
+    assert safe >= 0, safe
+    return math.ceil(known.demand.level / safe - ROUNDED) if safe else 0
 
 
 def floor(scale: ScaleConfig, seen: Signals, known: Learned) -> Opinion:
@@ -131,14 +155,17 @@ def keeps_enough(seen: Signals, known: Learned, left: int) -> str:
     if seen.due >= DUE_MIN and seen.late > LATE_MAX * seen.due:
         return "answers are late as it is"
     more, safe = seen.ready / left, known.rate.safe
-    if safe and known.demand.fast > CONSOLIDATED * safe * left:
-        return f"{known.demand.fast:.0f} tokens/s are over {CONSOLIDATED:.0%} of what {left} can do"
+    now = max(known.demand.fast, known.demand.level)
+    if safe and now > CONSOLIDATED * safe * left:
+        return f"{now:.0f} tokens/s are over {CONSOLIDATED:.0%} of what {left} can do"
     if seen.kv_use * more > KV_CONSOLIDATED:
         return f"KV memory would be {seen.kv_use * more:.0%} full"
+    if seen.memory_headroom < HEADROOM_MIN:
+        return f"a worker has {seen.memory_headroom:.1%} of its memory left"
     if seen.slots and seen.running * more > CONSOLIDATED * seen.slots:
         return f"{seen.running} requests would fill the rows"
     for share in _SPREAD:
-        later = known.demand.expected(2 * share * known.ahead_s).high
+        later = known.demand.expected(2 * share * known.ahead_s)
         if safe and later > safe * left:
             return f"{later:.0f} tokens/s are expected soon"
     return ""

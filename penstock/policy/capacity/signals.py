@@ -68,6 +68,9 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences at its workers."""
     kv_use: float = 0.0
     """Share of the ready workers' KV blocks that requests hold."""
+    memory_headroom: float = 1.0
+    """Of what a worker's processes may take beside the KV cache that is set aside, what is free on the worker
+    with least: above it the kernel ends one."""
     cold_starts_s: tuple[float, ...] = ()
     """The times of workers that got ready since the last look, from being asked for."""
     override: Override | None = None

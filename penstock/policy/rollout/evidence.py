@@ -11,6 +11,8 @@ exactly, from the first on.
     prefill               log, at equal numbers of uncached tokens
     length of answers     log
     answers cut off       share
+    machine time          log, of a row for each token of work, at equal numbers of rows
+    probe score           mean of what an operator's own probes say of answers, 0 to 1; only if there are such
     failures              share
 
 A new version has few requests at first, so its workers are empty, and faster: comparing times as they are
@@ -47,6 +49,8 @@ class RolloutMetric(enum.StrEnum):
     PREFILL = "prefill per uncached token"
     LENGTH = "length of answers"
     CUT_OFF = "answers cut off"
+    COST = "machine time per token of work"
+    SCORE = "probe score"
     FAILED = "failures"
 
 
@@ -55,12 +59,20 @@ MARGINS = {
     RolloutMetric.PREFILL: math.log(1.10),
     RolloutMetric.LENGTH: math.log(1.20),
     RolloutMetric.CUT_OFF: 0.05,
+    RolloutMetric.COST: math.log(1.10),
+    RolloutMetric.SCORE: 0.02,
     RolloutMetric.FAILED: 0.002,
 }
 """The size of a difference that counts as worse: above. Times and lengths are logarithms."""
 _TWO_SIDED = (RolloutMetric.LENGTH, RolloutMetric.CUT_OFF)
 """Less is as suspicious as more."""
-_LOGARITHMS = (RolloutMetric.TPOT, RolloutMetric.PREFILL, RolloutMetric.LENGTH)
+_LOGARITHMS = (RolloutMetric.TPOT, RolloutMetric.PREFILL, RolloutMetric.LENGTH, RolloutMetric.COST)
+_OUTPUT_WEIGHT = 4
+"""Prompt tokens that a generated one is worth (policy/capacity/signals.py)."""
+HARD_STOPS = {RolloutMetric.TPOT: math.log(2), RolloutMetric.PREFILL: math.log(4)}
+"""Differences of means that end a rollout at once: nothing that is equal differs so much by chance."""
+HARD_REQUESTS = 10
+"""Of each cohort, for that; and the last ones of the canary, of which half may not fail."""
 _ALPHA = ALPHA / len(RolloutMetric)
 
 
@@ -80,6 +92,8 @@ class Observation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """That its worker computed together when it ended."""
     prefill_ns: int = 0
     uncached_tokens: int = 0
+    score: float = -1.0
+    """A probe's verdict on an answer; below 0: this is a request."""
 
 
 class Sums(msgspec.Struct, array_like=True, gc=False):
@@ -143,9 +157,17 @@ class Evidence(msgspec.Struct):
     control: dict[RolloutMetric, list[Sums]] = {}
     bets: list[float] = msgspec.field(default_factory=lambda: [0.0] * len(_ODDS))
     """Logarithms of what each bet has become."""
+    last: list[tuple[int, bool]] = []
+    """(group, whether it failed) of the canary's last requests."""
 
     def add(self, seen: Observation, *, only_failures: bool = False) -> None:
         """Another request. `only_failures`: its times do not count, for a version is cold at first."""
+        if seen.score >= 0:
+            assert seen.score <= 1, "the endpoint lets nothing else through"
+            self._count(seen, RolloutMetric.SCORE, 0.0, seen.score)
+            return
+        if seen.is_canary:
+            self.last = [*self.last, (seen.group, seen.failed)][-HARD_REQUESTS:]
         self._bet(seen)
         self._count(seen, RolloutMetric.FAILED, 0.0, float(seen.failed))
         if seen.failed or only_failures:
@@ -158,6 +180,37 @@ class Evidence(msgspec.Struct):
             self._count(
                 seen, RolloutMetric.PREFILL, math.log1p(seen.uncached_tokens), math.log(seen.prefill_ns)
             )
+        if seen.prefill_ns and seen.tpot_ns:
+            work = seen.uncached_tokens + _OUTPUT_WEIGHT * seen.tokens
+            on_row_ns = seen.prefill_ns + seen.tpot_ns * max(0, seen.tokens - 1)
+            self._count(seen, RolloutMetric.COST, float(seen.rows), math.log(on_row_ns / max(1, work)))
+
+    @property
+    def metrics(self) -> list[RolloutMetric]:
+        """Those that count: a score only if somebody gives one."""
+        return [
+            each
+            for each in RolloutMetric
+            if each is not RolloutMetric.SCORE or each in self.canary or each in self.control
+        ]
+
+    def hard_stop(self) -> str:
+        """Why the new version may serve nobody any more, whatever is sure; empty: it may."""
+        assert len(self.last) <= HARD_REQUESTS, "the last ones"
+        failed = [group for group, has_failed in self.last if has_failed]
+        control = total(self._groups(False, RolloutMetric.FAILED))
+        if (
+            2 * len(failed) >= HARD_REQUESTS
+            and len(set(failed)) >= FAILED_GROUPS_MIN
+            and 10 * control.y < control.n
+        ):
+            return f"hard stop: {len(failed)} of its last {len(self.last)} requests failed"
+        for metric, most in HARD_STOPS.items():
+            new, old = (total(self._groups(canary, metric)) for canary in (True, False))
+            if min(new.n, old.n) >= HARD_REQUESTS and new.y / new.n - old.y / old.n > most:
+                times = math.exp(new.y / new.n - old.y / old.n)
+                return f"hard stop: {metric} is {times:.1f} times as long"
+        return ""
 
     def requests(self, *, canary: bool) -> int:
         """That ended in a cohort."""
@@ -181,7 +234,10 @@ class Evidence(msgspec.Struct):
         width = half_width(variance, _ALPHA)
         low, high, margin = difference - width, difference + width, MARGINS[metric]
         verdict = RolloutVerdict.OPEN
-        if low > margin or (metric in _TWO_SIDED and high < -margin):
+        if metric is RolloutMetric.SCORE:  # More is better.
+            low_worse, high_fine = high < -margin, low >= -margin
+            verdict = RolloutVerdict.WORSE if low_worse else RolloutVerdict.FINE if high_fine else verdict
+        elif low > margin or (metric in _TWO_SIDED and high < -margin):
             verdict = RolloutVerdict.WORSE
         elif high <= margin and (metric not in _TWO_SIDED or low >= -margin):
             verdict = RolloutVerdict.FINE

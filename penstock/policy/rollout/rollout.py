@@ -2,7 +2,7 @@
 
     running ──(every step's time is over, nothing is worse)──> ready ──promote──> promoted
        │  └──────────────────────── promotes by itself ─────────────────────────────^
-       ├──(a metric is surely worse)──> rolled_back
+       ├──(a metric is surely worse, or so much that nobody needs to be sure)──> rolled_back
        └──(an operator says so)───────> aborted
 
 A step ends as soon as every metric is surely fine, or when its time is over, if nothing looks worse by then
@@ -19,6 +19,7 @@ from penstock.policy.rollout.evidence import Evidence, Observation, Reading, Rol
 
 STEPS_MAX = 20
 STEP_S_MAX = 7 * 24 * 3600.0
+TENANTS_MAX = 1000
 
 
 class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +37,9 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Of each cohort, in each step."""
     warm_up_requests: int = 50
     """Of the candidate, whose times do not count: its caches are cold. Its failures do."""
+    tenants: tuple[str, ...] = ()
+    """Tenants whose conversations are dealt: ids, or "tier:NAME" for all of a tier; none: all. With one step,
+    and not promoted, it is an A/B test of these tenants."""
     promotes: bool = False
     """All conversations get it by themselves behind the last step, without a word from an operator."""
 
@@ -48,6 +52,8 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return "'steps' must be growing percentages from 0.01 to 50"
         if not 0 < self.step_s <= STEP_S_MAX:
             return f"'step_s' must be more than 0 and at most {STEP_S_MAX:.0f} seconds"
+        if len(self.tenants) > TENANTS_MAX or any(not each for each in self.tenants):
+            return f"'tenants' must be at most {TENANTS_MAX} names"
         if self.requests_min < 1 or self.warm_up_requests < 0:
             return "'requests_min' must be at least 1 and 'warm_up_requests' at least 0"
         return ""
@@ -105,12 +111,15 @@ class Rollout(msgspec.Struct, kw_only=True):
 
     def readings(self) -> list[Reading]:
         """Of every metric."""
-        return [self.evidence.read(metric) for metric in RolloutMetric]
+        return [self.evidence.read(metric) for metric in self.evidence.metrics]
 
     def judge(self, now_ns: int) -> bool:
         """Decide what can be decided; whether anything has changed but `why`."""
         if not self.is_live:
             return False
+        if why := self.evidence.hard_stop():
+            self._end(RolloutState.ROLLED_BACK, why)
+            return True
         readings = self.readings()
         worse = [each for each in readings if each.verdict is RolloutVerdict.WORSE]
         if worse:
@@ -171,7 +180,8 @@ class Rollout(msgspec.Struct, kw_only=True):
 
 def _is_bad(reading: Reading) -> bool:
     two_sided = reading.metric in (RolloutMetric.LENGTH, RolloutMetric.CUT_OFF)
-    return two_sided or (reading.difference or 0.0) > 0
+    difference = reading.difference or 0.0
+    return two_sided or (difference < 0 if reading.metric is RolloutMetric.SCORE else difference > 0)
 
 
 def _said(reading: Reading) -> str:

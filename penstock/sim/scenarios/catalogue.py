@@ -4,7 +4,7 @@ All are small (a few thousand steps), so that each takes seconds; `--set workers
 them larger. Importing this module registers them all.
 """
 
-from penstock.sim.scenarios import everyday, faults, overload
+from penstock.sim.scenarios import capacity, everyday, faults, overload
 from penstock.sim.scenarios.scenario import SCENARIOS
 
-__all__ = ["SCENARIOS", "everyday", "faults", "overload"]
+__all__ = ["SCENARIOS", "capacity", "everyday", "faults", "overload"]

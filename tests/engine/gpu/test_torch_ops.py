@@ -30,7 +30,7 @@ class Model:
         spec, names = read_spec(directory)
         bounds = limits(max_model_len=256)
         self.cache = KVCache(spec, 60, torch.float32, CPU)
-        kernels: Kernels = TorchKernels(spec, max_tokens=256, device=CPU)
+        kernels: Kernels = TorchKernels(spec, max_tokens=256, device=CPU, products=torch.float32)
         if twins:
             kernels = DeviceKernels(TorchOps(), spec, bounds)
         room = DecoderLimits(step_tokens=256, max_samples=8, max_model_len=bounds.max_model_len)

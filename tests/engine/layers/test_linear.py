@@ -5,7 +5,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.layers.linear import CANDIDATE_ROWS, RowTiles, agreeing_rows, cancelling, torch_linear
+from penstock.engine.layers.linear import (
+    CANDIDATE_ROWS,
+    Calls,
+    RowTiles,
+    agreeing_rows,
+    cancelling,
+    torch_linear,
+)
 from penstock.engine.layers.mlp import SiluMul
 from penstock.engine.layers.rowwise import RMSNorm
 
@@ -125,6 +132,20 @@ def test_the_product_is_right_with_bias_and_padding() -> None:
         x, out = torch.randn(rows, 40), torch.empty(rows, 7)
         torch_linear(weight.clone(), bias, rows_max=200)(x, out)
         torch.testing.assert_close(out, x @ weight.t() + bias)
+
+
+def test_rows_may_be_multiplied_in_a_wider_type() -> None:
+    """One rounding of float32's product, whatever the company, and the weight is widened once."""
+    weight, x = torch.randn(48, 96).bfloat16(), torch.randn(200, 96).bfloat16()
+    linear = torch_linear(weight, None, rows_max=200, calls=Calls(torch.float32))
+    assert linear.tensors[0].dtype is torch.float32
+    whole, exact = torch.empty(200, 48, dtype=torch.bfloat16), x.double() @ weight.double().t()
+    linear(x, whole)
+    torch.testing.assert_close(whole, exact.bfloat16(), rtol=2**-7, atol=1e-5)
+    for rows in ROWS:
+        out = torch.empty(rows, 48, dtype=torch.bfloat16)
+        linear(x[200 - rows :], out)
+        assert torch.equal(out, whole[200 - rows :]), rows
 
 
 @pytest.mark.parametrize("sizes", [(1,), (16,), (2, 16, 512), (1, 2, 3, 4, 16, 32, 64)])

@@ -76,8 +76,8 @@ static inline void nibble_rows(const uint8_t *nibbles, int64_t group, const int8
   for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = zero_ints();
   for (int64_t k = 0; k < group; k += 32, nibbles += 512)
     for (int quarter = 0; quarter < 4; quarter++) {
-      fetch_ahead(nibbles + quarter * 64);
-      fetch_ahead(nibbles + 256 + quarter * 64);
+      fetch_thin(nibbles + quarter * 64);
+      fetch_thin(nibbles + 256 + quarter * 64);
       Bytes64 w0 = load_ints(nibbles + quarter * 64), w1 = load_ints(nibbles + 256 + quarter * 64);
       Bytes64 low0 = low_nibbles(w0), low1 = low_nibbles(w1), high0 = high_nibbles(w0), high1 = high_nibbles(w1);
       for (int r = 0; r < R; r++) {

@@ -10,10 +10,14 @@
 
 namespace {
 
+// Rows that share what is loaded of a weight, and the halves of a panel (16 columns each) whose sums are held in registers
+// at once: a few rows take both, in the order of memory, many take one after the other.
 #ifdef __AVX512F__
-constexpr int kRowBlock = 8;
+constexpr int kRowBlock = 8, kNibbleRows = 8;
+constexpr int halves_at_once(int) { return 2; }
 #else
-constexpr int kRowBlock = 2;
+constexpr int kRowBlock = 4, kNibbleRows = 2;  // Rows of nibbles hold more: four were slower.
+constexpr int halves_at_once(int rows) { return rows > 2 ? 1 : 2; }
 #endif
 constexpr int64_t kAheadRows = 8;
 
@@ -55,52 +59,69 @@ class Wanted {
   int64_t left_ = 0, per_step_;
 };
 
-// R rows by one panel of bf16 weights, k in [k_first, k_last).
-template <int R>
-static void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
-                      bool fresh, Wanted *wanted) {
-  F16 acc[R][2];
+// R rows by H halves of one panel of bf16 weights, k in [k_first, k_last).
+template <int R, int H>
+static inline void bf16_halves(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
+                               bool fresh, Wanted *wanted) {
+  F16 acc[R][H];
   for (int r = 0; r < R; r++)
-    for (int h = 0; h < 2; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
+    for (int h = 0; h < H; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
   for (int64_t k = k_first; k < k_last; k += 32) {
     wanted->step();
     const bf16 *block = w + k * 32;
     for (int p = 0; p < 16; p++) {
-      fetch_ahead(block + p * 32);
-      fetch_ahead(block + 512 + p * 32);
-      Pairs w0 = load_pairs(block + p * 32), w1 = load_pairs(block + 512 + p * 32);
+      Pairs part[H];
+      for (int h = 0; h < H; h++) {
+        fetch_ahead(block + h * 512 + p * 32);
+        part[h] = load_pairs(block + h * 512 + p * 32);
+      }
       for (int r = 0; r < R; r++) {
         PairInput x = spread(a + r * lda + k + 2 * p);
-        acc[r][0] = dot(acc[r][0], w0, x);
-        acc[r][1] = dot(acc[r][1], w1, x);
+        for (int h = 0; h < H; h++) acc[r][h] = dot(acc[r][h], part[h], x);
       }
     }
   }
   for (int r = 0; r < R; r++)
-    for (int h = 0; h < 2; h++) store(sums + r * 32 + h * 16, acc[r][h]);
+    for (int h = 0; h < H; h++) store(sums + r * 32 + h * 16, acc[r][h]);
+}
+
+template <int R>
+static void bf16_rows(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
+                      bool fresh, Wanted *wanted) {
+  constexpr int H = halves_at_once(R);
+  for (int h = 0; h < 2; h += H) bf16_halves<R, H>(w + h * 512, a, lda, k_first, k_last, sums + h * 16, fresh, wanted);
+}
+
+template <int R, int H>
+static inline void f32_halves(const float *w, const float *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
+                              bool fresh) {
+  F16 acc[R][H];
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < H; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
+  for (int64_t k = k_first; k < k_last; k++) {
+    F16 part[H];
+    for (int h = 0; h < H; h++) {
+      fetch_ahead(w + k * 32 + h * 16);
+      part[h] = load(w + k * 32 + h * 16);
+    }
+    for (int r = 0; r < R; r++) {
+      F16 x = set1(a[r * lda + k]);
+      for (int h = 0; h < H; h++) acc[r][h] = fma(x, part[h], acc[r][h]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < H; h++) store(sums + r * 32 + h * 16, acc[r][h]);
 }
 
 template <int R>
 static void f32_rows(const float *w, const float *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
                      bool fresh) {
-  F16 acc[R][2];
-  for (int r = 0; r < R; r++)
-    for (int h = 0; h < 2; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
-  for (int64_t k = k_first; k < k_last; k++) {
-    F16 w0 = load(w + k * 32), w1 = load(w + k * 32 + 16);
-    fetch_ahead(w + k * 32);
-    fetch_ahead(w + k * 32 + 16);
-    for (int r = 0; r < R; r++) {
-      F16 x = set1(a[r * lda + k]);
-      acc[r][0] = fma(x, w0, acc[r][0]);
-      acc[r][1] = fma(x, w1, acc[r][1]);
-    }
-  }
-  for (int r = 0; r < R; r++)
-    for (int h = 0; h < 2; h++) store(sums + r * 32 + h * 16, acc[r][h]);
+  constexpr int H = halves_at_once(R);
+  for (int h = 0; h < 2; h += H) f32_halves<R, H>(w + h * 16, a, lda, k_first, k_last, sums + h * 16, fresh);
 }
 
 #ifdef __AVX512VNNI__
+constexpr uint8_t kByteShift = 0x80;
 // The instruction wants unsigned x: inputs are packed as x + 128, and 128 times the column's sum comes out again. Exact.
 template <int R>
 static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const int8_t *a, int64_t lda) {
@@ -129,6 +150,47 @@ static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const 
     }
   finish_block(piece, panel, row, R, sums);
 }
+#else
+constexpr uint8_t kByteShift = 0;
+// The instruction wants one operand unsigned: the weight's magnitude, times the input with the weight's sign. Two products
+// are at most 2 * 128 * 127 (a checkpoint's weights may be -128, inputs are not), which sixteen bits hold. Exact.
+template <int R, int H>
+static inline void i8_halves(const int8_t *w, int64_t k_padded, const int8_t *a, int64_t lda, int32_t *sums) {
+  __m256i acc[R][2 * H], ones = _mm256_set1_epi16(1);
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < 2 * H; c++) acc[r][c] = _mm256_setzero_si256();
+  for (int64_t k = 0; k < k_padded; k += 64, w += 2048)
+    for (int q = 0; q < 16; q++) {
+      __m256i part[2 * H], size[2 * H];
+      for (int c = 0; c < 2 * H; c++) {
+        const int8_t *at = w + c / 2 * 1024 + q * 64 + c % 2 * 32;
+        if (c % 2 == 0) fetch_ahead(at);
+        part[c] = _mm256_loadu_si256((const __m256i *)at);
+        size[c] = _mm256_abs_epi8(part[c]);
+      }
+      for (int r = 0; r < R; r++) {
+        int32_t four;
+        memcpy(&four, a + r * lda + k + 4 * q, 4);
+        __m256i x = _mm256_set1_epi32(four);
+        for (int c = 0; c < 2 * H; c++) {
+          __m256i pairs = _mm256_maddubs_epi16(size[c], _mm256_sign_epi8(x, part[c]));
+          acc[r][c] = _mm256_add_epi32(acc[r][c], _mm256_madd_epi16(pairs, ones));
+        }
+      }
+    }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < 2 * H; c++) _mm256_storeu_si256((__m256i *)(sums + r * 32 + c * 8), acc[r][c]);
+}
+
+template <int R>
+static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const int8_t *a, int64_t lda) {
+  const PsWeight *w = piece->job->weight;
+  const int8_t *data = (const int8_t *)w->data + panel * w->k_padded * 32;
+  constexpr int H = R > 1 ? 1 : 2;
+  int32_t sums[R * 32];
+  for (int h = 0; h < 2; h += H) i8_halves<R, H>(data + h * 1024, w->k_padded, a, lda, sums + h * 16);
+  finish_block(piece, panel, row, R, sums);
+}
 #endif
 
 template <int R>
@@ -144,10 +206,8 @@ static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row, Wanted
   else if (w->type == PS_F32)
     f32_rows<R>((const float *)w->data + panel * w->k_padded * 32, (const float *)piece->a + row * lda, lda,
                 piece->k_first, piece->k_last, sums, fresh);
-#ifdef __AVX512VNNI__
   else if (w->type == PS_I8)
     return i8_rows<R>(piece, panel, row, (const int8_t *)piece->a + row * lda, lda);
-#endif
   if (piece->k_last == w->k_padded) finish_block(piece, panel, row, R, sums);
 }
 
@@ -184,7 +244,8 @@ static void pack_rows_plain(const PsLinear *job, int64_t first, int64_t last, vo
     } else if (w->type == PS_I8) {
       int8_t *out = (int8_t *)a + r * padded;
       quantize_row(job, r, out, 64, a_scale + r);
-      for (int64_t i = 0; i < padded; i++) out[i] = (int8_t)(out[i] ^ 0x80);
+      if (kByteShift)
+        for (int64_t i = 0; i < padded; i++) out[i] = (int8_t)(out[i] ^ kByteShift);
     } else if (w->type == PS_BF16 && kWideInputs) {
       float *out = (float *)a + r * padded;
       for (int64_t i = 0; i < padded; i += 16) store(out + i, i < k ? load_tail((const bf16 *)x + i, k - i) : zero());
@@ -215,9 +276,9 @@ static inline void nibble_rows_left(const LinearPiece *piece, const uint8_t *nib
     nibble_rows_left<R - 1>(piece, nibbles, g, row, rows, sums);
 }
 
-// Blocks of rows that differ by one row at most: a short last one would read the weights for little.
-static inline int64_t even_block(int64_t rows) {
-  int64_t blocks = (rows + kRowBlock - 1) / kRowBlock;
+// Blocks of `most` rows that differ by one row at most: a short last one would read the weights for little.
+static inline int64_t even_block(int64_t rows, int64_t most) {
+  int64_t blocks = (rows + most - 1) / most;
   return (rows + blocks - 1) / blocks;
 }
 
@@ -225,14 +286,14 @@ static void vector_int4(const LinearPiece *piece, int64_t panel) {
   int4_panel(
       piece, panel, [](const uint8_t *) {},
       [piece](const uint8_t *nibbles, int64_t g, int64_t row, int64_t rows, int32_t *sums) {
-        int64_t block = even_block(rows);
+        int64_t block = even_block(rows, kNibbleRows);
         for (int64_t r = 0; r < rows; r += block)
-          nibble_rows_left<kRowBlock>(piece, nibbles, g, row + r, rows - r < block ? rows - r : block, sums + r * 32);
+          nibble_rows_left<kNibbleRows>(piece, nibbles, g, row + r, rows - r < block ? rows - r : block, sums + r * 32);
       });
 }
 
 static void vector_linear(const LinearPiece *piece, int64_t panel_first, int64_t panel_last) {
-  int64_t m = piece->job->m, block = even_block(m), steps = (piece->k_last - piece->k_first) / 32;
+  int64_t m = piece->job->m, block = even_block(m, kRowBlock), steps = (piece->k_last - piece->k_first) / 32;
   // With few rows the weights themselves come no faster than they are computed with.
   Wanted wanted(piece, m < kAheadRows ? 0 : (panel_last - panel_first) * ((m + block - 1) / block) * steps);
   for (int64_t panel = panel_first; panel < panel_last; panel++) {
