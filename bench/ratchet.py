@@ -19,6 +19,7 @@ from penstock.engine.native import NativeLibrary
 
 QUESTIONS = {
     "limits": "a request's limits and budget over a bare loop",
+    "router_decision": "a placement and an admission over all that a request costs at the least loaded",
     "kv_index": "a prompt's look-up in the KV index over a naive index",
     "scheduler_host_time": "a scheduler's step over appending to arrays",
     "native_kernels": "a layer's product, native over torch",

@@ -1,25 +1,33 @@
-"""The cost of one placement decision in CPU: the router at 1, 64 and 1,000 workers, beside least-loaded.
+"""The cost of one placement and of one admission in CPU: at 1, 64 and 1,000 workers, in turns with the
+placement at the least loaded worker.
 
-    python bench/router_decision.py [--json] [--seconds S]
+    python bench/router_decision.py [--rounds 5] [--seconds 0.5] [--workers 64 1000] [--json FILE]
 
 Prompts of 512 blocks, of which a few workers hold parts in the real prefix index; every start is booked, and
 ended later, so that rooms and heap live. Prompt keys are made beforehand: hashing is paid once per prompt,
 whoever places it. Times are process CPU: of a decision (look-up, scores, pick, record), and per request of
-everything that goes with it (booking, predicting its blocks at the worker, learning at its end).
+everything that goes with it (booking, predicting its blocks at the worker, learning at its end). An admission
+is the gate's verdict with the promise, for a request of one of 100 tenants while two thirds of all rows run.
 """
 
-import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
-from statistics import median, quantiles
+from statistics import median
 from time import process_time_ns
 
+from harness import Spread, command_line, in_turns, ratio, spread, table, write_result
+
+from penstock.config.tree import Config
 from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys
 from penstock.kv.index.block_names import Stored
 from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.prefix_index import Tier
 from penstock.kv.index.worker_cache_view import KVIndexLimits
+from penstock.policy.admission.gate import ModelFacts
+from penstock.policy.contracts import Pass
+from penstock.policy.flow import Outcome, Queued, RequestFacts, Start
+from penstock.policy.lifecycle.stack import build_policies
+from penstock.policy.limits.rate_limit import Limiter
 from penstock.policy.placement.pick import DecisionLog
 from penstock.policy.placement.route import Router
 from penstock.policy.queueing.band import Work
@@ -30,6 +38,8 @@ from penstock.policy.queueing.capacity import (
     WorkerCapacity,
     WorkerView,
 )
+from penstock.policy.request import work_of
+from penstock.policy.tenant import Tenant
 from penstock.policy.terms import PlacementTerms, QueueTerms
 from penstock.types import RequestId, TenantId, Usage, WorkerId
 
@@ -120,54 +130,113 @@ def rig(policy: str, num_workers: int, seed: int) -> Rig:
     return Rig(Router("m", config, Random(seed).randrange, locality=locality, log=log), rooms, prompts, seed)
 
 
-def cost_us(each: Rig, num_workers: int, seconds: float) -> tuple[tuple[float, ...], float]:
-    """CPU microseconds of a decision: median, first and last decile; and the median of all that a request
-    costs the placement.
-    """
-    costs: list[float] = []
-    now_ns = 0
-    for _ in range(STREAMS * num_workers + 500):
+Figures = dict[str, float]
+"""Microseconds of CPU."""
+
+
+def placing(policy: str, num_workers: int, seconds: float) -> Callable[[], Figures]:
+    """Medians of a decision, and of all that a request costs the placement; over `seconds` of CPU a call."""
+    each, running_max, now_ns = rig(policy, num_workers, 7), STREAMS * num_workers, 0
+    for _ in range(running_max + 500):
         now_ns += 1_000_000
-        each.decide(now_ns, STREAMS * num_workers)
-    each.decisions.clear()
-    until = process_time_ns() + int(seconds * 1e9)
-    while process_time_ns() < until:
-        began = process_time_ns()
-        for _ in range(200):
-            now_ns += 1_000_000
-            each.decide(now_ns, STREAMS * num_workers)
-        costs.append((process_time_ns() - began) / 200 / 1000)
-    tenths = [cost / 1000 for cost in quantiles(each.decisions, n=10)]
-    return (median(each.decisions) / 1000, tenths[0], tenths[-1]), median(costs)
+        each.decide(now_ns, running_max)
+
+    def measured() -> Figures:
+        nonlocal now_ns
+        costs: list[float] = []
+        each.decisions.clear()
+        until = process_time_ns() + int(seconds * 1e9)
+        while process_time_ns() < until:
+            began = process_time_ns()
+            for _ in range(200):
+                now_ns += 1_000_000
+                each.decide(now_ns, running_max)
+            costs.append((process_time_ns() - began) / 200 / 1000)
+        return {"decision": median(each.decisions) / 1000, "request": median(costs)}
+
+    return measured
+
+
+def admitting(num_workers: int, seconds: float) -> Callable[[], Figures]:
+    """Median of a verdict."""
+    config, tenants = Config(), [Tenant(id=TenantId(f"t{i}")) for i in range(100)]
+    stack = build_policies(
+        config, facts=lambda _: ModelFacts(max_model_len=32_768), placement=lambda _: LeastLoaded(),
+        limiter=Limiter(config.limits), wall_offset_ns=0, random=Random(7).random, on_hedge=lambda _: None,
+    )  # fmt: skip
+    control, now_ns = stack.control, 0
+    for i in range(num_workers):
+        view = WorkerView(max_running=64, kv_blocks_total=65_536, kv_blocks_used=20_000)
+        control.set_worker(0, "m", WorkerId(f"w{i}"), view)
+
+    def facts(number: int) -> RequestFacts:
+        name = RequestId(f"r{number}")
+        return RequestFacts(
+            id=name, tenant=tenants[number % 100], route="m", prompt_tokens=1000, max_tokens=200
+        )
+
+    for number in range(num_workers * 43 + 200):
+        now_ns += 1_000_000
+        assert isinstance(control.arrive(now_ns, facts(number)), Queued)
+        for start in control.dispatch(now_ns):
+            assert isinstance(start, Start)
+            control.first_output(now_ns + 50_000_000, start.id)
+            if number < 200:
+                control.ended(now_ns + 60_000_000, start.id, Outcome.FINISHED)
+    lane = control.lane("m")
+    assert lane is not None
+
+    def measured() -> Figures:
+        costs: list[float] = []
+        until, number = process_time_ns() + int(seconds * 1e9), 1 << 20
+        while process_time_ns() < until:
+            asked = [facts(number + i) for i in range(200)]
+            began = process_time_ns()
+            for request in asked:
+                verdict = stack.gate.decide(
+                    now_ns, request, lambda _, request=request: lane.load(now_ns, work_of(request, now_ns, 0))
+                )
+                assert isinstance(verdict, Pass)
+            costs.append((process_time_ns() - began) / 200 / 1000)
+        return {"decision": median(costs)}
+
+    return measured
+
+
+def measure_all(rounds: int, seconds: float, workers: Sequence[int]) -> dict[str, dict[str, list[float]]]:
+    """By what is decided and the number of workers: the figures of each round."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for num_workers in workers:
+        kinds: dict[str, Callable[[], Figures]] = {
+            policy: placing(policy, num_workers, seconds) for policy in ("least_loaded", "ttft", "weighted")
+        }
+        kinds["admission"] = admitting(num_workers, seconds)
+        for name, each in in_turns(rounds, kinds).items():
+            found[f"{name}, {num_workers}"] = {figure: [row[figure] for row in each] for figure in each[0]}
+    return found
+
+
+def measure(rounds: int) -> dict[str, Spread]:
+    """For bench/ratchet.py: ratios to all that placing at the least loaded costs a request."""
+    found = measure_all(rounds, 0.3, (64,))
+    base = found["least_loaded, 64"]["request"]
+    return {name: ratio(found[f"{name}, 64"]["decision"], base) for name in ("ttft", "admission")}
 
 
 def main() -> None:
     """Print CPU per decision."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser = command_line(__doc__, rounds=5)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of CPU for each figure of a round")
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 64, 1000])
     args = parser.parse_args()
-    found: dict[str, dict[str, list[float]]] = {}
-    for num_workers in (1, 64, 1000):
-        row = found[str(num_workers)] = {}
-        for policy in ("least_loaded", "ttft", "weighted"):
-            decision, request = cost_us(rig(policy, num_workers, 7), num_workers, args.seconds)
-            row[policy], row[f"{policy}_request"] = [round(cost, 1) for cost in decision], [round(request, 1)]
-        row["ttft_ratio"] = [round(row["ttft"][0] / row["least_loaded"][0], 1)]
-    if args.json:
-        print(json.dumps({"schema": "penstock.router_decision/1", "cpu_us": found}, indent=2))
-        return
-    for num_workers, row in found.items():
-        print(
-            f"{num_workers:>5} workers: " + ", ".join(f"{name} {_show(each)}" for name, each in row.items())
-        )
-
-
-def _show(values: list[float]) -> str:
-    """A median, with its deciles if they are known."""
-    return f"{values[0]:g}" + (f" ({values[1]:g}-{values[2]:g})" if len(values) > 1 else "")
+    found = measure_all(args.rounds, args.seconds, args.workers)
+    rows: list[tuple[object, ...]] = []
+    for name, each in found.items():
+        base = found[f"least_loaded, {name.rpartition(' ')[2]}"]["request"]
+        whole = spread(each["request"]) if "request" in each else ""
+        rows.append((name, spread(each["decision"]), whole, ratio(each["decision"], base)))
+    print(table(("what, workers", "decision, us", "request, us", "decision / least loaded's request"), rows))
+    write_result(args.json, {"cpu_us": found})
 
 
 if __name__ == "__main__":

@@ -1,33 +1,24 @@
-"""How many requests a second the simulator runs through on one core, where the time goes, and what a thousand
-workers take.
+"""How many requests a second the simulator runs through on one core, and what a thousand workers take.
 
-    python bench/sim_speed.py [--requests 4000] [--profile] [--against CHECKOUT] [--json FILE]
+    python bench/sim_speed.py [--requests 4000] [--workers 64] [--json FILE]
     python bench/sim_speed.py --fleet 1000 --minutes 10
 
 Prompts have about 1,000 tokens, a fifth of them a prefix that the tenant's requests share; answers have about
 200. Both vary by a factor of two either way. The step time is that of a middling accelerator; tokens may take
 50 ms. Workers are loaded to 70%. Time is that of the processor, for others use the machine too; beside it
 stands its ratio to a bare heap, which is asked in turn with the simulation: one push and pop for every event
-that it had. `--against` runs another checkout in turn with this one, each time in a process of its own.
+that it had. Checkouts are compared, call by call, by `bench/simulate_cost.py`.
 `--fleet` lets requests come for so many minutes of processor time, and says how much memory there was after
 how many.
 """
 
-import cProfile
-import json
-import os
-import pstats
 import resource
 import statistics
-import subprocess
-import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from pathlib import Path
 from time import process_time
 
-from harness import command_line
+from harness import command_line, write_result
 
 from penstock import rng
 from penstock.clock import NS_PER_S
@@ -40,27 +31,7 @@ from penstock.sim.world.world import World
 ROWS = 64
 STEP = LinearStepTime(fixed_ns=10_000_000, row_ns=60_000, prefill_ns=40_000, kv_ps=500)
 PROMPT, OUTPUT, LOAD = 1000, 200, 0.7
-ROUNDS, LOOKS, LOOK_EVERY, HEAP_EVENTS = 3, 16, 2000, 40_000
-PARTS = {
-    "schedule/step_time": "model of step times", "schedule/prefill_budget": "model of step times",
-    "schedule/fast_forward": "decode fast-forward",
-    "sim/world/worker": "simulated worker,"
-    " events, messages",
-    "sim/world/events": "simulated worker, events, messages", "sim/world/world": "simulated worker, events, "
-    "messages",
-    "sim/world/gateway": "simulated gateway", "sim/world/caches": "simulated gateway",
-    "sim/traffic/prompts": "block names",
-    "sim/traffic/streams": "block names", "sim/world/run": "records and digest",
-    "sim/traffic/request": "records and "
-    "digest",
-    "kv/cache/block_pool": "blocks and prefix cache", "kv/cache/manager": "blocks and prefix cache",
-    "kv/hashing": "blocks and prefix cache",
-    "policy/placement/route": "router",
-    "policy/placement/score": "router", "policy/placement/pick": "router",
-    "policy/estimates": "models of waiting and speed", "schedule/": "scheduler", "kv/": "KV index and its "
-    "events",
-    "policy/": "flow control, limits, ledger",
-}  # fmt: skip
+LOOKS, LOOK_EVERY, HEAP_EVENTS = 16, 2000, 40_000
 
 
 class Load:
@@ -160,64 +131,6 @@ def say(name: str, said: dict[str, float]) -> None:
     )
 
 
-def part_of(path: str) -> str:
-    """Which part of the product a file is; what is built in is told apart from it."""
-    _, _, inside = path.rpartition("penstock/")
-    return next((part for prefix, part in PARTS.items() if inside.startswith(prefix)), "other, built in")
-
-
-def profile(requests: int, workers: int) -> dict[str, float]:
-    """The share of each part. Built-in functions count for who calls them.
-
-    The profiler makes calls dearer than they are.
-    """
-    profiler = cProfile.Profile()
-    profiler.enable()
-    simulate(Load(requests, workers))
-    profiler.disable()
-    parts: dict[str, float] = defaultdict(float)
-    table = vars(pstats.Stats(profiler))["stats"]
-    for (path, _, name), (_, _, own_s, _, callers) in table.items():
-        if "penstock/" in path:
-            parts[part_of(path)] += own_s
-            continue
-        for (caller, _, caller_name), (_, _, by_s, _) in callers.items():
-            if "_look" not in (name, caller_name):
-                parts[part_of(caller)] += by_s
-    total = sum(parts.values())
-    shares = {name: round(spent / total, 3) for name, spent in sorted(parts.items(), key=lambda p: -p[1])}
-    for name, share in shares.items():
-        print(f"  {share:6.1%}  {name}")
-    return shares
-
-
-def against(checkout: Path, requests: int, workers: int) -> dict[str, object]:
-    """This checkout and another in turn; how many times as long the other takes, in events of a bare heap."""
-    here = Path(__file__).resolve()
-    runs: dict[str, list[float]] = {"this": [], "other": []}
-    for _ in range(ROUNDS):
-        for name, root in (("other", checkout.resolve()), ("this", here.parent.parent)):
-            # The same script for both: it asks nothing of the simulator that one of them may lack.
-            command = [
-                sys.executable,
-                str(here),
-                "--requests",
-                str(requests),
-                "--workers",
-                str(workers),
-                "--alone",
-            ]
-            env = {**os.environ, "PYTHONPATH": str(root)}
-            answer = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
-            runs[name].append(json.loads(answer.stdout)["heap_events_per_request"])
-    ratios = [other / this for other, this in zip(runs["other"], runs["this"], strict=True)]
-    print(
-        f"the other takes {statistics.median(ratios):.2f} times as long ({min(ratios):.2f} to "
-        f"{max(ratios):.2f})"
-    )
-    return {"heap_events_per_request": runs, "times_as_long": ratios}
-
-
 def fleet(workers: int, minutes: float) -> dict[str, object]:
     """As many requests as it gets through in so much processor time, and the rest of what runs then."""
     load = Load(1_000_000, workers, until_s=process_time() + minutes * 60)
@@ -232,9 +145,6 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--against", type=Path, help="another checkout, to run in turn with this one")
-    parser.add_argument("--alone", action="store_true", help="one run, as JSON")
     parser.add_argument("--fleet", type=int, default=0, help="workers of a large run, and nothing else")
     parser.add_argument("--minutes", type=float, default=10.0)
     args = parser.parse_args()
@@ -243,23 +153,14 @@ def main() -> None:
         said["fleet"] = fleet(args.fleet, args.minutes)
     else:
         load = Load(args.requests, args.workers)
-        alone = figures(load, *simulate(load))
-        if args.alone:
-            print(json.dumps(alone))
-            return
+        said["alone"] = alone = figures(load, *simulate(load))
         say(f"{args.workers} workers", alone)
-        said["alone"] = alone
         stepped, stepped_s = simulate(Load(args.requests // 10, args.workers), fast_forwards=False)
         leapt, leapt_s = simulate(Load(args.requests // 10, args.workers))
         assert stepped.digest == leapt.digest
         print(f"without leaps: {stepped_s / leapt_s:.1f} times as long, the same digest", flush=True)
         said["times_as_long_without_leaps"] = round(stepped_s / leapt_s, 2)
-        if args.profile:
-            said["profile"] = profile(args.requests // 4, args.workers)
-        if args.against:
-            said["against"] = against(args.against, args.requests, args.workers)
-    if args.json:
-        args.json.write_text(json.dumps(said, indent=1) + "\n")
+    write_result(args.json, said)
 
 
 if __name__ == "__main__":

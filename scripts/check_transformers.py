@@ -31,7 +31,8 @@ NEAR: dict[str, float] = {"gptq-int4": 0.03, "awq-int4": 0.03, "int8": 0.03, "fp
 """Mean difference of a given token's log-probability at most. Theirs is computed in bfloat16; ours, with the
 torch twin in float32, is what the files stand for. transformers rounds the inputs of `fp8` as well."""
 ASKED = (
-    "Hello!", "What is the capital of France?", "Write a haiku", "Count from 1 to 10",
+    "Hello!", "What is the capital of France?", "Write a haiku", "Count from 1 to 10", "Tell me a story",
+    "What is Penstock?", "How do I serve a model?", "What is 12 + 30?",
 )  # fmt: skip
 TOKENS = 32
 
@@ -48,15 +49,13 @@ def ours(model: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[l
     return answers, [[each.logprob for each in told.prompt_logprobs] for told in scored]
 
 
-def theirs(
-    model: Path, prompts: list[list[int]], texts: list[list[int]], place: Path
-) -> dict[str, list[list[float]]]:
-    """The same of transformers."""
+def theirs(model: Path, texts: list[list[int]], place: Path) -> dict[str, list[list[float]]]:
+    """How likely transformers finds their tokens, and the likeliest at each place."""
     python = Path(os.environ.get("VENV", ROOT / ".venv")) / "gptqmodel" / "bin" / "python"
-    (place / "asked.json").write_text(json.dumps({"prompts": prompts, "texts": texts}))
+    (place / "texts.json").write_text(json.dumps(texts))
     command = [
         str(python), str(ROOT / "scripts" / "transformers_logprobs.py"), str(model),
-        str(place / "asked.json"), str(TOKENS), str(place / "out.json"),
+        str(place / "texts.json"), str(place / "out.json"),
     ]  # fmt: skip
     # Their layers would be compiled first, which takes minutes and is of no use for a few texts.
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
@@ -82,14 +81,17 @@ def main(targets: list[str]) -> int:
                 Quantizer(MINI, model, cast(Target, target), prompts).run(lambda _done, _total: None)
             answers, mine = ours(model, prompts)
             whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-            found = theirs(model, prompts, whole, Path(name))
+            found = theirs(model, whole, Path(name))
         pairs = [
             (one, other)
             for told, others in zip(mine, found["logprobs"], strict=True)
             for one, other in zip(told, others, strict=True)
         ]
         difference = sum(abs(one - other) for one, other in pairs) / len(pairs)
-        equal = sum(a == b for a, b in zip(answers, found["answers"], strict=True))
+        equal = sum(
+            answer == likeliest[-TOKENS:]
+            for answer, likeliest in zip(answers, found["likeliest"], strict=True)
+        )
         good &= difference <= near
         print(
             f"{target}: {equal} of {len(answers)} greedy answers of {TOKENS} tokens equal, log-probabilities "

@@ -21,6 +21,7 @@ from msgspec import Meta
 from penstock.errors import ConfigError
 from penstock.policy.estimates import OnlineLinearModel
 from penstock.schedule.plan import RowWork
+from penstock.schedule.step import Flight
 
 
 class StepShape(NamedTuple):
@@ -50,6 +51,14 @@ class StepShape(NamedTuple):
                 pairs += tokens * work.num_computed + tokens * (tokens + 1) // 2
         kv_tokens += prefill_tokens - prefill_rows
         return cls(count - prefill_rows, prefill_rows, prefill_tokens, kv_tokens, pairs)
+
+    @classmethod
+    def of_flight(cls, flight: Flight) -> "StepShape":
+        """The same of a step that is under way, without a look at each row that decodes."""
+        load = flight.load
+        chunks = [work.num_tokens for work in flight.plan.work[flight.num_decoding :] if work.num_tokens > 1]
+        num_decoding = load.num_sequences - len(chunks)
+        return cls(num_decoding, len(chunks), sum(chunks), load.kv_read, load.chunk_pairs)
 
 
 class StepTime(Protocol):

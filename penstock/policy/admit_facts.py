@@ -105,8 +105,7 @@ class AdmitFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a fallback; None if it is not served."""
 
 
-@dataclass(slots=True, frozen=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True, gc=False):
     """Let it in: to the queue."""
 
     predicted_ns: int = 0

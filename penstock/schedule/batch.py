@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+import msgspec
+
 from penstock.config.tree import EngineConfig
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.kv.cache.host_tier import HostStatistics
@@ -275,8 +277,7 @@ class Counters:
     yields: int = 0
 
 
-@dataclass(slots=True, frozen=True)
-class SchedulerStatistics:
+class SchedulerStatistics(msgspec.Struct, frozen=True):
     """Gauges, and counters since the start."""
 
     step: int

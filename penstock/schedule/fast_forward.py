@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from penstock.kv.cache.manager import KVManager
 from penstock.schedule.batch import Batch, Counters
 from penstock.schedule.planner import Planner
-from penstock.schedule.prefill_budget import PrefillBudget
+from penstock.schedule.prefill_budget import PrefillBudget, decoding_learned
 from penstock.schedule.request import Request, Status
 from penstock.schedule.step_time import StepLoad
 from penstock.types import BLOCK_TOKENS
 
-Draw = Callable[[Request, int], "array[int]"]
-"""The next so many tokens of a request; only the last may stop it."""
+Draw = Callable[[Sequence[Request], int], Sequence["array[int]"]]
+"""The next so many tokens of each of these requests; only the last of a request may stop it."""
 _RUNNING = Status.RUNNING
 
 
@@ -72,27 +72,29 @@ class DecodeFastForward:
         self._planner.fast_forward(count)
         self._observe(step, times_ns)
         ended: list[Request] = []
-        for request in running:
+        for request, news in zip(running, draw(running, count), strict=True):
             tokens, planned = request.tokens, request.num_planned
-            tokens.extend(draw(request, count))
-            request.num_planned = request.num_computed = planned + count
+            tokens += news
+            request.num_planned = request.num_computed = end = planned + count
             request.num_steps += count
-            if (planned - 1) // BLOCK_TOKENS != (planned + count - 1) // BLOCK_TOKENS:
+            if (planned - 1) // BLOCK_TOKENS != (end - 1) // BLOCK_TOKENS:
                 self._extend(request, planned, times_ns)
-            if tokens[-1] in request.stop_token_ids or len(tokens) >= request.num_tokens_max:
+            assert len(tokens) == end + 1, f"{request.request_id} was given other than {count} tokens"
+            if len(tokens) >= request.num_tokens_max or tokens[-1] in request.stop_token_ids:
                 ended.append(request)
         self._counters.generated_tokens += count * len(running)
         return ended
 
     def _extend(self, request: Request, planned: int, times_ns: Sequence[int]) -> None:
         """Take the blocks that the steps begin, each at its time."""
-        blocks = self._manager.extend(request.table, request.num_planned)
+        table = request.table
+        blocks = self._manager.extend(table, request.num_planned)
         assert blocks is not None, "there were blocks enough"
-        num_blocks = len(request.table.blocks) - len(blocks)
+        num_blocks = len(table.blocks) - len(blocks)
         for index in range(-planned % BLOCK_TOKENS, len(times_ns) - 1, BLOCK_TOKENS):
             num_blocks += 1
             request.count_blocks(times_ns[index], num_blocks)
-        assert num_blocks == len(request.table.blocks), "a block begins with its first token"
+        assert num_blocks == len(table.blocks), "a block begins with its first token"
 
     def _observe(self, step: int, times_ns: Sequence[int]) -> None:
         """Let the prefill budget learn what it would have."""
@@ -100,10 +102,9 @@ class DecodeFastForward:
         kv_read = sum([request.num_planned for request in self._batch.running])
         count = len(times_ns) - 1
         all_read = count * kv_read + rows * count * (count + 1) // 2
-        for index in range(count):
-            kv_read += rows
-            if prefill.learns_decoding(step + index + 1):
-                load = StepLoad(rows, rows, kv_read, 0)
-                prefill.observe_decoding(load, times_ns[index], times_ns[index + 1])
+        for number in decoding_learned(step + 1, step + count):
+            index = number - step
+            load = StepLoad(rows, rows, kv_read + rows * index, 0)
+            prefill.observe_decoding(load, times_ns[index - 1], times_ns[index])
         together = StepLoad(rows * count, rows * count, all_read, 0, count)
         prefill.steps_over(together, times_ns[0], times_ns[-1])

@@ -8,7 +8,7 @@ Data that exists once per row and step is a msgspec struct: making a frozen data
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -20,8 +20,7 @@ SCORED_TOKENS_MAX = 64
 KB a token: a whole chunk's would be the largest tensor of the engine."""
 
 
-@dataclass(slots=True, frozen=True)
-class NewRow:
+class NewRow(msgspec.Struct, frozen=True):
     """A request that (re)enters the batch: all that the runner must know of it."""
 
     request_id: RequestId
@@ -69,8 +68,7 @@ class RowWork(msgspec.Struct, frozen=True, gc=False):
     one, to be kept as far as they are what is drawn. Its blocks have room for them."""
 
 
-@dataclass(slots=True, frozen=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """The computation of one engine step, as a change against the state that the runner already holds.
 
     Copies run beside this step and later ones. A plan without `work` has nothing to do but to wait for one:
@@ -125,8 +123,7 @@ class Sampled(msgspec.Struct, frozen=True, gc=False):
     """Of a request that pools: what it asks for, float32, and no token."""
 
 
-@dataclass(slots=True, frozen=True)
-class Scored:
+class Scored(msgspec.Struct, frozen=True, gc=False):
     """Log-probabilities of the prompt tokens that follow those of one row's chunk: one each, in order."""
 
     row: int
@@ -147,8 +144,7 @@ class Drafting:
     took_ns: int
 
 
-@dataclass(slots=True, frozen=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """The result of a plan.
 
     One `Sampled` for every work item with `samples`, and one `Scored` for every one with `scores`, in plan
@@ -193,8 +189,7 @@ class RequestOutput(msgspec.Struct, gc=False):
         self.error, self.usage = later.error, later.usage
 
 
-@dataclass(slots=True)
-class StepOutcome:
+class StepOutcome(msgspec.Struct):
     """Everything that a step changed for the outside."""
 
-    outputs: list[RequestOutput] = field(default_factory=list[RequestOutput])
+    outputs: list[RequestOutput] = msgspec.field(default_factory=list[RequestOutput])

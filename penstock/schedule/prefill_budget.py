@@ -64,6 +64,12 @@ _NO_LIMIT = 1 << 60
 _NS_PER_MS = 1_000_000
 
 
+def decoding_learned(first: int, last: int) -> range:
+    """Of the steps with these numbers, all of which only decode, those that are learned from all the same."""
+    assert 0 < first <= last, f"no steps from {first} to {last}"
+    return range(first + -first % _DECODE_EVERY, last + 1, _DECODE_EVERY)
+
+
 @dataclass(slots=True, frozen=True)
 class LatencyTargets:
     """The promises to streams about the time between their tokens."""
@@ -136,14 +142,10 @@ class PrefillBudget:
             step_ns -= drafting.took_ns
             self.drafting.observe(StepLoad.of_drafting(drafting), drafting.took_ns)
         has_drafts = load.num_sequences > len(plan.work)
-        if has_chunk or has_drafts or self.learns_decoding(plan.step):
+        if has_chunk or has_drafts or not plan.step % _DECODE_EVERY:
             if has_chunk and plan.work[0].num_tokens == 1 and self.model.num_observed >= _KNOWN_STEPS:
                 self.overrun.observe(step_ns / self.model.predict_ns(load))
             self.model.observe(load, step_ns)
-
-    def learns_decoding(self, step: int) -> bool:
-        """Whether the step with this number is learnt from although it only decodes."""
-        return step % _DECODE_EVERY == 0
 
     def observe_decoding(self, load: StepLoad, began_ns: int, now_ns: int) -> None:
         """`observe` for a step that only decoded, right after the one before."""

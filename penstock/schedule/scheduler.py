@@ -239,7 +239,8 @@ class Scheduler:
         assert not self._flights, "apply a plan in flight first"
         ended = self._fast_forward.over(self._step, times_ns, draw)
         self._step += len(times_ns) - 1
-        return StepOutcome([self._ended_by(each, each.tokens[-1], None, times_ns[-1]) for each in ended])
+        end_ns = times_ns[-1]
+        return StepOutcome([self._ended_by(each, each.tokens[-1], None, end_ns, None) for each in ended])
 
     @property
     def running(self) -> Sequence[Request]:
@@ -286,6 +287,11 @@ class Scheduler:
             host=self._manager.host.statistics(),
             sums=self._prefill.sums,
         )
+
+    @property
+    def rows_max(self) -> int:
+        """See `SchedulerStatistics`."""
+        return self._planner.row_bound.rows_max
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls. O(requests + blocks)."""
@@ -465,12 +471,7 @@ class Scheduler:
         output.finish, output.usage = last.finish, last.usage
 
     def _ended_by(
-        self,
-        request: Request,
-        token: int,
-        logprob: TokenLogprob | None,
-        now_ns: int,
-        forced: Forced | None = None,
+        self, request: Request, token: int, logprob: TokenLogprob | None, now_ns: int, forced: Forced | None
     ) -> RequestOutput:
         """The end of a request by its last token, which stops it, fills it up, or completes its grammar."""
         if token in request.stop_token_ids:

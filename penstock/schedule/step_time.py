@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter, mul
 
+import msgspec
+
 from penstock.schedule.plan import Drafting, RowWork
 
 _SCALES = (1.0, 1 / 64, 1 / 16, 1 / 16_384, 1 / 1_048_576)
@@ -43,8 +45,7 @@ Triangle = tuple[
 """The lower half of a symmetric matrix, row by row."""
 
 
-@dataclass(slots=True, frozen=True)
-class StepLoad:
+class StepLoad(msgspec.Struct, frozen=True, gc=False):
     """The work of a step, as numbers that cost time."""
 
     num_tokens: int = 0
@@ -143,8 +144,7 @@ class StepSums:
         return load, self.ns - before.ns
 
 
-@dataclass(slots=True, frozen=True)
-class StepCost:
+class StepCost(msgspec.Struct, frozen=True, gc=False):
     """The fitted coefficients, in nanoseconds; none is negative."""
 
     fixed_ns: float

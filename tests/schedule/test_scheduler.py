@@ -517,7 +517,7 @@ def test_steps_done_at_once_take_a_block_for_each_that_begins_one() -> None:
         assert engine.scheduler.fast_forward_max(count) == count
         engine.clock.advance(count * STEP_NS)
         times_ns = [start_ns + step * STEP_NS for step in range(count + 1)]
-        engine.scheduler.fast_forward(times_ns, lambda _, num: token_array([1] * num))
+        engine.scheduler.fast_forward(times_ns, lambda rows, num: [token_array([1] * num) for _ in rows])
         assert request.num_planned == 20 + count
         assert len(request.table.blocks) == blocks_for(20 + count)
         engine.scheduler.check_invariants()

@@ -83,9 +83,9 @@ def test_a_stream_that_goes_to_another_gateway_is_found(monkeypatch) -> None:
 def test_tokens_of_another_answer_are_found(monkeypatch) -> None:
     """All rows are given the tokens of whoever came first."""
 
-    def draw(self, request, count):
-        first, done = next(iter(self._streams.values())), request.num_generated
-        return first.answer[done : done + count]
+    def draw(self, requests, count):
+        first = next(iter(self._streams.values()))
+        return [first.answer[(done := each.num_generated) : done + count] for each in requests]
 
     monkeypatch.setattr(SimWorker, "_draw", draw)
     with pytest.raises(AssertionError, match="has tokens of another answer"):

@@ -96,7 +96,7 @@ class _Ear:
 
 class _Kernels(TorchKernels):
     def __init__(self, spec: DecoderSpec, listened: _Listened) -> None:
-        super().__init__(spec, max_tokens=SEQUENCE_TOKENS, device=CPU)
+        super().__init__(spec, max_tokens=SEQUENCE_TOKENS, device=CPU, products=torch.float32)
         self._listened = listened
 
     def linear(self, weight: Tensor | Kept, bias: Tensor | None, *, rows_max: int) -> Linear:

@@ -18,8 +18,9 @@ Every operation is O(1) per block, and no order depends on a set or on hashing.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NewType
+
+import msgspec
 
 from penstock.errors import NamespaceBreach
 from penstock.kv.events import NO_KV_EVENTS, KVEventSink
@@ -31,8 +32,7 @@ Epoch = NewType("Epoch", int)
 NEVER = Epoch(0)
 
 
-@dataclass(slots=True, frozen=True)
-class PoolStatistics:
+class PoolStatistics(msgspec.Struct, frozen=True, gc=False):
     """Blocks by state (they add up to `total`), and counters since the start."""
 
     total: int
@@ -118,12 +118,12 @@ class BlockPool:
         for block in blocks:
             references[block] = 1
             owners[block] = owner
-        for block in blocks[:num_public]:
-            owners[block] = PUBLIC
-        num_public = num_public if num_public < count else count
-        self._count_used(owner, count - num_public)
         if num_public:
+            for block in blocks[:num_public]:
+                owners[block] = PUBLIC
+            num_public = num_public if num_public < count else count
             self._count_used(PUBLIC, num_public)
+        self._count_used(owner, count - num_public)
         return tuple(blocks)
 
     def lookup(self, hashes: Iterable[BlockHash], *, owner: bytes = b"") -> tuple[int, ...]:
@@ -189,14 +189,14 @@ class BlockPool:
         block_of, names = self._block_of, self._hash_of
         if not block_of.keys().isdisjoint(hashes):
             return False
-        number = self._publications
+        references, publication, number = self._references, self._publication, self._publications
         for block, block_hash in zip(blocks, hashes, strict=True):
-            assert self._references[block], f"block {block} is published but has no holder"
+            assert references[block], f"block {block} is published but has no holder"
             assert names[block] is None, f"block {block} already has another name"
-            block_of[block_hash] = block
             names[block] = block_hash
             number += 1
-            self._publication[block] = number
+            publication[block] = number
+        block_of.update(zip(hashes, blocks, strict=True))
         self._publications = number
         return True
 
@@ -207,6 +207,7 @@ class BlockPool:
         first, because a tail cannot be hit without its head.
         """
         references, owners, holds, names = self._references, self._owner, self._num_holds, self._hash_of
+        cached, put_free = self._cached, self._free.append
         owner, num_used = b"", 0  # Neighbours mostly have one owner: they are counted together.
         for block in reversed(blocks):
             count = references[block]
@@ -214,16 +215,16 @@ class BlockPool:
             references[block] = count - 1
             if count > 1:
                 continue
-            if owners[block] != owner:
+            if (its_owner := owners[block]) is not owner and its_owner != owner:
                 self._count_used(owner, -num_used)
-                owner, num_used = owners[block], 0
+                owner, num_used = its_owner, 0
             num_used += 1
             if holds[block]:
                 self._num_draining += 1
             elif names[block] is None:
-                self._free.append(block)
+                put_free(block)
             else:
-                self._cached[block] = None
+                cached[block] = None
         self._count_used(owner, -num_used)
 
     def begin_epoch(self) -> Epoch:

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from penstock.errors import NamespaceBreach
 from penstock.kv.cache.block_pool import NEVER, BlockPool, Epoch, PoolStatistics
 from penstock.kv.cache.host_tier import Copied, Copies, HostLimits, HostTier
@@ -72,8 +74,7 @@ ABSENT = -1
 """In a `PrefixMatch`: no device block holds this part of the prefix."""
 
 
-@dataclass(slots=True, frozen=True)
-class PrefixMatch:
+class PrefixMatch(msgspec.Struct, frozen=True, gc=False):
     """The longest prefix whose KV exists somewhere, block by block; nothing is held yet.
 
     blocks   | 7 (cached) | 3 (cached) | ABSENT | ABSENT | 9 (being loaded) | 4 (cached) |

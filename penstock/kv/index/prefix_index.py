@@ -111,7 +111,7 @@ class Match:
 class _Holder:
     """One worker in its present generation."""
 
-    __slots__ = ("bit", "is_due", "is_used", "last_until_ns", "predicted", "predicted_max")
+    __slots__ = ("bit", "is_due", "is_used", "last_until_ns", "predicted", "predicted_max", "thinned")
 
     def __init__(self, bit: int, predicted_max: int) -> None:
         self.bit = bit
@@ -123,6 +123,7 @@ class _Holder:
         """Whether it stands among those whose predictions will end."""
         self.is_used = False
         """Whether the bit may stand in any mask."""
+        self.thinned = 0  # How often shards had been when the oldest of `predicted` was entered.
 
 
 _Shards = list[dict[int, int]]
@@ -156,7 +157,7 @@ class PrefixIndex:
         # When something of each worker that has predictions ends, or a little earlier: who has none costs no
         # look.
         self._due: list[tuple[int, int, _Holder]] = []
-        self._num_due = 0
+        self._num_due = self._num_thinned = 0
         self._forks: dict[int, int] = {}
         self.num_dropped = 0
         """Entries that were forgotten because the index was full: the oldest ones of their shard."""
@@ -182,6 +183,10 @@ class PrefixIndex:
     def stored(self, worker: int, keys: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         """The worker says that it has these blocks: predictions of them have come true."""
         holder = self._holders.get(worker) or self._enter(worker)
+        if tier is Tier.HOST:
+            self._host_used = True
+        elif holder.predicted:
+            keys = self._confirm(holder, keys)
         shards, low_bits, bit = self._tiers[tier], self._low_bits, holder.bit
         shard_max = self._shard_max
         for key in keys:
@@ -194,13 +199,14 @@ class PrefixIndex:
             elif not mask & bit:
                 shard[key] = mask | bit
         holder.is_used = True
-        if tier is Tier.HOST:
-            self._host_used = True
-        elif holder.predicted:
-            for key in keys:
-                holder.predicted.pop(key, None)
         if self._retired:
             self._sweep()
+
+    def _confirm(self, holder: _Holder, keys: Sequence[int]) -> Sequence[int]:
+        """End the predictions of these blocks. Others are to be entered, or all if a shard was thinned."""
+        confirm = holder.predicted.pop
+        others = [key for key in keys if confirm(key, None) is None]
+        return others if holder.thinned == self._num_thinned else keys
 
     def removed(self, worker: int, keys: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         """The worker says that it has these blocks no more."""
@@ -235,12 +241,11 @@ class PrefixIndex:
         as `prefix_of` found; a known count spares looking at each one.
         """
         holder = self._holders.get(worker) or self._enter(worker)
-        until_ns = holder.last_until_ns = max(
-            until_ns, holder.last_until_ns
-        )  # In order, so the first one ends first.
+        # In order, so the first one ends first.
+        until_ns = holder.last_until_ns = max(until_ns, holder.last_until_ns)
         assert 0 <= known <= len(keys), f"{known} of {len(keys)} keys are known"
         predicted = holder.predicted
-        old, new = (keys[:known], keys[known:]) if known else ((), keys)
+        old, new = keys[:known], keys[known:] if known else keys
         is_new = bool(new) and self._predict_new(holder, new, until_ns)
         if old and predicted and not predicted.keys().isdisjoint(old):
             for key in reversed(old):
@@ -256,19 +261,21 @@ class PrefixIndex:
     def _predict_new(self, holder: _Holder, keys: Sequence[int], until_ns: int) -> bool:
         shards, low_bits, shard_max = self._tiers[Tier.DEVICE], self._low_bits, self._shard_max
         predicted, bit, is_new = holder.predicted, holder.bit, False
+        if not predicted:
+            holder.thinned = self._num_thinned
         for key in reversed(keys):  # The end of a prompt is the first that a cache forgets.
             shard = shards[key & low_bits]
             mask = shard.get(key, 0)
-            if key in predicted:
-                predicted.move_to_end(key)
-            elif mask & bit:
-                continue
-            predicted[key] = until_ns
             if not mask & bit:
                 is_new = True
-                shard[key] = mask | bit
-                if len(shard) > shard_max:
-                    self._thin(shard)
+                shard[key] = mask | bit if mask else bit
+            elif key not in predicted:
+                continue
+            if key in predicted:
+                predicted.move_to_end(key)
+            predicted[key] = until_ns
+            if not mask and len(shard) > shard_max:
+                self._thin(shard)
         holder.is_used = True
         return is_new
 
@@ -436,6 +443,7 @@ class PrefixIndex:
 
     def _thin(self, shard: dict[int, int]) -> None:
         """Make room in a full shard: evict keys without holders, else the oldest quarter."""
+        self._num_thinned += 1
         self._clean(shard)
         if (excess := len(shard) - self._shard_max * 3 // 4) > 0:
             for key in list(islice(shard, excess)):

@@ -269,8 +269,9 @@ class PromptBlockNames:
 
     def _names(self, segments: Sequence[Segment], state: int) -> list[BlockHash]:
         packed, place = b"", 0
-        for content, tokens in ((segment.content, segment.tokens) for segment in segments):
-            base = mix(state, content)
+        for segment in segments:
+            tokens = segment.tokens
+            base = mix(state, segment.content)
             # Blocks that end in this content, by the position there of the first token behind them.
             ends = range(base + BLOCK_TOKENS - place, base + tokens + 1, BLOCK_TOKENS)
             packed += array("Q", ends).tobytes()

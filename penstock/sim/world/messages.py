@@ -27,7 +27,8 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.kv.cache.block_pool import BlockPool
 from penstock.kv.events import AllBlocksCleared, KVEvent, Numbered, encode_batch, stored_event
-from penstock.sim.traffic.prompts import Segment
+from penstock.schedule.request import Request
+from penstock.sim.traffic.prompts import EOS, Segment, content_tokens
 from penstock.types import RequestId, Usage
 
 _What = TypeVar("_What")
@@ -199,6 +200,24 @@ class WorkerLoadReport(msgspec.Struct, frozen=True, gc=False):
     """As `protocol.worker.Stats.timed`."""
     adapters: frozenset[str] | None = None
     """Those in memory; None: it does not tell."""
+
+
+class AnswerStream:
+    """One request at a worker, and how far its answer was told."""
+
+    __slots__ = ("answer", "due", "first", "is_stuck", "num_answer", "num_prompt", "request", "submission")
+
+    def __init__(self, submission: Submission, request: Request, *, is_stuck: bool) -> None:
+        self.submission, self.request, self.is_stuck = submission, request, is_stuck
+        self.num_prompt = request.num_prompt
+        self.first = self.due = submission.num_resumed + 1
+        """Its answer's length with the first token that is made here, and that at which the next message is
+        due."""
+        stops = submission.output_tokens < submission.max_tokens
+        self.num_answer = min(submission.output_tokens, submission.max_tokens)
+        self.answer = content_tokens(submission.answer, 0, self.num_answer)
+        if stops:
+            self.answer[-1] = EOS
 
 
 KVUpdate = tuple[KVEvent, ...] | Numbered

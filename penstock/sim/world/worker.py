@@ -30,6 +30,7 @@ from penstock.schedule.scheduler import Scheduler
 from penstock.sim.traffic.prompts import EOS, PromptBlockNames, Segment, content_tokens, prompt_tokens
 from penstock.sim.world.adapters import SimAdapters
 from penstock.sim.world.messages import (
+    AnswerStream,
     Began,
     Failed,
     Finished,
@@ -76,23 +77,6 @@ class Listener(Protocol):
         ...
 
 
-class _Stream:
-    """One request here."""
-
-    __slots__ = ("answer", "due", "first", "is_stuck", "num_answer", "request", "submission")
-
-    def __init__(self, submission: Submission, request: Request, *, is_stuck: bool) -> None:
-        self.submission, self.request, self.is_stuck = submission, request, is_stuck
-        self.first = self.due = submission.num_resumed + 1
-        """Its answer's length with the first token that is made here, and that at which the next message is
-        due."""
-        stops = submission.output_tokens < submission.max_tokens
-        self.num_answer = min(submission.output_tokens, submission.max_tokens)
-        self.answer = content_tokens(submission.answer, 0, self.num_answer)
-        if stops:
-            self.answer[-1] = EOS
-
-
 class SimWorker:
     """One engine. Its owner sends it what arrives; it enters its own steps into the timeline."""
 
@@ -125,15 +109,16 @@ class SimWorker:
         self._kv_events = KVEventLog("none") if tells_kv else None
         if self._kv_events is not None:
             manager.pool.events = self._kv_events
+        self._prefill = PrefillBudget(LatencyTargets.of(spec.engine))
         self.scheduler = Scheduler(
             BatchLimits.of(spec.engine, spec.max_model_len),
             manager,
             self.clock,
             waiting_queue(spec.engine),
-            PrefillBudget(LatencyTargets.of(spec.engine)),
+            self._prefill,
         )
-        self._streams: dict[RequestId, _Stream] = {}
-        self._rows: dict[int, _Stream] = {}
+        self._streams: dict[RequestId, AnswerStream] = {}
+        self._rows: dict[int, AnswerStream] = {}
         self._plan: StepPlan | None = None
         self._times: list[int] = []  # When the steps it coasts over begin, and the last of them ends.
         self._fast_forward_max = self._fast_forward_rows = self._fast_forward_kv = 0
@@ -253,10 +238,12 @@ class SimWorker:
         return self._gauges() if self._plan is None else self._last_gauges
 
     def _gauges(self) -> WorkerLoadReport:
-        now = self.scheduler.statistics()
-        blocks = now.blocks_total, now.blocks_used
         loaded = None if self.adapters is None else self.adapters.loaded
-        return WorkerLoadReport(now.running, now.waiting, *blocks, now.rows_max, now.sums.counts, loaded)
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        running, counts = len(scheduler.running), self._prefill.sums.counts
+        waiting = len(self._streams) - running
+        blocks = pool.num_blocks, pool.num_used
+        return WorkerLoadReport(running, waiting, *blocks, scheduler.rows_max, counts, loaded)
 
     def _report_later(self, now_ns: int) -> None:
         when_ns = now_ns + self._listener.report_ns
@@ -329,7 +316,7 @@ class SimWorker:
             return
         if self.spec.engine.prefix_cache:
             request.table.hashes += self._names_of(submission)
-        self._streams[submission.id] = _Stream(submission, request, is_stuck=self.sticks_next)
+        self._streams[submission.id] = AnswerStream(submission, request, is_stuck=self.sticks_next)
         self.sticks_next = False
 
     def _names_of(self, submission: Submission) -> list[BlockHash]:
@@ -351,7 +338,7 @@ class SimWorker:
         assert plan is not None, "what has come waits or runs"
         for new in plan.new_rows:
             self._rows[new.row] = self._streams[new.request_id]
-        step_ns = self._step_ns(StepShape.of(plan.work))
+        step_ns = self._step_ns(StepShape.of_flight(self.scheduler.oldest))
         self.steps += 1
         self.busy_ns += step_ns
         self._timeline.at(now_ns + step_ns, self.actor, Rank.STEP, self._on_step, plan)
@@ -368,10 +355,12 @@ class SimWorker:
         if any(rows[new.row].submission.poison for new in plan.new_rows):
             self._listener.died(now_ns, self)
             return
-        ends = [(each.row, each.num_computed + each.num_tokens) for each in plan.work if each.samples]
         sampled = [
-            Sampled(row, rows[row].answer[end - rows[row].request.num_prompt], error=error)
-            for row, end in ends
+            Sampled(
+                row, rows[row].answer[work.num_computed + work.num_tokens - rows[row].num_prompt], None, error
+            )
+            for work in plan.work
+            if work.samples and (row := work.row) >= 0
         ]
         outcome = self.scheduler.apply(StepResult(plan.step, tuple(sampled)))
         self._tell_of(outcome.outputs)
@@ -401,8 +390,10 @@ class SimWorker:
         step_ns, time_ns, slowness = self.spec.step_time.step_ns, self._times[-1], self._slowness
         for _ in range(min(_FAST_FORWARD_STEPS, self._fast_forward_max + 1 - len(times))):
             kv_tokens += rows
-            each_ns = int(step_ns(StepShape(rows, 0, 0, kv_tokens)) * slowness)
-            time_ns += max(1, each_ns)
+            each_ns = step_ns(StepShape(rows, 0, 0, kv_tokens))
+            if slowness != 1.0:
+                each_ns = int(each_ns * slowness)
+            time_ns += each_ns if each_ns > 1 else 1
             times.append(time_ns)
         self._fast_forward_kv = kv_tokens
         self._timeline.at(time_ns, self.actor, Rank.STEP, self._on_coasted, times)
@@ -438,9 +429,14 @@ class SimWorker:
         if not self._fast_forward_max:
             self._tell_of(outcome.outputs)
 
-    def _draw(self, request: Request, count: int) -> "array[int]":
-        first = len(request.tokens) - request.num_prompt
-        return self._streams[request.request_id].answer[first : first + count]
+    def _draw(self, requests: Sequence[Request], count: int) -> list["array[int]"]:
+        streams = self._streams
+        return [
+            streams[request.request_id].answer[
+                (first := len(request.tokens) - request.num_prompt) : first + count
+            ]
+            for request in requests
+        ]
 
     # --- words --------------------------------------------------------------------------------------
 
@@ -455,7 +451,7 @@ class SimWorker:
             if len(request.tokens) - request.num_prompt >= stream.due:
                 self._is_due(stream)
 
-    def _is_due(self, stream: _Stream) -> None:
+    def _is_due(self, stream: AnswerStream) -> None:
         request, submission = stream.request, stream.submission
         num_tokens, each = request.num_generated, self._listener.slice_tokens
         stream.due = (num_tokens // each + 1) * each
@@ -468,7 +464,7 @@ class SimWorker:
         else:
             self._send(submission.gateway, Sliced(submission.id, submission.attempt, num_tokens))
 
-    def _end(self, stream: _Stream, output: RequestOutput) -> None:
+    def _end(self, stream: AnswerStream, output: RequestOutput) -> None:
         submission = stream.submission
         del self._streams[submission.id]
         if self.adapters is not None:

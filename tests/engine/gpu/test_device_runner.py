@@ -1,7 +1,6 @@
 """The device's runner against the CPU's: the same tokens, and log-probabilities up to rounding."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from device_driver import DeviceDriver, device_runner
 from engine_driver import Answer, Driver
+from msgspec.structs import replace
 from tiny_models import VOCAB_SIZE, save, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
