@@ -46,6 +46,7 @@ from penstock.gateway.api.services import RecentRequests
 from penstock.gateway.tracing import RequestTraces
 from penstock.kv.hashing import token_bytes
 from penstock.planning.roofline import CostFloor
+from penstock.policy.admission.admit import Promises
 from penstock.policy.placement.pick import DecisionLog
 from penstock.protocol.worker import Stats, Submit
 from penstock.schedule.step import Flight
@@ -123,6 +124,7 @@ class Waves(relay_cost.Pusher):
     pipe: ClassVar[Connection]
     """Both are set before the gateway starts."""
     keepers: ClassVar[list[TraceKeeper]] = []
+    recorders: ClassVar[list[Recorder]] = []
 
     def __init__(self, load: Load) -> None:
         super().__init__(load)
@@ -136,8 +138,12 @@ class Waves(relay_cost.Pusher):
         self._settling = asyncio.get_running_loop().create_task(self._settle())
 
     async def _settle(self) -> None:
-        """Traces are exported once in each wave, more often than the gateway does it by itself."""
+        """Traces are exported once in each wave, more often than the gateway does it by itself, and what has
+        ended is counted.
+        """
         await asyncio.sleep(SETTLE_S)
+        for recorder in self.recorders:
+            recorder.count()
         for keeper in self.keepers:
             while keeper._pending:
                 await keeper._export()
@@ -161,7 +167,13 @@ def run_waves(load: Load, num_waves: int, collector: int, pipe: Connection) -> N
     endpoint = f"http://127.0.0.1:{collector}/v1/traces"
     relay_cost.Config = partial(Config, traces=TracesConfig(endpoint=endpoint, slow_ms=0))
     relay_cost.Pusher, Waves.num_waves, Waves.pipe = Waves, num_waves, pipe
-    start = TraceKeeper.start
+    start, make = TraceKeeper.start, Recorder.__init__
+
+    def remember_recorder(self: Recorder, promises: Promises, counted: metrics.Metrics) -> None:
+        Waves.recorders.append(self)
+        make(self, promises, counted)
+
+    Recorder.__init__ = remember_recorder
 
     def remember(self: TraceKeeper) -> None:
         Waves.keepers.append(self)

@@ -427,13 +427,13 @@ class Inspect:
 
 def model_numbers(services: Services, metrics: Metrics) -> dict[str, ModelNumbers]:
     """The numbers of each model that only this process has."""
-
-    def of(name: str) -> ModelNumbers:
-        lane, numbers = services.dispatcher.control.lane(name), metrics.model(name)
+    metrics.count_ended()
+    lane_of, found = services.dispatcher.control.lane, dict[str, ModelNumbers]()
+    for name in (model.name for model in services.models):
+        lane, ttft = lane_of(name), metrics.model(name).ttft
         waiting = services.cold.num_waiting(name) + (0 if lane is None else lane.queue.num_waiting)
-        return ModelNumbers(waiting, numbers.ttft.sum, numbers.ttft.count)
-
-    return {model.name: of(model.name) for model in services.models}
+        found[name] = ModelNumbers(waiting, ttft.sum, ttft.count)
+    return found
 
 
 def _line(worker: Worker) -> WorkerLine:
