@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, TtftTarget
 from penstock.policy.admission.admit import (
+    CROWDED_SHARE,
     LET_IN_SHARE,
+    PROTECTED_SHARE,
     QUEUE_SHARE,
     QUIET_SHARE,
     AdmissionControl,
@@ -152,6 +154,23 @@ def test_protected_bands_have_promises_too() -> None:
     protected = {"band": "priority", "is_protected": True}
     assert decide(admission(), at("large", ahead_s=9), **protected) == Divert("medium", "slo")
     assert isinstance(decide(admission(), at("large", ahead_s=9), degrade="never", **protected), Shed)
+
+
+def test_a_protected_band_that_is_mostly_refused_waits_less_and_one_that_is_served_waits_longer_again() -> (
+    None
+):
+    deciding, protected = admission(chain=()), {"band": "priority", "is_protected": True}
+    between = at("large", ahead_s=PROTECTED_SHARE - CROWDED_SHARE / 2)
+    assert isinstance(decide(deciding, between, **protected), Admit)
+    for _ in range(200):
+        assert isinstance(decide(deciding, at("large", ahead_s=9), **protected), Shed)
+    assert isinstance(decide(deciding, between, **protected), Shed)
+    crowded = decide(deciding, at("large", ahead_s=PROTECTED_SHARE - 1.1 * CROWDED_SHARE), **protected)
+    assert isinstance(crowded, Admit)
+    assert crowded.start_by_ns < round((PROTECTED_SHARE - 0.8 * CROWDED_SHARE) * NS_PER_S)
+    for _ in range(200):
+        assert isinstance(decide(deciding, at("large"), **protected), Admit)
+    assert isinstance(decide(deciding, between, **protected), Admit)
 
 
 def test_a_long_prompt_waits_no_longer_and_is_due_later() -> None:

@@ -60,7 +60,7 @@ class Fleet:
         """
         await until(
             lambda: not self.locality.index.num_predicted and self.blocks(tokens, salt, adapter) >= 32,
-            timeout_s=20,
+            timeout_s=60,
         )
         return self.blocks(tokens, salt, adapter)
 

@@ -138,6 +138,12 @@ exactly."""
 PROTECTED_SHARE = 0.35
 """Of the promise, what a request of a protected band may wait, and is let in for: what comes after it does
 not go before it."""
+CROWDED_SHARE = 0.15
+"""That share of a protected band is smaller by so much where all of its requests are refused, and in
+proportion where some are: its queue is full again at once, so a shorter wait costs no start, and leaves more
+of the promise to its workers. A band that can be served keeps its whole wait."""
+_REFUSED = 64
+"""The refused part of a band follows its last so many requests."""
 _AT_ONCE = Admit()
 PREFER_FRACTION, PREFER_SAVES_MS = 0.5, 200.0
 """`prefer` diverts when the smaller model's first token is expected within this share of the larger one's
@@ -168,7 +174,7 @@ class _Verdict(msgspec.Struct, frozen=True):
 class AdmissionControl:
     """Decides, and remembers when refused clients are to come back."""
 
-    __slots__ = ("_comebacks", "_promises", "_routes")
+    __slots__ = ("_comebacks", "_promises", "_refused", "_routes")
 
     def __init__(self, config: AdmissionConfig, routes: tuple[ModelRoute, ...]) -> None:
         """`routes` without loops: the configuration is checked for them."""
@@ -177,6 +183,8 @@ class AdmissionControl:
         self._comebacks = RetryAfterSchedule(
             wait_ns_max=round(RETRY_AFTER_MAX_S * NS_PER_S), kept=RETRIES_KEPT
         )
+        self._refused: dict[tuple[str, str], float] = {}
+        """By model and band, the refused part of the last requests; protected bands only."""
 
     def decide(self, now_ns: int, facts: AdmitFacts) -> Decision:
         """Admit, divert or shed. O(1) where the request starts at once, else O(fallbacks)."""
@@ -201,7 +209,11 @@ class AdmissionControl:
             if found:
                 return Divert(found.model, why)
             if verdict.is_proven:
+                if facts.is_protected:
+                    self._count(facts, refused=1.0)
                 return self._shed(now_ns, facts, verdict)
+        if facts.is_protected and self._refused:
+            self._count(facts, refused=0.0)
         if facts.tried:  # It was sent here, and here it fits: no further down for anything else.
             may_divert = False
         if may_divert and _degrade_of(facts) == "prefer" and (sooner := self._much_sooner(facts)):
@@ -210,6 +222,11 @@ class AdmissionControl:
         # Rather another model than a worker that fails, where there is one: the panic rule is for the rest.
         is_strict = route.trouble is not None and may_divert and self._first_that_fits(facts) is not None
         return Admit(expected_ns, verdict.promised_ns, verdict.start_by_ns, is_strict)
+
+    def _count(self, facts: AdmitFacts, *, refused: float) -> None:
+        key = facts.requested.model, facts.band
+        before = self._refused.get(key, 0.0)
+        self._refused[key] = before + (refused - before) / _REFUSED
 
     def elsewhere(self, facts: AdmitFacts) -> str:
         """The first fallback that would answer in time, where that is allowed; empty: none."""
@@ -254,7 +271,10 @@ class AdmissionControl:
             # Half of what a worker may be busy with is what it is busy with on average.
             start_by_ns = max(round(QUEUE_SHARE * due_ns), due_ns - route.start_ns - route.backlog_ns // 2)
         else:
-            share = PROTECTED_SHARE if facts.is_protected else QUEUE_SHARE
+            share = QUEUE_SHARE
+            if facts.is_protected:
+                refused = self._refused.get((route.model, facts.band), 0.0) if self._refused else 0.0
+                share = PROTECTED_SHARE - CROWDED_SHARE * refused
             start_by_ns = round(share * promise.ttft_ns)
             if not route.is_late:
                 spare_ns = min(promise.ttft_ns - route.first_ns, round(QUIET_SHARE * promise.ttft_ns))
