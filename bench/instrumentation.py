@@ -50,9 +50,9 @@ from penstock.policy.admission.admit import Promises
 from penstock.policy.placement.pick import DecisionLog
 from penstock.protocol.worker import Stats, Submit
 from penstock.schedule.step import Flight
-from penstock.telemetry import metrics
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.instruments import Counter, Gauge, Histogram
+from penstock.telemetry.metrics import Metrics, ModelMetrics
 from penstock.telemetry.traces import TraceKeeper
 from penstock.types import FinishReason, RequestId, SamplingParams, Usage
 
@@ -104,7 +104,7 @@ def instruments() -> list[tuple[type, str]]:
     """What "without" replaces while the gateway runs."""
     counts = [
         (owner, name)
-        for owner in (metrics.Metrics, metrics.ModelMetrics)
+        for owner in (Metrics, ModelMetrics)
         for name, each in vars(owner).items()
         if inspect.isfunction(each) and not name.startswith("_") and name not in _HANDLES
     ]
@@ -169,9 +169,9 @@ def run_waves(load: Load, num_waves: int, collector: int, pipe: Connection) -> N
     relay_cost.Pusher, Waves.num_waves, Waves.pipe = Waves, num_waves, pipe
     start, make = TraceKeeper.start, Recorder.__init__
 
-    def remember_recorder(self: Recorder, promises: Promises, counted: metrics.Metrics) -> None:
+    def remember_recorder(self: Recorder, promises: Promises, metrics: Metrics) -> None:
         Waves.recorders.append(self)
-        make(self, promises, counted)
+        make(self, promises, metrics)
 
     Recorder.__init__ = remember_recorder
 

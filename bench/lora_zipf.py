@@ -46,7 +46,7 @@ def serve(policy: str, config: str) -> None:
     from penstock.gateway.dispatch.assemble import Placements
 
     if policy == "loaded":
-        Placements.of = lambda _self, _route: RouteToLoaded()
+        Placements.of = lambda self, route: RouteToLoaded()
     sys.exit(penstock(["serve", "-c", config, "--no-auth"]))
 
 

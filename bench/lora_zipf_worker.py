@@ -12,7 +12,7 @@ from typing import Any
 from penstock.clock import Clock, SystemClock
 from penstock.config.tree import EngineConfig
 from penstock.engine.adapters.files import Packed
-from penstock.engine.core import StepRunner
+from penstock.engine.core import StepRunner, TakesAdapters
 from penstock.engine.pooling.load import build_any_runner
 from penstock.engine.runner import OnProgress
 from penstock.schedule.adapters import AdapterPool, Released
@@ -40,7 +40,9 @@ def build_runner(model_path: str, config: EngineConfig, clock: Clock, on_progres
     for name in ("submit", "finished", "take", "unload"):
         setattr(AdapterPool, name, _noted(getattr(AdapterPool, name), waits.write))
     runner = build_any_runner(model_path, config, clock, on_progress)
+    assert isinstance(runner, TakesAdapters), "the model takes adapters"
     reader = runner.adapters
+    assert reader is not None
     read = reader.read
 
     def slowly(directory: Path, digest: str = "") -> tuple[str, Packed]:

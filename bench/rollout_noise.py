@@ -7,16 +7,21 @@ lengths, by several clients at once. What is written is the server's own rollout
 Wants an idle machine: times are what it measures.
 """
 
+import http.client
+import json
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from checkout import Server, Tree
 from harness import command_line
 
 from penstock.rng import stream
 
+START_S = 90.0
 ADMIN = "admin-0123456789abcdef"
 WORDS = ("the", "river", "runs", "down", "a", "pipe", "to", "turn", "wheels", "and", "light", "comes", "by")
 MODEL = (
@@ -34,6 +39,45 @@ def question(number: int) -> dict[str, object]:
     }  # fmt: skip
 
 
+class Server:
+    """`penstock serve` in a folder of its own, as a user starts it."""
+
+    def __init__(self, place: Path, config: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        (place / "penstock.yaml").write_text(config)
+        command = [sys.executable, "-m", "penstock", "serve", "-c", "penstock.yaml", "--port", str(self.port)]
+        with (place / "log").open("wb") as log:
+            self.child = subprocess.Popen(command, stdout=log, stderr=log, cwd=place)
+        deadline = time.monotonic() + START_S
+        while not self._is_ready():
+            if self.child.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError((place / "log").read_text()[-400:])
+            time.sleep(0.2)
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.ask("GET", "/ready")[0] == 200
+        except OSError:
+            return False
+
+    def ask(
+        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        data = None if body is None else json.dumps(body)
+        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, text
+
+    def close(self) -> None:
+        self.child.terminate()
+        self.child.wait(30)
+
+
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=1200)
@@ -45,7 +89,7 @@ def main() -> None:
         f"models:\n{MODEL.format(version=1)}{MODEL.format(version=2)}"
         f"auth: {{admin_keys: [{ADMIN}], keys: [{ADMIN}0]}}\nledger: {{directory: {place / 'ledger'}}}\n"
     )
-    server = Server(Tree(Path(__file__).parents[1], place), place, config, "/ready", 0)
+    server = Server(place, config)
     try:
         plan = {
             "model": "river", "candidate": "river@2", "steps": [50], "requests_min": 10**6, "step_s": 86_400,

@@ -28,12 +28,11 @@ from penstock.policy.contracts import Pass
 from penstock.policy.flow import Outcome, Queued, RequestFacts, Start
 from penstock.policy.lifecycle.stack import build_policies
 from penstock.policy.limits.rate_limit import Limiter
-from penstock.policy.placement.pick import DecisionLog
+from penstock.policy.placement.pick import DecisionLog, LeastLoaded
 from penstock.policy.placement.route import Router
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import (
     CapacityTable,
-    LeastLoaded,
     Placement,
     WorkerCapacity,
     WorkerView,
