@@ -153,13 +153,13 @@ def block_turns(free: Engine, held: Engine, kind: str, batch: int, turns: int) -
                 num += 1
             spent = max(spent, num)
         for block in range((TOKENS - spent - 2) // (BLOCK + 1)):
-            told = dict[Engine, tuple[float, float]]()
+            reported = dict[Engine, tuple[float, float]]()
             for engine in (free, held) if block % 2 else (held, free):
                 engine.steps(1)
                 tokens, wall_s, cpu_s = engine.steps(BLOCK)
-                told[engine] = (wall_s / tokens, cpu_s / tokens)
-            times.append(told[held][0] / told[free][0])
-            cpu.append(told[held][1] / told[free][1])
+                reported[engine] = (wall_s / tokens, cpu_s / tokens)
+            times.append(reported[held][0] / reported[free][0])
+            cpu.append(reported[held][1] / reported[free][1])
         free.finish()
         held.finish()
         if len(times) >= turns:

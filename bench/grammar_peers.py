@@ -57,11 +57,11 @@ def answer(port: int, load: Load, kind: str, seed: int) -> float:
         body["structured_outputs"] = FORMS[kind]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    told = connection.getresponse()
-    assert told.status == 200, told.read()
+    reported = connection.getresponse()
+    assert reported.status == 200, reported.read()
     first = last = 0.0
     tokens = 0
-    for line in told:
+    for line in reported:
         if not line.startswith(b"data: {"):
             continue
         chunk = json.loads(line[6:])

@@ -90,10 +90,10 @@ class Spread(NamedTuple):
 
     median: float
     least: float
-    most: float
+    limit: float
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.least:.3g} to {self.most:.3g})"
+        return f"{self.median:.3g} ({self.least:.3g} to {self.limit:.3g})"
 
     def rounded(self, digits: int = 4) -> dict[str, float]:
         """For a result file."""

@@ -129,7 +129,7 @@ class Waves(relay_cost.Pusher):
     def __init__(self, load: Load) -> None:
         super().__init__(load)
         self._real = {each: getattr(*each) for each in instruments()}
-        self._number, self._told_s = 0, time.process_time()
+        self._number, self._reported_s = 0, time.process_time()
 
     def _end(self) -> None:
         for sink in self._sinks:
@@ -148,14 +148,14 @@ class Waves(relay_cost.Pusher):
             while keeper._pending:
                 await keeper._export()
         await asyncio.sleep(SETTLE_S)
-        used_s = time.process_time() - self._told_s
+        used_s = time.process_time() - self._reported_s
         side = SIDES[self._side]
         self._number += 1
         for (owner, name), real in self._real.items():
             setattr(owner, name, nothing if SIDES[self._side] == "without" else real)
         if self._number == self.num_waves:
             self.done.set()
-        self._told_s = time.process_time()
+        self._reported_s = time.process_time()
         self.pipe.send((side, used_s / self._load.streams * 1e6))
 
     @property
@@ -201,16 +201,16 @@ def waves_us(load: Load, turns: int, collector: int) -> list[dict[str, float]]:
     near, far = context.Pipe()
     client = context.Process(target=run_wave_clients, args=(port, load, num_waves, far))
     client.start()
-    told = list[tuple[str, float]]()
+    reported = list[tuple[str, float]]()
     for _ in range(num_waves):
         near.send("begin")
         events = near.recv()
         assert events >= load.streams * load.ticks, f"{events} events arrived"
-        told.append(ours.recv())
+        reported.append(ours.recv())
     client.join()
     ours.recv()
     server.join()
-    return [dict(told[i : i + 2]) for i in range(2, num_waves, 2)]
+    return [dict(reported[i : i + 2]) for i in range(2, num_waves, 2)]
 
 
 # --- two gateways at once ------------------------------------------------------------------------

@@ -260,12 +260,12 @@ def compare(seen: dict[str, Seen], records: list[Record], verdict: Verdict) -> N
             if record.cost_micros != right:
                 verdict.wrong.append(f"{name}: costs {record.cost_micros}, by the price list {right}")
             if one.done and one.usage and not one.error:
-                told = one.usage.prompt_tokens or 0, one.usage.completion_tokens or 0
+                reported = one.usage.prompt_tokens or 0, one.usage.completion_tokens or 0
                 said = record.prompt_tokens, record.completion_tokens
-                verdict.counts["tokens of finished answers, by the clients"] += sum(told)
+                verdict.counts["tokens of finished answers, by the clients"] += sum(reported)
                 verdict.counts["tokens of finished answers, by the ledger"] += sum(said)
-                if (record.outcome, record.recovered, said) != ("finished", 0, told):
-                    verdict.wrong.append(f"{name}: the client was told {told}, the record is {record}")
+                if (record.outcome, record.recovered, said) != ("finished", 0, reported):
+                    verdict.wrong.append(f"{name}: the client was told {reported}, the record is {record}")
 
 
 def settle(lives: list[live_totals.Life], records: list[Record], verdict: Verdict) -> None:

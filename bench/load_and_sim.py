@@ -131,11 +131,11 @@ def counted(scenario: Scenario, asked: Sequence[Asked]) -> dict[str, float]:
     found: dict[str, float] = {"requests": len(asked)}
     for tenant in scenario.bands:
         own = [each for each in asked if each.tenant == tenant]
-        told = sorted(each.ttft_ms for each in own if each.is_ok)
+        reported = sorted(each.ttft_ms for each in own if each.is_ok)
         found[f"{tenant}: requests"] = len(own)
         found[f"{tenant}: answered, share"] = round(sum(each.is_ok for each in own) / len(own), 3)
-        found[f"{tenant}: first token p50, ms"] = round(percentile(told, 0.5)) if told else -1
-        found[f"{tenant}: first token p95, ms"] = round(percentile(told, 0.95)) if told else -1
+        found[f"{tenant}: first token p50, ms"] = round(percentile(reported, 0.5)) if reported else -1
+        found[f"{tenant}: first token p95, ms"] = round(percentile(reported, 0.95)) if reported else -1
     found["neither answered nor refused"] = sum(not (each.is_ok or each.is_refused) for each in asked)
     return found
 

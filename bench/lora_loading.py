@@ -114,9 +114,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         made = [make_adapter(Path(place) / f"{i}", spec, args.rank) for i in range(DIRECTORIES)]
         tokens = args.rounds * args.steps * 4 + RAMP_TOKENS
-        most = PROMPT_TOKENS + tokens
-        kv_bytes = 2 * spec.num_layers * spec.kv_size * 2 * (most + 16) * args.streams
-        process = Process(model, "none", kv_memory_bytes=kv_bytes, max_model_len=most, adapter_slots=20)
+        limit = PROMPT_TOKENS + tokens
+        kv_bytes = 2 * spec.num_layers * spec.kv_size * 2 * (limit + 16) * args.streams
+        process = Process(model, "none", kv_memory_bytes=kv_bytes, max_model_len=limit, adapter_slots=20)
         try:
             process.ready()
             streams = Streams(process, args.streams, tokens)

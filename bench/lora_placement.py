@@ -40,20 +40,22 @@ class RouteToLoaded(LeastLoaded):
         self,
         now_ns: int,
         work: Work,
-        rooms: CapacityTable,
+        workers: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
     ) -> WorkerCapacity | None:
         """See `Placement`."""
-        able = [room for room in rooms if room.fits(work) and not room.held and room.id not in blocked]
-        has = [room for room in able if work.adapter in (room.view.adapters or ())]
-        return min(has or able, key=lambda room: (room.booked, room.turn), default=None)
+        able = [
+            worker for worker in workers if worker.fits(work) and not worker.held and worker.id not in blocked
+        ]
+        has = [worker for worker in able if work.adapter in (worker.view.adapters or ())]
+        return min(has or able, key=lambda worker: (worker.booked, worker.turn), default=None)
 
 
 def spec_of(policy: str, seed: int, load_s: float) -> WorldSpec:
     """Four workers behind one gateway."""
     adapters = SimAdapterSpec(
-        names=tuple(f"lora-{i}" for i in range(ADAPTERS)), room=ROOM, read_ns=int(load_s * 1e9)
+        names=tuple(f"lora-{i}" for i in range(ADAPTERS)), worker=ROOM, read_ns=int(load_s * 1e9)
     )
     worker = SimWorkerSpec(engine=EngineSettings(step_tokens=2048, max_running=32), adapters=adapters)
     return WorldSpec(
@@ -145,8 +147,8 @@ def main() -> None:
             ]
             print(f"{load_s:g} s {name:>7}: " + "  ".join(cells))
     if args.json:
-        told = {"command": "python " + " ".join(sys.argv), "rate": args.rate, "seeds": args.seeds}
-        Path(args.json).write_text(json.dumps(told | table, indent=1) + "\n")
+        reported = {"command": "python " + " ".join(sys.argv), "rate": args.rate, "seeds": args.seeds}
+        Path(args.json).write_text(json.dumps(reported | table, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -87,8 +87,10 @@ class ModelledRunner:
         return StepResult(plan.step, tuple(self._sampled(work) for work in plan.work if work.samples))
 
     def _sampled(self, work: RowWork) -> Sampled:
-        told = self._modelled
-        return Sampled(work.row, told.first_token + (work.num_computed + work.num_tokens) % told.num_tokens)
+        reported = self._modelled
+        return Sampled(
+            work.row, reported.first_token + (work.num_computed + work.num_tokens) % reported.num_tokens
+        )
 
 
 def build_runner(

@@ -67,7 +67,7 @@ class Asked:
     """How late its attempts were sent, at worst."""
     status: int = 0
     refusals: int = 0
-    told: int = 0
+    reported: int = 0
     """Of the refusals, those with a `Retry-After`."""
     retry_after_s: float = 0.0
     """The time named by the first one."""
@@ -202,7 +202,7 @@ class OpenLoad:
             if response is None or response.status not in {429, 503}:
                 return
             asked.refusals += 1
-            asked.told += response.retry_after_s > 0
+            asked.reported += response.retry_after_s > 0
             asked.retry_after_s = asked.retry_after_s or response.retry_after_s
             if manners == "leaves" or asked.attempts > (OBEYED_MAX if manners == "obeys" else HAMMERED_MAX):
                 return

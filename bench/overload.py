@@ -235,8 +235,10 @@ def figures(load: OpenLoad, judge: Judge, rate: float) -> dict[str, Any]:
         "answered": len(answered),
         "refused": len(refused),
         "refusals": sum(each.refusals for each in load.asked),
-        "refusals_with_retry_after": sum(each.told for each in load.asked),
-        "retry_after_s": spread([round(each.retry_after_s * NS_PER_S) for each in load.asked if each.told]),
+        "refusals_with_retry_after": sum(each.reported for each in load.asked),
+        "retry_after_s": spread(
+            [round(each.retry_after_s * NS_PER_S) for each in load.asked if each.reported]
+        ),
         "cut": sum(each.is_cut for each in load.asked),
         "troubles": {why: troubles.count(why) for why in sorted(set(troubles))[:8]},
         "good_of_offered": sum(id(each) in is_good for each in offered) / max(1, len(offered)),
@@ -279,15 +281,15 @@ async def find_knee(measure: Callable[[float], Awaitable[Point]], rate: float) -
 
     If not even that is, lower ones are tried.
     """
-    passed, failed, since, most = 0.0, 0.0, 0, 0.0
+    passed, failed, since, limit = 0.0, 0.0, 0, 0.0
     for _ in range(SEARCH_MAX):
         point = await measure(rate)
         if point.good_share >= KNEE:
             passed, failed, since = max(passed, rate), 0.0, 0
         else:
             failed = failed or rate
-            since += point.goodput <= most
-        most = max(most, point.goodput)
+            since += point.goodput <= limit
+        limit = max(limit, point.goodput)
         if since >= 2 and passed:
             break
         rate = rate / SEARCH_TIMES**2 if not passed else rate * SEARCH_TIMES
@@ -324,12 +326,12 @@ class Measurement:
             return search[-1]
 
         knee = await find_knee(measure, SEARCH_FROM * capacity)
-        most = max(search, key=lambda each: each.goodput)
-        best = await self._load("peak", most.rate, "leaves", self._args.seconds * 1.5)
-        self.found |= {"knee_rps": knee, "best_of_search_rps": most.goodput, "peak": best}
+        limit = max(search, key=lambda each: each.goodput)
+        best = await self._load("peak", limit.rate, "leaves", self._args.seconds * 1.5)
+        self.found |= {"knee_rps": knee, "best_of_search_rps": limit.goodput, "peak": best}
         say(
             f"knee: {knee:.2f} requests/s; peak: {best['goodput_rps']:.2f} requests/s met both promises "
-            f"({best['goodput_tps']:.0f} tok/s), at {most.rate:.2f} offered"
+            f"({best['goodput_tps']:.0f} tok/s), at {limit.rate:.2f} offered"
         )
         points: list[dict[str, object]] = []
         self.found["overload"] = points

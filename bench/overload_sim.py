@@ -183,10 +183,10 @@ class Shares:
 
     def happened(self, num_events: int) -> None:
         """See `Watcher`."""
-        lane = self._world.gateways[0].control.lane(ROUTE)
-        if lane is None or not lane.queue.num_waiting:
+        model_queue = self._world.gateways[0].control.model_queue(ROUTE)
+        if model_queue is None or not model_queue.queue.num_waiting:
             return
-        band = next(band for band in lane.queue.bands if band.config.name == "default")
+        band = next(band for band in model_queue.queue.bands if band.config.name == "default")
         lines = [band.line(tenant) for tenant in self._tenants]
         if all(line is not None and line.num_waiting for line in lines):
             served = [int(band.served(tenant)) for tenant in self._tenants]

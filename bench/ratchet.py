@@ -33,7 +33,7 @@ RECORD = Path(__file__).parent / "data" / "ratchet.json"
 
 def is_worse(now: Spread, recorded: Spread) -> bool:
     """Whether no round of now is within the recorded range and the tolerance."""
-    return now.least > recorded.most * (1 + TOLERANCE)
+    return now.least > recorded.limit * (1 + TOLERANCE)
 
 
 def main() -> int:

@@ -277,8 +277,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.show:
-        told = json.loads(args.show.read_text())
-        show(told["results"], features="penstock-bare" in told["results"])
+        reported = json.loads(args.show.read_text())
+        show(reported["results"], features="penstock-bare" in reported["results"])
         return
     gateways = list(FEATURE_VARIANTS) if args.features else [name for name in args.only.split(",") if name]
     known = FEATURE_SHAPES if args.features else SHAPES

@@ -16,7 +16,7 @@ class Goal:
     """The bound on a figure of ours."""
 
     shape: str
-    most: float
+    limit: float
     """CPU-seconds per 1,000 requests."""
 
 
@@ -106,24 +106,24 @@ def goal_table(results: Results) -> list[str]:
     """Our figures against the absolute goals, and against smg and LiteLLM in the same run."""
     lines = ["| figure | goal | measured | |", "|---|---|---|---|"]
 
-    def add(figure: str, most: float, values: Sequence[float], digits: int, unit: str = "") -> None:
+    def add(figure: str, limit: float, values: Sequence[float], digits: int, unit: str = "") -> None:
         if values:
-            verdict = "met" if statistics.median(values) <= most else "**missed**"
-            goal = f"at most {most:.{digits}f}{unit}"
+            verdict = "met" if statistics.median(values) <= limit else "**missed**"
+            goal = f"at most {limit:.{digits}f}{unit}"
             lines.append(f"| {figure} | {goal} | {spread(values, digits, unit)} | {verdict} |")
 
     for goal in GOALS:
         add(
             f"`{goal.shape}`, CPU-s per 1,000",
-            goal.most,
+            goal.limit,
             figures(results, "penstock", goal.shape),
             2,
         )
     add("latency added at concurrency 1, p50", ADDED_P50_US, added_us(results, "penstock"), 0, " us")
-    for peer, most, digits in (("smg", BELOW_SMG, 2), ("litellm", BELOW_LITELLM, 3)):
+    for peer, limit, digits in (("smg", BELOW_SMG, 2), ("litellm", BELOW_LITELLM, 3)):
         for goal in GOALS:
             mine, theirs = (figures(results, name, goal.shape) for name in ("penstock", peer))
-            add(f"`{goal.shape}`, times {peer}'s in the same run", most, ratios(mine, theirs), digits)
+            add(f"`{goal.shape}`, times {peer}'s in the same run", limit, ratios(mine, theirs), digits)
     return lines
 
 

@@ -68,9 +68,9 @@ class Rig:
     """Workers with their rooms and what they have cached, under one placement."""
 
     def __init__(
-        self, placement: Placement, rooms: CapacityTable, prompts: list[FixedKeys], seed: int
+        self, placement: Placement, workers: CapacityTable, prompts: list[FixedKeys], seed: int
     ) -> None:
-        self.placement, self.rooms, self._prompts = placement, rooms, prompts
+        self.placement, self.workers, self._prompts = placement, workers, prompts
         self._random, self._running = Random(seed), list[tuple[Work, WorkerCapacity]]()
         self._next = 0
         self.decisions: list[int] = []
@@ -80,24 +80,24 @@ class Rig:
         self._next += 1
         keys = self._prompts[self._next % len(self._prompts)]
         if len(self._running) >= running_max:
-            work, room = self._running.pop(self._random.randrange(len(self._running)))
-            self.rooms.begin(room, work)
-            self.placement.began(now_ns, work, room)
-            self.rooms.release(room, work)
+            work, worker = self._running.pop(self._random.randrange(len(self._running)))
+            self.workers.begin(worker, work)
+            self.placement.began(now_ns, work, worker)
+            self.workers.release(worker, work)
             usage = Usage(completion_tokens=100, prefill_ns=40_000_000, decode_ns=3_000_000_000)
-            self.placement.ended(now_ns, work, room, usage)
+            self.placement.ended(now_ns, work, worker, usage)
         work = Work(
             id=RequestId(f"r{self._next}"), band="default", tenant=TenantId("t"), arrived_ns=now_ns,
             prompt_tokens=BLOCKS * 16, output_tokens=200, blocks=BLOCKS, keys=keys,
             session=f"s{self._next % 500}",
         )  # fmt: skip
         began = process_time_ns()
-        room = self.placement.place(now_ns, work, self.rooms, (), ())
+        worker = self.placement.place(now_ns, work, self.workers, (), ())
         self.decisions.append(process_time_ns() - began)
-        assert isinstance(room, WorkerCapacity)
-        self.rooms.book(room, work)
-        self.placement.started(now_ns, work, room)
-        self._running.append((work, room))
+        assert isinstance(worker, WorkerCapacity)
+        self.workers.book(worker, work)
+        self.placement.started(now_ns, work, worker)
+        self._running.append((work, worker))
 
 
 def prompts_of(maker: PromptKeyMaker, count: int, seed: int) -> list[FixedKeys]:
@@ -111,11 +111,11 @@ def prompts_of(maker: PromptKeyMaker, count: int, seed: int) -> list[FixedKeys]:
 
 def rig(policy: str, num_workers: int, seed: int) -> Rig:
     """One router, or least-loaded."""
-    locality, rooms = KVLocality(KVIndexLimits(), KEY), CapacityTable(QueueTerms())
+    locality, workers = KVLocality(KVIndexLimits(), KEY), CapacityTable(QueueTerms())
     prompts = prompts_of(locality.maker("m"), 2 * num_workers, seed)
     for i in range(num_workers):
         worker = WorkerId(f"w{i}")
-        rooms.set(
+        workers.set(
             worker, WorkerView(max_running=64, kv_blocks_total=65_536, kv_blocks_used=20_000, running=0)
         )
         cache_view = locality.add(worker, model="m", is_own=True)
@@ -123,10 +123,12 @@ def rig(policy: str, num_workers: int, seed: int) -> Rig:
         for keys in prompts[2 * i : 2 * i + 2]:
             cache_view.hear([Stored(cache_view.names.keys_of(keys)[:STORED], None, b"", 16, Tier.DEVICE)])
     if policy == "least_loaded":
-        return Rig(LeastLoaded(), rooms, prompts, seed)
+        return Rig(LeastLoaded(), workers, prompts, seed)
     log = DecisionLog(kept_max=1024)
     config = PlacementTerms(policy=policy)
-    return Rig(Router("m", config, Random(seed).randrange, locality=locality, log=log), rooms, prompts, seed)
+    return Rig(
+        Router("m", config, Random(seed).randrange, locality=locality, log=log), workers, prompts, seed
+    )
 
 
 Figures = dict[str, float]
@@ -182,8 +184,8 @@ def admitting(num_workers: int, seconds: float) -> Callable[[], Figures]:
             control.first_output(now_ns + 50_000_000, start.id)
             if number < 200:
                 control.ended(now_ns + 60_000_000, start.id, Outcome.FINISHED)
-    lane = control.lane("m")
-    assert lane is not None
+    model_queue = control.model_queue("m")
+    assert model_queue is not None
 
     def measured() -> Figures:
         costs: list[float] = []
@@ -193,7 +195,9 @@ def admitting(num_workers: int, seconds: float) -> Callable[[], Figures]:
             began = process_time_ns()
             for request in asked:
                 verdict = stack.gate.decide(
-                    now_ns, request, lambda _, request=request: lane.load(now_ns, work_of(request, now_ns, 0))
+                    now_ns,
+                    request,
+                    lambda _, request=request: model_queue.load(now_ns, work_of(request, now_ns, 0)),
                 )
                 assert isinstance(verdict, Pass)
             costs.append((process_time_ns() - began) / 200 / 1000)

@@ -48,16 +48,16 @@ class RoundRobin(LeastLoaded):
         self,
         now_ns: int,
         work: Work,
-        rooms: CapacityTable,
+        workers: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
     ) -> WorkerCapacity | None:
-        rooms_now = list(rooms)
+        rooms_now = list(workers)
         for i in range(len(rooms_now)):
-            room = rooms_now[(self._next + i) % len(rooms_now)]
-            if room.fits(work) and not room.held:
+            worker = rooms_now[(self._next + i) % len(rooms_now)]
+            if worker.fits(work) and not worker.held:
                 self._next += i + 1
-                return room
+                return worker
         return None
 
 
@@ -74,29 +74,29 @@ class Approximate(LeastLoaded):
         self,
         now_ns: int,
         work: Work,
-        rooms: CapacityTable,
+        workers: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
     ) -> WorkerCapacity | None:
         assert isinstance(work.keys, PromptKeys)
-        for room in rooms:
-            if self._seen.get(room.id) is None:
-                self._seen.add(room.id, model=work.keys.model, is_own=True)
-                self._seen.identify(room.id, room.view.identity)
+        for worker in workers:
+            if self._seen.get(worker.id) is None:
+                self._seen.add(worker.id, model=work.keys.model, is_own=True)
+                self._seen.identify(worker.id, worker.view.identity)
         best = next(iter(self._seen.match(now_ns, work.keys).holders(1)), None)
         if best is not None and best[1].blocks > work.keys.num_blocks / 2:
-            room, loads = rooms.get(best[0]), [room.booked for room in rooms]
+            worker, loads = workers.get(best[0]), [worker.booked for worker in workers]
             mean = sum(loads) / len(loads)
             if (
-                room is not None
-                and room.fits(work)
-                and not (room.booked > mean + 32 and room.booked > 1.1 * mean)
+                worker is not None
+                and worker.fits(work)
+                and not (worker.booked > mean + 32 and worker.booked > 1.1 * mean)
             ):
-                return room
-        return super().place(now_ns, work, rooms, avoid, blocked)
+                return worker
+        return super().place(now_ns, work, workers, avoid, blocked)
 
-    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        self._seen.sent(now_ns, room.id, work.keys)
+    def started(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
+        self._seen.sent(now_ns, worker.id, work.keys)
 
 
 def spec_of(policy: str, seed: int, worker: SimWorkerSpec) -> WorldSpec:

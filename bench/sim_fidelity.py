@@ -246,13 +246,13 @@ def main() -> int:
         print(f"{name:16}{was[name]:12.1f}{value:12.1f}{ratio:9.3f}  {'' if good else 'OFF'}")
     print(f"the load client sent up to {was['send_delay_p99_ms']:.1f} ms late (p99)")
     if args.json is not None:
-        told = {
+        reported = {
             "seconds": args.seconds, "seed": args.seed, "rate": args.rate, "trace": str(args.trace or ""),
             "real": was, "simulated": sim,
             "ratios": {name: round(ratio, 4) for name, (ratio, _) in found.items()},
             "off": [name for name, (_, good) in found.items() if not good],
         }  # fmt: skip
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+        args.json.write_text(json.dumps(reported, indent=1) + "\n")
     return 0 if all(good for _, good in found.values()) else 1
 
 

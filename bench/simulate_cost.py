@@ -101,13 +101,15 @@ def main() -> None:
     parser.add_argument("--tree", nargs="*", type=Path, default=[Path()], help="the last is held against")
     args = parser.parse_args()
     first, last = args.seconds / 10, args.seconds
-    told: list[dict[str, object]] = []
+    reported: list[dict[str, object]] = []
     for index, tree in enumerate(args.tree):
         requests, found = calls(tree, first, last)
-        told.append({"tree": index, "requests": requests, "calls": sum(found.values()), "by_package": found})
+        reported.append(
+            {"tree": index, "requests": requests, "calls": sum(found.values()), "by_package": found}
+        )
         print(f"tree {index}: {requests} requests, {sum(found.values()):,} calls: {found}", flush=True)
         if args.instructions:
-            told[-1]["instructions"] = count = instructions(tree, first, last)
+            reported[-1]["instructions"] = count = instructions(tree, first, last)
             print(f"tree {index}: {count:,} instructions", flush=True)
     rounds: list[list[float]] = []
     for number in range(args.rounds):
@@ -122,7 +124,7 @@ def main() -> None:
         if each:
             print(f"tree {index}: CPU {statistics.median(each):.3f} ({min(each):.2f} to {max(each):.2f})")
     settings = {**vars(args), "tree": len(args.tree), "json": ""}
-    write_result(args.json, {"settings": settings, "trees": told, "cpu_s": rounds})
+    write_result(args.json, {"settings": settings, "trees": reported, "cpu_s": rounds})
 
 
 if __name__ == "__main__":

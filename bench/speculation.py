@@ -65,11 +65,11 @@ class Prompts:
         self._tokenizer = tokenizer
         self.stops = tuple(tokenizer.eos_ids)
         alone = [list(tokenizer.encode(asked(question))) for question in QUESTIONS]
-        told = answer(core, alone, Sampling(0.0, COPY_TOKENS_MAX, self.stops), "before").answers
+        reported = answer(core, alone, Sampling(0.0, COPY_TOKENS_MAX, self.stops), "before").answers
         end = list(tokenizer.encode("<|im_end|>\n"))
         self._exchanges = [
             [*each, *(token for token in said if token not in self.stops), *end]
-            for each, said in zip(alone, told, strict=True)
+            for each, said in zip(alone, reported, strict=True)
         ]
 
     def of(self, kind: str, round_: int, index: int) -> list[int]:
@@ -171,16 +171,16 @@ def compare(
         ]
         rates: dict[bool, list[float]] = {True: [], False: []}
         for part, each in enumerate(batches):
-            told: dict[bool, Answered] = {}
+            reported: dict[bool, Answered] = {}
             for speculates in ((True, False), (False, True))[(round_ + part) % 2]:
                 core = on if speculates else off
-                told[speculates] = answer(core, each, how, f"{kind}/{batch}/{round_}/{part}")
-                rates[speculates].append(1 / told[speculates].tokens_per_s)
-            assert told[True].answers == told[False].answers, "the answers are not the same"
+                reported[speculates] = answer(core, each, how, f"{kind}/{batch}/{round_}/{part}")
+                rates[speculates].append(1 / reported[speculates].tokens_per_s)
+            assert reported[True].answers == reported[False].answers, "the answers are not the same"
             if round_:
-                found.answered += sum(map(len, told[True].answers))
-                found.drafted += told[True].drafted
-                found.accepted += told[True].accepted
+                found.answered += sum(map(len, reported[True].answers))
+                found.drafted += reported[True].drafted
+                found.accepted += reported[True].accepted
         if round_:
             found.on.append(1 / statistics.mean(rates[True]))
             found.off.append(1 / statistics.mean(rates[False]))

@@ -46,7 +46,7 @@ def ours(model: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[l
     ]
     whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     scored = engine.ask(whole, [SamplingParams(max_tokens=1, prompt_logprobs=0)] * len(whole))
-    return answers, [[each.logprob for each in told.prompt_logprobs] for told in scored]
+    return answers, [[each.logprob for each in reported.prompt_logprobs] for reported in scored]
 
 
 def theirs(model: Path, texts: list[list[int]], place: Path) -> dict[str, list[list[float]]]:
@@ -84,8 +84,8 @@ def main(targets: list[str]) -> int:
             found = theirs(model, whole, Path(name))
         pairs = [
             (one, other)
-            for told, others in zip(mine, found["logprobs"], strict=True)
-            for one, other in zip(told, others, strict=True)
+            for reported, others in zip(mine, found["logprobs"], strict=True)
+            for one, other in zip(reported, others, strict=True)
         ]
         difference = sum(abs(one - other) for one, other in pairs) / len(pairs)
         equal = sum(

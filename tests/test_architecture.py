@@ -40,8 +40,8 @@ ALLOWED = {
     "fleet": "backends text telemetry policy protocol kv clock rng types errors config",
 }  # cli and bench may import anything.
 EDGE = {"cli", "bench", "__init__", "__main__"}
-# The same inside a package: a room may import the rooms to its right. "." is the modules beside the rooms:
-# what the rooms share, or what composes them.
+# The same inside a package: a room may import the places to its right. "." is the modules beside the places:
+# what the places share, or what composes them.
 ROOMS = {
     "kv": {".": "", "cache": ".", "index": "."},
     "models": {".": "", "families": ".", "registry": "families ."},
@@ -133,8 +133,8 @@ def _imports() -> Iterator[tuple[str, str, str]]:
 
 
 def test_every_room_has_a_floor() -> None:
-    rooms = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path, _ in modules()}
-    assert rooms <= set(ALLOWED) | EDGE, f"give these a floor: {rooms - set(ALLOWED) - EDGE}"
+    places = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path, _ in modules()}
+    assert places <= set(ALLOWED) | EDGE, f"give these a floor: {places - set(ALLOWED) - EDGE}"
 
 
 def test_imports_point_down() -> None:
@@ -163,7 +163,7 @@ def test_the_page_draws_these_arrows() -> None:
 
 
 def room_of(package: str, rest: str) -> str:
-    """The room of `penstock.PACKAGE.REST`: the longest name that the package's rooms have."""
+    """The room of `penstock.PACKAGE.REST`: the longest name that the package's places have."""
     return max((room for room in ROOMS[package] if f"{rest}.".startswith(f"{room}.")), key=len, default=".")
 
 
@@ -183,10 +183,10 @@ def test_imports_between_rooms_point_down() -> None:
 
 def test_every_folder_is_a_room() -> None:
     """A new folder of a package that has rooms gets its place in the order."""
-    for package, rooms in ROOMS.items():
+    for package, places in ROOMS.items():
         for path in sorted((ROOT / package).rglob("__init__.py")):
             name = ".".join(path.parent.relative_to(ROOT / package).parts)
-            assert not name or name in rooms, f"give {package}.{name} a place in ROOMS"
+            assert not name or name in places, f"give {package}.{name} a place in ROOMS"
 
 
 def test_no_imports_run_in_a_circle() -> None:

@@ -35,8 +35,8 @@ def between(low: int, high: int, kind: str = "integer") -> dict[str, Any]:
     return {"type": kind, "minimum": low, "maximum": high}
 
 
-def listed(items: object, most: int) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": 1, "maxItems": most, "uniqueItems": True}
+def listed(items: object, limit: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": limit, "uniqueItems": True}
 
 
 def leaves() -> Drawn:

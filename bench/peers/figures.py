@@ -126,7 +126,7 @@ class Spread:
 
     middle: float
     least: float
-    most: float
+    limit: float
     count: int
 
 
@@ -180,7 +180,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     peer: str
     middle: float
     least: float
-    most: float
+    limit: float
     met: bool
 
 
@@ -201,4 +201,4 @@ def judge(goal: Goal, runs: list[Run]) -> Verdict | None:
     if found is None:
         return None
     met = found.middle <= goal.at_most if goal.at_most is not None else found.middle >= goal.at_least
-    return Verdict(goal=goal, peer=peer, middle=found.middle, least=found.least, most=found.most, met=met)
+    return Verdict(goal=goal, peer=peer, middle=found.middle, least=found.least, limit=found.limit, met=met)

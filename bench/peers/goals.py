@@ -22,7 +22,7 @@ def judge_host_time(rows: int, milliseconds: Sequence[float]) -> Verdict:
     found = spread(milliseconds)
     assert found is not None, "measure something first"
     met = found.middle <= HOST_TIME_MS[rows]
-    return Verdict(goal=goal, peer="", middle=found.middle, least=found.least, most=found.most, met=met)
+    return Verdict(goal=goal, peer="", middle=found.middle, least=found.least, limit=found.limit, met=met)
 
 
 def _throughput() -> list[Goal]:

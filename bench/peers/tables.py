@@ -83,7 +83,7 @@ def goal_table(verdicts: Iterable[Verdict]) -> Table:
         goal = one.goal
         bound = f"<= {goal.at_most:g}" if goal.at_most is not None else f">= {goal.at_least:g}x"
         unit = "" if goal.at_most is not None else "x"
-        measured = f"{one.middle:.2f}{unit} ({one.least:.2f} to {one.most:.2f})"
+        measured = f"{one.middle:.2f}{unit} ({one.least:.2f} to {one.limit:.2f})"
         mark = "[green]met[/]" if one.met else "[red]short[/]"
         table.add_row(goal.model, goal.title, goal.ours, one.peer or "itself", measured, bound, mark)
     return table
@@ -141,7 +141,7 @@ def _figure(runs: list[Run], model: str, variant: str, column: Column) -> str:
     digits = column.digits
     if found.count == 1:
         return f"{found.middle:,.{digits}f}"
-    return f"{found.middle:,.{digits}f} ({found.least:,.{digits}f} to {found.most:,.{digits}f})"
+    return f"{found.middle:,.{digits}f} ({found.least:,.{digits}f} to {found.limit:,.{digits}f})"
 
 
 def _times(runs: list[Run], model: str, variant: str, column: Column) -> str:

@@ -244,17 +244,17 @@ class Adapters(NamedTuple):
 NO_ADAPTERS = Adapters()
 
 
-def adapters_told(told: WorkerAdapters) -> Adapters:
+def adapters_of(reported: WorkerAdapters) -> Adapters:
     """Adapters as a worker of ours reported them."""
-    sound = [each for each in told.adapters if not each.error]
+    sound = [each for each in reported.adapters if not each.error]
     return Adapters(
         served=frozenset(each.name for each in sound),
         loaded=frozenset(each.name for each in sound if each.is_loaded),
         digests={each.name: each.digest for each in sound},
-        paths={each.name: each.path for each in told.adapters},
-        failed={each.name: each.error for each in told.adapters if each.error},
-        room=told.room,
-        load_ns=told.read_ms * NS_PER_MS,
+        paths={each.name: each.path for each in reported.adapters},
+        failed={each.name: each.error for each in reported.adapters if each.error},
+        room=reported.room,
+        load_ns=reported.read_ms * NS_PER_MS,
     )
 
 

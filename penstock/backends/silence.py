@@ -60,9 +60,9 @@ class Heartbeat:
         self.silent = 0
         """Beats in a row without a sign of life."""
 
-    def beat(self, *, heard: bool) -> Beat:
-        """One more beat; `heard`: whether anything came since the last one."""
-        if heard:
+    def beat(self, *, received: bool) -> Beat:
+        """One more beat; `received`: whether anything came since the last one."""
+        if received:
             was_doubted = self.silent >= self._doubt_after
             self.silent = 0
             return Beat.TRUST if was_doubted else Beat.NOTHING
@@ -99,7 +99,7 @@ class Gaps:
         self._faded_ns = 0
         """Up to when the longest gap has faded."""
 
-    def after(self, now_ns: int, gap_ns: int, num_events: int, most_ns: int) -> int:
+    def after(self, now_ns: int, gap_ns: int, num_events: int, limit_ns: int) -> int:
         """Of a stream, `num_events` came so long after the one before them: how long it may be silent now; at
         most as the configuration says.
         """
@@ -108,9 +108,9 @@ class Gaps:
             self._fade(now_ns)
         self._longest_ns = max(self._longest_ns, gap_ns)
         if self._num < _EVENTS_MIN:
-            return most_ns
+            return limit_ns
         bound_ns = FACTOR * self._longest_ns
-        return most_ns if bound_ns > most_ns else bound_ns if bound_ns > MIN_NS else min(MIN_NS, most_ns)
+        return limit_ns if bound_ns > limit_ns else bound_ns if bound_ns > MIN_NS else min(MIN_NS, limit_ns)
 
     def timed_out(self, now_ns: int, silent_ns: int) -> None:
         """A stream was given up after so much silence. Several that end together count as one."""

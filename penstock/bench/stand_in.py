@@ -124,10 +124,10 @@ class StandIn:
         return True
 
     def _tokens(self, request: dict[str, Any]) -> list[str]:
-        words, most = self.script.words, request.get("max_tokens")
+        words, words_max = self.script.words, request.get("max_tokens")
         if request.get("ignore_eos"):
-            return [words[place % len(words)] for place in range(most or len(words))]
-        return list(words[:most])
+            return [words[place % len(words)] for place in range(words_max or len(words))]
+        return list(words[:words_max])
 
     def _usage(self, request: dict[str, Any], num_tokens: int) -> dict[str, object]:
         if not self.script.usage:

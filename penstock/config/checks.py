@@ -201,9 +201,9 @@ def _fleet_problems(config: Config) -> Iterator[str]:
             yield f"models[{i}].replicas: 0, and there are no workers: no worker would answer"
         for j, discover in enumerate(model.discover):
             yield from discover_problems(discover, f"models[{i}].discover[{j}]")
-        most = model.scale.max or model.replicas
-        if most > 1 and model.engine.kv_events.endpoint:
-            yield f"models[{i}].engine.kv_events.endpoint: {most} replicas cannot share one address"
+        limit = model.scale.max or model.replicas
+        if limit > 1 and model.engine.kv_events.endpoint:
+            yield f"models[{i}].engine.kv_events.endpoint: {limit} replicas cannot share one address"
         for j, worker in enumerate(model.workers):
             key = f"models[{i}].workers[{j}]"
             yield from worker_problems(worker, key)

@@ -249,9 +249,9 @@ class EngineCore:
         else:
             self._go_on(self.adapters.take_order(order))
 
-    def take_adapter(self, news: AdapterRead) -> None:
+    def take_adapter(self, update: AdapterRead) -> None:
         """An adapter was read, or could not be."""
-        self._go_on(self._adapter_manager().take(news))
+        self._go_on(self._adapter_manager().take(update))
 
     def _adapter_manager(self) -> AdapterManager:
         if self.adapters is None:

@@ -61,13 +61,13 @@ class _Round:
     rows: Int64Array
     firsts: Int64Array
     counts: Int64Array
-    most: Int64Array
+    limit: Int64Array
     blocks: Int32Array
 
     def drafting(self, took_ns: int) -> Drafting:
         """The draft computation."""
-        ends, passes = self.firsts + self.counts, np.maximum(self.most, 1)
-        later = np.maximum(self.most - 1, 0)
+        ends, passes = self.firsts + self.counts, np.maximum(self.limit, 1)
+        later = np.maximum(self.limit - 1, 0)
         chunks = self.counts > 1
         pairs = self.counts * self.firsts + self.counts * (self.counts + 1) // 2
         return Drafting(
@@ -106,10 +106,12 @@ class DraftModel:
         """See `Proposer`."""
         return self._spent
 
-    def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
+    def propose(
+        self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
+    ) -> Int64Array:
         """See `Proposer`."""
         started_ns, found = self._clock.now_ns(), np.zeros(len(rows), np.int64)
-        place, round_ = self._lay_out(rows, known, most, tables)
+        place, round_ = self._lay_out(rows, known, limit, tables)
         if not len(place):
             return found
         if self._parts.model.draft is not None:
@@ -117,7 +119,7 @@ class DraftModel:
         else:
             self._run(round_, tables)
         for i, row in enumerate(round_.rows.tolist()):
-            end, count = int(round_.firsts[i] + round_.counts[i]), int(round_.most[i])
+            end, count = int(round_.firsts[i] + round_.counts[i]), int(round_.limit[i])
             self._valid[row] = end
             # The last guess is drawn, and not computed.
             self._note(tables, row, int(round_.firsts[i]), end + max(count - 1, 0))
@@ -128,13 +130,13 @@ class DraftModel:
         return found
 
     def _lay_out(
-        self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables
+        self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
     ) -> tuple[Int64Array, _Round]:
         """Which of the rows have a part in this round, and what it computes of each."""
         parts, left = self._parts, self._parts.step_tokens
         chosen: list[tuple[int, int, int, int]] = []
         for i, (row, num_known, count) in enumerate(
-            zip(rows.tolist(), known.tolist(), most.tolist(), strict=True)
+            zip(rows.tolist(), known.tolist(), limit.tolist(), strict=True)
         ):
             if num_known >= parts.max_len or not left or len(chosen) == parts.max_drafts:
                 continue
@@ -180,7 +182,7 @@ class DraftModel:
         """All passes in one call."""
         run = self._parts.model.draft
         assert run is not None, "only the native decoder drafts in one call"
-        how, num_passes, keys = SampleRows.of(tables, now.rows, now.rows), int(now.most.max()), None
+        how, num_passes, keys = SampleRows.of(tables, now.rows, now.rows), int(now.limit.max()), None
         bounds = min_p_bounds(how)
         if (how.temperature >= GREEDY_BELOW).any():
             places = (now.firsts + now.counts)[None] + np.arange(num_passes)[:, None]
@@ -195,7 +197,7 @@ class DraftModel:
         run(
             PsDraft(
                 token_ids=token_ids.ctypes.data, rows=now.rows.ctypes.data, firsts=now.firsts.ctypes.data,
-                counts=now.counts.ctypes.data, most=now.most.ctypes.data,
+                counts=now.counts.ctypes.data, limit=now.limit.ctypes.data,
                 block_tables=now.blocks.ctypes.data, draw=draw,
                 num_rows=len(now.rows), ld_tokens=token_ids.shape[1], ld_tables=now.blocks.shape[1],
             )
@@ -204,8 +206,8 @@ class DraftModel:
     def _run(self, now: _Round, tables: RowTables) -> None:
         """Pass by pass: the twin of the native call."""
         token_ids, ends = tables.token_ids, now.firsts + now.counts
-        for i in range(max(int(now.most.max()), 1)):
-            active = int((now.most > i).sum())
+        for i in range(max(int(now.limit.max()), 1)):
+            active = int((now.limit > i).sum())
             rows = now.rows if i == 0 else now.rows[:active]
             firsts = now.firsts if i == 0 else ends[:active] + (i - 1)
             counts = now.counts if i == 0 else np.ones(active, np.int64)

@@ -67,7 +67,7 @@ class Proposes(Protocol):
         ...
 
     def propose(
-        self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: "RowTables"
+        self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: "RowTables"
     ) -> Int64Array:
         """Write guesses of the tokens behind the `known` ones of each row into `tables.token_ids`, at most so
         many; how many there are of each.
@@ -111,11 +111,11 @@ class RowTables:
         if proposer is None:
             return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
         proposer.begin(plan, fresh)
-        most = np.fromiter((work.drafts for work in plan.work), np.int64, len(plan.work))
-        drafted, where = np.zeros_like(most), np.flatnonzero(most)
+        limit = np.fromiter((work.drafts for work in plan.work), np.int64, len(plan.work))
+        drafted, where = np.zeros_like(limit), np.flatnonzero(limit)
         if len(where):
             known = computed[where].astype(np.int64) + 1
-            drafted[where] = proposer.propose(rows[where], known, most[where], self)
+            drafted[where] = proposer.propose(rows[where], known, limit[where], self)
         if not drafted.any():
             return self._lay_out(rows, computed, num_tokens, samples, scores, fresh)
         num_tokens += drafted.astype(np.int32)

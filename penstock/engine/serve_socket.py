@@ -129,9 +129,9 @@ class WorkerServer:
         """Announce `state` if there are no requests, so that none comes any more; how many there are."""
         return asyncio.run_coroutine_threadsafe(self._stop_taking(state), self._loop).result()
 
-    def report(self, news: Fault | StaysAwake) -> None:
+    def report(self, message: Fault | StaysAwake) -> None:
         """Tell every gateway of it, once."""
-        self._loop.call_soon_threadsafe(self._send_to_all, news)
+        self._loop.call_soon_threadsafe(self._send_to_all, message)
 
     def use_grammars(self, compiler: "GrammarCompiler") -> None:
         """Compile the grammars that requests bring. Before the worker is ready."""

@@ -53,7 +53,9 @@ class Proposer(Protocol):
         """The time that guessing for the step took, where that is worth counting."""
         ...
 
-    def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
+    def propose(
+        self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
+    ) -> Int64Array:
         """Write guesses of the tokens behind the `known` ones of each row into `tables.token_ids`, at most so
         many; how many there are of each. They must be tokens of the model.
         """
@@ -96,24 +98,26 @@ class PromptLookup:
         """See `Proposer`: microseconds."""
         return None
 
-    def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
+    def propose(
+        self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
+    ) -> Int64Array:
         """See `Proposer`."""
         token_ids, found = tables.token_ids, np.zeros(len(rows), np.int64)
         if self._native is None:
-            for i, (row, num_known, count) in enumerate(zip(rows, known, most, strict=True)):
+            for i, (row, num_known, count) in enumerate(zip(rows, known, limit, strict=True)):
                 found[i] = _guess(token_ids[row], int(num_known), int(count))
             return found
         self._native.lookup(
             PsLookup(
                 token_ids=token_ids.ctypes.data, rows=rows.ctypes.data, known=known.ctypes.data,
-                most=most.ctypes.data, found=found.ctypes.data, num_rows=len(rows),
+                limit=limit.ctypes.data, found=found.ctypes.data, num_rows=len(rows),
                 ld_tokens=token_ids.shape[1], match_min=MATCH_MIN, match_max=MATCH_MAX,
             )
         )  # fmt: skip
         return found
 
 
-def _guess(token_ids: Int32Array, num_known: int, most: int) -> int:
+def _guess(token_ids: Int32Array, num_known: int, limit: int) -> int:
     """Write guesses behind the known tokens of one row; how many."""
     known = token_ids[:num_known]
     ends = np.flatnonzero(known[:-1] == known[-1])  # Of runs that may be repeated: of one token so far.
@@ -130,9 +134,9 @@ def _guess(token_ids: Int32Array, num_known: int, most: int) -> int:
     if longest < MATCH_MIN:
         return 0
     first = int(ends[np.flatnonzero(lengths == longest)[-1]]) + 1
-    for i in range(most):  # One by one: where the run continues into the guesses, it is a period.
+    for i in range(limit):  # One by one: where the run continues into the guesses, it is a period.
         token_ids[num_known + i] = token_ids[first + i]
-    return most
+    return limit
 
 
 def verified(
@@ -159,9 +163,9 @@ def verified(
     now = _without(np.arange(len(rows)), singly)
     while len(now):
         where = as_tensor(now)
-        found, news = draw(logits if len(now) == len(rows) else logits[where], rows[now], positions[now])
+        found, later = draw(logits if len(now) == len(rows) else logits[where], rows[now], positions[now])
         drawn[now] = found.numpy()
-        follows.update({int(now[index]): what for index, what in news.items()})
+        follows.update({int(now[index]): what for index, what in later.items()})
         # The tokens that may follow in a row with a grammar depend on this one.
         right = [at for at in singly if drawn[at] == drafts[at] and at not in follows]
         singly = {at + 1: singly[at] for at in right if at < singly[at]}
@@ -175,14 +179,14 @@ def verified(
     kept = starts[of_row] + offsets
     tells = any(tables.logprobs[row] is not None for row in rows[starts].tolist())
     place = {int(at): i for i, at in enumerate(kept)}
-    told = results(
+    reported = results(
         logits[as_tensor(kept)] if tells else logits,
         as_tensor(drawn[kept]),
         rows[kept],
         tables.logprobs,
         {place[at]: what for at, what in follows.items()},
     )
-    return _by_row(told, num_right, drafted)
+    return _by_row(reported, num_right, drafted)
 
 
 def _without(index: Int64Array, singly: Mapping[int, int]) -> Int64Array:
@@ -193,13 +197,13 @@ def _without(index: Int64Array, singly: Mapping[int, int]) -> Int64Array:
     return index[~is_later]
 
 
-def _by_row(told: tuple[Sampled, ...], num_right: Int64Array, drafted: Int64Array) -> tuple[Sampled, ...]:
+def _by_row(reported: tuple[Sampled, ...], num_right: Int64Array, drafted: Int64Array) -> tuple[Sampled, ...]:
     """One for each row, with what follows it inside."""
     found: list[Sampled] = []
     first = 0
     for right, count in zip(num_right.tolist(), drafted.tolist(), strict=True):
-        one, end = told[first], first + 1 + right
-        found.append(replace(one, follows=told[first + 1 : end], drafted=count) if count else one)
+        one, end = reported[first], first + 1 + right
+        found.append(replace(one, follows=reported[first + 1 : end], drafted=count) if count else one)
         first = end
-    assert first == len(told), "every token is some row's"
+    assert first == len(reported), "every token is some row's"
     return tuple(found)

@@ -292,7 +292,7 @@ def _layer_shapes(spec: DecoderSpec) -> list[tuple[int, int]]:
 
 
 def _widened_bytes(spec: DecoderSpec, more: int) -> int:
-    """What matrices take in a type of so many more bytes."""
+    """Bytes that the matrices take more in a type with so many more bytes per number."""
     layer = sum(n * k for n, k in _layer_shapes(spec))
     head = 0 if spec.embeds else spec.vocab_size * spec.hidden_size
     return more * (spec.num_layers * layer + head)

@@ -313,7 +313,7 @@ def run_steps(
             now = core.stats()
             server.report(StaysAwake(now.running + now.waiting + core.num_held))
         if core.adapters is not None and core.adapters.changed:
-            server.publish_adapters(core.adapters.told())
+            server.publish_adapters(core.adapters.reported())
         if mail:
             # Before the step: should it never return, then the gateway knows that there was work.
             server.publish(step, {}, core.stats())

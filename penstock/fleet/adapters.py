@@ -61,13 +61,13 @@ class AdapterKeeper:
         self._registry, self._log = registry, log
         self._configured: dict[str, dict[str, AdapterSource]] = {}
         self._wanted: dict[str, dict[str, AdapterSource]] = {}
-        self._told: set[WorkerId] = set()
+        self._reported: set[WorkerId] = set()
         """Ready workers that know all that is wanted."""
         self._complained: set[tuple[WorkerId, str, str]] = set()
         self._adopted: dict[str, dict[str, str]] = {}
         self._places = places
         self._kept: dict[WorkerId, tuple[str, ...]] = {}
-        self._news = asyncio.Event()
+        self._wake = asyncio.Event()
         registry.listen(self._changed)
 
     def configure(self, models: Mapping[str, Mapping[str, str]]) -> None:
@@ -86,7 +86,7 @@ class AdapterKeeper:
                     self._tell_load(route, name, source)
             self._configured[route] = new
             self._declare(route)
-        self._news.set()
+        self._wake.set()
 
     def adopt(self, loaded: Mapping[str, Mapping[str, str]]) -> None:
         """The adapters that operators have loaded and unloaded at any process of this server: by model the
@@ -105,7 +105,7 @@ class AdapterKeeper:
                     self._tell_load(route, name, source)
             self._adopted[route] = dict(sources)
             self._declare(route)
-        self._news.set()
+        self._wake.set()
 
     def carry_out(self, order: ResidencyOrder) -> None:
         """Tell a worker what to have in memory (policy/placement/adapters.py)."""
@@ -172,12 +172,12 @@ class AdapterKeeper:
             raise NotFound(f"The adapter '{name[:64]}' cannot be found.", param="lora_name")
         self._tell_unload(route, name)
         self._declare(route)
-        self._news.set()
+        self._wake.set()
         try:
             async with asyncio.timeout(UNLOAD_TIMEOUT_S):
                 while name in self._registry.of(route).adapters:
-                    self._news.clear()
-                    await self._news.wait()
+                    self._wake.clear()
+                    await self._wake.wait()
         except TimeoutError:
             raise WorkerUnavailable(f"A worker still has the adapter '{name[:64]}'.") from None
 
@@ -185,20 +185,20 @@ class AdapterKeeper:
         """Why workers could not load it, when all have said something."""
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             while True:
-                self._news.clear()
+                self._wake.clear()
                 if self._wanted.get(route, {}).get(name) != source:
                     raise InvalidRequest(
                         f"The adapter '{name}' was unloaded, or loaded from elsewhere, meanwhile.",
                         param="lora_name",
                     )
-                told = [
+                reported = [
                     _answer(worker, name, source)
                     for worker in self._registry.of(route)
                     if worker.is_ready and _takes(worker)
                 ]
-                if all(each is not None for each in told):
-                    return [each for each in told if each]
-                await self._news.wait()
+                if all(each is not None for each in reported):
+                    return [each for each in reported if each]
+                await self._wake.wait()
 
     def _takers(self, route: str) -> Iterator[LoadsAdapters]:
         for worker in self._registry.of(route):
@@ -224,17 +224,17 @@ class AdapterKeeper:
         self._registry.of(route).declare_adapters(frozenset(names))
 
     def _changed(self, worker: Worker) -> None:
-        self._news.set()
+        self._wake.set()
         wanted = self._wanted.get(worker.route)
         if not wanted:
             return
         if worker.state is WorkerState.GONE or not worker.is_ready:
-            self._told.discard(worker.id)
+            self._reported.discard(worker.id)
             if worker.state is WorkerState.GONE:
                 self._kept.pop(worker.id, None)
             return
-        if worker.id not in self._told and (backend := _takes(worker)) is not None:
-            self._told.add(worker.id)
+        if worker.id not in self._reported and (backend := _takes(worker)) is not None:
+            self._reported.add(worker.id)
             for name, source in wanted.items():
                 backend.load_adapter(name, source.path, source.digest)
             if names := self._kept.get(worker.id):

@@ -77,9 +77,9 @@ class KVEventSubscriber:
         self._config, self._log, self._worker = config, log, worker
         self._replay_address = replay
         self._context: Any = zmq.asyncio.Context()
-        self._news = asyncio.Event()  # Something is to be asked for.
+        self._wake = asyncio.Event()  # Something is to be asked for.
         self._tasks: list[asyncio.Task[None]] = []
-        self._told: StreamState | None = None
+        self._reported: StreamState | None = None
         try:
             self._sub = self._socket(zmq.SUB, events, "kv_events", subscribe=True)
             if replay:
@@ -90,7 +90,7 @@ class KVEventSubscriber:
 
     def start(self) -> None:
         """Listen from now on."""
-        self._news.set()
+        self._wake.set()
         self._tasks = [
             asyncio.create_task(self._listen(), name=f"KV events of {self._worker}"),
             asyncio.create_task(self._ask(), name=f"KV replays of {self._worker}"),
@@ -133,7 +133,7 @@ class KVEventSubscriber:
             if self._monitor in ready:
                 await self._monitor.recv_multipart()
                 self.cache_view.reconnected()
-                self._news.set()
+                self._wake.set()
             elif self._sub in ready:
                 await self._take_some()
             self._tell()
@@ -151,7 +151,7 @@ class KVEventSubscriber:
                 continue
             cache_view.live(int.from_bytes(frames[1], "big"), frames[2])
             if cache_view.wanted is not None:
-                self._news.set()
+                self._wake.set()
 
     # --- what is asked for -----------------------------------------------------------------------------
 
@@ -159,10 +159,10 @@ class KVEventSubscriber:
         while True:
             try:
                 async with asyncio.timeout(self._config.check_s):
-                    await self._news.wait()
+                    await self._wake.wait()
             except TimeoutError:
                 pass  # Nothing is known to be missing: that is what is checked.
-            self._news.clear()
+            self._wake.clear()
             if self.cache_view.names.refused:
                 continue
             first = self.cache_view.ask()
@@ -174,7 +174,7 @@ class KVEventSubscriber:
             self.cache_view.end_of_replay(is_answered=is_answered)
             self._tell()
             if self.cache_view.wanted is not None:
-                self._news.set()
+                self._wake.set()
             await sleep(REPLAY_PAUSE_S)
 
     async def _replay(self, first: int) -> bool:
@@ -204,17 +204,17 @@ class KVEventSubscriber:
     def _tell(self) -> None:
         """Say in the log what changed, once."""
         state, refused = self.cache_view.state, self.cache_view.names.refused
-        if state is self._told:
+        if state is self._reported:
             return
         if refused and state is StreamState.UNKNOWN:
             self._log.error(
                 "a worker's KV events are of no use: only predictions count", worker=self._worker, why=refused
             )
-        elif state is StreamState.SYNCED and self._told is not StreamState.SYNCED:
+        elif state is StreamState.SYNCED and self._reported is not StreamState.SYNCED:
             self._log.info(
                 "a worker's KV events are heard", worker=self._worker, gaps=self.cache_view.num_gaps
             )
-        self._told = state
+        self._reported = state
 
 
 class KVWatch:

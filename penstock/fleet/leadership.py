@@ -259,7 +259,7 @@ class Leadership:
             self._outbox.extendleft(reversed(messages))
             raise
         self._offset_ns = beat.at_us * NS_PER_US - (began_ns + self._clock.now_ns()) // 2
-        is_told: bool = beat.version >= self._version  # Else the store has lost its memory.
+        is_reported: bool = beat.version >= self._version  # Else the store has lost its memory.
         self._version, self.holder = beat.version, beat.holder
         self._known = max(self._known, beat.token)
         if beat.holder != self.me:
@@ -269,7 +269,7 @@ class Leadership:
             self._log.info("this server decides for all", token=beat.token)
             self._adopt(beat.state or self._followed, leads=True)
             self._followed = b""
-        self._left = state if beat.token == led and is_told else b""
+        self._left = state if beat.token == led and is_reported else b""
         self._token, self._until_ns = beat.token, began_ns + int((LEASE_S - MARGIN_S) * NS_PER_S)
         for body in [*beat.messages, *messages]:
             await self._take(_messages.decode(body))

@@ -410,7 +410,7 @@ def launched(
     They share `cores`; 0: each has those of its place. With a bound on memory they start asleep. `scaled` are
     those of a model that scales, each with what Ray sets aside for it: as many as there may be share `cores`.
     """
-    name, most = served_name(model), model.scale.max or model.replicas
+    name, limit = served_name(model), model.scale.max or model.replicas
     if scaled is None:
         scaled = [(WorkerId(f"{name}-{number}"), None) for number in range(model.replicas)]
     for worker_id, ray_resources in scaled:
@@ -418,7 +418,9 @@ def launched(
             worker_id=worker_id,
             model_path=path,
             model_name=ModelName(name),
-            engine=replace(EngineSettings.of(share_of(model.engine, most, cores)), memory_bytes=memory_bytes),
+            engine=replace(
+                EngineSettings.of(share_of(model.engine, limit, cores)), memory_bytes=memory_bytes
+            ),
             asleep=memory_bytes > 0,
             ray_resources=ray_resources,
         )

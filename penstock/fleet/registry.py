@@ -69,7 +69,7 @@ class Worker:
     cell: CellConfig | None = None  # It is a peer cell; None: a worker of this one.
     places: frozenset[str] = frozenset()
     """Where it is (`types.PLACE`); empty where there are no cells."""
-    heard_ns: int = 0
+    received_ns: int = 0
     """When it last said anything; 0: never."""
     problem: str = ""
     """Why it was refused; empty if it was not."""
@@ -82,11 +82,11 @@ class Worker:
     @property
     def capabilities(self) -> frozenset[str] | None:
         """Its capabilities beyond plain text, and its place; None: it has not said yet."""
-        told = self.backend.status.capabilities
-        if told is None or not self.places:
-            return told
-        if self._able[0] is not told:
-            self._able = told, told | self.places
+        reported = self.backend.status.capabilities
+        if reported is None or not self.places:
+            return reported
+        if self._able[0] is not reported:
+            self._able = reported, reported | self.places
         return self._able[1]
 
     @property
@@ -142,7 +142,7 @@ class RouteWorkers:
     """
 
     __slots__ = (
-        "_abilities", "_adapters", "_adapters_told", "_declared", "_infos", "_ready", "_workers",
+        "_abilities", "_adapters", "_adapters_reported", "_declared", "_infos", "_ready", "_workers",
         "adapter_digests", "adapters", "capabilities", "info", "kinds", "lacks_common", "name", "to_come",
     )  # fmt: skip
 
@@ -169,7 +169,7 @@ class RouteWorkers:
         """Whether any of them lacks what nearly every engine has."""
         self._abilities: dict[WorkerId, frozenset[str]] = {}
         self._adapters: dict[WorkerId, frozenset[str]] = {}
-        self._adapters_told: dict[WorkerId, Adapters] = {}
+        self._adapters_reported: dict[WorkerId, Adapters] = {}
         self._workers: dict[WorkerId, Worker] = {}
         self._infos: dict[WorkerId, ModelInfo] = {}
         self._ready: dict[WorkerId, str] = {}
@@ -183,9 +183,9 @@ class RouteWorkers:
 
     def adapter_counts(self) -> dict[str, int]:
         """Adapters that its workers serve, and how many have each loaded. O(workers times adapters)."""
-        told = [each.backend.status.adapters for each in self]
-        counts = dict.fromkeys((name for each in told for name in sorted(each.served)), 0)
-        for each in told:
+        reported = [each.backend.status.adapters for each in self]
+        counts = dict.fromkeys((name for each in reported for name in sorted(each.served)), 0)
+        for each in reported:
             for name in each.loaded & each.served:
                 counts[name] += 1
         return counts
@@ -220,7 +220,7 @@ class RouteWorkers:
         self._take_ready(worker, is_ready=False)
         del self._workers[worker.id]
         self._take_adapters(worker, NO_ADAPTERS)
-        self._adapters_told.pop(worker.id, None)
+        self._adapters_reported.pop(worker.id, None)
         self._take_abilities(worker, None)
         if self._infos.pop(worker.id, None) is not None and self._infos:
             self._agree()
@@ -321,17 +321,17 @@ class RouteWorkers:
         self.adapters = names.union(*self._adapters.values())
 
     def _take_adapters(self, worker: Worker, adapters: Adapters) -> None:
-        if adapters is self._adapters_told.get(worker.id):
+        if adapters is self._adapters_reported.get(worker.id):
             return
-        self._adapters_told[worker.id] = adapters
+        self._adapters_reported[worker.id] = adapters
         self._adapters[worker.id] = adapters.served
         if not adapters.served:
             del self._adapters[worker.id]
         self.adapters = self._declared.union(*self._adapters.values())
-        told = list(self._adapters_told.values())
+        reported = list(self._adapters_reported.values())
         for name, digest in adapters.digests.items():
             known = self.adapter_digests.get(name)
-            if known is None or not any(each.digests.get(name) == known for each in told):
+            if known is None or not any(each.digests.get(name) == known for each in reported):
                 self.adapter_digests[name] = digest
 
     def _agree(self) -> None:
@@ -475,7 +475,7 @@ class Registry:
         now_ns, status = self._clock.now_ns(), worker.backend.status
         event = EVENT_OF[status.phase]
         if status.phase in _SPOKEN:
-            worker.heard_ns = now_ns
+            worker.received_ns = now_ns
         was_silent, worker.is_silent = worker.is_silent, status.phase is Phase.SUSPECT
         if was_silent and status.phase is Phase.READY:
             event = WorkerEvent.TRUSTED

@@ -307,8 +307,8 @@ class RolloutLeader:
 
     def seen(self) -> bytes:
         """See `LedPart`."""
-        untold, self._untold = self._untold, []
-        return _encoder.encode(untold) if untold else b""
+        unreported, self._untold = self._untold, []
+        return _encoder.encode(unreported) if unreported else b""
 
     def hear(self, who: str, body: bytes) -> None:
         """See `LedPart`."""

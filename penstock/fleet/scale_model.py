@@ -20,7 +20,7 @@ from penstock.types import WorkerId
 KEPT_MAX, MOVES_MAX = 180, 50
 """Looks (a quarter of an hour), and decisions that changed something, which are told."""
 FOR_S_MAX = 30 * 24 * 3600.0
-HEARD_S = 5.0
+RECEIVED_S = 5.0
 """Requests that wait at another server count for so long after it told them."""
 _NOT_LOAD = frozenset({"rejected", "limited"})
 """Outcomes of requests that no worker would have had to answer."""
@@ -59,7 +59,7 @@ class ModelScale:
         """Requests that wait at other servers, and when that was heard."""
         self.shared = tuple(pool for pool in self.pools if isinstance(pool, SharedPool))
         """Pools whose workers are there for several servers."""
-        self.told: ScaleReport | None = None
+        self.reported: ScaleReport | None = None
         """As the server that decides has it; None: that is this one."""
         self.leaving: tuple[WorkerId, ...] = ()
         """Workers that leave, by the server that decides."""
@@ -111,7 +111,7 @@ class ModelScale:
 
     def waits_elsewhere(self, now_ns: int) -> int:
         """Requests in the queues of other servers, by what these told of late."""
-        oldest_ns = now_ns - int(HEARD_S * NS_PER_S)
+        oldest_ns = now_ns - int(RECEIVED_S * NS_PER_S)
         self._elsewhere = {who: each for who, each in self._elsewhere.items() if each[0] >= oldest_ns}
         return sum(waiting for _, waiting in self._elsewhere.values())
 
@@ -182,8 +182,8 @@ class ModelScale:
 
     def report(self, *, decides: bool, leader: str) -> ScaleReport:
         """How things are, as operators see them."""
-        if self.told is not None and not decides:
-            return msgspec.structs.replace(self.told, leads=False, leader=leader)
+        if self.reported is not None and not decides:
+            return msgspec.structs.replace(self.reported, leads=False, leader=leader)
         states, decision, scale = self.states(), self.decision, self.scale
         targets = {state.name: state.ready + state.pending for state in states}
         if decision is not None and not decision.is_frozen:

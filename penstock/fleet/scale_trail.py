@@ -79,7 +79,7 @@ class Trail:
             self._pending.append(_encode(TrailLine(seen=seen, room=room, decision=decision)))
 
     @property
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether there is something to write."""
         return bool(self._pending)
 

@@ -98,7 +98,7 @@ class ScaleLeader:
         """Requests in the queues of all gateway processes, by model."""
         self.publish: Callable[[Mapping[str, float]], None] = lambda _: None
         """Told which models requests may wait for although they have no worker, and for how many seconds."""
-        self._told: dict[str, float] | None = None
+        self._reported: dict[str, float] | None = None
         self._to_come: dict[str, float] = {}
         """The same of models for which another server decides."""
         self._saved_ns = clock.now_ns()
@@ -123,7 +123,7 @@ class ScaleLeader:
             await asyncio.wait([task])
             await self._save()
 
-    def heard(self, rows: Iterable[tuple[Series, Counts]]) -> None:
+    def received(self, rows: Iterable[tuple[Series, Counts]]) -> None:
         """Requests have ended."""
         for series, counts in rows:
             if (model := self._models.get(series.model)) is None:
@@ -218,7 +218,7 @@ class ScaleLeader:
             if self._decides(model):  # That may have taken a while.
                 await self._look(model, self._room(model))
         self._publish()
-        if self._trail.has_news:
+        if self._trail.has_changes:
             await asyncio.to_thread(self._trail.write)
         if now_ns - self._saved_ns >= SAVE_S * NS_PER_S:
             await self._save()
@@ -250,18 +250,18 @@ class ScaleLeader:
     def _room(self, model: ModelScale) -> Room:
         """The smallest one that a budget leaves. Money is counted in workers of the model's dearest pool."""
         states = {name: each.states() for name, each in self._models.items()}
-        rooms = [Room()]
+        places = [Room()]
         if self._accelerators_max:
             used = sum(p.ready + p.pending + p.draining for found in states.values() for p in found)
             by = f"fleet.accelerators_max is {self._accelerators_max}"
-            rooms.append(Room(workers=max(0, self._accelerators_max - used), by=by))
+            places.append(Room(workers=max(0, self._accelerators_max - used), by=by))
         price = max((pool_config(model.scale, p.name).price for p in model.pools), default=0.0)
         if self._per_hour_max and price:
             spent = sum(per_hour(self._models[name].scale, found) for name, found in states.items())
             left = max(0.0, self._per_hour_max - spent)
             by = f"fleet.per_hour_max is {self._per_hour_max:g}"
-            rooms.append(Room(workers=int((left + 1e-9) / price), by=by))
-        return min(rooms, key=lambda room: room.workers)
+            places.append(Room(workers=int((left + 1e-9) / price), by=by))
+        return min(places, key=lambda room: room.workers)
 
     async def _look(self, model: ModelScale, room: Room) -> None:
         now_ns, wall_ns = self._clock.now_ns(), self._wall_ns(model)
@@ -307,14 +307,14 @@ class ScaleLeader:
         return AtWorkers(running, used / total if total else 0.0, headroom)
 
     def _publish(self) -> None:
-        told = {
+        reported = {
             each.model: each.scaler.state.learned.cold.expected_s
             for each in self._models.values()
             if self._decides(each) and each.comes()
         } | self._to_come
-        if told != self._told:
-            self._told = told
-            self.publish(told)
+        if reported != self._reported:
+            self._reported = reported
+            self.publish(reported)
 
     def _report(self, each: ModelScale) -> ScaleReport:
         leader = self._leadership.holder if self._leadership is not None and each.is_shared else ""
@@ -345,7 +345,7 @@ class ScaleLeader:
         for name, found in led.items():
             if (model := self._models.get(name)) is None or not model.is_shared:
                 continue
-            model.told, model.leaving = found.report, found.leaving
+            model.reported, model.leaving = found.report, found.leaving
             if leads:
                 self._take_up(model, found.kept)
         for model in self._models.values():

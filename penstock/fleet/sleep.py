@@ -73,7 +73,7 @@ class SleepKeeper:
         """Of each worker: its epoch, and the requests that had ended."""
         self._asleep_bytes: dict[WorkerId, int] = {}
         """The memory of its process when it last slept."""
-        self._news = asyncio.Event()
+        self._wake = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self._waking: set[asyncio.Task[None]] = set()
@@ -179,10 +179,10 @@ class SleepKeeper:
             left_s = (patient_until_ns - self._clock.now_ns()) / NS_PER_S
             if isinstance(found, NoRoom) and found.busy and left_s > 0:
                 refused.clear()
-                self._news.clear()
+                self._wake.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(left_s):
-                        await self._news.wait()
+                        await self._wake.wait()
                 continue
             if isinstance(found, NoRoom):
                 who = ", ".join(f"'{name}'" for name in found.busy[:8])
@@ -220,8 +220,8 @@ class SleepKeeper:
         try:
             async with asyncio.timeout(timeout_s):
                 while not happened():
-                    self._news.clear()
-                    await self._news.wait()
+                    self._wake.clear()
+                    await self._wake.wait()
         except TimeoutError:
             return
 
@@ -271,7 +271,7 @@ class SleepKeeper:
         return [worker for worker in self._registry.of(route) if _is_launched(worker)]
 
     def _changed(self, worker: Worker) -> None:
-        self._news.set()
+        self._wake.set()
         status = worker.backend.status
         if status.asleep is not None:
             self._asleep_bytes[worker.id] = status.asleep.memory_bytes
@@ -287,8 +287,8 @@ class SleepKeeper:
 
 
 def _why_asleep(worker: Worker) -> str:
-    told = worker.backend.status.asleep
-    return "" if told is None else told.why
+    reported = worker.backend.status.asleep
+    return "" if reported is None else reported.why
 
 
 def _is_launched(worker: Worker) -> bool:

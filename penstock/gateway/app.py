@@ -138,7 +138,7 @@ class Gateway:
             notes=self.notes,
             peers=peers,
         )
-        self._counters = FairCounters([*map(str, models)], self._dispatcher.control.lane)
+        self._counters = FairCounters([*map(str, models)], self._dispatcher.control.model_queue)
         self._fair = FairExchange(self._counters, config.shared, peers, gateway=name)
         self._leader = self._lead_rollouts(tools.leadership) if peers is None else None
         self._inspect = Inspect(self._services, metrics, version=__version__, members=members, peers=peers)
@@ -164,7 +164,7 @@ class Gateway:
             services, metrics = self._services, self._metrics
             scaler.notes, scaler.publish = self.notes, self.expect
             scaler.waiting = lambda: {k: v.waiting for k, v in model_numbers(services, metrics).items()}
-            self._watch.history.on_rows = scaler.heard
+            self._watch.history.on_rows = scaler.received
             self._inspect.measure = lambda: scaler.measure(metrics.scale_wanted)
         return scaler
 
@@ -231,7 +231,7 @@ class Gateway:
         self._pulse = asyncio.create_task(self._beat(), name="gateway-pulse")
         self.tenancy.start()
         if self._peers is not None:
-            latest = self._services.recent.take_untold
+            latest = self._services.recent.take_unreported
             await self._peers.start(self._inspect.snapshot, self._counters, self._recorder, latest)
         self._fair.start()
         return address
@@ -403,7 +403,7 @@ class Gateway:
         heartbeat_s = self._limits.heartbeat_s
         period_s = tick_s(heartbeat_s)
         ticks = max(1, round(heartbeat_s / period_s))
-        told_ns = 0
+        warned_ns = 0
         stretched = StretchedPromises(self._config.admission, self._log)
         while True:
             before_ns = self._clock.now_ns()
@@ -423,13 +423,13 @@ class Gateway:
                     failures=leases.num_failures,
                     num_gateways=leases.num_gateways,
                 )
-            if before_ns - told_ns >= NS_PER_S:  # Counting takes a millisecond.
-                told_ns = before_ns
+            if before_ns - warned_ns >= NS_PER_S:  # Counting takes a millisecond.
+                warned_ns = before_ns
                 self._metrics.kv_index_stats(self._kv.statistics(before_ns))
                 self._trails.sample()
                 self._tell_of_rollouts()
                 for model in self._services.models:
-                    stretched.look(model.name, self._dispatcher.control.lane(model.name))
+                    stretched.look(model.name, self._dispatcher.control.model_queue(model.name))
                     self._left_alone.look(model.name)
             if heartbeat_s > 0:
                 self._dispatcher.heartbeat(ticks)

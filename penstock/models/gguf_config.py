@@ -266,8 +266,8 @@ def gguf_quantization(gguf: Gguf) -> Quantization | None:
     for name, tensor in gguf.tensors.items():
         if name.startswith("blk.") and len(tensor.shape) > 1:
             sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + prod(tensor.shape)
-    most = max(sizes, key=lambda name: (sizes[name], name), default="F32")
-    return Quantization(method="gguf", bits=_BITS[most], layout=most) if most in _BITS else None
+    kind = max(sizes, key=lambda name: (sizes[name], name), default="F32")
+    return Quantization(method="gguf", bits=_BITS[kind], layout=kind) if kind in _BITS else None
 
 
 class _Keys:

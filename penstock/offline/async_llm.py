@@ -152,15 +152,15 @@ class AsyncLLM:
         answer, requests = self._engine.new_answer(prompt, params, lora, request_id)
         if answer.request_id in self._running:
             raise InvalidRequest(f"the request id '{answer.request_id}' is taken", param="request_id")
-        news = asyncio.Event()  # Not a queue: a slow reader gets more at once.
-        answer.on_news = news.set
+        changed = asyncio.Event()  # Not a queue: a slow reader gets more at once.
+        answer.on_change = changed.set
         running = asyncio.create_task(self._engine.run(answer, requests), name=f"request {answer.request_id}")
-        running.add_done_callback(lambda _: news.set())
+        running.add_done_callback(lambda _: changed.set())
         self._running[answer.request_id] = running
         try:
             while not running.done():
-                await news.wait()
-                news.clear()
+                await changed.wait()
+                changed.clear()
                 is_last = running.done() or answer.is_finished  # It is given behind the loop.
                 if not is_last and params.output_kind is not RequestOutputKind.FINAL_ONLY:
                     yield answer.output()

@@ -249,11 +249,11 @@ class OfflineEngine:
                 raise WorkerUnavailable(
                     f"the engine does not run: {backend.status.stage if backend else 'not started'}"
                 )
-            told = backend.status.adapters
-            if backend.status.ready and (not adapter or adapter in told.served):
+            reported = backend.status.adapters
+            if backend.status.ready and (not adapter or adapter in reported.served):
                 return
-            if adapter in told.failed:
-                raise WorkerUnavailable(f"the adapter '{adapter}' cannot be had: {told.failed[adapter]}")
+            if adapter in reported.failed:
+                raise WorkerUnavailable(f"the adapter '{adapter}' cannot be had: {reported.failed[adapter]}")
             self._changed.clear()
             await self._changed.wait()
 
@@ -292,12 +292,12 @@ class OfflineEngine:
             backend.load_adapter(name, source.path, source.digest)
         try:
             async with asyncio.timeout(ADAPTER_TIMEOUT_S):
-                while name not in (told := backend.status.adapters).served:
-                    if name in told.failed:
+                while name not in (reported := backend.status.adapters).served:
+                    if name in reported.failed:
                         self._adapters.pop(name, None)
                         backend.unload_adapter(name)
                         raise _wrong(
-                            "lora_request", f"the adapter '{name}' cannot be loaded: {told.failed[name]}"
+                            "lora_request", f"the adapter '{name}' cannot be loaded: {reported.failed[name]}"
                         )
                     if backend.status.phase in (Phase.DOWN, Phase.DRAINING):
                         raise WorkerUnavailable(f"the engine does not run: {backend.status.stage}")

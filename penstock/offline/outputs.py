@@ -137,7 +137,7 @@ class OutputChoice:
         self.logprobs.extend(delta.logprobs)
         if delta.text:
             self._texts.append(delta.text)
-        self._answer.has_news()
+        self._answer.has_changes()
 
     def on_finish(self, finish: Finish) -> None:
         """See `Sink`."""
@@ -148,7 +148,7 @@ class OutputChoice:
     def end(self, finish: Finish) -> None:
         """It was its last stream."""
         self.finish = finish
-        self._answer.has_news()
+        self._answer.has_changes()
 
     def text(self, since: int = 0) -> str:
         """The answer so far, from this piece on."""
@@ -177,17 +177,17 @@ class GeneratedAnswer:
     ) -> None:
         self.request_id, self.prompt, self.params, self.lora = request_id, prompt, params, lora
         self.choices = [OutputChoice(self) for _ in range(params.n)]
-        self.on_news: Callable[[], None] = _nothing
+        self.on_change: Callable[[], None] = _nothing
         """Called when there is more to show."""
         self._clock = clock
         self._began_ns, self._first_ns = clock.now_ns(), 0
         self._shown = [(0, 0, 0) for _ in self.choices]
         """Of each choice, the tokens, log-probabilities and pieces of text that were shown in a `DELTA`."""
 
-    def has_news(self) -> None:
+    def has_changes(self) -> None:
         """A choice has heard something."""
         self._first_ns = self._first_ns or self._clock.now_ns()
-        self.on_news()
+        self.on_change()
 
     @property
     def is_finished(self) -> bool:

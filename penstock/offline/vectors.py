@@ -84,17 +84,17 @@ def texts_of(
     info = engine.info
     if not makes_vectors(info) or info.pooling == _SCORES:
         raise Unsupported(f"the model '{info.model}' makes no vectors of texts.", param="model")
-    most = text_tokens_max(truncate_prompt_tokens, info.max_model_len)
+    limit = text_tokens_max(truncate_prompt_tokens, info.max_model_len)
     for i, given in enumerate(prompts):
         try:
             prompt = engine.prompts.plain(given)
         except InvalidRequest as error:
             error.args = (f"prompt {i}: {error}",)
             raise
-        if prompt.text is not None and most:
-            (tokens,) = text_tokens(engine.prompts.tokenizer, [prompt.text], most=most)
+        if prompt.text is not None and limit:
+            (tokens,) = text_tokens(engine.prompts.tokenizer, [prompt.text], limit=limit)
         else:
-            tokens = TextTokens(prompt.token_ids[: most or None])
+            tokens = TextTokens(prompt.token_ids[: limit or None])
         yield _checked(tokens, info, f"prompt {i}")
 
 
@@ -108,13 +108,13 @@ def pairs_of(
         InvalidRequest: a text has no tokens, or is too long.
     """
     info, tokenizer = engine.info, engine.prompts.tokenizer
-    most = text_tokens_max(truncate_prompt_tokens, info.max_model_len)
+    limit = text_tokens_max(truncate_prompt_tokens, info.max_model_len)
     if info.pooling == _SCORES:
-        tokens = pair_tokens(tokenizer, pairs, most=most)
+        tokens = pair_tokens(tokenizer, pairs, limit=limit)
         places = [(i, i) for i in range(len(pairs))]
     else:
         texts = list(dict.fromkeys(chain.from_iterable(pairs)))  # Each is computed once.
-        tokens = text_tokens(tokenizer, texts, most=most)
+        tokens = text_tokens(tokenizer, texts, limit=limit)
         place = {text: i for i, text in enumerate(texts)}
         places = [(place[one], place[other]) for one, other in pairs]
     return [_checked(each, info, f"text {i}") for i, each in enumerate(tokens)], places

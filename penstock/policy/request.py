@@ -105,7 +105,7 @@ class Request(Work):
     """
 
     facts: RequestFacts
-    lane: ModelQueue
+    model_queue: ModelQueue
     tokens: TokenHold
     money: int
     """Held of its tenant's budget, in millionths."""
@@ -170,13 +170,13 @@ class Request(Work):
     error: str = ""
     finish_reason: str = ""
 
-    def retarget(self, facts: RequestFacts, lane: ModelQueue, work: Work, holds: Holds) -> None:
+    def retarget(self, facts: RequestFacts, model_queue: ModelQueue, work: Work, holds: Holds) -> None:
         """From here on it is for another model: it has these facts and holds, and waits there as `work`."""
         assert self.state is State.QUEUED, f"{self.id} runs"
         assert not self.waiting, f"{self.id} waits for the model that it leaves"
         for name in Work.__struct_fields__:
             setattr(self, name, getattr(work, name))
-        self.facts, self.lane, self.counted_cached_tokens = facts, lane, facts.cached_tokens
+        self.facts, self.model_queue, self.counted_cached_tokens = facts, model_queue, facts.cached_tokens
         self.tokens, self.money = holds.tokens, holds.money
         self.expected, self.budgeted = holds.expected, holds.budgeted
 
@@ -330,13 +330,13 @@ class Request(Work):
 
 
 def request_of(
-    facts: RequestFacts, now_ns: int, lane: ModelQueue, holds: Holds, verdict: Pass = NO_PROMISE
+    facts: RequestFacts, now_ns: int, model_queue: ModelQueue, holds: Holds, verdict: Pass = NO_PROMISE
 ) -> Request:
     """A request that came now, and was let in with that `verdict`; it does not wait yet."""
     tenant = facts.tenant
     request = Request(
         facts,
-        lane,
+        model_queue,
         holds.tokens,
         holds.money,
         holds.expected,
@@ -389,14 +389,14 @@ def _fill(work: Work, facts: RequestFacts, expected: int, verdict: Pass) -> None
 def charge(request: Request, output_tokens: int) -> None:
     """Its tenant's fair share pays for the prompt and so much of the answer."""
     prompt, cached = request.facts.prompt_tokens, request.counted_cached_tokens
-    request.lane.queue.charge(request, cost(prompt - cached, cached, output_tokens))
+    request.model_queue.queue.charge(request, cost(prompt - cached, cached, output_tokens))
 
 
 def charge_matched(request: Request) -> None:
     """Its worker should have part of the prompt: charge that as cached, until the worker tells."""
     prompt = request.facts.prompt_tokens
     cached = min(request.cached_tokens + request.matched_tokens, prompt)
-    request.lane.queue.charge(request, cost(prompt - cached, cached, request.output_tokens))
+    request.model_queue.queue.charge(request, cost(prompt - cached, cached, request.output_tokens))
 
 
 def count(request: Request, usage: Usage | None) -> None:
@@ -425,7 +425,7 @@ def _held(facts: RequestFacts, tokens: int) -> int:
 
 
 def victims(
-    config: QueueTerms, lane: ModelQueue, room: WorkerCapacity, requests: Sequence[Request]
+    config: QueueTerms, model_queue: ModelQueue, worker: WorkerCapacity, requests: Sequence[Request]
 ) -> Sequence[Request]:
     """Which of the requests there end at a worker whose KV memory is nearly full, for the sake of a higher
     band there or in the queue.
@@ -435,19 +435,19 @@ def victims(
     end that the use falls to `shed_kv_to`: the gap between the two bounds keeps a worker at the upper one
     from ending one stream after another.
     """
-    used, total = room.view.kv_blocks_used, room.view.kv_blocks_total
+    used, total = worker.view.kv_blocks_used, worker.view.kv_blocks_total
     if used <= total * config.shed_kv_above:
         return ()
     stopping = [request for request in requests if request.state is State.STOPPING]
     need = used - int(total * config.shed_kv_to) - sum(map(blocks_held, stopping))
-    waiting = (band.level for band in lane.queue.bands if band.waiting)
+    waiting = (band.level for band in model_queue.queue.bands if band.waiting)
     best = min([*waiting, *(request.level for request in requests)], default=0)
     may_end = [
         request
         for request in requests
         if request.level > best
         and request.state is not State.STOPPING
-        and not lane.queue.band_of(request).config.protected
+        and not model_queue.queue.band_of(request).config.protected
         and blocks_held(request)
     ]
     # By id at last, so that the choice does not depend on their order.

@@ -350,8 +350,8 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
             "additionalProperties": False,
         })  # fmt: skip
     one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    most = 1 if request.parallel_tool_calls is False else CALLS_MAX
-    return {"type": "array", "minItems": 1, "maxItems": most, "items": one, "$defs": definitions}
+    limit = 1 if request.parallel_tool_calls is False else CALLS_MAX
+    return {"type": "array", "minItems": 1, "maxItems": limit, "items": one, "$defs": definitions}
 
 
 def _rooted(schema: Any, root: str, *, names: bool = False) -> Any:  # noqa: ANN401

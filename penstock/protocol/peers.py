@@ -169,7 +169,7 @@ class LookAt(msgspec.Struct, frozen=True, tag="look_at"):
     """Which worker; or which kind of events, empty: all."""
     before: int = 0
     """Events older than the one of this number; 0: the last ones. Requests that ended after the one of it."""
-    most: int = 0
+    limit: int = 0
 
 
 class View(msgspec.Struct, frozen=True, tag="view"):

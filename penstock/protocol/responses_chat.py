@@ -119,7 +119,7 @@ def chat_of(request: ResponseRequest, earlier: Sequence[InputItem] = ()) -> Resp
     assert len(conversation.messages) == len(conversation.origins), "each message stood somewhere"
     chat["messages"] = conversation.messages
     chat |= _tools(request)
-    chat |= _told(request)
+    chat |= _reported(request)
     if request.max_output_tokens is not None:
         chat["max_completion_tokens"] = request.max_output_tokens
     if (reasoning := request.reasoning) is not None:
@@ -317,7 +317,7 @@ def _is_objects(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)  # pyright: ignore[reportUnknownVariableType]
 
 
-def _told(request: ResponseRequest) -> dict[str, Any]:
+def _reported(request: ResponseRequest) -> dict[str, Any]:
     """Log-probabilities, which have to be asked for twice."""
     for i, what in enumerate(request.include or ()):
         if what not in INCLUDED:

@@ -203,10 +203,10 @@ def _listed(texts: _Texts) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
 
 
-def _check_count(texts: Sequence[object], name: str, most: int) -> None:
-    if len(texts) > most:
+def _check_count(texts: Sequence[object], name: str, limit: int) -> None:
+    if len(texts) > limit:
         _refuse(
-            f"'{name}' has {len(texts)} entries; at most {most} are allowed.", name, "array_above_max_length"
+            f"'{name}' has {len(texts)} entries; at most {limit} are allowed.", name, "array_above_max_length"
         )
 
 

@@ -72,9 +72,9 @@ class DecodeFastForward:
         self._planner.fast_forward(count)
         self._observe(step, times_ns)
         ended: list[Request] = []
-        for request, news in zip(running, draw(running, count), strict=True):
+        for request, update in zip(running, draw(running, count), strict=True):
             tokens, planned = request.tokens, request.num_planned
-            tokens += news
+            tokens += update
             request.num_planned = request.num_computed = end = planned + count
             request.num_steps += count
             if (planned - 1) // BLOCK_TOKENS != (end - 1) // BLOCK_TOKENS:

@@ -124,10 +124,10 @@ class Planner:
 
     def charge_generated(self, request: Request) -> None:
         """The same for one request."""
-        if news := len(request.tokens) - request.num_prompt - request.num_charged:
-            assert news > 0, f"{request.request_id} was charged for more than it has drawn"
-            request.num_charged += news
-            self._queue.charge(request, generated=news)
+        if generated := len(request.tokens) - request.num_prompt - request.num_charged:
+            assert generated > 0, f"{request.request_id} was charged for more than it has drawn"
+            request.num_charged += generated
+            self._queue.charge(request, generated=generated)
 
     def forget(self, request: Request) -> None:
         """It has ended."""

@@ -186,10 +186,10 @@ class Request:
 
     def take_scores(self, first: int, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
         """Count in what a chunk from position `first` on scored; what was not told before (it may resume)."""
-        news = logprobs[self.num_scored - 1 - first :]
-        self.num_scored += len(news)
+        added = logprobs[self.num_scored - 1 - first :]
+        self.num_scored += len(added)
         assert self.num_scored <= self.num_prompt, "more was scored than the prompt has"
-        return news
+        return added
 
     @property
     def num_generated(self) -> int:

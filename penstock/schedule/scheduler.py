@@ -383,18 +383,18 @@ class Scheduler:
             self._planner.learn_drafts(request, draw.drafted, len(draw.follows))
             request.num_drafted += draw.drafted
             self._counters.drafted_tokens += draw.drafted
-        told: RequestOutput | None = None
+        reported: RequestOutput | None = None
         for each in (draw, *draw.follows):
             request.num_computed += 1  # The token that this one was drawn behind.
             if each is not draw:
                 request.num_accepted += 1
                 self._counters.accepted_tokens += 1
             output = self._append(request, each, now_ns)
-            if told is None or request.sampling.logprobs is not None:
-                told = output
+            if reported is None or request.sampling.logprobs is not None:
+                reported = output
                 outputs.append(output)
             else:
-                told.take(output)
+                reported.take(output)
             if request.status is not _RUNNING:
                 return
         request.num_planned = request.num_computed
@@ -417,8 +417,8 @@ class Scheduler:
         """Log-probabilities of prompt tokens that follow those from position `first` on."""
         if scores.error is not None:
             return self._finish(request, FinishReason.ERROR, now_ns, error=scores.error)
-        news = request.take_scores(first, scores.logprobs)
-        return RequestOutput(request.request_id, (), prompt_logprobs=news)
+        added = request.take_scores(first, scores.logprobs)
+        return RequestOutput(request.request_id, (), prompt_logprobs=added)
 
     def _append(self, request: Request, draw: Sampled, now_ns: int) -> RequestOutput:
         """One more token for a request: it continues, or it ends here."""
@@ -448,21 +448,21 @@ class Scheduler:
         room = request.num_tokens_max - len(request.tokens)
         assert room > 0, f"{request.request_id} ended with its last token"
         assert forced.token_ids or forced.complete, "what forces nothing is not told"
-        news = forced.token_ids[:room]
-        stops = [i for i, token in enumerate(news) if token in request.stop_token_ids]
+        added = forced.token_ids[:room]
+        stops = [i for i, token in enumerate(added) if token in request.stop_token_ids]
         if stops:
-            news = news[: stops[0] + 1]
-        if news:
+            added = added[: stops[0] + 1]
+        if added:
             request.void_draws()
-            request.tokens.extend(news)
-            output.token_ids += news[:-1] if stops else news
-            self._counters.generated_tokens += len(news)
+            request.tokens.extend(added)
+            output.token_ids += added[:-1] if stops else added
+            self._counters.generated_tokens += len(added)
         if stops:
             self._end(request, FinishReason.STOP, output, now_ns)
-            output.stop_token_id = news[-1]
-        elif forced.complete and news == forced.token_ids:
+            output.stop_token_id = added[-1]
+        elif forced.complete and added == forced.token_ids:
             self._end(request, FinishReason.STOP, output, now_ns)
-        elif len(news) == room:
+        elif len(added) == room:
             self._end(request, FinishReason.LENGTH, output, now_ns)
 
     def _end(self, request: Request, reason: FinishReason, output: RequestOutput, now_ns: int) -> None:

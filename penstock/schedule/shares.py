@@ -93,7 +93,7 @@ class RowOffers:
     Right until a request enters or leaves the batch.
     """
 
-    __slots__ = ("_batch", "_classes", "_found", "_most", "_queue", "_ranked")
+    __slots__ = ("_batch", "_classes", "_found", "_largest", "_queue", "_ranked")
 
     def __init__(self, batch: Batch, queue: WaitingQueue, requests: Iterable[Request]) -> None:
         """O(rows log rows)."""
@@ -101,11 +101,11 @@ class RowOffers:
         self._ranked = sorted(requests, key=self._rank, reverse=True)
         assert len(self._ranked) <= len(batch.running), "others have no row to offer"
         self._classes = [-each.priority for each in self._ranked]
-        self._most: list[tuple[float, str, float]] = []
+        self._largest: list[tuple[float, str, float]] = []
         """For the first so many: the most rows that one of their tenants has left for its weight, that
         tenant, and the most that another one has."""
         self._found: dict[tuple[str | None, int, float, int], Request | None] = {}
-        self._count_most()
+        self._count_largest()
 
     def num_for(self, taker: Request) -> int:
         """How many of the first are of no better class than the taker. O(log rows)."""
@@ -124,8 +124,8 @@ class RowOffers:
         if not count:
             return None
         if not by_turns:
-            most, tenant, next_most = self._most[count - 1]
-            if (next_most if tenant == own else most) * weight * _ROUNDING < num_own + 1:
+            largest, tenant, next_largest = self._largest[count - 1]
+            if (next_largest if tenant == own else largest) * weight * _ROUNDING < num_own + 1:
                 return None
         turn_tokens = TURN_TOKENS if taker.num_generated else BLOCK_TOKENS
         like = (own if num_own else None, taker.priority, weight, turn_tokens)
@@ -139,20 +139,20 @@ class RowOffers:
             self._found[like] = next(found, None)
         return self._found[like]
 
-    def _count_most(self) -> None:
-        most, tenant, next_most = -1.0, "", -1.0
+    def _count_largest(self) -> None:
+        largest, tenant, next_largest = -1.0, "", -1.0
         rows, weight_of = self._batch.rows_by_tenant, self._queue.weight_of
         for each in self._ranked:
             key = each.fairness_key
             left = (rows[key] - 1) / weight_of(each)
             assert left >= 0, f"{each.request_id} has a row"
             if key == tenant:
-                most = max(most, left)
-            elif left > most:
-                most, tenant, next_most = left, key, most
+                largest = max(largest, left)
+            elif left > largest:
+                largest, tenant, next_largest = left, key, largest
             else:
-                next_most = max(next_most, left)
-            self._most.append((most, tenant, next_most))
+                next_largest = max(next_largest, left)
+            self._largest.append((largest, tenant, next_largest))
 
     def _has_more(self, each: Request, num_rows: int, weight: float) -> bool:
         """Whether its tenant would still have as many rows as the taker's, each by its weight."""

@@ -90,7 +90,7 @@ class Speculation:
         ]
         if self._model.num_observed < KNOWN_STEPS and self._worth:
             few = asked if len(rows) <= CAUTIOUS else []
-            return _within(room, [(index, min(CAUTIOUS, _most(request))) for _, index, request in few])
+            return _within(room, [(index, min(CAUTIOUS, _limit(request))) for _, index, request in few])
         asked.sort(key=itemgetter(0), reverse=True)
         cost = self._model.cost
         draft_ns = cost.token_ns + cost.sequence_ns + cost.kv_read_ns
@@ -99,12 +99,12 @@ class Speculation:
             return self._choose_passes(asked, load, room)
         chosen: list[tuple[int, int]] = []
         for rate, index, request in asked:
-            count, gain, most = 0, rate, min(_most(request), room)
+            count, gain, limit = 0, rate, min(_limit(request), room)
             each_ns = draft_ns + cost.pair_ns * request.num_planned
-            while count < most and gain * step_ns >= self._worth * each_ns * tokens:
+            while count < limit and gain * step_ns >= self._worth * each_ns * tokens:
                 step_ns, tokens, count = step_ns + each_ns, tokens + gain, count + 1
                 gain *= rate
-            if not count and most:
+            if not count and limit:
                 request.draft_idle += 1
                 count = int(request.draft_idle >= PROBE_STEPS * len(rows))
             if count:
@@ -122,7 +122,7 @@ class Speculation:
         for num_before in range(ROW_DRAFTS_MAX):
             added_ns, gained, picked = guesser.fixed_ns, 0.0, list[int]()
             for place, (_, _, request) in enumerate(asked):
-                if counts[place] < num_before or _most(request) <= num_before or len(picked) == room:
+                if counts[place] < num_before or _limit(request) <= num_before or len(picked) == room:
                     continue
                 each_ns = token_ns + cost.kv_read_ns + context_ns * request.num_planned
                 each_ns += 0.0 if num_before else _reading_ns(guesser, request)
@@ -174,7 +174,7 @@ def _may(request: Request) -> bool:
     return request.first_token_ns is not None or request.num_resumed > 0
 
 
-def _most(request: Request) -> int:
+def _limit(request: Request) -> int:
     """Drafts that the rest of its answer has room for, behind the token that is drawn anyway."""
     known = len(request.tokens) + request.num_drawing
     return min(request.num_tokens_max - known - 1, ROW_DRAFTS_MAX)

@@ -100,7 +100,7 @@ class Audit:
     def keep(self, event: AuditEvent) -> None:
         """It happened; it gets its number here."""
         kept = self._kept[event.kind]
-        if event.kind == "worker" and _was_told(event, reversed(kept)):
+        if event.kind == "worker" and _is_reported(event, reversed(kept)):
             return
         self._number += 1
         event = msgspec.structs.replace(event, number=self._number)
@@ -108,12 +108,12 @@ class Audit:
         if self._path is not None:
             self._pending.append(event)
 
-    def report(self, *, kind: str = "", before: int = 0, most: int = LISTED_MAX) -> AuditReport:
+    def report(self, *, kind: str = "", before: int = 0, limit: int = LISTED_MAX) -> AuditReport:
         """The last ones: of one kind, or older than the one of that number."""
         rows = [each for name, kept in self._kept.items() if kind in ("", name) for each in kept]
         rows.sort(key=lambda event: -event.number)
         older = [event for event in rows if not before or event.number < before]
-        return AuditReport(events=older[:most], total=len(rows))
+        return AuditReport(events=older[:limit], total=len(rows))
 
     def load(self) -> None:
         """Take over what earlier servers noted. Blocks on the disk."""
@@ -131,7 +131,7 @@ class Audit:
             self._log.warning("lines of the audit trail are damaged and left out", lines=num_damaged)
 
     @property
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether there is something to write."""
         return bool(self._pending)
 
@@ -164,7 +164,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= TEXT_CHARS_MAX else f"{text[: TEXT_CHARS_MAX - 1]}…"
 
 
-def _was_told(event: AuditEvent, others: Iterable[AuditEvent]) -> bool:
+def _is_reported(event: AuditEvent, others: Iterable[AuditEvent]) -> bool:
     """Whether another process has just noted the same; `others` are the newest first."""
     for other in others:
         if abs(event.at_ms - other.at_ms) * NS_PER_MS >= SAME_S * NS_PER_S:

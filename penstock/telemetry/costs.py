@@ -140,7 +140,7 @@ class CostDays:
         self._seen: dict[str, CostSums] = {}
         self._days: dict[str, dict[str, CostSums]] = {}
         """Today, and a day before that is not written yet."""
-        self.has_news = False
+        self.has_changes = False
         """Something was taken and is not written yet."""
         self._name = f"{os.getpid()}-{clock.wall_ns():x}"
 
@@ -153,7 +153,7 @@ class CostDays:
         today = self._days.setdefault(_day(self._clock.wall_ns() // NS_PER_S), {})
         for model, sums in now.items():
             today.setdefault(model, CostSums()).add(sums.since(before.get(model, CostSums())))
-        self.has_news = True
+        self.has_changes = True
         return True
 
     def write(self) -> None:
@@ -162,7 +162,7 @@ class CostDays:
         Raises:
             OSError: it cannot be written.
         """
-        self.has_news = False  # Of what does not reach the disk the next time has all.
+        self.has_changes = False  # Of what does not reach the disk the next time has all.
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for day in sorted(self._days):
             path = self._directory / f"{day}-{self._name}.json"

@@ -55,10 +55,10 @@ class OtlpExporter:
             self._poster = Poster(endpoint, headers, authorities=authorities)
         except OSError as error:
             raise ConfigError(f"OTEL_EXPORTER_OTLP_CERTIFICATE: {authorities}: {error}") from None
-        told = _pairs(os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
-        name = os.environ.get("OTEL_SERVICE_NAME") or told.get("service.name") or "penstock"
-        told |= {"service.name": name, "service.version": version, "service.instance.id": instance}
-        self._resource = _message(0x0A, b"".join(_attributes(told, 0x0A)))
+        reported = _pairs(os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
+        name = os.environ.get("OTEL_SERVICE_NAME") or reported.get("service.name") or "penstock"
+        reported |= {"service.name": name, "service.version": version, "service.instance.id": instance}
+        self._resource = _message(0x0A, b"".join(_attributes(reported, 0x0A)))
         self._scope = _message(0x0A, _text(0x0A, "penstock"))
 
     def export(self, traces: Sequence[EndedTrace]) -> str:

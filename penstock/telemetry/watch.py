@@ -236,7 +236,7 @@ class Watch:
             self._notes.note("server", "stopped", __version__)
             await self._keeper.stop()
             self.count_costs()
-            if self._costs is not None and self._costs.has_news:
+            if self._costs is not None and self._costs.has_changes:
                 await asyncio.to_thread(self._write_costs, self._costs)
             await asyncio.to_thread(self._audit.write)
 
@@ -257,7 +257,7 @@ class Watch:
         if at.view == "log":
             return {"worker": at.about, "lines": self._tail(at.about)}
         if at.view == "audit":
-            return self._audit.report(kind=at.about, before=at.before, most=at.most)
+            return self._audit.report(kind=at.about, before=at.before, limit=at.limit)
         self.history.add(self._take())
         if at.view == "alerts":
             if self._clock.now_ns() >= self._due_ns - round((EVALUATE_S - LOOK_S) * NS_PER_S):
@@ -272,9 +272,9 @@ class Watch:
             if self._clock.now_ns() >= self._due_ns:
                 self._evaluate()
             await self._keeper.write_closed()
-            if self._audit.has_news:
+            if self._audit.has_changes:
                 await asyncio.to_thread(self._audit.write)
-            if self._costs is not None and self._costs.has_news:
+            if self._costs is not None and self._costs.has_changes:
                 await asyncio.to_thread(self._write_costs, self._costs)
             await sleep(TICK_S)
 

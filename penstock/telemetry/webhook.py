@@ -37,7 +37,7 @@ class Webhook:
         self._clock, self._log = clock, log
         self._waiting: deque[tuple[int, Alert]] = deque()
         """With the time at which each was told."""
-        self._news = asyncio.Event()
+        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._delivery: asyncio.Task[bool] | None = None
 
@@ -61,15 +61,15 @@ class Webhook:
         self._waiting.extend((now_ns, alert) for alert in alerts)
         self._drop(len(self._waiting) - WAITING_MAX, "too many wait")
         if self._waiting:
-            self._news.set()
+            self._wake.set()
 
     async def _run(self) -> None:
         pause_s = PAUSE_S
         while True:
-            await self._news.wait()
+            await self._wake.wait()
             self._delivery = asyncio.create_task(self._deliver())
             if await asyncio.shield(self._delivery):
-                self._news.clear()
+                self._wake.clear()
                 pause_s = PAUSE_S
             else:
                 await sleep(pause_s)
@@ -78,7 +78,7 @@ class Webhook:
     async def _deliver(self) -> bool:
         """Whether nothing waits any more."""
         oldest_ns = self._clock.now_ns() - OLD_S * NS_PER_S
-        self._drop(sum(told_ns < oldest_ns for told_ns, _ in self._waiting), "it was away for an hour")
+        self._drop(sum(queued_ns < oldest_ns for queued_ns, _ in self._waiting), "it was away for an hour")
         alerts = [alert for _, alert in self._waiting]
         if not alerts:
             return True
@@ -114,12 +114,12 @@ def webhook_body(alerts: Sequence[Alert]) -> bytes:
             "commonAnnotations": {},
             "externalURL": "",
             "truncatedAlerts": 0,
-            "alerts": [_told(alert) for alert in alerts],
+            "alerts": [_entry(alert) for alert in alerts],
         }
     )
 
 
-def _told(alert: Alert) -> dict[str, object]:
+def _entry(alert: Alert) -> dict[str, object]:
     labels = {"alertname": alert.name, "severity": alert.severity, **alert.labels}
     named = "\0".join(f"{name}\0{value}" for name, value in sorted(labels.items()))
     return {

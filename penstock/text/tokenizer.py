@@ -367,9 +367,9 @@ class TextTokens(NamedTuple):
 
 
 def text_tokens(
-    tokenizer: Tokenizer, texts: Sequence[str], *, most: int = 0, add_special_tokens: bool = True
+    tokenizer: Tokenizer, texts: Sequence[str], *, limit: int = 0, add_special_tokens: bool = True
 ) -> list[TextTokens]:
-    """Token ids of each text; beyond `most` tokens its end is left out, but nothing of what is put around it.
+    """Token ids of each text; its end is left out beyond `limit` tokens, but nothing put around it.
     0: nothing is left out.
 
     Raises:
@@ -378,11 +378,11 @@ def text_tokens(
     for text in texts:
         check_unicode(text)
     found = tokenizer.library.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-    return [TextTokens(_kept(each.ids, each.sequence_ids, most)) for each in found]
+    return [TextTokens(_kept(each.ids, each.sequence_ids, limit)) for each in found]
 
 
 def pair_tokens(
-    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, most: int = 0
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, limit: int = 0
 ) -> Iterator[TextTokens]:
     """The same of pairs, one after the other as they are asked for: a query that stands in each of them may
     be long, and together they may be thousands of times what was sent. Each text is tokenized once. Of pairs
@@ -402,7 +402,7 @@ def pair_tokens(
     sample = max(texts, key=lambda text: bool(found[text]))
     marks = _Marks(library, sample)
     for one, other in pairs:
-        yield marks.around(found[one], found[other], most)
+        yield marks.around(found[one], found[other], limit)
 
 
 class _Marks:
@@ -422,10 +422,10 @@ class _Marks:
         self._first_marks = sum(types[cut].count(0) for cut in cuts)
         self._first_texts = [types[end] == 0 for end in (ends[0], ends[2])] if num else [True, True]
 
-    def around(self, one: Sequence[int], other: Sequence[int], most: int) -> TextTokens:
+    def around(self, one: Sequence[int], other: Sequence[int], limit: int) -> TextTokens:
         """A pair, of at most so many tokens; 0: of any number."""
-        surplus = len(one) + len(other) + self._num - most
-        if most and surplus > 0:
+        surplus = len(one) + len(other) + self._num - limit
+        if limit and surplus > 0:
             room = max(0, len(one) + len(other) - surplus)
             short = min(len(one), len(other), room // 2)
             is_longer = len(one) > len(other)
@@ -438,12 +438,12 @@ class _Marks:
         return TextTokens((*self._before, *one, *self._between, *other, *self._behind), num_first)
 
 
-def _kept(values: Sequence[int], sequences: Sequence[int | None], most: int) -> tuple[int, ...]:
+def _kept(values: Sequence[int], sequences: Sequence[int | None], limit: int) -> tuple[int, ...]:
     """The rest of a text's tokens if at most so many may stay. `sequences`: None of a token that was put
     around the text.
     """
-    surplus = len(values) - most
-    if not most or surplus <= 0:
+    surplus = len(values) - limit
+    if not limit or surplus <= 0:
         return tuple(values)
     left = max(0, sequences.count(0) - surplus)
     found = list[int]()

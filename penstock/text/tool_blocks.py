@@ -251,7 +251,7 @@ class BlockParser:
         self._inside = False
         self._searched = 0  # Characters of a block that hold no closing mark.
         self._reader: ArgumentReader | None = None  # Of a call that is sent while it is written.
-        self._told = False
+        self._reported = False
         self._rest: JsonScan | None = None  # Of the call's own object, behind its arguments.
         self._open: str = self.OPEN  # The mark of the block, which is text if no call follows it.
         self._space = ""  # White space that is dropped if a call follows it, and shown if text does.
@@ -281,10 +281,10 @@ class BlockParser:
         """The stream is over: return what was held back."""
         events: list[ToolEvent] = []
         rest, self._buffer = self._buffer, ""
-        if self._told:
+        if self._reported:
             if self._reader is not None and (written := self._reader.close()):
                 events.append(CallPiece(self._num_calls - 1, arguments=written))
-            self._reader, self._told = None, False
+            self._reader, self._reported = None, False
         elif self._inside:
             self._block(rest, "", events)
         else:
@@ -308,8 +308,8 @@ class BlockParser:
 
     def _read_block(self, events: list[ToolEvent]) -> bool:
         """Take a block once its closing mark is here, or once it is too long. True: prose continues."""
-        if self._told:
-            return self._read_told(events)
+        if self._reported:
+            return self._read_named(events)
         buffer = self._buffer
         end = buffer.find(self.CLOSE, self._searched, self._max + len(self.CLOSE))
         if self._searched <= HEAD_CHARS_MAX:
@@ -317,9 +317,9 @@ class BlockParser:
             head = self.head_of(buffer[: min(self._max, HEAD_CHARS_MAX + 1, within)])
             if head is not None:
                 self._call(events, CallPiece(self._num_calls, head.name))
-                self._reader, self._rest, self._told = head.reader, head.rest, True
+                self._reader, self._rest, self._reported = head.reader, head.rest, True
                 self._buffer = buffer[head.start :]
-                return self._read_told(events)
+                return self._read_named(events)
         if end >= 0:
             self._block(buffer[:end], self.CLOSE, events)
             self._buffer = buffer[end + len(self.CLOSE) :]
@@ -332,7 +332,7 @@ class BlockParser:
         self._inside = False
         return True
 
-    def _read_told(self, events: list[ToolEvent]) -> bool:
+    def _read_named(self, events: list[ToolEvent]) -> bool:
         """Pass the arguments on, and drop what is left of the call: the end of its object and its closing
         mark, where it has one.
         """
@@ -349,7 +349,7 @@ class BlockParser:
         self._buffer = self._buffer.lstrip(self.BEHIND)
         if not self._buffer.startswith(self.CLOSE) and self.CLOSE.startswith(self._buffer):
             return False
-        self._told = False
+        self._reported = False
         if self._buffer.startswith(self.CLOSE):
             self._buffer, self._inside = self._buffer[len(self.CLOSE) :], False
         else:

@@ -93,10 +93,10 @@ class JsonTailParser:
         """The stream is over: return what was held back."""
         rest, self._buffer = self._shown_if_none + self._buffer, ""
         self._shown_if_none = ""
-        is_told = self._arguments is not None or self._rest_of_call is not None
+        is_reported = self._arguments is not None or self._rest_of_call is not None
         return (
             []
-            if is_told or not rest or (self._num_calls and not rest.strip(_BETWEEN + "[]"))
+            if is_reported or not rest or (self._num_calls and not rest.strip(_BETWEEN + "[]"))
             else [Text(rest)]
         )
 
@@ -256,9 +256,9 @@ class PythonicToolParser:
         """The stream is over: return what was held back."""
         rest, self._buffer = self._shown_if_none + self._buffer, ""
         is_over = not rest.strip(_BETWEEN + "]") or self._is_comment(rest)
-        is_told = self._reader is not None or (self._num_calls and is_over)
+        is_reported = self._reader is not None or (self._num_calls and is_over)
         self._reader, self._shown_if_none = None, ""
-        return [] if is_told or not rest else [Text(rest)]
+        return [] if is_reported or not rest else [Text(rest)]
 
     def _is_comment(self, rest: str) -> bool:
         """Whether there is nothing else behind a call, within the list."""

@@ -71,7 +71,7 @@ class Teller:
 
     def __init__(self) -> None:
         self._is_seen = sys.stderr.isatty()
-        self._told: tuple[str, int] = ("", -1)
+        self._reported: tuple[str, int] = ("", -1)
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """See `Tell`."""
@@ -79,10 +79,10 @@ class Teller:
             print(what, file=sys.stderr, flush=True)
             return
         step = 1 if self._is_seen else 10
-        told = (what, 100 * done // total // step)
-        if told == self._told:
+        reported = (what, 100 * done // total // step)
+        if reported == self._reported:
             return
-        self._told = told
+        self._reported = reported
         ends = "\n" if done == total or not self._is_seen else "\r"
         print(f"{what}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB", end=ends, file=sys.stderr, flush=True)
 

@@ -33,17 +33,17 @@ def test_they_come_and_go_one_call_after_the_other() -> None:
     server = LoadingVllm()
 
     async def check(backend: HttpBackend) -> None:
-        told = backend.status
+        reported = backend.status
         backend.load_adapter("fr", "/a/fr", "")
         backend.load_adapter("de", "file:///a/de", "")
         backend.load_adapter("fr", "/a/fr", "", is_wanted=True)
-        await until(lambda: told.adapters.served == {"fr", "de"})
-        assert told.adapters.paths == {"fr": "/a/fr", "de": "file:///a/de"}
+        await until(lambda: reported.adapters.served == {"fr", "de"})
+        assert reported.adapters.paths == {"fr": "/a/fr", "de": "file:///a/de"}
         backend.load_adapter("fr", "/a/fr", "")  # Again: nothing changes.
         backend.unload_adapter("de")
-        await until(lambda: told.adapters.served == {"fr"})
+        await until(lambda: reported.adapters.served == {"fr"})
         backend.load_adapter("fr", "/b/fr", "")  # Another one under the name: the first one goes.
-        await until(lambda: told.adapters.paths == {"fr": "/b/fr"})
+        await until(lambda: reported.adapters.paths == {"fr": "/b/fr"})
         assert server.orders == [
             ("load", "fr", "/a/fr"), ("load", "de", "/a/de"), ("unload", "de", ""),
             ("unload", "fr", ""), ("load", "fr", "/b/fr"),
@@ -91,19 +91,19 @@ def test_what_others_have_loaded_counts_and_what_was_lost_comes_again() -> None:
     server.adapters, server.roots = ("fr", "own"), {"fr": "/a/fr", "own": "/a/own"}
 
     async def check(backend: HttpBackend) -> None:
-        told = backend.status
-        await until(lambda: told.adapters.served == {"fr", "own"})
+        reported = backend.status
+        await until(lambda: reported.adapters.served == {"fr", "own"})
         backend.load_adapter("fr", "/a/fr", "")
         backend.load_adapter("de", "/a/de", "")
-        await until(lambda: told.adapters.served == {"fr", "own", "de"})
+        await until(lambda: reported.adapters.served == {"fr", "own", "de"})
         assert server.orders == [("load", "de", "/a/de")]
         server.adapters, server.roots = ("own",), {"own": "/a/own"}  # It has started again.
         await until(lambda: server.orders[1:] == [("load", "fr", "/a/fr"), ("load", "de", "/a/de")])
         # Somebody else's order: no requests go to what is another adapter, and nobody takes turns for ever.
         server.roots["fr"] = "/z/fr"
-        await until(lambda: "fr" in told.adapters.failed)
-        assert "from /z/fr" in told.adapters.failed["fr"]
-        assert told.adapters.served == {"own", "de"}
+        await until(lambda: "fr" in reported.adapters.failed)
+        assert "from /z/fr" in reported.adapters.failed["fr"]
+        assert reported.adapters.served == {"own", "de"}
         assert len(server.orders) == 3
 
     check_with(server, check)

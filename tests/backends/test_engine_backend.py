@@ -210,7 +210,7 @@ def test_a_sink_that_raises_ends_its_own_stream_alone() -> None:
 def test_a_whole_answer_comes_in_pieces_and_is_the_same(ending: str, cut: int) -> None:
     tokens = tuple("Zwölf Flüsse, 12 €.".encode())
     requests, tokenizer = Requests(), byte_tokenizer()
-    told: dict[int, tuple[Recorder, list[int]]] = {}
+    reported: dict[int, tuple[Recorder, list[int]]] = {}
     for piece in (1, 8):
         recorder = Recorder()
         request = replace(requests.make(), piece_tokens=piece)
@@ -228,8 +228,8 @@ def test_a_whole_answer_comes_in_pieces_and_is_the_same(ending: str, cut: int) -
         counts = [0]
         for delta in recorder.deltas:
             counts.append(counts[-1] + len(delta.token_ids))
-        told[piece] = recorder, counts
-    (plain, _), (pieces, counts) = told[1], told[8]
+        reported[piece] = recorder, counts
+    (plain, _), (pieces, counts) = reported[1], reported[8]
     assert pieces.text == plain.text
     assert pieces.finish is not None
     assert plain.finish is not None
@@ -269,12 +269,12 @@ def test_eos_is_no_stop_token_but_another_is() -> None:
     async def check() -> None:
         async with pair() as (peer, backend):
             requests = Requests()
-            for token, told in ((EOS, None), (65, 65)):
+            for token, reported in ((EOS, None), (65, 65)):
                 recorder = Recorder()
                 backend.generate(requests.make(), recorder)
                 finish = RequestFinished(reason=FinishReason.STOP, usage=Usage(), stop_token_id=token)
                 peer.step(await peer.hear_submit(), finish=finish)
-                assert (await recorder.end()).stop == told
+                assert (await recorder.end()).stop == reported
                 assert not recorder.deltas
 
     run(check)
@@ -360,7 +360,7 @@ def test_a_stop_string_in_the_last_output_wins_and_needs_no_abort() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "kind"),
+    ("reported", "kind"),
     [
         ("Overloaded", Overloaded),
         ("Draining", Draining),
@@ -370,13 +370,13 @@ def test_a_stop_string_in_the_last_output_wins_and_needs_no_abort() -> None:
         ("SomethingNew", EngineFault),
     ],
 )
-def test_a_refusal_keeps_its_kind(told: str, kind: type[PenstockError]) -> None:
+def test_a_refusal_keeps_its_kind(reported: str, kind: type[PenstockError]) -> None:
     async def check() -> None:
         async with pair() as (peer, backend):
             recorder = Recorder()
             backend.generate(Requests().make(), recorder)
             finish = RequestFinished(
-                reason=FinishReason.ERROR, usage=Usage(), error="because", error_kind=told
+                reason=FinishReason.ERROR, usage=Usage(), error="because", error_kind=reported
             )
             peer.step(await peer.hear_submit(), finish=finish)
             error = (await recorder.end()).error

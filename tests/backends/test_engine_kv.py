@@ -16,34 +16,35 @@ PAYLOAD = encode_batch((stored_event((b"h",)),), wall_ns=0)
 EPOCH = 77
 
 
-def news(sequence: int, *, epoch: int = EPOCH, **snapshot: bool) -> KVEvents:
+def update(sequence: int, *, epoch: int = EPOCH, **snapshot: bool) -> KVEvents:
     return KVEvents(epoch=epoch, sequence=sequence, payload=PAYLOAD, **snapshot)
 
 
 def test_it_goes_on_where_it_was() -> None:
-    heard: list[KVEventBatch] = []
-    subscription = KVSubscription(heard.append)
+    received: list[KVEventBatch] = []
+    subscription = KVSubscription(received.append)
     assert subscription.request() == SubscribeKVEvents(0, 0)
-    subscription.push(news(0))
-    subscription.push(news(1))
+    subscription.push(update(0))
+    subscription.push(update(1))
     assert subscription.request() == SubscribeKVEvents(EPOCH, 2)
-    subscription.push(news(41, snapshot=True, more=True))
+    subscription.push(update(41, snapshot=True, more=True))
     assert subscription.request().epoch not in (0, EPOCH), "half a snapshot: it wants a whole one"
-    subscription.push(news(41, snapshot=True))
+    subscription.push(update(41, snapshot=True))
     assert subscription.request() == SubscribeKVEvents(EPOCH, 42)
-    assert len(heard) == 4
+    assert len(received) == 4
 
 
 @pytest.mark.parametrize(
-    "wrong", [news(0), news(2), news(1, epoch=EPOCH + 2), KVEvents(epoch=EPOCH, sequence=1, payload=b"?")]
+    "wrong",
+    [update(0), update(2), update(1, epoch=EPOCH + 2), KVEvents(epoch=EPOCH, sequence=1, payload=b"?")],
 )
 def test_a_gap_or_nonsense_breaks_the_protocol(wrong: KVEvents) -> None:
-    heard: list[KVEventBatch] = []
-    subscription = KVSubscription(heard.append)
-    subscription.push(news(0))
+    received: list[KVEventBatch] = []
+    subscription = KVSubscription(received.append)
+    subscription.push(update(0))
     with pytest.raises(ProtocolError):
         subscription.push(wrong)
-    assert len(heard) == 1
+    assert len(received) == 1
     assert subscription.request() == SubscribeKVEvents(EPOCH, 1)
 
 

@@ -309,8 +309,10 @@ def test_streams_may_be_silent_for_some_times_their_longest_gap() -> None:
     assert Gaps().after(0, 0, 0, MOST_NS) == MOST_NS
     assert quiet(0).after(MINUTE_NS, 0, 0, MOST_NS) == MIN_NS
     assert quiet(4 * NS_PER_S).after(MINUTE_NS, 0, 0, MOST_NS) == 20 * NS_PER_S
-    most_ns = 5 * NS_PER_S
-    assert quiet(0).after(MINUTE_NS, 0, 0, most_ns) == most_ns, "the configuration's bound holds in any case"
+    limit_ns = 5 * NS_PER_S
+    assert quiet(0).after(MINUTE_NS, 0, 0, limit_ns) == limit_ns, (
+        "the configuration's bound holds in any case"
+    )
 
 
 def test_a_long_gap_is_forgotten_by_time_and_not_by_events() -> None:

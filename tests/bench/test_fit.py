@@ -11,10 +11,10 @@ from penstock.planning.step_time import fit
 
 def test_every_step_is_measured_with_what_it_computed() -> None:
     engine = EngineSettings(max_running=2, threads=1, kv_memory_bytes=16 << 20)
-    told: list[str] = []
+    reported: list[str] = []
     path = str(resolve("penstock-demo-mini"))
     measured = measure_steps(
-        path, engine, SystemClock(), seed=1, progress=lambda stage, *_: told.append(stage)
+        path, engine, SystemClock(), seed=1, progress=lambda stage, *_: reported.append(stage)
     )
     decode = [step for step in measured.steps if step[0] == step[1]]
     assert {step[1] for step in decode} == {1, 2}
@@ -26,4 +26,4 @@ def test_every_step_is_measured_with_what_it_computed() -> None:
     law, error = fit(measured.steps)
     assert sum(law.coefficients) > 0
     assert error.steps == len(measured.steps) // 5
-    assert "2 at once" in told
+    assert "2 at once" in reported

@@ -52,7 +52,7 @@ def test_it_offers_the_mix_at_its_own_times_whatever_is_answered() -> None:
 def test_who_leaves_takes_no_for_an_answer() -> None:
     load, stand_in = offer(Script(refuse_status=429, retry_after_s=1), seconds=0.3)
     assert all(
-        (each.status, each.attempts, each.refusals, each.told) == (429, 1, 1, 1) for each in load.asked
+        (each.status, each.attempts, each.refusals, each.reported) == (429, 1, 1, 1) for each in load.asked
     )
     assert len(stand_in.requests) == len(load.asked)
 

@@ -79,8 +79,8 @@ def test_ratios_pair_the_rounds_and_more_is_always_better():
         a_run("vllm bf16", 3, rate=1, ttft=1),
     ]
     found = ratio(runs, "28m", "ours bf16", "vllm bf16", RATE)
-    assert (found.middle, found.least, found.most, found.count) == (2.5, 2.0, 3.0, 2)
-    assert ratio(runs, "28m", "ours bf16", "vllm bf16", WAIT).most == 4.0
+    assert (found.middle, found.least, found.limit, found.count) == (2.5, 2.0, 3.0, 2)
+    assert ratio(runs, "28m", "ours bf16", "vllm bf16", WAIT).limit == 4.0
 
 
 def test_the_best_peer_is_chosen_column_by_column():
@@ -100,7 +100,7 @@ def test_a_level_in_which_nothing_succeeded_has_no_figures():
 @given(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=9))
 def test_a_spread_holds_its_middle(numbers):
     found = spread(numbers)
-    assert found.least == min(numbers) <= found.middle <= max(numbers) == found.most
+    assert found.least == min(numbers) <= found.middle <= max(numbers) == found.limit
     assert found.count == len(numbers)
 
 

@@ -85,10 +85,10 @@ def test_any_process_explains_any_request_and_so_does_the_next_server(
         for name in names:  # The process that answers is the kernel's choice.
             argv = ["explain", name, "--replay", "--url", root, "--key", admin]
             assert main(argv) == 0, capsys.readouterr().err
-            told = capsys.readouterr().out
-            assert f"1. {MODEL}: " in told
-            assert "replay: " in told
-            assert "equal to the bit" in told
+            reported = capsys.readouterr().out
+            assert f"1. {MODEL}: " in reported
+            assert "replay: " in reported
+            assert "equal to the bit" in reported
         names.append(refused(gateway, files))
         gateway.kill()
         gateway.start()
@@ -96,12 +96,12 @@ def test_any_process_explains_any_request_and_so_does_the_next_server(
         root = gateway.server.url.removesuffix("/v1")
         for name in names:
             assert main(["explain", name, "--json", "--url", root, "--key", admin]) == 0
-            told = json.loads(capsys.readouterr().out)
+            reported = json.loads(capsys.readouterr().out)
             if name == names[-1]:
-                assert told["failure"]["status"] == 404
-                assert "no-such-model" in told["failure"]["message"]
+                assert reported["failure"]["status"] == 404
+                assert "no-such-model" in reported["failure"]["message"]
                 continue
-            (decision,) = told["decisions"]
+            (decision,) = reported["decisions"]
             assert decision["request_id"] == name.replace("req", "cmpl")
             assert decision["replay"]["is_equal"]
         assert main(["explain", "cmpl-nobody", "--url", root, "--key", admin]) == 1

@@ -127,7 +127,7 @@ def test_many_fall_back_at_once_although_the_retry_budget_is_for_few(fleet: Flee
         found = list(pool.map(lambda door: door.ask("many"), doors))
     for door in doors:
         door.close()
-    assert [(told.status, told.model) for told in found] == [(200, "mini")] * len(doors)
+    assert [(reported.status, reported.model) for reported in found] == [(200, "mini")] * len(doors)
     route.provider.behaves()
     route.returns()
     fleet.server.until(lambda: len(route.rows("1")) > len(doors), "no records")
@@ -138,11 +138,11 @@ def test_a_provider_that_fails_everything_is_no_dead_end(fleet: Fleet) -> None:
     route = Route(fleet, "failing")
     route.provider.fails(500)
     for answers in route.asked(13):
-        assert [told.status for told in answers] == [200] * 13
-        for told in answers:
-            assert (told.model, told.headers["x-penstock-requested-model"]) == ("mini", "failing")
-            assert told.why in ("failure", "breaker")
-            assert json.loads(told.body)["model"] == "mini"
+        assert [reported.status for reported in answers] == [200] * 13
+        for reported in answers:
+            assert (reported.model, reported.headers["x-penstock-requested-model"]) == ("mini", "failing")
+            assert reported.why in ("failure", "breaker")
+            assert json.loads(reported.body)["model"] == "mini"
         assert answers[-1].why == "breaker", "the provider is left alone by now"
     assert route.provider.fails(500) < 13 * PROCESSES
     for found in route.both(route.health):
@@ -153,7 +153,9 @@ def test_a_provider_that_fails_everything_is_no_dead_end(fleet: Fleet) -> None:
     route.provider.behaves()
     route.returns()
     route.until_well()
-    assert {told[0].status for told in route.asked(1, headers={"x-penstock-degrade": "never"})} == {200}
+    assert {reported[0].status for reported in route.asked(1, headers={"x-penstock-degrade": "never"})} == {
+        200
+    }
     fleet.server.until(lambda: len(route.rows("1", "served_model = 'mini'")) >= 13 * PROCESSES, "no records")
     fallen = route.rows("route_reason, outcome, attempts, completion_tokens", "served_model = 'mini'")
     assert {row[0] for row in fallen} == {"failure", "breaker"}
@@ -163,30 +165,30 @@ def test_a_provider_that_fails_everything_is_no_dead_end(fleet: Fleet) -> None:
 
 def test_a_providers_429_is_load_its_time_is_kept_and_the_next_answers(fleet: Fleet) -> None:
     route = Route(fleet, "busy")
-    assert {told[0].model for told in route.asked(1)} == {"busy"}
+    assert {reported[0].model for reported in route.asked(1)} == {"busy"}
     before = route.provider.fails(429, **{"retry-after": "5"})
     for answers in route.asked(2):
-        assert [(told.status, told.why) for told in answers] == [(200, "busy")] * 2
+        assert [(reported.status, reported.why) for reported in answers] == [(200, "busy")] * 2
     assert route.provider.behaves() == before + PROCESSES, "each asks it once, and then leaves it alone"
     assert all("no room" in str(found) for found in route.both(route.health))
     hasty = {"x-penstock-degrade": "never", "x-penstock-max-wait-ms": "500"}
-    for (told,) in route.asked(1, headers=hasty):
-        assert told.status == 429
-        assert int(told.headers["retry-after"]) in range(1, 6)
-        assert told.took_s < 2.5, "it is not waited for"
-    for (told,) in route.asked(1, headers={"x-penstock-degrade": "never"}):
-        assert (told.status, told.model) == (200, "busy"), "who has time waits for it"
-        assert told.took_s < 20
+    for (reported,) in route.asked(1, headers=hasty):
+        assert reported.status == 429
+        assert int(reported.headers["retry-after"]) in range(1, 6)
+        assert reported.took_s < 2.5, "it is not waited for"
+    for (reported,) in route.asked(1, headers={"x-penstock-degrade": "never"}):
+        assert (reported.status, reported.model) == (200, "busy"), "who has time waits for it"
+        assert reported.took_s < 20
     assert {found["status"] for found in route.both(route.health)} == {"ok"}, "load is no failure"
 
 
 def test_a_bad_request_is_not_tried_elsewhere_and_blames_nobody(fleet: Fleet) -> None:
     route = Route(fleet, "refusing")
     before = route.provider.fails(400)
-    assert {told.status for answers in route.asked(12) for told in answers} == {400}
+    assert {reported.status for answers in route.asked(12) for reported in answers} == {400}
     assert route.provider.behaves() == before + 12 * PROCESSES
     assert {found["status"] for found in route.both(route.health)} == {"ok"}
-    assert {told[0].model for told in route.asked(1)} == {"refusing"}
+    assert {reported[0].model for reported in route.asked(1)} == {"refusing"}
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -194,8 +196,8 @@ def test_a_key_that_is_not_accepted_opens_the_breaker_at_once(fleet: Fleet, stat
     route = Route(fleet, f"locked-{status}")
     before = route.provider.fails(status)
     for answers in route.asked(4):
-        assert [told.status for told in answers] == [200] * 4
-        assert [told.why for told in answers] == ["failure", *["breaker"] * 3]
+        assert [reported.status for reported in answers] == [200] * 4
+        assert [reported.why for reported in answers] == ["failure", *["breaker"] * 3]
     assert route.provider.fails(status) == before + PROCESSES
     assert all("does not accept the key" in str(found) for found in route.both(route.health))
 
@@ -205,13 +207,13 @@ def test_a_provider_that_hangs_is_waited_for_half_of_what_the_client_has(fleet: 
     route.provider.behaves(delay_s=25)
     hasty = {"x-penstock-max-wait-ms": "1000"}
     for answers in route.asked(3, headers=hasty):
-        for told in answers:
-            assert (told.status, told.why) == (200, "timeout")
-            assert 0.4 < told.took_s < 20
-    for (told,) in route.asked(1, headers=hasty | {"x-penstock-degrade": "never"}):
-        assert told.status == 503
-        assert b"as long as the client waits" in told.body
-        assert told.took_s < 20
+        for reported in answers:
+            assert (reported.status, reported.why) == (200, "timeout")
+            assert 0.4 < reported.took_s < 20
+    for (reported,) in route.asked(1, headers=hasty | {"x-penstock-degrade": "never"}):
+        assert reported.status == 503
+        assert b"as long as the client waits" in reported.body
+        assert reported.took_s < 20
     counted = f'penstock_attempt_timeouts_total{{model="hanging"}} {3 * PROCESSES}'
     fleet.server.until(lambda: counted in fleet.doors[0].get("/metrics").body.decode(), counted)
     found = route.both(route.health)
@@ -220,12 +222,12 @@ def test_a_provider_that_hangs_is_waited_for_half_of_what_the_client_has(fleet: 
 
 def test_a_provider_that_turns_slow_is_held_against_its_own_history(fleet: Fleet) -> None:
     route = Route(fleet, "slow")
-    assert {told.model for answers in route.asked(24) for told in answers} == {"slow"}
+    assert {reported.model for answers in route.asked(24) for reported in answers} == {"slow"}
     route.provider.behaves(delay_s=25)
     for answers in route.asked(6):
-        assert [told.status for told in answers] == [200] * 6
-        assert [told.why for told in answers] == [*["timeout"] * 5, "breaker"]
-        assert max(told.took_s for told in answers) < 5
+        assert [reported.status for reported in answers] == [200] * 6
+        assert [reported.why for reported in answers] == [*["timeout"] * 5, "breaker"]
+        assert max(reported.took_s for reported in answers) < 5
         assert answers[-1].took_s < 2
     route.provider.behaves()
     route.returns()
@@ -233,13 +235,15 @@ def test_a_provider_that_turns_slow_is_held_against_its_own_history(fleet: Fleet
 
 def test_behind_the_first_byte_there_is_a_typed_last_event_and_no_fallback(fleet: Fleet) -> None:
     route = Route(fleet, "breaking")
-    assert {told.status for answers in route.asked(12, max_tokens=16) for told in answers} == {200}
+    assert {reported.status for answers in route.asked(12, max_tokens=16) for reported in answers} == {200}
     before = route.provider.behaves(after=4, hang=True)
-    for (told,) in route.asked(1, stream=True, max_tokens=16):
-        assert (told.status, told.model) == (200, "breaking")
-        last = [line for line in told.body.split(b"\n\n") if line.startswith(b"data: {")][-1]
+    for (reported,) in route.asked(1, stream=True, max_tokens=16):
+        assert (reported.status, reported.model) == (200, "breaking")
+        last = [line for line in reported.body.split(b"\n\n") if line.startswith(b"data: {")][-1]
         assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "stream_broken"
-        assert 9 < told.took_s < 50, "its streams were never silent for long: sixty seconds are not waited"
+        assert 9 < reported.took_s < 50, (
+            "its streams were never silent for long: sixty seconds are not waited"
+        )
     assert route.provider.behaves() == before + PROCESSES
     fleet.server.until(lambda: len(route.rows("1", "outcome != 'finished'")) == PROCESSES, "no records")
     for *row, tokens in route.rows(

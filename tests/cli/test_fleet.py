@@ -194,8 +194,8 @@ def history(server: Server) -> dict[str, list[int]]:
 
 def by_tenant(server: Server, days: int) -> list[int]:
     """Requests of all tenants, and how many tenants these are."""
-    told = json.loads(seen(server, f"/admin/costs?by=tenant&days={days}"))
-    return [told["total"]["requests"], len(told["usage"])]
+    reported = json.loads(seen(server, f"/admin/costs?by=tenant&days={days}"))
+    return [reported["total"]["requests"], len(reported["usage"])]
 
 
 def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ def test_a_hundred_streams_against_a_cent() -> None:
 def test_every_field_of_a_record_is_in_the_table() -> None:
     (section,) = re.findall(r"\| field \|.*?\n\n", PAGE, re.DOTALL)
     reasons = {"stop", "length", "tool_calls", "content_filter", "budget"}
-    told = set(re.findall(r"`(\w+)`", section)) - reasons - set(Outcome)
-    assert told == set(UsageRecord.__struct_fields__)
+    reported = set(re.findall(r"`(\w+)`", section)) - reasons - set(Outcome)
+    assert reported == set(UsageRecord.__struct_fields__)
 
 
 def month() -> list[UsageRecord]:
@@ -152,10 +152,12 @@ def test_the_queries_run_and_mean_what_they_say(ledger: Path) -> None:
 
 
 def test_the_settings_that_the_page_names_have_the_values_that_it_says() -> None:
-    told = re.findall(r"`(ledger|budgets)\.(\w+)`,? \((\d+(?:\.\d+)?) ?(ms|s|MiB)?", PAGE)
-    told += [(a, b, c, d) for a, b, c, d in re.findall(r"\(`(ledger|budgets)\.(\w+)`, (\d+) (ms|s)\)", PAGE)]
-    assert len(told) >= 2
-    for section, name, value, unit in told:
+    reported = re.findall(r"`(ledger|budgets)\.(\w+)`,? \((\d+(?:\.\d+)?) ?(ms|s|MiB)?", PAGE)
+    reported += [
+        (a, b, c, d) for a, b, c, d in re.findall(r"\(`(ledger|budgets)\.(\w+)`, (\d+) (ms|s)\)", PAGE)
+    ]
+    assert len(reported) >= 2
+    for section, name, value, unit in reported:
         found = getattr(getattr(CONFIG, section), name)
         assert found == float(value) * (1 << 20 if unit == "MiB" else 1), name
     assert f"synced every {LedgerTerms().fsync_ms} ms" in PAGE

@@ -133,11 +133,11 @@ def test_pages_of_a_listed_origin_may_call_the_api(server: Server) -> None:
         "x-stainless-os",
     )  # fmt: skip
     assert (preflight.status, preflight.body) == (204, b"")
-    told = {name.lower(): value for name, value in preflight.headers.items()}
-    assert told["access-control-allow-origin"] == ORIGIN
-    assert told["access-control-allow-methods"] == "POST"
-    assert told["access-control-allow-headers"] == "authorization,content-type,x-stainless-os"
-    assert told["vary"] == "Origin"
+    reported = {name.lower(): value for name, value in preflight.headers.items()}
+    assert reported["access-control-allow-origin"] == ORIGIN
+    assert reported["access-control-allow-methods"] == "POST"
+    assert reported["access-control-allow-headers"] == "authorization,content-type,x-stainless-os"
+    assert reported["vary"] == "Origin"
     for stream in (False, True):
         answer = call(server, "/v1/chat/completions", chat(stream=stream), key=ACME, Origin=ORIGIN)
         assert answer.status == 200

@@ -115,8 +115,8 @@ def test_redis_stays_redis() -> None:
 
 def test_a_configuration_that_no_process_would_take_replaces_nothing() -> None:
     async def check() -> None:
-        made, told = processes(), list[ChildReport]()
-        made._tell = told.append  # type: ignore[method-assign]
+        made, reported = processes(), list[ChildReport]()
+        made._tell = reported.append  # type: ignore[method-assign]
         running = made._config
         replace = msgspec.structs.replace
         # Good for itself, and not beside the tiers that stay.
@@ -124,13 +124,13 @@ def test_a_configuration_that_no_process_would_take_replaces_nothing() -> None:
         assert not await made.reload(keyless)
         wrong = replace(running, tenants=(TenantConfig(id="acme", tier="none"),))
         assert not await made.reload(wrong)
-        assert (made._config, told) == (running, [])
+        assert (made._config, reported) == (running, [])
         good = replace(running, tenants=(TenantConfig(id="acme", weight=2),), server=ServerConfig(port=1))
         assert await made.reload(good)
         assert made._config.tenants == good.tenants
         assert made._config.server == running.server  # That waits for a restart.
-        (news,) = told
-        assert msgspec.json.decode(news.config, type=Config) == made._config
+        (update,) = reported
+        assert msgspec.json.decode(update.config, type=Config) == made._config
         await made.kill()
 
     asyncio.run(check())
@@ -145,11 +145,11 @@ def test_what_happens_in_a_process_is_in_the_parents_audit_trail(tmp_path) -> No
         await peers.start(lambda: snapshot(1, 1), FairCounters([], lambda _: None), recorder, bytes)
         Notes(SystemClock(), peers.keep).note("admin", "drained", "m-0", by="sk-abc")
         assert not await made.reload(msgspec.structs.replace(made._config, auth=AuthConfig()))
-        told = json.loads(await peers.look(LookAt("audit", most=10)))["events"]
-        assert [(each["kind"], each["what"]) for each in told] == [
+        reported = json.loads(await peers.look(LookAt("audit", limit=10)))["events"]
+        assert [(each["kind"], each["what"]) for each in reported] == [
             ("admin", "drained"), ("config", "refused"), ("server", "started"),
         ]  # fmt: skip
-        assert told[1]["why"].startswith("auth: it names no caller")
+        assert reported[1]["why"].startswith("auth: it names no caller")
         peers.close()
         await made.kill()
 
@@ -174,7 +174,7 @@ def test_the_last_requests_of_all_processes_are_seen_from_each_and_workers_last_
             peers, own = GatewayPeers(made._path), RecentRequests(SystemClock())
             recorder = Recorder(Promises(made._config.admission), Metrics(["m"], version="1"))
             await peers.start(
-                lambda: snapshot(1, 1), FairCounters([], lambda _: None), recorder, own.take_untold
+                lambda: snapshot(1, 1), FairCounters([], lambda _: None), recorder, own.take_unreported
             )
             owns.append((peers, own, recorder))
             links.append(AllRequests(own, SystemClock(), peers))
@@ -196,8 +196,8 @@ def test_the_last_requests_of_all_processes_are_seen_from_each_and_workers_last_
             assert [each.number for each in (await all_requests.look()).since(2, 10)] == [4, 3]
             assert (await all_requests.find("b1")).id == "b1"
         assert [each.number for each in owns[1][1].latest()] == [1], "its own numbers are left alone"
-        told = json.loads(await owns[1][0].look(LookAt("log", about="m-0")))
-        assert [line["text"] for line in told["lines"]] == ["loading weights"]
+        reported = json.loads(await owns[1][0].look(LookAt("log", about="m-0")))
+        assert [line["text"] for line in reported["lines"]] == ["loading weights"]
         assert json.loads(await owns[1][0].look(LookAt("log", about="m-1")))["lines"] is None
         for peers, _, _ in owns:
             peers.close()

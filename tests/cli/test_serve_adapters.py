@@ -190,17 +190,17 @@ def test_every_gateway_process_knows_what_was_loaded_at_one(tmp_path: Path) -> N
 def test_a_stream_goes_on_at_another_worker_that_has_its_adapter(tmp_path: Path) -> None:
     """Its worker is killed in the middle: the text is the one that nothing befell."""
     place = Place(tmp_path, replicas=2)
-    prompt, most = "What is a river?", 300
+    prompt, limit = "What is a river?", 300
     extra = {"ignore_eos": True}
     try:
         with place.client() as client:
             ask_whole = partial(
-                client.completions.create, prompt=prompt, max_tokens=most, temperature=0, extra_body=extra
+                client.completions.create, prompt=prompt, max_tokens=limit, temperature=0, extra_body=extra
             )
             whole = ask_whole(model="fr").choices[0].text
             before = cpu_times(place.server)
             stream = client.completions.create(
-                model="fr", prompt=prompt, max_tokens=most, temperature=0, extra_body=extra, stream=True,
+                model="fr", prompt=prompt, max_tokens=limit, temperature=0, extra_body=extra, stream=True,
                 stream_options={"include_usage": True},
             )  # fmt: skip
             chunks: list[Completion] = []

@@ -49,12 +49,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     store.kill()
 
 
-async def ask(gateway: Serve, tenant: str, most: int) -> int:
+async def ask(gateway: Serve, tenant: str, limit: int) -> int:
     """How many of so many requests, one after the other, the budget let through until it refused one."""
     client, bought = gateway.client(tenant, fresh=True), 0
     body = msgspec.json.encode({"model": MODEL, "prompt": "a", "max_tokens": 1})
     try:
-        for _ in range(most):
+        for _ in range(limit):
             response = await client.post("/completions", body)
             if response.status == 429:
                 assert b"Your daily budget of 0.60 is used up" in response.body
@@ -66,11 +66,11 @@ async def ask(gateway: Serve, tenant: str, most: int) -> int:
     return bought
 
 
-def buy(tenant: str, *gateways: Serve, most: int = PAID + 1) -> int:
+def buy(tenant: str, *gateways: Serve, limit: int = PAID + 1) -> int:
     """How many requests all of them let through, each asked on its own until it refuses one."""
 
     async def main() -> int:
-        return sum(await asyncio.gather(*(ask(each, tenant, most) for each in gateways)))
+        return sum(await asyncio.gather(*(ask(each, tenant, limit) for each in gateways)))
 
     return asyncio.run(main())
 
@@ -83,15 +83,15 @@ def test_machines_hold_one_budget_together(world: World) -> None:
 
 
 def test_a_restart_of_gateway_or_redis_forgets_nothing(world: World) -> None:
-    assert buy("umbrella", world.one, most=20) == 20
+    assert buy("umbrella", world.one, limit=20) == 20
     world.two.kill()
     world.two.start()
     world.two.server.wait_ready()
-    assert buy("umbrella", world.two, most=5) == 5
+    assert buy("umbrella", world.two, limit=5) == 5
     world.store.freeze()
-    assert buy("umbrella", world.two, most=3) == 3, "its part of what was left"
+    assert buy("umbrella", world.two, limit=3) == 3, "its part of what was left"
     world.store.kill()
-    assert buy("umbrella", world.two, most=2) == 2
+    assert buy("umbrella", world.two, limit=2) == 2
     for each in (world.one, world.two):
         each.server.wait_said("the shared store is away")
     world.store.start()  # With nothing in it.

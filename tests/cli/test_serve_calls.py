@@ -122,9 +122,11 @@ def test_a_bounded_reasoning_is_closed(client: openai.OpenAI, stream: bool) -> N
             **ASKED | {"max_tokens": 60}, **({"stream_options": {"include_usage": True}} if stream else {}),
         )  # fmt: skip
         chunks = list(answer) if stream else [answer]
-        told = [choice.delta if stream else choice.message for chunk in chunks for choice in chunk.choices]
-        assert "".join(each.model_extra.get("reasoning", None) or "" for each in told)
-        assert "".join(each.content or "" for each in told)
+        reported = [
+            choice.delta if stream else choice.message for chunk in chunks for choice in chunk.choices
+        ]
+        assert "".join(each.model_extra.get("reasoning", None) or "" for each in reported)
+        assert "".join(each.content or "" for each in reported)
         assert 6 <= chunks[-1].usage.completion_tokens_details.reasoning_tokens <= 16
 
 

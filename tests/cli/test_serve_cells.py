@@ -270,11 +270,11 @@ def a_submission(name: str, prompt: bytes, guest: Guest | None) -> Submit:
 
 def usage(cells: Cells, *names: str, by: str) -> dict[str, int]:
     directories = [word for name in names for word in ("--directory", str(cells.ledger(name)))]
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-m", "penstock", "usage", *directories, "--by", by, "--format", "json"],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    return {row[by]: row["requests"] for row in json.loads(told)["rows"]}
+    return {row[by]: row["requests"] for row in json.loads(reported)["rows"]}
 
 
 def test_a_killed_cell_costs_no_request_and_every_answer_is_the_same(cells: Cells) -> None:

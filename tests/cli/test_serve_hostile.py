@@ -167,9 +167,9 @@ def test_special_tokens_in_messages_are_text_unless_the_tenant_is_trusted(served
 
 def test_a_chat_counts_the_tokens_that_tokenize_tells(served: Served) -> None:
     body = {"model": "good", "messages": [{"role": "user", "content": EVIL}]}
-    told = served.post("/tokenize", body)[1]["count"]
+    reported = served.post("/tokenize", body)[1]["count"]
     status, answer = served.post("/chat/completions", body | {"max_tokens": 1})
-    assert (status, answer["usage"]["prompt_tokens"]) == (200, told)
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, reported)
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ def compare(seen: dict[str, Seen], rows: list[tuple]) -> None:
         assert cost == MICROS * (prompt + completion)
         if one.ended:
             assert one.usage is not None
-            told = one.usage.prompt_tokens, one.usage.completion_tokens
-            assert (outcome, recovered, prompt, completion) == ("finished", 0, *told), name
+            reported = one.usage.prompt_tokens, one.usage.completion_tokens
+            assert (outcome, recovered, prompt, completion) == ("finished", 0, *reported), name
     assert any(recovered for _, recovered, *_ in found.values()), "nobody was cut off"
 
 

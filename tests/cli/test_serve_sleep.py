@@ -239,6 +239,6 @@ def test_versions_share_a_name_and_a_bound_on_memory(
     capsys.readouterr()
     by = "--by=model,requested_model"
     assert main(["usage", by, "--format=csv", f"--directory={tmp_path / 'ledger'}"]) == 0
-    told = capsys.readouterr().out
-    assert "river@2,river," in told
-    assert "river@1,river@1," in told
+    reported = capsys.readouterr().out
+    assert "river@2,river," in reported
+    assert "river@1,river@1," in reported

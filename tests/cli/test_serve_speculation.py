@@ -50,8 +50,8 @@ def ask(client: openai.OpenAI, model: str, **how: Any) -> Any:
     """The story is told, and asked for again."""
     first = {"role": "user", "content": STORY}
     asked = {"model": model, "max_tokens": 80, "temperature": 0, **how}
-    told = client.chat.completions.create(messages=[first], model=model, max_tokens=80, temperature=0)
-    before = {"role": "assistant", "content": told.choices[0].message.content}
+    reported = client.chat.completions.create(messages=[first], model=model, max_tokens=80, temperature=0)
+    before = {"role": "assistant", "content": reported.choices[0].message.content}
     return client.chat.completions.create(messages=[first, before, first], **asked)
 
 

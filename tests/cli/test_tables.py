@@ -87,8 +87,8 @@ def test_plan(columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setenv("COLUMNS", columns)
     argv = ["plan", "--model", "70b", "--rps", "20", "--accelerator", "h100", "--accelerator", "mi300x"]
     assert main([*argv, "--json", "-"]) == 0
-    told = capsys.readouterr()
-    document, text = msgspec.json.decode(told.out), told.err
+    reported = capsys.readouterr()
+    document, text = msgspec.json.decode(reported.out), reported.err
     assert "…" not in text
     (option,) = document["plan"]
     assert option["lacks"] == []
@@ -101,11 +101,11 @@ def test_plan(columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 def test_plan_says_when_our_engine_cannot_run_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "70b", "--accelerator", "h100", "--json", "-"]) == 0
-    told = capsys.readouterr()
-    (option,) = msgspec.json.decode(told.out)["plan"]
+    reported = capsys.readouterr()
+    (option,) = msgspec.json.decode(reported.out)["plan"]
     assert option["tp"] > 1
     assert option["lacks"] == ["tensor parallelism (several devices for one replica)"]
-    assert re.search(r"cheapest: \d+ replicas of 70b on \d x h100 \*", told.err)
+    assert re.search(r"cheapest: \d+ replicas of 70b on \d x h100 \*", reported.err)
     assert main(["plan", "--model", "8b", "--accelerator", "h100", "--dtype", "fp8", "--json", "-"]) == 0
     (option,) = msgspec.json.decode(capsys.readouterr().out)["plan"]
     assert "fp8 weights on a GPU" in option["lacks"]

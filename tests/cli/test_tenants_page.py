@@ -32,9 +32,11 @@ def test_three_tiers_and_a_tenant_with_something_of_its_own() -> None:
 
 def test_every_setting_is_there() -> None:
     (section,) = re.findall(r"\| setting \|.*?\n\n", PAGE, re.DOTALL)
-    told = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in section.splitlines() if line)))
-    assert told == set(TierConfig.__struct_fields__) - {"name"}
-    assert told <= set(TenantConfig.__struct_fields__)
+    reported = set(
+        re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in section.splitlines() if line))
+    )
+    assert reported == set(TierConfig.__struct_fields__) - {"name"}
+    assert reported <= set(TenantConfig.__struct_fields__)
 
 
 def test_the_error_says_which_limit_it_was_and_whose() -> None:

@@ -63,8 +63,8 @@ def test_a_worker_dies_in_the_middle(tmp_path: Path) -> None:
         url = f"{server.url.removesuffix('/v1')}/admin/workers"
 
         def busy() -> list[str]:
-            told = httpx2.get(url, headers={"authorization": f"Bearer {ADMIN}"}).json()["workers"]
-            return [each["id"] for each in told if each["running"] or each["waiting"]]
+            reported = httpx2.get(url, headers={"authorization": f"Bearer {ADMIN}"}).json()["workers"]
+            return [each["id"] for each in reported if each["running"] or each["waiting"]]
 
         server.until(busy, "no worker is ever busy")
         os.kill(engines(server)[0], signal.SIGKILL)

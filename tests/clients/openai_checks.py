@@ -231,15 +231,15 @@ class Checks:
             kwargs: dict[str, Any] = {} if verb == "GET" else {"json": body if verb == "POST" else None}
             if path == "/console/feed":
                 continue  # It does not end.
-            told = httpx.request(verb, root + path, headers=headers, timeout=60, **kwargs)
-            is_json = "json" in told.headers.get("content-type", "")
-            error = told.json().get("error") if is_json and told.status_code >= 400 else None
-            well = told.status_code < 400 or (error and error.get("message"))
+            reported = httpx.request(verb, root + path, headers=headers, timeout=60, **kwargs)
+            is_json = "json" in reported.headers.get("content-type", "")
+            error = reported.json().get("error") if is_json and reported.status_code >= 400 else None
+            well = reported.status_code < 400 or (error and error.get("message"))
             outcome = (
                 "passed"
-                if told.status_code < 400
+                if reported.status_code < 400
                 else "refused"
-                if well and told.status_code < 500
+                if well and reported.status_code < 500
                 else "failed"
             )
             self.rows.append(
@@ -249,8 +249,8 @@ class Checks:
                     "",
                     outcome,
                     ""
-                    if told.status_code < 400
-                    else f"{told.status_code} {(error or {}).get('message', '')}"[:100],
+                    if reported.status_code < 400
+                    else f"{reported.status_code} {(error or {}).get('message', '')}"[:100],
                 )
             )
 

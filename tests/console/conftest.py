@@ -83,10 +83,10 @@ def findings():
     def look(page):
         # The page's policy admits no script but its own: this one comes by the debugger.
         page.evaluate(AXE.read_text() + "; 0")
-        told = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        reported = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
         return [
             f"{each['id']}: {node['html'][:160]} {node['failureSummary'][:200]}"
-            for each in told["violations"]
+            for each in reported["violations"]
             if each["impact"] in ("serious", "critical")
             for node in each["nodes"]
         ]

@@ -71,11 +71,11 @@ def resources(cubin: bytes) -> tuple[int, int]:
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run(
+        reported = subprocess.run(
             [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout)
-    assert found, told.stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", reported.stdout)
+    assert found, reported.stdout
     return int(found[1]), int(found[2])
 
 

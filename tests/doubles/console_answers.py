@@ -193,8 +193,8 @@ def told_of_alerts(now: int = NOW_MS // 1000) -> dict:
 
     def alert(name, severity, labels, since, why, **more):
         book = f"docs/runbook.md#{name.lower()}"
-        told = {"name": name, "severity": severity, "labels": labels, "since": now - since, "why": why}
-        return told | {"summary": summaries[name], "runbook": book} | more
+        reported = {"name": name, "severity": severity, "labels": labels, "since": now - since, "why": why}
+        return reported | {"summary": summaries[name], "runbook": book} | more
 
     where = {"model": "chat-70b", "band": "interactive", "burn": "14.4", "window": "1h"}
     late = "86.0% of requests had a late first token in 1h, limit 72.0%; 90.0% of requests in 5m, limit 72.0%"
@@ -403,10 +403,10 @@ def told_of_scale() -> dict:
         decision(44, "in", "4 were enough for 300 s", 4),
         decision(80, "out", EXPECTED, 5, acts=False),
     ]  # fmt: skip
-    told = {"models": [{
+    reported = {"models": [{
         "model": "chat-8b", "mode": "act", "min": 2, "max": 11, "standby": 1, "workers": 7, "ready": 6,
         "pools": pools, "leads": True, "override": None,
         "decision": decision(0, "hold", EXPECTED, 7), "signals": signals, "moves": moves, "points": points,
     }]}  # fmt: skip
-    assert isinstance(msgspec.convert(told, ScaleReports), ScaleReports)
-    return told
+    assert isinstance(msgspec.convert(reported, ScaleReports), ScaleReports)
+    return reported

@@ -9,7 +9,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
 
-import console_answers as told
+import console_answers as reported
 from console_answers import NOW_MS, TENANTS
 
 from penstock.gateway.api.console import _TYPES, PAGE_HEADERS, STATIC
@@ -180,12 +180,12 @@ class Replay(ThreadingHTTPServer):
         self.plans: list[dict] = []
         """Of rollouts that were begun."""
         self.answers: dict[str, object] = {
-            "/admin/alerts": told.told_of_alerts(),
-            "/admin/audit": told.told_of_events(),
-            "/admin/tenants": told.told_of_tenants(),
-            "/admin/keys": told.told_of_keys(),
-            "/admin/rollouts": told.told_of_rollouts(),
-            "/admin/scale": told.told_of_scale(),
+            "/admin/alerts": reported.told_of_alerts(),
+            "/admin/audit": reported.told_of_events(),
+            "/admin/tenants": reported.told_of_tenants(),
+            "/admin/keys": reported.told_of_keys(),
+            "/admin/rollouts": reported.told_of_rollouts(),
+            "/admin/scale": reported.told_of_scale(),
         }
         self.per_event = max(2, min(100, streams // 60))
         self.warm_ticks = 120
@@ -219,15 +219,15 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/console/feed":
             self._feed()
         elif path == "/admin/history":
-            self._json(told.history(int(self.path.rpartition("=")[2])))
+            self._json(reported.history(int(self.path.rpartition("=")[2])))
         elif path.endswith("/history"):
-            self._json(told.trail(path.split("/")[3]))
+            self._json(reported.trail(path.split("/")[3]))
         elif path.endswith("/log"):
-            self._json({"worker": path.split("/")[3], "lines": told.printed()})
+            self._json({"worker": path.split("/")[3], "lines": reported.printed()})
         elif path.startswith("/admin/requests/"):
-            self._json(told.explained(self.server.known[path.rpartition("/")[2]], Random(3)))
+            self._json(reported.explained(self.server.known[path.rpartition("/")[2]], Random(3)))
         elif path == "/admin/costs":
-            self._json(told.told_of_costs(self.path.partition("by=")[2].partition("&")[0]))
+            self._json(reported.told_of_costs(self.path.partition("by=")[2].partition("&")[0]))
         elif path in self.server.answers:
             self._json(self.server.answers[path])
         else:
@@ -239,7 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/admin/scale":
             self.server.plans.append(order := json.loads(body))
             model = self.server.answers["/admin/scale"]["models"][0]
-            until_ns = told.NOW_MS * 1_000_000 + round(order.get("for_s", 0) * 1e9)
+            until_ns = reported.NOW_MS * 1_000_000 + round(order.get("for_s", 0) * 1e9)
             by_hand = {"workers": order.get("workers"), "until_ns": until_ns, "by": "sk-k1v7q2mwz5ta"}
             model["override"] = by_hand if "workers" in order else None
             self._json(self.server.answers["/admin/scale"])
@@ -264,7 +264,7 @@ class _Handler(BaseHTTPRequestHandler):
         plan = json.loads(body)
         self.server.plans.append(plan)
         known = {"model": plan["model"], "candidate": plan["candidate"], "steps": plan["steps"]}
-        begun = told.rollout(
+        begun = reported.rollout(
             len(report["rollouts"]), "running", "ooooo", **known, step=0, percent=plan["steps"][0]
         )
         report["rollouts"].insert(0, begun)

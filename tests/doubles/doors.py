@@ -63,12 +63,12 @@ class Door:
         began = time.monotonic()
         connection.request(method, path, body, {"content-type": "application/json", **headers})
         response = connection.getresponse()
-        told = Told(
+        reported = Told(
             response.status, {name.lower(): value for name, value in response.getheaders()}, response.read(),
             time.monotonic() - began,
         )  # fmt: skip
         self._connection, self._used_s = None if response.will_close else connection, time.monotonic()
-        return told
+        return reported
 
     def _enter(self) -> http.client.HTTPConnection:
         """The kernel chooses who accepts a connection, so until it is the wanted one."""

@@ -104,11 +104,13 @@ class EagleHead:
                 held[first:] = self.states[at : at + count].float().clone()
             at += count
 
-    def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
+    def propose(
+        self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
+    ) -> Int64Array:
         """See `Proposer`: the likeliest tokens."""
         found = np.zeros(len(rows), np.int64)
         for i, (row, count, wanted) in enumerate(
-            zip(rows.tolist(), known.tolist(), most.tolist(), strict=True)
+            zip(rows.tolist(), known.tolist(), limit.tolist(), strict=True)
         ):
             held = self.of_rows.get(row, [])
             if len(held) < count - 1 or count < 2:

@@ -120,8 +120,8 @@ def distributions_of(runner: StepRunner) -> torch.Tensor:
         prompt = tuple(random.randrange(VOCAB_SIZE) for _ in range(length))
         blocks = tuple(range(-(-length // BLOCK_TOKENS)))
         new = NewRow(RequestId("r"), 0, prompt, length, sampling)
-        told = runner.run(StepPlan(1, (new,), (RowWork(0, 0, length, samples=True, new_blocks=blocks),)))
-        logprob = told.sampled[0].logprob
+        reported = runner.run(StepPlan(1, (new,), (RowWork(0, 0, length, samples=True, new_blocks=blocks),)))
+        logprob = reported.sampled[0].logprob
         assert logprob is not None
         row = torch.full((VOCAB_SIZE,), -torch.inf)
         for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):

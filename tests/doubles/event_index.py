@@ -55,12 +55,12 @@ class EventIndex:
                     known.clear()
                 continue
             assert event.medium is not None
-            known, told = self.known[event.medium], {*event.block_hashes}
+            known, reported = self.known[event.medium], {*event.block_hashes}
             if isinstance(event, BlockStored):
-                known |= told
-                owners = {self.owner_of[each] for each in told}
+                known |= reported
+                owners = {self.owner_of[each] for each in reported}
                 assert len(owners) == 1, "an event is of one namespace"
                 assert not event.token_ids or owners == {PUBLIC}, "only public tokens are told"
             else:
-                assert told <= known, "removed but never stored"
-                known -= told
+                assert reported <= known, "removed but never stored"
+                known -= reported

@@ -22,7 +22,9 @@ class KnowingProposer:
     def spent(self) -> None:
         """See `Proposer`."""
 
-    def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
+    def propose(
+        self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
+    ) -> Int64Array:
         """See `Proposer`."""
         found = np.zeros(len(rows), np.int64)
         for i, (row, num_known) in enumerate(zip(rows.tolist(), known.tolist(), strict=True)):
@@ -32,7 +34,7 @@ class KnowingProposer:
             )
             if (text := next(texts, None)) is None:
                 continue
-            guesses = text[num_known : num_known + int(most[i])].copy()
+            guesses = text[num_known : num_known + int(limit[i])].copy()
             places = np.arange(num_known, num_known + len(guesses))
             guesses[places % self._wrong_every == 0] = 1
             tables.token_ids[row, num_known : num_known + len(guesses)] = guesses

@@ -38,7 +38,7 @@ class KubeApi:
         self.refuse_status = 0
         self._events: list[tuple[int, dict]] = []
         self._oldest = 0
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._watches: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
@@ -76,9 +76,9 @@ class KubeApi:
     async def _tell(self, kind: str, found: dict) -> None:
         self.version += 1
         found = {**found, "metadata": {**found["metadata"], "resourceVersion": str(self.version)}}
-        async with self._news:
+        async with self._changed:
             self._events.append((self.version, {"type": kind, "object": found}))
-            self._news.notify_all()
+            self._changed.notify_all()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -124,9 +124,9 @@ class KubeApi:
                 for number, event in [each for each in self._events if each[0] > version]:
                     self._chunk(writer, event)
                     version = number
-                async with self._news:
+                async with self._changed:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._news.wait(), 0.05)
+                        await asyncio.wait_for(self._changed.wait(), 0.05)
         finally:
             self._watches.discard(writer)
 

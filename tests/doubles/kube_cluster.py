@@ -182,8 +182,8 @@ class KubeCluster(kmock.KubernetesEmulator):
             self.objects[key].patch(body)
         else:
             self.objects[key] = body
-        news = self._buses[key[0]].put({"type": "MODIFIED", "object": self.objects[key].raw})
-        self._telling = asyncio.get_running_loop().create_task(news)
+        update = self._buses[key[0]].put({"type": "MODIFIED", "object": self.objects[key].raw})
+        self._telling = asyncio.get_running_loop().create_task(update)
 
     def _key(self, kind: str, name: str) -> tuple[Any, str, str]:
         return kmock.resource(kind), "default", name

@@ -91,8 +91,8 @@ class ScaledFleet:
         self.leader.waiting = lambda: self.waiting
         self.leader.publish = self._publish
 
-    def _publish(self, told: dict[str, float]) -> None:
-        self.published = dict(told)
+    def _publish(self, reported: dict[str, float]) -> None:
+        self.published = dict(reported)
 
     def _pool(self, model: str, name: str, first: int) -> LaunchedPool:
         return LaunchedPool(

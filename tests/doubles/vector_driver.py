@@ -42,13 +42,13 @@ class VectorDriver:
         self.clock = SystemClock()
         self.runner = build_any_runner(path, engine, self.clock, lambda _stage, _done, _total: None)
         self.core = build_vector_core(self.runner, engine, b"k" * 32, self.clock)
-        self.told: dict[RequestId, Vectors] = {}
+        self.reported: dict[RequestId, Vectors] = {}
         self._asked = 0
 
     def submit(self, texts: Sequence[Sequence[int]], **fields: object) -> RequestId:
         self._asked += 1
         name = RequestId(f"v{self._asked}")
-        self.told[name] = Vectors()
+        self.reported[name] = Vectors()
         message = Submit(
             request_id=name,
             prompt=array("i", [token for text in texts for token in text]).tobytes(),
@@ -61,12 +61,12 @@ class VectorDriver:
 
     def step(self) -> None:
         for output in self.core.step().get(0, ()):
-            told = self.told[output.request_id]
-            assert told.finish is None, "nothing comes behind the end"
+            reported = self.reported[output.request_id]
+            assert reported.finish is None, "nothing comes behind the end"
             for place, vector in output.vectors:
-                assert place not in told.vectors, "a text's vector comes once"
-                told.vectors[place] = torch.frombuffer(bytearray(vector), dtype=torch.float32)
-            told.finish = output.finish or told.finish
+                assert place not in reported.vectors, "a text's vector comes once"
+                reported.vectors[place] = torch.frombuffer(bytearray(vector), dtype=torch.float32)
+            reported.finish = output.finish or reported.finish
 
     def run(self) -> None:
         for _ in range(STEPS_MAX):
@@ -78,4 +78,4 @@ class VectorDriver:
     def ask(self, *submissions: Sequence[Sequence[int]]) -> list[Vectors]:
         names = [self.submit(texts) for texts in submissions]
         self.run()
-        return [self.told[name] for name in names]
+        return [self.reported[name] for name in names]

@@ -95,7 +95,7 @@ class Driven:
 
     @property
     def loaded(self) -> set[str]:
-        return {state.name for state in self.manager.told().adapters if state.is_loaded}
+        return {state.name for state in self.manager.reported().adapters if state.is_loaded}
 
     @property
     def names(self) -> list[str]:
@@ -109,11 +109,11 @@ def test_a_request_waits_for_its_adapter_and_others_do_not() -> None:
     driven.order("b")
     waits, goes = driven.ask("b"), driven.ask("a")
     assert driven.names == [goes]
-    assert [state.name for state in driven.manager.told().adapters] == ["a"]
+    assert [state.name for state in driven.manager.reported().adapters] == ["a"]
     driven.reader.may_go_on.set()
     driven.read()
     assert driven.names == [goes, waits]
-    assert [state.name for state in driven.manager.told().adapters if state.is_loaded] == ["a", "b"]
+    assert [state.name for state in driven.manager.reported().adapters if state.is_loaded] == ["a", "b"]
 
 
 def test_one_that_cannot_be_read_fails_its_own_requests_only() -> None:
@@ -168,7 +168,7 @@ def test_what_is_in_use_stays() -> None:
     driven.load("a", "b")
     first, second = driven.ask("a"), driven.ask("b")
     driven.load("c")
-    assert {state.name for state in driven.manager.told().adapters if state.is_loaded} == {"a", "b"}
+    assert {state.name for state in driven.manager.reported().adapters if state.is_loaded} == {"a", "b"}
     assert driven.names == [first, second]
 
 
@@ -196,7 +196,7 @@ def test_unloading_lets_requests_that_run_go_on() -> None:
     driven.note(driven.manager.take_order(UnloadAdapter("a")))
     assert driven.failed == ["it was unloaded"]
     assert driven.names == [runs]
-    assert not driven.manager.told().adapters
+    assert not driven.manager.reported().adapters
     driven.load("a")
     again = driven.ask("a")
     assert driven.names == [runs]  # The old one has the only slot.
@@ -279,7 +279,7 @@ def test_one_that_will_be_asked_for_is_read_before_those_that_nobody_has_asked_f
     assert driven.reader.read_names == ["a", "b", "c", "d", "f", "c", "e"]
     assert driven.names == [waits]
     assert "c" in driven.loaded
-    assert driven.manager.told().room == POOL_BYTES // 40
+    assert driven.manager.reported().room == POOL_BYTES // 40
 
 
 def test_memory_is_never_exceeded_by_what_is_in_use_and_nobody_starves() -> None:

@@ -87,11 +87,11 @@ def test_answers_are_those_of_peft(family: str, tmp_path: Path) -> None:
                 logits = reference(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1].float()
             expected = torch.log_softmax(logits, -1)
             assert answer.token_ids == expected.argmax(-1).tolist()
-            told = torch.zeros_like(expected)
-            for row, logprob in zip(told, answer.logprobs, strict=True):
+            reported = torch.zeros_like(expected)
+            for row, logprob in zip(reported, answer.logprobs, strict=True):
                 for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
                     row[token] = value
-            assert (told - expected).abs().max() < 2e-5
+            assert (reported - expected).abs().max() < 2e-5
     assert found["torch"][0].token_ids != found["torch"][1].token_ids
 
 
@@ -144,7 +144,7 @@ def test_on_rounded_weights(quantization: str, tmp_path: Path) -> None:
     path, adapter = save(model, tmp_path / "model"), write_adapter(tmp_path / "a", model, rank=128)
     one = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE, max_tokens=1)
 
-    def told(**config: object) -> list[torch.Tensor]:
+    def reported(**config: object) -> list[torch.Tensor]:
         driver = Driver(path, {"a": adapter}, kernels="native", dtype="bfloat16", **config)
         answers = driver.ask([prompt_of(30)] * 2, [one] * 2, adapters=["a", ""])
         rows = [torch.zeros(VOCAB_SIZE) for _ in answers]
@@ -153,7 +153,7 @@ def test_on_rounded_weights(quantization: str, tmp_path: Path) -> None:
                 row[token] = value
         return rows
 
-    (whole, whole_plain), (rounded, rounded_plain) = told(), told(quantization=quantization)
+    (whole, whole_plain), (rounded, rounded_plain) = reported(), reported(quantization=quantization)
     moved, off = (whole - whole_plain).norm(), (whole - rounded).norm()
     assert off < 0.5 * moved
     assert (rounded - rounded_plain).norm() > 0.5 * moved

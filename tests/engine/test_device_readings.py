@@ -97,14 +97,14 @@ def test_what_a_process_takes_of_its_machine(tmp_path: Path) -> None:
 
 
 def test_readings_are_told_until_the_end() -> None:
-    told, enough = list[DeviceReadings](), threading.Event()
+    reported, enough = list[DeviceReadings](), threading.Event()
 
     def tell(readings: DeviceReadings) -> None:
-        told.append(readings)
-        if len(told) >= 3:
+        reported.append(readings)
+        if len(reported) >= 3:
             enough.set()
 
     ends = watch_device("GPU-none", tell, every_s=0.001)
     assert enough.wait(20)
     ends.set()
-    assert all(each.rss_bytes and each.gpu is None for each in told)
+    assert all(each.rss_bytes and each.gpu is None for each in reported)

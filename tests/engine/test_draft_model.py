@@ -62,9 +62,11 @@ class Misled:
     def spent(self) -> Drafting | None:
         return self._inner.spent()
 
-    def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
-        most = np.where((known // 5) % 3 == 0, 1, most)
-        found = self._inner.propose(rows, known, most, tables)
+    def propose(
+        self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
+    ) -> Int64Array:
+        limit = np.where((known // 5) % 3 == 0, 1, limit)
+        found = self._inner.propose(rows, known, limit, tables)
         for row, num_known, count in zip(rows.tolist(), known.tolist(), found.tolist(), strict=True):
             for place in range(num_known, num_known + count):
                 if place % self._wrong_every == 0:
@@ -127,9 +129,9 @@ def test_right_guesses_behind_wrong_ones(pair: tuple[Path, Path]) -> None:
 
     class Single(Misled):
         def propose(
-            self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables
+            self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
         ) -> Int64Array:
-            found = inner.propose(rows, known, np.minimum(most, 3), tables)
+            found = inner.propose(rows, known, np.minimum(limit, 3), tables)
             for row, num_known in zip(rows.tolist(), known.tolist(), strict=True):
                 guess = int(tables.token_ids[row, num_known])
                 right.append(guess == expected[row][num_known])

@@ -27,14 +27,14 @@ def test_vectors(tmp_path: Path, family: str, pooling: str) -> None:
     write_modules(tmp_path, pooling)
     right = expected(model, texts(), pooling)
     whole = VectorDriver(tmp_path, kernels="auto")
-    (told,) = whole.ask(texts())
-    torch.testing.assert_close(told.rows, right, atol=1e-5, rtol=0)
+    (reported,) = whole.ask(texts())
+    torch.testing.assert_close(reported.rows, right, atol=1e-5, rtol=0)
     # Chunks of a text are planned over several steps, and computed with the last.
     (cut,) = VectorDriver(tmp_path, kernels="auto", step_tokens=16, max_running=4).ask(texts())
-    torch.testing.assert_close(cut.rows, told.rows, atol=1e-6, rtol=0)
+    torch.testing.assert_close(cut.rows, reported.rows, atol=1e-6, rtol=0)
     for i, text in enumerate(texts()):
         (alone,) = whole.ask([text])
-        torch.testing.assert_close(alone.rows[0], told.rows[i], atol=1e-6, rtol=0)
+        torch.testing.assert_close(alone.rows[0], reported.rows[i], atol=1e-6, rtol=0)
     assert whole.core.stats().blocks_used == 0
 
 
@@ -42,25 +42,25 @@ def test_vectors(tmp_path: Path, family: str, pooling: str) -> None:
 def test_scores_of_pairs(tmp_path: Path, family: str) -> None:
     model = encoder(family, tmp_path, labels=1)
     pairs, firsts = texts(), [0, 1, 7, 16, 39, 60, 5]
-    (told,) = [VectorDriver(tmp_path, kernels="auto")]
-    name = told.submit(pairs, firsts=tuple(firsts))
-    told.run()
+    (reported,) = [VectorDriver(tmp_path, kernels="auto")]
+    name = reported.submit(pairs, firsts=tuple(firsts))
+    reported.run()
     for i, (pair, first) in enumerate(zip(pairs, firsts, strict=True)):
         types = (
             [0] * len(pair) if family == "roberta" or not first else [0] * first + [1] * (len(pair) - first)
         )
         with torch.inference_mode():
             logits = model(torch.tensor([pair]), token_type_ids=torch.tensor([types])).logits[0]
-        torch.testing.assert_close(told.told[name].rows[i], torch.sigmoid(logits), atol=1e-5, rtol=0)
-    info = told.runner.info
+        torch.testing.assert_close(reported.reported[name].rows[i], torch.sigmoid(logits), atol=1e-5, rtol=0)
+    info = reported.runner.info
     assert (info.pooling, info.vector_size, info.capabilities) == ("scores", 1, frozenset({"scores"}))
 
 
 def test_bare_encoders_take_the_first_token(tmp_path: Path) -> None:
     model = encoder("roberta", tmp_path)
     driver = VectorDriver(tmp_path, kernels="auto")
-    (told,) = driver.ask(texts())
-    torch.testing.assert_close(told.rows, expected(model, texts(), "cls"), atol=1e-5, rtol=0)
+    (reported,) = driver.ask(texts())
+    torch.testing.assert_close(reported.rows, expected(model, texts(), "cls"), atol=1e-5, rtol=0)
     assert driver.runner.info.max_model_len == 198  # Two rows of the table are before the first token's.
 
 

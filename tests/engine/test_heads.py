@@ -34,7 +34,7 @@ class Listener:
 
     def __init__(self, step_tokens: int, hidden: int) -> None:
         self.states = torch.zeros(step_tokens, hidden)
-        self.heard: dict[int, dict[int, Tensor]] = {}
+        self.received: dict[int, dict[int, Tensor]] = {}
 
     def begin(self, plan: StepPlan, fresh_blocks: Sequence[int]) -> None:
         pass
@@ -42,14 +42,16 @@ class Listener:
     def spent(self) -> None:
         pass
 
-    def propose(self, rows: Int64Array, known: Int64Array, most: Int64Array, tables: RowTables) -> Int64Array:
+    def propose(
+        self, rows: Int64Array, known: Int64Array, limit: Int64Array, tables: RowTables
+    ) -> Int64Array:
         return np.zeros(len(rows), np.int64)
 
     def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array) -> None:
         at = 0
         for row, first, count in zip(rows.tolist(), firsts.tolist(), counts.tolist(), strict=True):
             for i in range(count):
-                self.heard.setdefault(row, {})[first + i] = self.states[at + i].clone()
+                self.received.setdefault(row, {})[first + i] = self.states[at + i].clone()
             at += count
 
 
@@ -71,13 +73,13 @@ def test_states_are_what_the_output_head_reads(qwen3: Path, target: PreTrainedMo
     listener = Listener(16, target.config.hidden_size)
     driver.runner.proposer = listener
     answers = driver.ask(PROMPTS, GREEDY)
-    assert sorted(listener.heard) == [0, 1, 2, 3]
+    assert sorted(listener.received) == [0, 1, 2, 3]
     texts = [[*prompt, *answer.token_ids] for prompt, answer in zip(PROMPTS, answers, strict=True)]
     expected = {len(text): states_of(target, text) for text in texts}
-    for heard in listener.heard.values():
-        assert sorted(heard) == list(range(len(heard)))
-        states = torch.stack([heard[place] for place in sorted(heard)])
-        torch.testing.assert_close(states, expected[len(heard) + 1][:-1], rtol=0, atol=2e-4)
+    for received in listener.received.values():
+        assert sorted(received) == list(range(len(received)))
+        states = torch.stack([received[place] for place in sorted(received)])
+        torch.testing.assert_close(states, expected[len(received) + 1][:-1], rtol=0, atol=2e-4)
 
 
 @pytest.fixture(scope="module")

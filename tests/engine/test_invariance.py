@@ -239,7 +239,7 @@ def test_overlap_changes_nothing(case: Case, chunk: int) -> None:
         check_same(driver.ask(prompts(), sampling()), case.expected)
 
 
-def told(answers: list[Answer]) -> list[Answer]:
+def reported(answers: list[Answer]) -> list[Answer]:
     """What is the same whatever was cached when a request started."""
     return [replace(answer, cached_tokens=0) for answer in answers]
 
@@ -258,13 +258,13 @@ def test_speculation_changes_nothing(case: Case) -> None:
 
     roomy = driver()
     alone = [roomy.ask([prompt], [each])[0] for prompt, each in zip(asked, params, strict=True)]
-    assert told(alone) == expected
+    assert reported(alone) == expected
     assert roomy.core.stats().step < 0.7 * 40 * len(asked)
-    assert told(roomy.ask(asked, params)) == expected
+    assert reported(roomy.ask(asked, params)) == expected
     stats = roomy.core.stats()
     assert 40 < stats.accepted_tokens < stats.drafted_tokens
     tight = driver(overlap="on", kv_memory_bytes=14 * block_bytes)
-    assert told(tight.ask(asked, params)) == expected
+    assert reported(tight.ask(asked, params)) == expected
     assert tight.core.stats().preemptions > 0
 
 

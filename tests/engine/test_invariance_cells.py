@@ -213,7 +213,7 @@ def test_preemption_without_a_host_tier(case: Case, overlap: str, chunk: int, pr
     assert set.union(*counts) == {0, 1, 2}, f"never, once, and more often: {counts}"
 
 
-def told(answers: list[Answer]) -> list[tuple[list[int], object, object]]:
+def reported(answers: list[Answer]) -> list[tuple[list[int], object, object]]:
     return [(answer.token_ids, answer.logprobs, answer.prompt_logprobs) for answer in answers]
 
 
@@ -230,7 +230,7 @@ def test_drafts_change_nothing(case: Case) -> None:
         )
         if proposer is not None:
             driver.runner.proposer = proposer
-        assert told(driver.ask(prompts, params, adapters=case.named())) == told(case.crowd_alone)
+        assert reported(driver.ask(prompts, params, adapters=case.named())) == reported(case.crowd_alone)
         stats = driver.core.stats()
         assert proposer is None or 20 < stats.accepted_tokens < stats.drafted_tokens
 

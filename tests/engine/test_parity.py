@@ -153,7 +153,7 @@ def decode(runner: Runner, *asked: tuple[list[int], int]) -> list[Told]:
     rows: list[Told] = []
     first_block = 3
     for row, (prompt, chunk) in enumerate(asked):
-        told = Told(len(prompt), list(prompt))
+        reported = Told(len(prompt), list(prompt))
         num_blocks = (len(prompt) + DECODE_STEPS) // 16 + 1
         blocks = tuple(range(first_block, first_block + num_blocks))
         first_block += num_blocks
@@ -161,24 +161,24 @@ def decode(runner: Runner, *asked: tuple[list[int], int]) -> list[Told]:
         for start in range(0, len(prompt), chunk):
             end = min(start + chunk, len(prompt))
             work = RowWork(row, start, end - start, end == len(prompt), blocks if start == 0 else ())
-            told.drawn += runner.run(StepPlan(1, new if start == 0 else (), (work,))).sampled
-        rows.append(told)
+            reported.drawn += runner.run(StepPlan(1, new if start == 0 else (), (work,))).sampled
+        rows.append(reported)
     for step in range(DECODE_STEPS + 1):
-        for told in rows:
-            told.tokens.append(told.drawn[-1].token_id)
+        for reported in rows:
+            reported.tokens.append(reported.drawn[-1].token_id)
         if step < DECODE_STEPS:
-            work = [RowWork(row, len(told.tokens) - 1, 1, True) for row, told in enumerate(rows)]
-            for told, sampled in zip(rows, runner.run(StepPlan(1, (), tuple(work))).sampled, strict=True):
-                told.drawn.append(sampled)
+            work = [RowWork(row, len(reported.tokens) - 1, 1, True) for row, reported in enumerate(rows)]
+            for reported, sampled in zip(rows, runner.run(StepPlan(1, (), tuple(work))).sampled, strict=True):
+                reported.drawn.append(sampled)
     return rows
 
 
-def errors(model: PreTrainedModel, told: Told) -> list[float]:
+def errors(model: PreTrainedModel, reported: Told) -> list[float]:
     """The largest difference of any token's log-probability, draw by draw."""
     with torch.inference_mode():
-        expected = model(torch.tensor([told.tokens])).logits[0].float().log_softmax(-1)
+        expected = model(torch.tensor([reported.tokens])).logits[0].float().log_softmax(-1)
     found: list[float] = []
-    for position, sampled in enumerate(told.drawn, start=told.num_prompt - 1):
+    for position, sampled in enumerate(reported.drawn, start=reported.num_prompt - 1):
         assert sampled.logprob is not None
         assert len(sampled.logprob.top) == VOCAB_SIZE
         ours = torch.empty(VOCAB_SIZE)
@@ -199,8 +199,8 @@ def test_float32_logits_equal_transformers(case: str, tmp_path: Path) -> None:
         ([random.randrange(VOCAB_SIZE) for _ in range(length)], chunk)
         for length, chunk in ((1, 1), (37, 512), (141, 50), (290, 512))
     ]
-    for told in decode(runner, *asked):
-        assert max(errors(model, told)) <= 1e-4
+    for reported in decode(runner, *asked):
+        assert max(errors(model, reported)) <= 1e-4
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
@@ -230,8 +230,8 @@ def test_longrope_beyond_the_original_context(kernels: str, tmp_path: Path) -> N
     model = tiny_model("phi3", **PHI3, rope_parameters=longrope(1.0, 64))
     runner = tiny_runner(save(model, tmp_path), kernels="auto" if kernels == "native" else kernels)
     prompt = [stream(10, kernels).randrange(VOCAB_SIZE) for _ in range(131)]
-    (told,) = decode(runner, (prompt, 50))
-    assert max(errors(model, told)) <= 1e-4
+    (reported,) = decode(runner, (prompt, 50))
+    assert max(errors(model, reported)) <= 1e-4
 
 
 BFLOAT16_CHANGES: dict[str, dict[str, object]] = {
@@ -250,17 +250,17 @@ def test_bfloat16_logits_are_close_to_transformers_in_float32(family: str, tmp_p
     model = tiny_model(family, **changes).bfloat16()
     runner = tiny_runner(save(model, tmp_path), dtype="bfloat16")
     prompt = [stream(8, family).randrange(VOCAB_SIZE) for _ in range(149)]
-    (told,) = decode(runner, (prompt, 64))
+    (reported,) = decode(runner, (prompt, 64))
     reference = model.float()
-    found = errors(reference, told)
+    found = errors(reference, reported)
     if hasattr(model.config, "num_experts_per_tok"):
         # Where bfloat16 cannot tell which expert is the better one, the answer must be that of one or of the
         # other.
-        for tie in router_ties(reference, told.tokens):
-            draw = tie[1] - told.num_prompt + 1
+        for tie in router_ties(reference, reported.tokens):
+            draw = tie[1] - reported.num_prompt + 1
             if 0 <= draw <= DECODE_STEPS and found[draw] > 2e-2:
                 with decided_otherwise(reference, tie):
-                    found[draw] = min(found[draw], errors(reference, told)[draw])
+                    found[draw] = min(found[draw], errors(reference, reported)[draw])
     assert max(found) <= 2e-2
 
 
@@ -275,8 +275,8 @@ def test_native_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, **NATIVE_CHANGES.get(family, {}))
     runner = tiny_runner(save(model, tmp_path), kernels="native")
     prompt = [stream(9, family).randrange(VOCAB_SIZE) for _ in range(141)]
-    (told,) = decode(runner, (prompt, 50))
-    assert max(errors(model, told)) <= 1e-4
+    (reported,) = decode(runner, (prompt, 50))
+    assert max(errors(model, reported)) <= 1e-4
 
 
 def test_a_float32_checkpoint_can_run_in_bfloat16(qwen3: Path) -> None:

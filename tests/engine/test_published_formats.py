@@ -249,7 +249,7 @@ def test_every_family_takes_adapters_on_quantized_weights(family: str, tmp_path:
     prompt = list(range(5, 45))
     how = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE, max_tokens=1)
 
-    def told(path: Path) -> torch.Tensor:
+    def reported(path: Path) -> torch.Tensor:
         """Log-probabilities with the adapter and without it: `[2, vocab]`."""
         driver = Driver(path, {"a": adapter}, kernels="native", dtype="float32")
         rows = torch.full((2, VOCAB_SIZE), -torch.inf)
@@ -259,7 +259,7 @@ def test_every_family_takes_adapters_on_quantized_weights(family: str, tmp_path:
                 row[token] = value
         return rows
 
-    found, right = told(quantized), told(twin)
+    found, right = reported(quantized), reported(twin)
     off = (right.exp() * (right - found)).sum(1)
     moved = (right[1].exp() * (right[1] - right[0])).sum()
     assert moved > 0.05, "the adapter changes the answer"

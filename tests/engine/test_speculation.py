@@ -30,11 +30,11 @@ def native() -> NativeLibrary | None:
         return None
 
 
-def guessed(tokens: list[int], most: int, kernels: NativeLibrary | None) -> list[int]:
-    tables = RowTables(max_running=2, max_model_len=len(tokens) + most)
+def guessed(tokens: list[int], limit: int, kernels: NativeLibrary | None) -> list[int]:
+    tables = RowTables(max_running=2, max_model_len=len(tokens) + limit)
     tables.token_ids[1, : len(tokens)] = tokens
     tables.token_ids[1, len(tokens) :] = -1
-    known, wanted = np.array([len(tokens)]), np.array([most])
+    known, wanted = np.array([len(tokens)]), np.array([limit])
     (found,) = PromptLookup(kernels).propose(np.array([1]), known, wanted, tables)
     assert not (tables.token_ids[0] > 0).any(), "another row's tokens"
     assert (tables.token_ids[1, len(tokens) + found :] == -1).all(), "more was written than was found"
@@ -43,7 +43,7 @@ def guessed(tokens: list[int], most: int, kernels: NativeLibrary | None) -> list
 
 @pytest.mark.parametrize("kernels", [None, native()])
 @pytest.mark.parametrize(
-    ("tokens", "most", "guesses"),
+    ("tokens", "limit", "guesses"),
     [
         ([1, 2, 3, 4, 9, 1, 2], 2, [3, 4]),  # What followed the last two tokens before.
         ([1, 2, 3, 7, 1, 2, 5, 7, 1, 2], 1, [5]),  # After a run that is longer, though one of two is nearer.
@@ -57,9 +57,9 @@ def guessed(tokens: list[int], most: int, kernels: NativeLibrary | None) -> list
     ],
 )
 def test_a_row_is_guessed_to_go_on_as_it_did_before(
-    kernels: NativeLibrary | None, tokens: list[int], most: int, guesses: list[int]
+    kernels: NativeLibrary | None, tokens: list[int], limit: int, guesses: list[int]
 ) -> None:
-    assert guessed(tokens, most, kernels) == guesses
+    assert guessed(tokens, limit, kernels) == guesses
 
 
 def test_the_native_lookup_finds_what_its_twin_finds() -> None:
@@ -93,15 +93,15 @@ class Verified:
         assert inputs.drafted is not None
         self.sampler = Sampler(len(logits))
         stacked = torch.tensor(logits).repeat(len(inputs.sample_rows), 1)
-        self.told = verified(stacked, inputs, inputs.drafted, self.tables, self.draw, lambda _row: False)
+        self.reported = verified(stacked, inputs, inputs.drafted, self.tables, self.draw, lambda _row: False)
 
     def begin(self, plan, fresh_blocks):
         pass
 
-    def propose(self, rows, known, most, tables):
+    def propose(self, rows, known, limit, tables):
         for row in rows.tolist():
             tables.token_ids[row, 1 : 1 + len(self.drafts[row])] = self.drafts[row]
-        return most
+        return limit
 
     def draw(self, logits, rows, positions):
         drawn = self.sampler.draw(logits, SampleRows.of(self.tables, rows, positions))
@@ -116,7 +116,7 @@ def tokens_of(one: Sampled) -> list[int]:
 def test_drafts_count_up_to_the_first_that_is_wrong() -> None:
     """Logits that leave one choice: token 3."""
     logits = [0.0, 0.0, 0.0, 9.0]
-    found = Verified(logits, [[3, 3, 3], [3, 1, 3], [1], [], [3]], SamplingParams(temperature=0.0)).told
+    found = Verified(logits, [[3, 3, 3], [3, 1, 3], [1], [], [3]], SamplingParams(temperature=0.0)).reported
     assert [tokens_of(one) for one in found] == [[3] * 4, [3] * 2, [3], [3], [3] * 2]
     assert [one.drafted for one in found] == [3, 3, 1, 0, 1]
     assert [one.row for one in found] == [0, 1, 2, 3, 4]
@@ -124,7 +124,7 @@ def test_drafts_count_up_to_the_first_that_is_wrong() -> None:
 
 
 def test_logits_that_are_not_numbers_fail_the_row_where_they_are() -> None:
-    found = Verified([0.0, math.nan], [[0], []], SamplingParams(temperature=0.0)).told
+    found = Verified([0.0, math.nan], [[0], []], SamplingParams(temperature=0.0)).reported
     assert [one.error for one in found] == [NOT_NUMBERS] * 2
     assert found[0].follows == ()
 
@@ -138,7 +138,7 @@ def test_the_distribution_is_the_targets(top_k: int, guess: str) -> None:
     logits, count = [0.3, -0.5, 1.2, 0.0, -1.5, 0.7], 100_000
     random = stream(4, "guesses")
     drafts = [[random.randrange(VOCAB) if guess == "any" else 2] for _ in range(count)]
-    found = Verified(logits, drafts, SamplingParams(temperature=0.8, top_k=top_k)).told
+    found = Verified(logits, drafts, SamplingParams(temperature=0.8, top_k=top_k)).reported
     weights = np.exp(np.array(logits) / 0.8)
     if top_k:
         weights[np.argsort(weights)[:-top_k]] = 0

@@ -36,12 +36,12 @@ def texts(seed: int = 3) -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(tmp_path: Path, family: str, pooling: str) -> None:
     model = decoder(family, tmp_path, pooling, **FAMILIES[family])
-    (told,) = VectorDriver(tmp_path, step_tokens=64, max_running=8).ask(texts())
-    torch.testing.assert_close(told.rows, expected(model, texts(), pooling), atol=1e-5, rtol=0)
-    assert told.finish is not None
-    assert told.finish.reason is FinishReason.STOP
-    assert told.finish.usage.prompt_tokens == sum(LENGTHS)
-    assert told.finish.usage.completion_tokens == 0
+    (reported,) = VectorDriver(tmp_path, step_tokens=64, max_running=8).ask(texts())
+    torch.testing.assert_close(reported.rows, expected(model, texts(), pooling), atol=1e-5, rtol=0)
+    assert reported.finish is not None
+    assert reported.finish.reason is FinishReason.STOP
+    assert reported.finish.usage.prompt_tokens == sum(LENGTHS)
+    assert reported.finish.usage.completion_tokens == 0
 
 
 @pytest.mark.parametrize("pooling", ["lasttoken", "mean"])
@@ -53,9 +53,9 @@ def test_native_kernels_and_any_cut_of_the_texts(tmp_path: Path, pooling: str) -
         driver = VectorDriver(
             tmp_path, kernels="native", step_tokens=step_tokens, max_running=running, prefix_cache=False
         )
-        (told,) = driver.ask(texts())
-        torch.testing.assert_close(told.rows, right, atol=1e-5, rtol=0)
-        found[step_tokens] = told.rows
+        (reported,) = driver.ask(texts())
+        torch.testing.assert_close(reported.rows, right, atol=1e-5, rtol=0)
+        found[step_tokens] = reported.rows
         driver.core._scheduler.check_invariants()
     # The native kernels give a token the same bits in any company, and the mean is summed in order.
     assert torch.equal(found[512], found[32])
@@ -78,14 +78,14 @@ def test_what_a_cache_may_give(tmp_path: Path) -> None:
 def test_bare_decoders_and_what_the_files_say(tmp_path: Path) -> None:
     model = tiny_model("qwen3")
     bare = save(model.model, tmp_path / "bare")
-    (told,) = VectorDriver(bare).ask(texts())
-    torch.testing.assert_close(told.rows, expected(model, texts(), "lasttoken"), atol=1e-5, rtol=0)
+    (reported,) = VectorDriver(bare).ask(texts())
+    torch.testing.assert_close(reported.rows, expected(model, texts(), "lasttoken"), atol=1e-5, rtol=0)
 
     write_modules(bare, "mean", normalise=False, tokens_max=200, flags=False)
     driver = VectorDriver(bare)
-    (told,) = driver.ask(texts())
+    (reported,) = driver.ask(texts())
     right = expected(model, texts(), "mean", normalise=False)
-    torch.testing.assert_close(told.rows, right, atol=1e-5, rtol=0)
+    torch.testing.assert_close(reported.rows, right, atol=1e-5, rtol=0)
     info = driver.runner.info
     assert (info.pooling, info.vector_size, info.max_model_len) == ("mean", 48, 200)
 
@@ -107,16 +107,16 @@ def test_many_texts_share_the_engine_and_leave_it_clean(tmp_path: Path) -> None:
     driver = VectorDriver(tmp_path, max_running=4, step_tokens=64)
     many = driver.submit([[7, 8, 9]] * 300)
     few = driver.submit([[7, 8, 9]] * 2)
-    while driver.told[few].finish is None:
+    while driver.reported[few].finish is None:
         driver.step()
-    assert driver.told[many].finish is None, "two texts did not wait for three hundred"
+    assert driver.reported[many].finish is None, "two texts did not wait for three hundred"
     driver.run()
-    assert torch.equal(driver.told[many].rows[299], driver.told[few].rows[0])
+    assert torch.equal(driver.reported[many].rows[299], driver.reported[few].rows[0])
     gone = driver.submit([[7, 8, 9]] * 300)
     driver.step()
     driver.core.abort(0, (gone,))
     driver.run()
-    finish = driver.told[gone].finish
+    finish = driver.reported[gone].finish
     assert finish is not None
     assert finish.reason is FinishReason.ABORT
     assert driver.core.stats().blocks_used == 0
@@ -142,7 +142,7 @@ def test_a_submission_that_makes_no_sense_ends_alone(tmp_path: Path, name: str) 
     decoder("llama", tmp_path, "mean")
     driver = VectorDriver(tmp_path)
     good = driver.submit([[1, 2, 3]])
-    told = []
+    reported = []
     message = replace(
         Submit(request_id="bad", prompt=b"\1\0\0\0" * 3, sampling=driver_sampling(), inputs=(3,)),
         **WRONG[name],
@@ -150,8 +150,8 @@ def test_a_submission_that_makes_no_sense_ends_alone(tmp_path: Path, name: str) 
     driver.core.submit(1, message, 0)
     while driver.core.has_work:
         for owner, outputs in driver.core.step().items():
-            told += [(owner, output) for output in outputs if output.finish is not None]
-    kinds = {owner: output.finish.error_kind for owner, output in told}
+            reported += [(owner, output) for output in outputs if output.finish is not None]
+    kinds = {owner: output.finish.error_kind for owner, output in reported}
     assert kinds == {0: None, 1: "InvalidRequest"}
     assert good
 

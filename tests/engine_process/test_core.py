@@ -36,12 +36,12 @@ def submit(request_id: str, prompt: tuple[int, ...] = PROMPT, **sampling: object
 
 def run(engine: EngineCore) -> dict[tuple[int, str], list[Output]]:
     """Step until nothing is left; outputs by (owner, request)."""
-    heard: dict[tuple[int, str], list[Output]] = {}
+    received: dict[tuple[int, str], list[Output]] = {}
     while engine.has_work:
         for owner, outputs in engine.step().items():
             for output in outputs:
-                heard.setdefault((owner, output.request_id), []).append(output)
-    return heard
+                received.setdefault((owner, output.request_id), []).append(output)
+    return received
 
 
 def tokens(outputs: list[Output]) -> list[int]:
@@ -52,11 +52,11 @@ def test_each_owner_hears_of_its_own_requests() -> None:
     engine = core()
     engine.submit(1, submit("a", max_tokens=5, seed=1), 0)
     engine.submit(2, submit("b", max_tokens=3, seed=2), 0)
-    heard = run(engine)
-    assert set(heard) == {(1, "a"), (2, "b")}
-    assert tokens(heard[1, "a"]) == [scripted_token(1, 3 + i) for i in range(5)]
-    assert tokens(heard[2, "b"]) == [scripted_token(2, 3 + i) for i in range(3)]
-    for outputs in heard.values():
+    received = run(engine)
+    assert set(received) == {(1, "a"), (2, "b")}
+    assert tokens(received[1, "a"]) == [scripted_token(1, 3 + i) for i in range(5)]
+    assert tokens(received[2, "b"]) == [scripted_token(2, 3 + i) for i in range(3)]
+    for outputs in received.values():
         assert [output.finish is not None for output in outputs] == [False] * (len(outputs) - 1) + [True]
 
 
@@ -100,12 +100,12 @@ def test_nan_logits_end_one_request() -> None:
     engine = core()
     engine.submit(1, submit("bad", (NOT_A_NUMBER, 5)), 0)
     engine.submit(1, submit("good", max_tokens=4), 0)
-    heard = run(engine)
-    (bad,) = heard[1, "bad"]
+    received = run(engine)
+    (bad,) = received[1, "bad"]
     assert bad.finish is not None
     assert (bad.finish.reason, bad.finish.error_kind) == (FinishReason.ERROR, "EngineFault")
     assert bad.finish.error == "the logits are not numbers"
-    assert len(tokens(heard[1, "good"])) == 4
+    assert len(tokens(received[1, "good"])) == 4
     assert engine.stats().blocks_used == 0
 
 
@@ -154,9 +154,9 @@ def test_a_request_that_cannot_be_taken_ends_with_the_reason(message: Submit, ki
 def test_what_is_resumed_goes_on_and_counts_once() -> None:
     whole = tokens(run_one(submit("a", max_tokens=9, seed=3)))
     so_far = array("i", whole[:4]).tobytes()
-    heard = run_one(msgspec.structs.replace(submit("a", max_tokens=9, seed=3), resumed=so_far))
-    assert tokens(heard) == whole[4:]
-    last = heard[-1].finish
+    received = run_one(msgspec.structs.replace(submit("a", max_tokens=9, seed=3), resumed=so_far))
+    assert tokens(received) == whole[4:]
+    last = received[-1].finish
     assert last is not None
     assert last.reason is FinishReason.LENGTH
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 9)
@@ -172,8 +172,8 @@ def test_a_full_queue_refuses_one_more() -> None:
     engine = core(max_waiting=2)
     for name in "abc":
         engine.submit(1, submit(name), 0)
-    heard = run(engine)
-    kinds = [heard[1, name][-1].finish.error_kind for name in "abc"]
+    received = run(engine)
+    kinds = [received[1, name][-1].finish.error_kind for name in "abc"]
     assert kinds == [None, None, "Overloaded"]
 
 
@@ -213,9 +213,9 @@ def test_the_same_id_from_another_owner_is_refused_and_harms_nobody() -> None:
     engine = core()
     engine.submit(1, submit("a", max_tokens=3), 0)
     engine.submit(2, submit("a", max_tokens=3), 0)
-    heard = run(engine)
-    assert len(tokens(heard[1, "a"])) == 3
-    assert heard[2, "a"][0].finish.error_kind == "InvalidRequest"
+    received = run(engine)
+    assert len(tokens(received[1, "a"])) == 3
+    assert received[2, "a"][0].finish.error_kind == "InvalidRequest"
 
 
 def test_draining_refuses_what_is_new_and_ends_what_runs() -> None:
@@ -223,9 +223,9 @@ def test_draining_refuses_what_is_new_and_ends_what_runs() -> None:
     engine.submit(1, submit("a", max_tokens=3), 0)
     engine.drain()
     engine.submit(1, submit("b"), 0)
-    heard = run(engine)
-    assert len(tokens(heard[1, "a"])) == 3
-    assert heard[1, "b"][0].finish.error_kind == "Draining"
+    received = run(engine)
+    assert len(tokens(received[1, "a"])) == 3
+    assert received[1, "b"][0].finish.error_kind == "Draining"
 
 
 def test_stats_tell_compute_from_host_time() -> None:
@@ -263,11 +263,11 @@ def test_with_overlap_the_next_step_is_launched_before_this_one_is_told() -> Non
     stop = scripted_token(5, 3 + 4)
     engine.submit(1, submit("a", seed=5, max_tokens=50, stop_token_ids=(stop,)), 0)
     engine.submit(1, submit("b", seed=1, max_tokens=9), 0)
-    heard = run(engine)
+    received = run(engine)
     answer = [scripted_token(5, 3 + i) for i in range(5)]
-    assert tokens(heard[1, "a"]) == answer[: answer.index(stop)]
-    assert heard[1, "a"][-1].finish.usage.completion_tokens == answer.index(stop) + 1
-    assert tokens(heard[1, "b"]) == [scripted_token(1, 3 + i) for i in range(9)]
+    assert tokens(received[1, "a"]) == answer[: answer.index(stop)]
+    assert received[1, "a"][-1].finish.usage.completion_tokens == answer.index(stop) + 1
+    assert tokens(received[1, "b"]) == [scripted_token(1, 3 + i) for i in range(9)]
     assert engine.stats().blocks_used == 0
     assert not engine.has_work
 
@@ -288,9 +288,9 @@ def test_a_step_out_of_memory_is_done_again_in_smaller_ones(error: Exception, ov
     engine = core(runner=runner, overlap=overlap)
     for name in "abc":
         engine.submit(1, submit(name, tuple(range(32, 72)), seed=2, max_tokens=6), 0)
-    heard = run(engine)
+    received = run(engine)
     for name in "abc":
-        assert tokens(heard[1, name]) == [scripted_token(2, 40 + i) for i in range(6)]
+        assert tokens(received[1, name]) == [scripted_token(2, 40 + i) for i in range(6)]
     assert engine.stats().blocks_used == 0
 
 
@@ -307,11 +307,11 @@ def test_a_request_that_never_fits_fails_alone(overlap: str) -> None:
     engine = core(runner=runner, overlap=overlap)
     engine.submit(1, submit("huge", seed=1, max_tokens=6), 0)
     engine.submit(1, submit("good", seed=2, max_tokens=6), 0)
-    heard = run(engine)
-    finish = heard[1, "huge"][-1].finish
+    received = run(engine)
+    finish = received[1, "huge"][-1].finish
     assert (finish.reason, finish.error_kind) == (FinishReason.ERROR, "EngineFault")
     assert "out of memory: no room" in finish.error
-    assert tokens(heard[1, "good"]) == [scripted_token(2, 3 + i) for i in range(6)]
+    assert tokens(received[1, "good"]) == [scripted_token(2, 3 + i) for i in range(6)]
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
@@ -341,8 +341,8 @@ def test_requests_share_the_time_by_their_work() -> None:
     engine = core(clock, SlowRunner(clock, repeat(1000)))
     engine.submit(1, submit("long", tuple(range(32, 232)), max_tokens=1), 0)
     engine.submit(1, submit("short", max_tokens=1), 0)
-    heard = run(engine)
-    (long,), (short,) = heard[1, "long"], heard[1, "short"]
+    received = run(engine)
+    (long,), (short,) = received[1, "long"], received[1, "short"]
     assert long.finish is not None
     assert short.finish is not None
     assert long.finish.usage.device_ns == long.device_ns == 985  # 200 tokens of 203, and what they attend to.

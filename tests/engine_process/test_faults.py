@@ -51,7 +51,7 @@ class Machine:
     """A kernel's log and a cgroup in files, and what a watch of them tells."""
 
     def __init__(self, path: Path, device: str = OURS) -> None:
-        self.log, self.cgroup, self.told = path / "kmsg", path / "cgroup", []
+        self.log, self.cgroup, self.reported = path / "kmsg", path / "cgroup", []
         self.cgroup.mkdir()
         self.log.write_text(XID.format(device, 79))
         self.kills(0)
@@ -61,7 +61,7 @@ class Machine:
         )
 
     def on_fault(self, kind: str, words: str, remedy: Remedy) -> None:
-        self.told.append((kind, remedy))
+        self.reported.append((kind, remedy))
 
     def say(self, text: str) -> None:
         with self.log.open("a") as file:
@@ -74,9 +74,9 @@ class Machine:
         (self.cgroup / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in pids))
 
     def look(self) -> list[tuple[str, Remedy]]:
-        self.told.clear()
+        self.reported.clear()
         self.watch.look()
-        return list(self.told)
+        return list(self.reported)
 
 
 def test_the_watch_tells_of_its_own_device_and_of_what_is_new(tmp_path):
@@ -173,9 +173,9 @@ def test_a_worker_that_the_kernel_killed_is_known_as_such_and_starts_again(tmp_p
             await until(lambda: worker.backend.status.restarts == 1)
             assert counts(worker.backend) == {"oom_kill": 1}
             assert "lack of memory" in worker.backend.status.faults["oom_kill"].words
-            told = worker.backend.status.faults
+            reported = worker.backend.status.faults
             worker.backend.report(stage="later", note="something else")
-            assert "lack of memory" in told["oom_kill"].words
+            assert "lack of memory" in reported["oom_kill"].words
             assert any("lack of memory" in note.text for note in worker.backend.status.notes)
 
     asyncio.run(play())
@@ -188,11 +188,11 @@ def test_gateway_processes_count_what_only_their_parent_has_seen():
     parent.status.faults |= {"oom_kill": fault, "xid": FaultCount(1, "Xid 13")}
     child.status.faults["xid"] = FaultCount(1, "Xid 13, as the worker told it")
     (worker,) = fleet_of(clock, {"m": parent})
-    told = msgspec.json.decode(msgspec.json.encode(worker_at(worker)), type=WorkerAt)
+    reported = msgspec.json.decode(msgspec.json.encode(worker_at(worker)), type=WorkerAt)
     changes = list[int]()
     child.on_change = lambda: changes.append(1)
     for _ in range(2):
-        child.report_from_parent(stage="", notes=(), restarts=0, is_down=False, faults=told.faults)
+        child.report_from_parent(stage="", notes=(), restarts=0, is_down=False, faults=reported.faults)
         assert child.status.faults == {
             "oom_kill": fault,
             "xid": FaultCount(1, "Xid 13, as the worker told it"),

@@ -55,10 +55,10 @@ def store(pool: BlockPool, number: int) -> None:
     pool.events.stored([name(number)], 0, 1, token_array(range(16)), owner=b"")
 
 
-def hashes(news: list[KVEvents]) -> list[set[bytes]]:
+def hashes(update: list[KVEvents]) -> list[set[bytes]]:
     """What each message stores."""
     found = []
-    for each in news:
+    for each in update:
         stored = [event for event in decode_batch(each.payload).events if isinstance(event, BlockStored)]
         found.append({one for event in stored for one in event.block_hashes})
     return found
@@ -83,9 +83,9 @@ def test_nothing_is_collected_before_somebody_asks() -> None:
 def test_a_gateway_that_comes_back_hears_what_it_missed() -> None:
     pool, kv = feed()
     assert kv.subscribe(0, 0) == []
-    news = [kv.flush() for number in (1, 2, 3) if store(pool, number) is None]
-    assert kv.subscribe(kv.epoch, 1) == news[1:]
-    assert kv.subscribe(0, 0) == news, "a new one hears all"
+    update = [kv.flush() for number in (1, 2, 3) if store(pool, number) is None]
+    assert kv.subscribe(kv.epoch, 1) == update[1:]
+    assert kv.subscribe(0, 0) == update, "a new one hears all"
     assert kv.subscribe(kv.epoch, 3) == []
 
 
@@ -98,10 +98,10 @@ def test_what_is_not_known_any_more_becomes_a_snapshot(case: str) -> None:
         kv.flush()
     epoch = kv.epoch + 2 if case == "another life" else kv.epoch
     wanted = {"forgotten": 0, "another life": 2, "the future": 4, "nonsense": -5}[case]
-    (news,) = kv.subscribe(epoch, wanted)
-    assert (news.sequence, news.snapshot, news.more) == (2, True, False)
-    assert decode_batch(news.payload).events[0] == AllBlocksCleared()
-    assert hashes([news]) == [{name(1), name(2), name(3)}]
+    (update,) = kv.subscribe(epoch, wanted)
+    assert (update.sequence, update.snapshot, update.more) == (2, True, False)
+    assert decode_batch(update.payload).events[0] == AllBlocksCleared()
+    assert hashes([update]) == [{name(1), name(2), name(3)}]
 
 
 def test_a_large_snapshot_goes_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,13 +109,13 @@ def test_a_large_snapshot_goes_out_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     pool, kv = feed()
     for number in range(5):
         store(pool, number)
-    news = kv.subscribe(9, 9)
-    assert [(each.sequence, each.snapshot, each.more) for each in news] == [
+    update = kv.subscribe(9, 9)
+    assert [(each.sequence, each.snapshot, each.more) for each in update] == [
         (2, True, True),
         (2, True, True),
         (2, True, False),
     ]
-    assert hashes(news) == [{name(0), name(1)}, {name(2), name(3)}, {name(4)}]
+    assert hashes(update) == [{name(0), name(1)}, {name(2), name(3)}, {name(4)}]
 
 
 def test_a_snapshot_tells_of_the_host_tier_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +124,8 @@ def test_a_snapshot_tells_of_the_host_tier_too(monkeypatch: pytest.MonkeyPatch) 
     store(kv.pool, 1)
     made = KVEventPublisher(KVEventsConfig(), ManualClock())
     made.follow(kv)
-    news = made.subscribe(9, 9)
-    events = [event for each in news for event in decode_batch(each.payload).events]
+    update = made.subscribe(9, 9)
+    events = [event for each in update for event in decode_batch(each.payload).events]
     assert events == [AllBlocksCleared(), stored_event((name(1),)), stored_event((name(7),), medium=HOST)]
 
 
@@ -199,16 +199,16 @@ def publishing(*, buffer_steps: int = BUFFER_STEPS, **settings: object) -> Itera
         publisher.close()
 
 
-def until_heard(publisher: ZmqPublisher, heard: Subscriber) -> tuple[int, int]:
+def until_received(publisher: ZmqPublisher, received: Subscriber) -> tuple[int, int]:
     """Publish until the subscription has arrived; returns the first number heard and the next to publish."""
-    heard.sub.rcvtimeo = 50
+    received.sub.rcvtimeo = 50
     for number in range(1, 400):
         publisher.publish(Numbered(number, b"%d" % number))
         try:
-            _, sequence, _ = heard.sub.recv_multipart()
+            _, sequence, _ = received.sub.recv_multipart()
         except zmq.Again:
             continue
-        heard.sub.rcvtimeo = TIMEOUT_MS
+        received.sub.rcvtimeo = TIMEOUT_MS
         return int.from_bytes(sequence, "big"), number + 1
     pytest.fail("never heard")
 
@@ -216,45 +216,45 @@ def until_heard(publisher: ZmqPublisher, heard: Subscriber) -> tuple[int, int]:
 def test_a_late_subscriber_sees_the_gap_and_gets_it_replayed() -> None:
     with (
         endpoints() as (endpoint, replay),
-        subscriber() as heard,
+        subscriber() as received,
         publishing(endpoint=endpoint, replay_endpoint=replay) as publisher,
     ):
         publisher.publish(Numbered(0, b"before"))
-        while not heard.replay(replay, 0):
+        while not received.replay(replay, 0):
             pass  # The publisher's thread has yet to take it.
-        heard.connect(endpoint, TOPIC)
-        first, after = until_heard(publisher, heard)
+        received.connect(endpoint, TOPIC)
+        first, after = until_received(publisher, received)
         assert first > 0, "a gap"
-        missed = heard.replay(replay, 0)
+        missed = received.replay(replay, 0)
         assert [sequence for sequence, _ in missed] == list(range(after))
         assert missed[0] == (0, b"before")
-        assert heard.replay(replay, after) == []
+        assert received.replay(replay, after) == []
 
 
 def test_only_the_last_batches_are_kept_and_nonsense_is_ignored() -> None:
     with (
         endpoints() as (endpoint, replay),
-        subscriber() as heard,
+        subscriber() as received,
         publishing(endpoint=endpoint, replay_endpoint=replay, buffer_steps=3) as publisher,
     ):
-        heard.connect(endpoint)
-        _, after = until_heard(publisher, heard)
+        received.connect(endpoint)
+        _, after = until_received(publisher, received)
         for number in range(after, after + 3):
             publisher.publish(Numbered(number, b"x"))
-            heard.sub.recv_multipart()
-        dealer = heard.socket(zmq.DEALER)
+            received.sub.recv_multipart()
+        dealer = received.socket(zmq.DEALER)
         dealer.connect(replay)
         for nonsense in ([b"?"], [b"", b"12"], [b"", b"", b"", b""]):
             dealer.send_multipart(nonsense)
-        assert [sequence for sequence, _ in heard.replay(replay, 0)] == list(range(after, after + 3))
+        assert [sequence for sequence, _ in received.replay(replay, 0)] == list(range(after, after + 3))
 
 
 def test_it_can_connect_to_a_subscriber_that_listens() -> None:
-    with endpoints() as (endpoint, _), subscriber() as heard:
-        heard.sub.subscribe(TOPIC)
-        heard.sub.bind(endpoint)
+    with endpoints() as (endpoint, _), subscriber() as received:
+        received.sub.subscribe(TOPIC)
+        received.sub.bind(endpoint)
         with publishing(endpoint=endpoint, connect=True) as publisher:
-            until_heard(publisher, heard)
+            until_received(publisher, received)
 
 
 def test_a_bad_address_names_its_key() -> None:
@@ -300,24 +300,24 @@ def test_a_worker_tells_only_who_asked() -> None:
         assert len(found) == 4
         late = worker.connect()
         late.send(SubscribeKVEvents())
-        news = late.until_kind(KVEvents)
-        assert isinstance(news, KVEvents)
-        assert hashes([news]) == [found]
+        update = late.until_kind(KVEvents)
+        assert isinstance(update, KVEvents)
+        assert hashes([update]) == [found]
         assert run(deaf, "b") == run(deaf, "c") == set(), "it did not ask"
         client.send(SubscribeKVEvents())
         client.wait_closed()
 
 
 def test_a_worker_publishes_in_vllms_protocol() -> None:
-    with endpoints() as (endpoint, replay), subscriber() as heard:
+    with endpoints() as (endpoint, replay), subscriber() as received:
         settings = KVEventsConfig(endpoint=endpoint, replay_endpoint=replay, topic=TOPIC.decode())
         with raw_worker(kv_events=settings) as worker:
             client = worker.connect()
             client.until_kind(Ready)
             client.send(submit("a", PROMPT, max_tokens=3))
             client.last("a")
-            heard.connect(endpoint)
-            while not (replayed := heard.replay(replay, 0)):
+            received.connect(endpoint)
+            while not (replayed := received.replay(replay, 0)):
                 time.sleep(0.01)  # It publishes behind its answers.
             batch = decode_batch(replayed[0][1])
             (event,) = batch.events

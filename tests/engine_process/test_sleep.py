@@ -56,12 +56,12 @@ def test_a_real_model_gives_its_memory_back_and_comes_back_the_same() -> None:
         client.send(SubscribeKVEvents())
         before = answer(client, "before")
         awake = worker.resident_bytes()
-        told = fall_asleep(worker, client)
+        reported = fall_asleep(worker, client)
         asleep_bytes = worker.resident_bytes()
         assert awake - asleep_bytes > 0.9 * info.weight_bytes
-        assert 0 < told.memory_bytes < worker.resident_bytes()
-        assert (told.info, told.why) == (info, "")
-        assert told.wake_ns > 0
+        assert 0 < reported.memory_bytes < worker.resident_bytes()
+        assert (reported.info, reported.why) == (info, "")
+        assert reported.wake_ns > 0
         late = worker.connect()
         assert isinstance(late.receive(), Asleep), "who connects later is told too"
         client.send(Sleep())  # Nothing to do.
@@ -71,7 +71,9 @@ def test_a_real_model_gives_its_memory_back_and_comes_back_the_same() -> None:
         again = worker.resident_bytes()
         # Scratch of the largest steps is committed when such a step comes.
         assert asleep_bytes + 0.5 * info.weight_bytes < again < awake + 0.1 * info.weight_bytes
-        assert fall_asleep(worker, client).memory_bytes < told.memory_bytes + (16 << 20), "nothing piles up"
+        assert fall_asleep(worker, client).memory_bytes < reported.memory_bytes + (16 << 20), (
+            "nothing piles up"
+        )
 
 
 def test_the_prefix_cache_is_forgotten_and_numbers_go_on() -> None:
@@ -94,10 +96,12 @@ def test_the_prefix_cache_is_forgotten_and_numbers_go_on() -> None:
         ready(client)
         client.send(submit("b", PROMPT, max_tokens=1))
         for each in (client, late):
-            news = each.until_kind(KVEvents)
-            assert isinstance(news, KVEvents)
-            assert (news.epoch, news.sequence) == (stored.epoch, 2)
-            assert not any(isinstance(event, AllBlocksCleared) for event in decode_batch(news.payload).events)
+            update = each.until_kind(KVEvents)
+            assert isinstance(update, KVEvents)
+            assert (update.epoch, update.sequence) == (stored.epoch, 2)
+            assert not any(
+                isinstance(event, AllBlocksCleared) for event in decode_batch(update.payload).events
+            )
 
 
 def test_work_keeps_it_awake_and_no_answer_is_cut() -> None:
@@ -155,8 +159,8 @@ def test_launched_asleep_it_says_what_it_would_take() -> None:
         model_path=MODEL, runner=REAL, asleep=True, threads=1, kv_memory_bytes=32 << 20, memory_bytes=4 << 30
     ) as worker:
         client = worker.connect()
-        told = asleep(client)
-        info = told.info
+        reported = asleep(client)
+        info = reported.info
         assert info.vocab_size > 0
         assert (32 << 20) - info.kv_bytes < 1 << 20
         assert info.memory_bytes == info.weight_bytes + info.kv_bytes + info.host_kv_bytes

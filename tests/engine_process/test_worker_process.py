@@ -120,8 +120,8 @@ def test_connections_are_apart_and_a_lost_one_takes_its_requests_along() -> None
         right.send(submit("right", max_tokens=30))
         next(left.outputs("left"))
         left.close()
-        heard = {output.request_id for output in right.outputs("right")}
-        assert heard == {"right"}
+        received = {output.request_id for output in right.outputs("right")}
+        assert received == {"right"}
         assert right.idle_stats().blocks_used == 0
 
 

@@ -24,18 +24,18 @@ class LoadingBackend(FakeBackend):
 
     def __init__(self) -> None:
         super().__init__(CLOCK)
-        self.told: list[tuple[str, str]] = []
+        self.reported: list[tuple[str, str]] = []
         self._paths: dict[str, str] = {}
 
     def load_adapter(self, name: str, path: str, digest: str, *, is_wanted: bool = False) -> None:
-        self.told.append((name, path))
+        self.reported.append((name, path))
         self._paths[name] = path
 
     def keep_adapters(self, names: tuple[str, ...]) -> None:
         """It keeps all."""
 
     def unload_adapter(self, name: str) -> None:
-        self.told.append((name, ""))
+        self.reported.append((name, ""))
         self._paths.pop(name, None)
 
     def read(self) -> None:
@@ -57,6 +57,6 @@ def test_of_two_that_load_different_adapters_as_one_name_the_first_hears_at_once
             with pytest.raises(InvalidRequest, match="'fr' was unloaded, or loaded from elsewhere"):
                 await loading
             await keeper.load("m", "fr", AdapterSource("/two"))
-        assert backend.told[:2] == [("fr", "/one"), ("fr", "/two")]
+        assert backend.reported[:2] == [("fr", "/one"), ("fr", "/two")]
 
     asyncio.run(check())

@@ -43,17 +43,17 @@ class Applied:
 
     def __init__(self) -> None:
         self.history: list[tuple[str, ...]] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def apply(self, source, wanted) -> None:
         assert source == "test"
         self.history.append(tuple(each.url for each in wanted))
-        self._news.set()
+        self._changed.set()
 
     async def next(self) -> tuple[str, ...]:
         async with asyncio.timeout(10):
-            await self._news.wait()
-        self._news.clear()
+            await self._changed.wait()
+        self._changed.clear()
         return self.history[-1]
 
 

@@ -73,12 +73,12 @@ class Heard:
 
 @asynccontextmanager
 async def hearing(directory: Path, **settings: object) -> AsyncIterator[Heard]:
-    heard = Heard(directory, **settings)  # type: ignore[arg-type]
-    heard.feed.start()
+    received = Heard(directory, **settings)  # type: ignore[arg-type]
+    received.feed.start()
     try:
-        yield heard
+        yield received
     finally:
-        await heard.feed.close()
+        await received.feed.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -117,20 +117,20 @@ class Lossy:
 
 def test_what_was_published_before_is_asked_for_and_what_comes_is_heard(tmp_path: Path) -> None:
     async def test() -> None:
-        async with hearing(tmp_path) as heard:
+        async with hearing(tmp_path) as received:
             talker = KVTalker()
-            with heard.publishing() as publisher:
+            with received.publishing() as publisher:
                 for blocks in (1, 2, 3):
                     talker.cache(prompt(0, blocks))
                     publish(publisher, talker)
-                await until(lambda: heard.blocks(prompt(0, 3)) == 3)
+                await until(lambda: received.blocks(prompt(0, 3)) == 3)
                 talker.cache(prompt(900, 2))
                 publish(publisher, talker)
-                await until(lambda: heard.blocks(prompt(900, 2)) == 2)
+                await until(lambda: received.blocks(prompt(900, 2)) == 2)
                 talker.clear()
                 publish(publisher, talker)
-                await until(lambda: heard.cache_view.state is StreamState.CLEARED)
-                assert heard.blocks(prompt(0, 3)) == 0
+                await until(lambda: received.cache_view.state is StreamState.CLEARED)
+                assert received.blocks(prompt(0, 3)) == 0
 
     run(test)
 
@@ -139,10 +139,12 @@ def test_lost_messages_are_replayed_until_the_index_is_as_without_loss(tmp_path:
     """The last ones among them, which nothing comes after: a check finds them."""
 
     async def test() -> None:
-        async with hearing(tmp_path, replay_timeout_s=20) as heard:
-            heard.feed.cache_view = Lossy(heard.cache_view, lambda number: number % 3 == 0 or number > 57)  # type: ignore[assignment]
+        async with hearing(tmp_path, replay_timeout_s=20) as received:
+            received.feed.cache_view = Lossy(
+                received.cache_view, lambda number: number % 3 == 0 or number > 57
+            )  # type: ignore[assignment]
             talker = KVTalker()
-            with heard.publishing() as publisher:
+            with received.publishing() as publisher:
                 for i in range(60):
                     talker.cache(prompt(1000 * (i % 4), 1 + i % 7))
                     if i % 5 == 0:
@@ -151,52 +153,53 @@ def test_lost_messages_are_replayed_until_the_index_is_as_without_loss(tmp_path:
                 tokens = [prompt(1000 * i, 7) for i in range(4)]
                 await until(
                     lambda: (
-                        [heard.blocks(each) for each in tokens] == [talker.blocks_of(each) for each in tokens]
+                        [received.blocks(each) for each in tokens]
+                        == [talker.blocks_of(each) for each in tokens]
                     )
                 )
-                await until(lambda: heard.cache_view.wanted is None)
-                assert heard.cache_view.generation == 0
+                await until(lambda: received.cache_view.wanted is None)
+                assert received.cache_view.generation == 0
 
     run(test)
 
 
 def test_a_restarted_worker_is_another_one(tmp_path: Path) -> None:
     async def test() -> None:
-        async with hearing(tmp_path) as heard:
+        async with hearing(tmp_path) as received:
             old, new = KVTalker(), KVTalker(seed=b"new")
-            with heard.publishing() as publisher:
+            with received.publishing() as publisher:
                 for i in range(5):
                     old.cache(prompt(0, i + 1))
                     publish(publisher, old)
-                await until(lambda: heard.blocks(prompt(0, 5)) == 5)
-            with heard.publishing() as publisher:
+                await until(lambda: received.blocks(prompt(0, 5)) == 5)
+            with received.publishing() as publisher:
                 for i in range(6):  # It counts further than the old one had.
                     new.cache(prompt(500, i + 1))
                     publish(publisher, new)
-                await until(lambda: heard.blocks(prompt(500, 6)) == 6)
-                assert heard.blocks(prompt(0, 5)) == 0
-                await until(lambda: heard.cache_view.state is StreamState.SYNCED)
+                await until(lambda: received.blocks(prompt(500, 6)) == 6)
+                assert received.blocks(prompt(0, 5)) == 0
+                await until(lambda: received.cache_view.state is StreamState.SYNCED)
 
     run(test)
 
 
 def test_without_a_replay_address_what_is_missing_costs_what_was_believed(tmp_path: Path) -> None:
     async def test() -> None:
-        async with hearing(tmp_path, replay=False) as heard:
+        async with hearing(tmp_path, replay=False) as received:
             talker = KVTalker()
-            with heard.publishing() as publisher:
-                while not heard.blocks(prompt(0, 2)):  # Until the subscription has arrived.
+            with received.publishing() as publisher:
+                while not received.blocks(prompt(0, 2)):  # Until the subscription has arrived.
                     talker.clear()
                     talker.cache(prompt(0, 2))
                     publish(publisher, talker)
                     await asyncio.get_running_loop().run_in_executor(None, _rest)
                 lost = len(talker.batches)
-                heard.feed.cache_view = Lossy(heard.cache_view, lambda number: number == lost)  # type: ignore[assignment]
+                received.feed.cache_view = Lossy(received.cache_view, lambda number: number == lost)  # type: ignore[assignment]
                 publish(publisher, talker)
                 talker.cache(prompt(700, 2))
                 publish(publisher, talker)
-                await until(lambda: heard.blocks(prompt(700, 2)) == 2)
-                assert heard.blocks(prompt(0, 2)) == 0
+                await until(lambda: received.blocks(prompt(700, 2)) == 2)
+                assert received.blocks(prompt(0, 2)) == 0
 
     run(test)
 
@@ -205,19 +208,19 @@ def test_our_engines_own_events_are_understood_by_their_tokens(tmp_path: Path) -
     """As llm-d or Dynamo would hear us: a pool's blocks, published in vLLM's layout with their token ids."""
 
     async def test() -> None:
-        async with hearing(tmp_path) as heard:
+        async with hearing(tmp_path) as received:
             manager = KVManager.with_prefix_cache(32, BlockHasher(key=KEY, identity="m float32"))
             settings = {"token_ids": "all"}
-            with heard.publishing(**settings) as publisher:
+            with received.publishing(**settings) as publisher:
                 feed = KVEventPublisher(KVEventsConfig(**settings), SystemClock(), publisher)  # type: ignore[arg-type]
                 feed.follow(manager)
                 cache(manager, prompt(0, 5))
                 feed.flush()
-                await until(lambda: heard.blocks(prompt(0, 5)) == 5)
+                await until(lambda: received.blocks(prompt(0, 5)) == 5)
                 cache(manager, prompt(5000, 30))  # Evicts most of the others.
                 feed.flush()
-                await until(lambda: heard.blocks(prompt(5000, 30)) == 30)
-                assert heard.blocks(prompt(0, 5)) == 2
+                await until(lambda: received.blocks(prompt(5000, 30)) == 30)
+                assert received.blocks(prompt(0, 5)) == 2
 
     run(test)
 
@@ -232,7 +235,7 @@ def cache(manager: KVManager, tokens: tuple[int, ...]) -> None:
 
 def test_a_worker_that_sends_nonsense_is_refused_loudly_and_once(tmp_path: Path) -> None:
     async def test() -> None:
-        async with hearing(tmp_path) as heard:
+        async with hearing(tmp_path) as received:
             with (
                 zmq.Context() as context,
                 context.socket(zmq.PUB) as pub,
@@ -240,18 +243,18 @@ def test_a_worker_that_sends_nonsense_is_refused_loudly_and_once(tmp_path: Path)
             ):
                 for each in (pub, router):
                     each.linger = 0
-                pub.bind(heard.events)
-                router.bind(heard.again)
-                while not heard.cache_view.names.refused:
+                pub.bind(received.events)
+                router.bind(received.again)
+                while not received.cache_view.names.refused:
                     for frames in ([b"x"], [b"", b"12", b""], [b"", bytes(8), b"?"]):
                         pub.send_multipart(frames)
                     while router.poll(10):
                         peer, *_ = router.recv_multipart()
                         router.send_multipart([peer, b"", b"?", b"?"])
                     await asyncio.get_running_loop().run_in_executor(None, _rest)
-                await until(lambda: "of no use" in heard.lines.getvalue())
-                assert heard.cache_view.state is StreamState.UNKNOWN
-                assert heard.lines.getvalue().count("of no use") == 1
+                await until(lambda: "of no use" in received.lines.getvalue())
+                assert received.cache_view.state is StreamState.UNKNOWN
+                assert received.lines.getvalue().count("of no use") == 1
 
     run(test)
 
@@ -261,11 +264,11 @@ def test_replies_of_older_publishers_have_no_topic(tmp_path: Path) -> None:
         talker = KVTalker()
         talker.cache(prompt(0, 3))
         payload = talker.publish()
-        async with hearing(tmp_path) as heard:
+        async with hearing(tmp_path) as received:
             with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
                 router.linger = 0
-                router.bind(heard.again)
-                while not heard.blocks(prompt(0, 3)):
+                router.bind(received.again)
+                while not received.blocks(prompt(0, 3)):
                     while router.poll(10):
                         peer, empty, first = router.recv_multipart()
                         assert (empty, first) == (b"", bytes(8))

@@ -145,12 +145,12 @@ def test_a_worker_whose_events_name_other_blocks_than_prompts_are_looked_up_by_i
         cache_view = made.locality.get(WORKER)
         assert cache_view is not None
 
-        def ask(number: int, *, told_as: int) -> None:
-            """A prompt of four blocks, all of them cached; its events tell of other tokens if `told_as` is
+        def ask(number: int, *, reported_as: int) -> None:
+            """A prompt of four blocks, all of them cached; its events report other tokens if `reported_as` is
             not 0.
             """
             tokens = tuple(range(number, number + 64))
-            talker.cache(tuple(token + told_as for token in tokens))
+            talker.cache(tuple(token + reported_as for token in tokens))
             cache_view.live(len(talker.batches), talker.publish())
             keys = made.locality.maker("m").keys(tokens)
             made.locality.sent(CLOCK.now_ns(), WORKER, keys)
@@ -158,19 +158,19 @@ def test_a_worker_whose_events_name_other_blocks_than_prompts_are_looked_up_by_i
             backend.on_change()
 
         for number in range(UNREPORTED_MAX - 1):
-            ask(number, told_as=1000)
-        ask(100, told_as=0)
+            ask(number, reported_as=1000)
+        ask(100, reported_as=0)
         for number in range(200, 200 + UNREPORTED_MAX - 1):
-            ask(number, told_as=1000)
+            ask(number, reported_as=1000)
         assert "warning" not in made.lines.getvalue(), "one of them was found"
         assert made.watch.statistics(CLOCK.now_ns()).unmatched_workers == 0
         for number in range(300, 303):
-            ask(number, told_as=1000)
+            ask(number, reported_as=1000)
         (line,) = made.lines.getvalue().splitlines()
         assert "name none of their blocks: routing by cache is off for it" in line
         assert "worker=m-0" in line
         assert made.watch.statistics(CLOCK.now_ns()).unmatched_workers == 1
-        ask(400, told_as=0)
+        ask(400, reported_as=0)
         assert "of use again" in made.lines.getvalue()
         assert made.watch.statistics(CLOCK.now_ns()).unmatched_workers == 0
         await made.watch.close()

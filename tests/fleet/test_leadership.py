@@ -34,7 +34,7 @@ class Part:
     def __init__(self) -> None:
         self.count, self.unseen = b"", b""
         self.led: list[bool] = []
-        self.heard: list[tuple[str, bytes]] = []
+        self.received: list[tuple[str, bytes]] = []
 
     def state(self) -> bytes:
         return self.count
@@ -48,7 +48,7 @@ class Part:
         return unseen
 
     def hear(self, who: str, body: bytes) -> None:
-        self.heard.append((who, body))
+        self.received.append((who, body))
 
     async def answer(self, body: bytes) -> bytes:
         if body == b"nonsense":
@@ -99,7 +99,7 @@ def test_one_leads_and_hears_the_others_and_is_followed(redis: RedisProcess) -> 
         a.part.count, b.part.unseen = b"begun", b"saw this"
         await b.beats()
         await a.beats()
-        assert a.part.heard == [("b", b"saw this")]
+        assert a.part.received == [("b", b"saw this")]
         await b.beats()
         assert b.part.count == b"begun"
         asked = asyncio.create_task(b.leads.ask("part", b"+1"))

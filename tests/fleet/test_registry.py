@@ -42,20 +42,20 @@ def test_changes_are_pushed_and_only_of_who_changed() -> None:
     async def check() -> None:
         one, two = FakeBackend(CLOCK), FakeBackend(CLOCK)
         registry = fleet_of(CLOCK, {"m": [one, two]})
-        told: list[tuple[str, str, int]] = []
-        registry.listen(lambda worker: told.append((worker.id, worker.state.value, worker.epoch)))
+        reported: list[tuple[str, str, int]] = []
+        registry.listen(lambda worker: reported.append((worker.id, worker.state.value, worker.epoch)))
         one.lose_worker()
         one.show(Phase.LOADING, "loading weights", done=1, total=2)
         one.recover()
-        assert told == [("m-0", "starting", 2), ("m-0", "loading", 2), ("m-0", "ready", 2)]
+        assert reported == [("m-0", "starting", 2), ("m-0", "loading", 2), ("m-0", "ready", 2)]
         registry.doubt(WorkerId("m-1"), trusted=False)
         registry.doubt(WorkerId("m-1"), trusted=False)
-        assert told[3:] == [("m-1", "suspect", 1)]
+        assert reported[3:] == [("m-1", "suspect", 1)]
         assert [worker.id for worker in registry.of("m") if worker.is_ready] == ["m-0"]
         registry.remove(WorkerId("m-1"))
-        assert told[4:] == [("m-1", "gone", 1)]
+        assert reported[4:] == [("m-1", "gone", 1)]
         two.recover()
-        assert len(told) == 5, "who was removed is not heard any more"
+        assert len(reported) == 5, "who was removed is not heard any more"
 
     run(check)
 

@@ -91,9 +91,9 @@ def test_a_decision_is_explained_to_whoever_runs_the_fleet_only(running, kit):
     _, answer = send(running, "/v1/chat/completions", kit.chat(max_tokens=2), key=kit.KEY)
     path = f"/admin/explain/{answer['id']}"
     assert send(running, path, key=kit.KEY)[0] == 403
-    status, told = send(running, path)
+    status, reported = send(running, path)
     assert status == 200
-    (decision,) = told["decisions"]
+    (decision,) = reported["decisions"]
     assert (decision["worker"], decision["reason"], decision["policy"]) == ("tiny-0", "only", "ttft")
     (candidate,) = decision["candidates"]
     assert set(candidate["parts"]) == {
@@ -226,21 +226,21 @@ def test_a_workers_last_minutes_and_that_it_was_left_alone_are_remembered(runnin
     running.registry.remove("tiny-0")
     trails.sample()
     assert trails.of("tiny-0") is None
-    told, alone = [], {"m": {"m-0": "it fails"}}
-    left = LeftAlone(alone.__getitem__, Notes(Clock(), told.append))
+    reported, alone = [], {"m": {"m-0": "it fails"}}
+    left = LeftAlone(alone.__getitem__, Notes(Clock(), reported.append))
     left.look("m")
     alone["m"] = {}
     left.look("m")
     left.look("m")
-    assert [(each.what, each.why) for each in told] == [
+    assert [(each.what, each.why) for each in reported] == [
         ("is left alone", "it fails"), ("is used again, or not ready", ""),
     ]  # fmt: skip
 
 
 def test_a_workers_history_is_asked_for_by_its_name(running):
     running.wait_until(lambda: running.gateway._trails.of("tiny-0") is not None)
-    status, told = send(running, f"{WORKERS}/tiny-0/history")
-    assert (status, told["step_s"], len(told["running"])) == (200, 5, 180)
+    status, reported = send(running, f"{WORKERS}/tiny-0/history")
+    assert (status, reported["step_s"], len(reported["running"])) == (200, 5, 180)
     for path, code in (("nobody/history", "unknown_worker"), ("tiny-0/nothing", "unknown_path")):
         status, body = send(running, f"{WORKERS}/{path}")
         assert (status, body["error"]["code"]) == (404, code)

@@ -181,8 +181,8 @@ def test_the_first_retry_after_is_the_time_that_the_page_says(world) -> None:
     world.learn()
     world.saturate(14)
     _, headers, _ = world.send("pro", degrade="never").answer()
-    (told,) = re.findall(r"retry-after: (\d+)", PAGE.read_text())
-    assert abs(int(headers["retry-after"]) - int(told)) <= 1
+    (reported,) = re.findall(r"retry-after: (\d+)", PAGE.read_text())
+    assert abs(int(headers["retry-after"]) - int(reported)) <= 1
 
 
 def test_prefer_takes_the_small_model_when_that_is_much_sooner(world) -> None:

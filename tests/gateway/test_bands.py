@@ -63,7 +63,7 @@ class Crowd:
             data = self._kit.post("/v1/completions", body, *headers, key=self._keys[tenant])
             accepted = self.running.gateway.num_accepted
             self._sockets[-1].send(data)
-            self.running.wait_until(lambda most=accepted: self.running.gateway.num_accepted > most)
+            self.running.wait_until(lambda limit=accepted: self.running.gateway.num_accepted > limit)
             self._tenant_of.append(tenant)
             seeds.append(seed)
         return seeds

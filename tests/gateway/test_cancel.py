@@ -116,7 +116,7 @@ def test_the_step_that_runs_when_a_client_leaves_is_the_last(kit, tmp_path):
                 writer.transport.abort()
                 while worker.backend.num_streams:
                     await asyncio.sleep(0.001)
-                await asyncio.to_thread(have_heard, worker.address)
+                await asyncio.to_thread(have_received, worker.address)
                 gate.open()
                 stats = await idle_stats(worker.backend, from_step=held)
                 assert (stats.step, stats.blocks_used) == (held, 0)
@@ -126,7 +126,7 @@ def test_the_step_that_runs_when_a_client_leaves_is_the_last(kit, tmp_path):
     uvloop.run(check())
 
 
-def have_heard(address):
+def have_received(address):
     """Return when the worker has read what was sent to it before, on whichever connection."""
     client = Client(address)
     for _ in range(2):  # The first may be read in one turn with what was sent before.

@@ -246,8 +246,8 @@ def test_the_reasoning_of_a_provider_is_told(served, name) -> None:
         for extra in ({}, {"logprobs": True}):
             chunks = list(create(**ask("provided", max_tokens=4, **options, **extra)))
             deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-            told = [delta.model_extra.get("reasoning") or delta.content for delta in deltas]
-            assert [each for each in told if each] == ["Let me think.", *message.content]
+            reported = [delta.model_extra.get("reasoning") or delta.content for delta in deltas]
+            assert [each for each in reported if each] == ["Let me think.", *message.content]
             assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == len("Let me think.")
         answer = served.client.responses.create(model="provided", input="hi", max_output_tokens=16)
         assert [item.type for item in answer.output] == ["reasoning", "message"]

@@ -70,7 +70,7 @@ def feed(running, key="", **headers):
 
 
 def next_of(events, wanted):
-    return next(told for name, told in events if name == wanted)
+    return next(reported for name, reported in events if name == wanted)
 
 
 def test_the_start_page_leads_to_the_console(running):
@@ -173,7 +173,7 @@ def test_a_later_event_has_what_changed_and_who_left(running):
         assert "tiny-0" in next_of(events, "fleet")["workers"]
         assert next_of(events, "fleet")["workers"] == {}
         running.call(lambda: running.registry.remove("tiny-0"))
-        assert any(told["gone"] == ["tiny-0"] for name, told in events if name == "fleet")
+        assert any(reported["gone"] == ["tiny-0"] for name, reported in events if name == "fleet")
 
 
 def test_a_scraper_sees_numbers_and_no_requests(running, kit):
@@ -195,9 +195,9 @@ def test_a_tenant_sees_its_own_part(start, kit, tmp_path):
     running = start(kit.replace(kit.make_config(), auth={"keys_file": str(path)}))
     with feed(running, acme.key) as (_, events):
         assert next_of(events, "hello")["tenant"] == "acme"
-        name, told = next(events)
-        assert (name, told["tenant"]) == ("own", "acme")
-        assert [model["name"] for model in told["models"]] == ["tiny"]
+        name, reported = next(events)
+        assert (name, reported["tenant"]) == ("own", "acme")
+        assert [model["name"] for model in reported["models"]] == ["tiny"]
         for key in (globex.key, acme.key):
             raw = kit.Raw(running)
             raw.send(kit.post("/v1/chat/completions", kit.chat(max_tokens=2), "Connection: close", key=key))
@@ -259,10 +259,10 @@ def test_recent_requests_are_for_admins_and_found_by_either_name(running, kit):
     (ended,) = json.loads(fetch(running, "/admin/requests", ADMIN_KEY).body)["requests"]
     assert ended["request_id"] == answer["id"]
     for name in (ended["id"], answer["id"]):
-        told = json.loads(fetch(running, f"/admin/requests/{name}", ADMIN_KEY).body)
-        assert told["request"] == ended
-        assert [decision["worker"] for decision in told["decisions"]] == ["tiny-0"]
-        assert told["decisions"][0]["at_ns"] >= ended["came_ns"]
+        reported = json.loads(fetch(running, f"/admin/requests/{name}", ADMIN_KEY).body)
+        assert reported["request"] == ended
+        assert [decision["worker"] for decision in reported["decisions"]] == ["tiny-0"]
+        assert reported["decisions"][0]["at_ns"] >= ended["came_ns"]
     moments = [ended[name] for name in ("limits_ms", "admitted_ms", "dispatched_ms", "ttft_ms", "total_ms")]
     assert moments[0] > 0
     assert moments == sorted(moments)

@@ -4,7 +4,7 @@ With a list, on a whole server: tests/cli/test_operator.py.
 """
 
 
-def told(kit, running, request: bytes) -> dict[str, str]:
+def reported(kit, running, request: bytes) -> dict[str, str]:
     """The headers about origins of the answer to one raw request."""
     raw = kit.Raw(running)
     raw.send(request)
@@ -19,18 +19,18 @@ def get(path: str, *lines: str) -> bytes:
 
 
 def test_by_default_nothing_is_said(gateway, kit) -> None:
-    assert told(kit, gateway, get("/v1/models", "Origin: https://a.example")) == {}
+    assert reported(kit, gateway, get("/v1/models", "Origin: https://a.example")) == {}
     preflight = get("/v1/models", "Origin: https://a.example", "Access-Control-Request-Method: GET")
-    assert told(kit, gateway, preflight.replace(b"GET /", b"OPTIONS /", 1)) == {}
+    assert reported(kit, gateway, preflight.replace(b"GET /", b"OPTIONS /", 1)) == {}
 
 
 def test_all_origins_are_let_in_without_credentials(start, kit) -> None:
     running = start(kit.make_config(cors_origins=("*",)))
     for path, key in (("/v1/models", kit.KEY), ("/v1/models", "wrong"), ("/v1/nothing-here", kit.KEY)):
-        found = told(kit, running, get(path, "Origin: https://a.example", f"Authorization: Bearer {key}"))
+        found = reported(kit, running, get(path, "Origin: https://a.example", f"Authorization: Bearer {key}"))
         assert found.pop("access-control-expose-headers").startswith("retry-after, x-request-id")
         assert found == {"access-control-allow-origin": "*"}
-    assert told(kit, running, get("/v1/models")) == {}  # No browser asks.
+    assert reported(kit, running, get("/v1/models")) == {}  # No browser asks.
 
 
 def test_a_preflight_repeats_only_what_headers_may_hold(start, kit) -> None:
@@ -40,7 +40,7 @@ def test_a_preflight_repeats_only_what_headers_may_hold(start, kit) -> None:
         "Access-Control-Request-Method: POST",
         "Access-Control-Request-Headers: x-a, <script>",
     )
-    found = told(kit, running, get("/v1/chat/completions", *lines).replace(b"GET /", b"OPTIONS /", 1))
+    found = reported(kit, running, get("/v1/chat/completions", *lines).replace(b"GET /", b"OPTIONS /", 1))
     assert found == {
         "access-control-allow-origin": "*",
         "access-control-allow-methods": "post",
@@ -52,5 +52,5 @@ def test_what_the_connection_refuses_by_itself_can_be_read_too(start, kit) -> No
     running = start(kit.make_config(cors_origins=("https://a.example",), body_bytes_max=64))
     body = b"x" * 65
     request = kit.post("/v1/chat/completions", body, "Origin: https://a.example", "Connection: close")
-    found = told(kit, running, request)
+    found = reported(kit, running, request)
     assert found["access-control-allow-origin"] == "https://a.example"

@@ -25,9 +25,9 @@ def look(running, path="/admin/costs", key=ADMIN_KEY):
     link = http.client.HTTPConnection(running.host, running.port, timeout=20)
     link.request("GET", path, headers={"Authorization": f"Bearer {key}"})
     response = link.getresponse()
-    told = json.loads(response.read())
+    reported = json.loads(response.read())
     link.close()
-    return response.status, told
+    return response.status, reported
 
 
 def chat(kit, running, key):
@@ -51,10 +51,10 @@ def priced(start, kit, tmp_path):
 def settled(running, num):
     """What is told once so many requests have been written down."""
     for _ in range(5_000):
-        told = look(running)[1]
-        if told["total"]["requests"] == num:
-            return told
-    raise AssertionError(told)
+        reported = look(running)[1]
+        if reported["total"]["requests"] == num:
+            return reported
+    raise AssertionError(reported)
 
 
 def test_requests_by_tenant_model_adapter_and_day(priced, kit, monkeypatch):
@@ -62,13 +62,18 @@ def test_requests_by_tenant_model_adapter_and_day(priced, kit, monkeypatch):
     one, other = kit.make_config().auth.keys
     for key in (one, one, other):
         chat(kit, priced, key)
-    told = settled(priced, 3)
-    assert (told["by"], told["currency"], told["is_priced"], told["num_lines"]) == ("tenant", "EUR", True, 2)
-    first, second = told["usage"]
+    reported = settled(priced, 3)
+    assert (reported["by"], reported["currency"], reported["is_priced"], reported["num_lines"]) == (
+        "tenant",
+        "EUR",
+        True,
+        2,
+    )
+    first, second = reported["usage"]
     assert (first["requests"], second["requests"]) == (2, 1), "the dearest first"
     assert first["completion_tokens"] == 10
     assert first["cost_micros"] == 10 * first["prompt_tokens"] + 1000 * 10
-    assert told["total"]["cost_micros"] == first["cost_micros"] + second["cost_micros"]
+    assert reported["total"]["cost_micros"] == first["cost_micros"] + second["cost_micros"]
     (model,) = look(priced, "/admin/costs?by=model&days=1")[1]["usage"]
     assert (model["name"], model["requests"]) == ("tiny", 3)
     (adapter,) = look(priced, "/admin/costs?by=adapter")[1]["usage"]
@@ -89,8 +94,8 @@ def test_machines_beside_their_floor_by_model_and_day(priced, tmp_path, monkeypa
     sums = CostSums(busy=6.0, idle=3.0, reserve=1.0, charged=5.0, floor=2.5, tokens=4e6)
     for day in (today, long_ago):
         (place / f"{day}-another-server.json").write_bytes(msgspec.json.encode({"big": sums}))
-    told = look(priced, "/admin/costs?days=7")[1]
-    (machine,) = [each for each in told["machines"] if each["name"] == "big"]
+    reported = look(priced, "/admin/costs?days=7")[1]
+    (machine,) = [each for each in reported["machines"] if each["name"] == "big"]
     account = machine["account"]
     parts = [account[part] for part in ("requests", "platform", "idle", "reserve")]
     assert (sum(parts), parts) == (account["bill"], [5.0, 1.0, 3.0, 1.0])
@@ -102,8 +107,8 @@ def test_machines_beside_their_floor_by_model_and_day(priced, tmp_path, monkeypa
 
 @pytest.mark.parametrize("query", ["by=key", "days=0", "days=93", "days=many", "by=tenant&days=-1"])
 def test_another_question_is_refused(priced, query):
-    status, told = look(priced, f"/admin/costs?{query}")
-    assert (status, told["error"]["code"]) == (400, "invalid_value")
+    status, reported = look(priced, f"/admin/costs?{query}")
+    assert (status, reported["error"]["code"]) == (400, "invalid_value")
 
 
 def test_a_look_is_kept_for_a_while_and_is_an_admins(priced, kit, monkeypatch):
@@ -118,5 +123,5 @@ def test_without_a_ledger_it_says_so(start, kit):
     running = start(
         kit.replace(kit.make_config(), auth={"admin_keys": (ADMIN_KEY,)}, ledger={"enabled": False})
     )
-    status, told = look(running)
-    assert (status, told["error"]["code"]) == (400, "no_ledger")
+    status, reported = look(running)
+    assert (status, reported["error"]["code"]) == (400, "no_ledger")

@@ -50,12 +50,12 @@ def ask(kit, running, *, key=None, **fields):
 def test_what_has_no_room_waits_and_is_started_late(kit, start) -> None:
     config = kit.replace(kit.make_config(), queue={"worker_credit": 0}, admission=kit.NO_PROMISES)
     running = start(config, step_s=0.005, max_running=2)
-    most, stop = 0, threading.Event()
+    limit, stop = 0, threading.Event()
 
     def watch() -> None:
-        nonlocal most
+        nonlocal limit
         while not stop.wait(0.001):
-            most = max(most, running.backend.num_streams)
+            limit = max(limit, running.backend.num_streams)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -64,7 +64,7 @@ def test_what_has_no_room_waits_and_is_started_late(kit, start) -> None:
     stop.set()
     watcher.join()
     assert [answer.usage.completion_tokens for answer in answers] == [8] * 8
-    assert 1 <= most <= 2
+    assert 1 <= limit <= 2
 
 
 def test_a_wait_that_is_too_long_ends_with_503_and_a_time_to_come_back(kit, start) -> None:
@@ -193,7 +193,7 @@ def test_when_the_large_model_is_full_the_small_one_answers_and_says_so(kit, sta
         next(iter(holder))
         waiting = [pool.submit(ask, kit, running) for _ in range(2)]
         running.wait_until(lambda: running.gateway.num_accepted == 3)
-        bands = running.gateway._dispatcher.control.lane("tiny").queue.bands
+        bands = running.gateway._dispatcher.control.model_queue("tiny").queue.bands
         running.wait_until(lambda: max(band.gap_ns(running.clock.now_ns()) for band in bands) > NS_PER_S)
         hurried = {"x-penstock-max-wait-ms": "500"}
         answer = client.chat.completions.with_raw_response.create(

@@ -33,8 +33,8 @@ def test_who_waits_is_answered_by_the_fallback_and_whoever_may_not_is_told(kit, 
         found[name] = (int(head.split()[1]), head.decode().lower(), text)
 
     def waiting() -> int:
-        lane = running.gateway._dispatcher.control.lane("tiny")
-        return lane.queue.num_waiting if lane is not None else 0
+        model_queue = running.gateway._dispatcher.control.model_queue("tiny")
+        return model_queue.queue.num_waiting if model_queue is not None else 0
 
     asked = [
         ("long", (), {"max_tokens": 400}),

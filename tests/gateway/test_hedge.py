@@ -69,15 +69,15 @@ def test_whoever_is_at_a_slow_worker_is_answered_by_another_and_billed_once(kit,
         assert len(texts) == 4
         assert len(set(texts)) == 1
         running.wait_until(lambda: not slow.num_streams and not quick.num_streams)
-        told = hedges(running)
-    assert told["won"] >= 1
+        reported = hedges(running)
+    assert reported["won"] >= 1
     rows = sqlite3.connect(tmp_path / "ledger" / "usage.sqlite").execute(
         "SELECT attempts, outcome, completion_tokens, worker FROM usage WHERE completion_tokens = 6"
     )
     found = list(rows)
     assert len(found) == 4, "one record each, and the loser's tokens are in none"
     assert {row[1:] for row in found} == {("finished", 6, "tiny-1")}
-    assert sum(row[0] == 2 for row in found) == told["won"]
+    assert sum(row[0] == 2 for row in found) == reported["won"]
 
 
 def test_a_client_that_leaves_during_a_race_leaves_nothing_behind(kit, tmp_path) -> None:

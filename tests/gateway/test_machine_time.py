@@ -54,7 +54,7 @@ class Process:
     def settle(self, request_id: RequestId, usage: Usage) -> None:
         facts = RequestFacts(id=request_id, route="m", prompt_tokens=1, max_tokens=1)
         holds = Holds(tokens=None, money=0, expected=0, budgeted=0)
-        request = request_of(facts, 0, lane=None, holds=holds)
+        request = request_of(facts, 0, model_queue=None, holds=holds)
         request.usage = usage
         self.paid += self.meters.settled(self._clock.now_ns(), request, 0)
 

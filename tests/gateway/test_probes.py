@@ -170,7 +170,7 @@ def test_with_nowhere_to_go_streams_stay_where_they_are(pool, kit):
         backend.is_held = True
     body = kit.post(CHAT, kit.chat(max_tokens=40, seed=1), "Connection: close")
     clients = [kit.Raw(pool).send(body) for _ in range(60)]
-    bad, queue = pool.backend[2], pool.gateway._dispatcher.control.lane("tiny").queue
+    bad, queue = pool.backend[2], pool.gateway._dispatcher.control.model_queue("tiny").queue
     pool.wait_until(lambda: queue.num_waiting + sum(len(each.held()) for each in pool.backend) == 60)
     assert queue.num_waiting
     num_there = len(pool.call(bad.held))
@@ -194,13 +194,13 @@ def test_a_fault_is_wrong_a_lost_worker_says_nothing_and_slow_ones_are_told(pool
     """What each probe brings is kept: the next one comes by itself, 20 ms later, and is right."""
     pool.beat()
     prober, worker = pool.gateway._policies.prober, WORKERS[1]
-    anomalies, heard = prober.anomalies, list[tuple[WorkerId, str, str, str]]()
+    anomalies, received = prober.anomalies, list[tuple[WorkerId, str, str, str]]()
     judge = anomalies.probed
 
     def probed(now_ns: int, worker_id: WorkerId, answer: object, **words: str) -> str:
         verdict = judge(now_ns, worker_id, answer, **words)
         found = anomalies.get(worker_id)
-        heard.append((worker_id, verdict, found.standing.value, found.why))
+        received.append((worker_id, verdict, found.standing.value, found.why))
         return verdict
 
     anomalies.probed = probed
@@ -211,8 +211,8 @@ def test_a_fault_is_wrong_a_lost_worker_says_nothing_and_slow_ones_are_told(pool
         pool.backend[1].fail(stream, EngineFault("the logits are not numbers"))
 
     pool.call(fail)
-    pool.wait_until(lambda: any(each[:2] == (worker, "wrong") for each in heard))
-    (why,) = (each[3] for each in heard if each[1] == "wrong")
+    pool.wait_until(lambda: any(each[:2] == (worker, "wrong") for each in received))
+    (why,) = (each[3] for each in received if each[1] == "wrong")
     assert "not numbers" in why
 
     def lose() -> None:
@@ -220,7 +220,7 @@ def test_a_fault_is_wrong_a_lost_worker_says_nothing_and_slow_ones_are_told(pool
         pool.backend[3].lose_worker("it is gone")
 
     pool.call(lose)
-    pool.wait_until(lambda: (WORKERS[3], "it is gone", "well") in [each[:3] for each in heard])
+    pool.wait_until(lambda: (WORKERS[3], "it is gone", "well") in [each[:3] for each in received])
 
     def break_machine() -> None:
         pool.backend[0].status.faults["xid"] = FaultCount(1, "Xid 79 of this GPU")

@@ -59,23 +59,23 @@ def calls_of(items: Items) -> list[tuple[str, str, str, str]]:
 
 @pytest.mark.parametrize("text", ["", "note"])
 def test_a_providers_calls_may_come_in_turns(text: str) -> None:
-    items, told = made(), list[tuple[str, dict[str, Any]]]()
+    items, reported = made(), list[tuple[str, dict[str, Any]]]()
     for part in INTERLEAVED:
-        told += items.passed(part)
-        told += items.push([Text(text)] if text else [])
-    told += items.finish(is_whole=True)
+        reported += items.passed(part)
+        reported += items.push([Text(text)] if text else [])
+    reported += items.finish(is_whole=True)
     assert calls_of(items) == [
         ("call_add", "add", '{"a":1}', "completed"), ("call_sub", "sub", '{"b":2}', "completed"),
     ]  # fmt: skip
     deltas: dict[str, str] = {}
-    for kind, fields in told:
+    for kind, fields in reported:
         if kind.endswith("arguments.delta"):
             deltas[fields["item_id"]] = deltas.get(fields["item_id"], "") + fields["delta"]
     done = {
-        fields["item_id"]: fields["arguments"] for kind, fields in told if kind.endswith("arguments.done")
+        fields["item_id"]: fields["arguments"] for kind, fields in reported if kind.endswith("arguments.done")
     }
     assert deltas == done
-    ended = [fields["output_index"] for kind, fields in told if kind == "response.output_item.done"]
+    ended = [fields["output_index"] for kind, fields in reported if kind == "response.output_item.done"]
     assert sorted(ended) == list(range(len(items.items)))
     shown = [msgspec.to_builtins(item) for item in items.items]
     assert "".join(each["content"][0]["text"] for each in shown if each["type"] == "message") == text * 4

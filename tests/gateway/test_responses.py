@@ -275,9 +275,11 @@ def test_log_probabilities(talk):
     assert [each.token for each in shown] == ["Hel", "lo ", "水", "!"]
     assert [len(each.top_logprobs) for each in shown] == [2, 2, 2, 2]
     events = list(talk.responses.create(**asked, stream=True))
-    told = [each.token for event in events if event.type.endswith("text.delta") for each in event.logprobs]
-    assert told == ["Hel", "lo ", "水", "!"]
-    assert [each.token for each in events[-1].response.output[0].content[0].logprobs] == told
+    reported = [
+        each.token for event in events if event.type.endswith("text.delta") for each in event.logprobs
+    ]
+    assert reported == ["Hel", "lo ", "水", "!"]
+    assert [each.token for each in events[-1].response.output[0].content[0].logprobs] == reported
 
 
 def test_parameters_of_a_chat_are_taken_under_their_names(talk, hello):
@@ -356,18 +358,18 @@ def test_an_item_is_given_once(talk):
 
 
 def test_what_was_stored_counts_as_the_body_of_what_follows(talk, monkeypatch):
-    told, facts_of = [], generate.facts_of
+    reported, facts_of = [], generate.facts_of
 
     def facts(*args):
         found = facts_of(*args)
-        told.append(found.num_bytes - TOKEN_BYTES * found.prompt_tokens)
+        reported.append(found.num_bytes - TOKEN_BYTES * found.prompt_tokens)
         return found
 
     monkeypatch.setattr(generate, "facts_of", facts)
     first = talk.responses.create(model="tiny", input="x" * 700)
     talk.responses.create(model="tiny", input="and", previous_response_id=first.id)
     talk.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 700}])
-    own, following, chat = told
+    own, following, chat = reported
     assert 1400 < own < 2100, "the request, and the chat that was made of it"
     assert 700 < following < 1400, "the chat"
     assert 700 < chat < 1400, "the request is the chat"
@@ -518,5 +520,5 @@ def test_a_parser_that_fails_ends_its_own_response(caller, kit, monkeypatch, pla
 
 def test_responses_are_counted_as_such(talk, hello):
     talk.responses.create(model="tiny", input="hi")
-    told = hello.call(hello.metrics.render).decode()
-    assert 'penstock_requests_total{endpoint="responses",model="tiny",outcome="stop"}' in told
+    reported = hello.call(hello.metrics.render).decode()
+    assert 'penstock_requests_total{endpoint="responses",model="tiny",outcome="stop"}' in reported

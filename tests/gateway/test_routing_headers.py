@@ -96,7 +96,7 @@ def exchange_of(**served):
     return exchange, sent
 
 
-def told(sent):
+def reported(sent):
     """The headers of ours in a response."""
     lines = [line.split(b": ", 1) for line in sent[0].split(b"\r\n")]
     return {name: value for name, *(value,) in lines[1:-2] if name.startswith(b"x-penstock-")}
@@ -105,7 +105,7 @@ def told(sent):
 def test_only_the_model_where_nothing_was_changed() -> None:
     exchange, sent = exchange_of(model="large", requested="large")
     exchange.respond(Response(body=b""))
-    assert told(sent) == {b"x-penstock-model": b"large"}
+    assert reported(sent) == {b"x-penstock-model": b"large"}
     assert json.loads(exchange.served_facts()) == {"model": "large"}
 
 
@@ -115,7 +115,7 @@ def test_all_that_is_known() -> None:
     )
     exchange.queue_ns, exchange.migrated = 12_400_000, "exact"
     exchange.begin_stream()
-    assert told(sent) == {
+    assert reported(sent) == {
         b"x-penstock-model": b"klein/%C3%A4",
         b"x-penstock-requested-model": b"large",
         b"x-penstock-downgrade": b"slo",
@@ -265,9 +265,9 @@ def test_how_it_was_chosen_is_in_the_log_and_explained(kit, auto_gateway) -> Non
         f"Authorization: Bearer {ADMIN_KEY}",
         "Connection: close",
     )
-    told = json.loads(ask(kit, auto_gateway, get)[1])
-    assert [each["reason"] for each in told["decisions"]] == ["only"]
-    choice = told["model_choice"]
+    reported = json.loads(ask(kit, auto_gateway, get)[1])
+    assert [each["reason"] for each in reported["decisions"]] == ["only"]
+    choice = reported["model_choice"]
     assert (choice["model"], choice["complexity"], choice["passed_over"]) == ("tiny", 0.0, [])
     assert choice["parts"]["simple"] < 0
     lines = auto_gateway.log_text.getvalue().splitlines()

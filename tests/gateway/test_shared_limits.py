@@ -260,13 +260,13 @@ def test_the_budget_script_answers_as_the_table_does(redis: RedisProcess, batche
 
 
 def test_a_budget_in_redis_is_exact_and_not_kept_for_ever(redis: RedisProcess) -> None:
-    most = 2**53 - 1
+    limit = 2**53 - 1
 
     async def check() -> None:
         store = RedisStore(SharedTerms(url=redis.url, prefix="exact", timeout_s=10), "g")
-        ask = BudgetAsk(key="k", limit=most, seq=1, process="p", spent=most - 3, held=1, want=9, kept_s=100)
+        ask = BudgetAsk(key="k", limit=limit, seq=1, process="p", spent=limit - 3, held=1, want=9, kept_s=100)
         grant = (await store.lease([ask])).grants[0]
-        assert (grant.granted, grant.level, grant.spent) == (2, 0, most - 3)
+        assert (grant.granted, grant.level, grant.spent) == (2, 0, limit - 3)
         await store.close()
 
     asyncio.run(check())

@@ -21,9 +21,9 @@ def send(running, path, body=None, *, key=ADMIN_KEY, method=None):
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     link.request(method or ("GET" if body is None else "POST"), path, data, headers)
     response = link.getresponse()
-    told = json.loads(response.read())
+    reported = json.loads(response.read())
     link.close()
-    return response.status, told
+    return response.status, reported
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def running(start, kit, path, monkeypatch):
 
 
 def test_tenants_show_limits_beside_use(running):
-    status, told = send(running, "/admin/tenants")
-    assert (status, told["total"]) == (200, 2)
-    acme, ops = told["tenants"]
+    status, reported = send(running, "/admin/tenants")
+    assert (status, reported["total"]) == (200, 2)
+    acme, ops = reported["tenants"]
     assert (acme["id"], acme["requests_per_minute"], acme["budget_day_micros"]) == ("acme", 60, 2_500_000)
     assert (acme["models"], acme["live"], acme["spent_day_micros"]) == (["tiny"], 0, 0)
     assert (ops["id"], ops["requests_per_minute"]) == ("ops", 0)
@@ -94,8 +94,8 @@ def test_a_key_is_made_shown_once_used_rotated_and_revoked(running, path, kit):
 )
 def test_orders_that_cannot_be_followed_change_nothing(running, path, where, body, status, code):
     before = path.read_bytes()
-    got, told = send(running, f"/admin/keys{where}", body)
-    assert (got, told["error"]["code"]) == (status, code)
+    got, reported = send(running, f"/admin/keys{where}", body)
+    assert (got, reported["error"]["code"]) == (status, code)
     assert path.read_bytes() == before
 
 

@@ -137,8 +137,8 @@ def test_reloading_the_configuration(start, kit, tmp_path) -> None:
     path = tmp_path / "keys"
     key = add(path, tier="free").key
     running = start(with_file(kit, path), step_s=0.02)
-    heard = []
-    running.call(lambda: running.gateway.tenancy.on_reload.append(heard.append))
+    received = []
+    running.call(lambda: running.gateway.tenancy.on_reload.append(received.append))
     stream = Streaming(running, key)
     config = running.config
     strict = kit.replace(config, server={"port": 1234}, limits={"n_max": 3})
@@ -148,9 +148,9 @@ def test_reloading_the_configuration(start, kit, tmp_path) -> None:
     })  # fmt: skip
     assert reload(running, strict)
     assert ask(running, key)[0] == 403
-    [told] = heard
-    assert told.tiers == strict.tiers
-    assert told.server == config.server
+    [reported] = received
+    assert reported.tiers == strict.tiers
+    assert reported.server == config.server
     log = running.log_text.getvalue()
     assert 'these changes need a restart sections="server, limits"' in log
     assert reload(running, config)
@@ -163,8 +163,8 @@ def test_a_configuration_that_cannot_be_is_refused(start, kit, tmp_path) -> None
     path = tmp_path / "keys"
     key = add(path, tier="pro").key
     running = start(with_file(kit, path))
-    heard = []
-    running.call(lambda: running.gateway.tenancy.on_reload.append(heard.append))
+    received = []
+    running.call(lambda: running.gateway.tenancy.on_reload.append(received.append))
 
     def changed(**fields):
         names = running.config.__struct_fields__
@@ -180,18 +180,18 @@ def test_a_configuration_that_cannot_be_is_refused(start, kit, tmp_path) -> None
         assert not reload(running, config)
         assert words in running.log_text.getvalue()
         assert ask(running, key)[0] == 200
-    assert heard == []
+    assert received == []
 
 
 def test_a_subscriber_that_fails_keeps_nobody_from_hearing(start, kit) -> None:
     running = start(kit.make_config())
-    heard = []
+    received = []
 
     def fails(config) -> None:
         raise RuntimeError("not today")
 
-    running.call(lambda: running.gateway.tenancy.on_reload.extend([fails, heard.append]))
+    running.call(lambda: running.gateway.tenancy.on_reload.extend([fails, received.append]))
     assert reload(running, running.config)
-    assert len(heard) == 1
+    assert len(received) == 1
     assert "not today" in running.log_text.getvalue()
     assert ask(running, kit.KEY)[0] == 200

@@ -84,7 +84,7 @@ def test_what_waits_from_zero_is_queued_for_twice_the_cold_start_and_starts_at_o
         place, control = Place(), FlowControl(QueueTerms(no_worker_wait_s=0.0))
         feed = WorkerFeed(
             control, place.registry, Meters(PriceList(PricesConfig()), is_shared=False),
-            Anomalies(NS_PER_S), processes=1, shed_kv_above=1.0, on_news=lambda: None,
+            Anomalies(NS_PER_S), processes=1, shed_kv_above=1.0, on_change=lambda: None,
         )  # fmt: skip
 
         def arrive(now_s: int, name: str) -> object:

@@ -165,7 +165,7 @@ def test_tiers_are_apart_and_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "owner", "told"),
+    ("policy", "owner", "reported"),
     [
         ("none", PUBLIC, False),
         ("public", PUBLIC, True),
@@ -174,12 +174,12 @@ def test_tiers_are_apart_and_keep_their_order() -> None:
         ("all", b"tenant", True),
     ],
 )
-def test_tokens_of_private_blocks_are_told_only_when_asked_for(policy, owner: bytes, told: bool) -> None:
+def test_tokens_of_private_blocks_are_told_only_when_asked_for(policy, owner: bytes, reported: bool) -> None:
     log = KVEventLog(policy)
     log.stored([A], 0, 1, token_array(range(16)), owner=owner)
     (event,) = log.take()
     assert isinstance(event, BlockStored)
-    assert event.token_ids == (tuple(range(16)) if told else ())
+    assert event.token_ids == (tuple(range(16)) if reported else ())
 
 
 def test_equal_prompts_of_two_tenants_share_nothing_in_the_events() -> None:

@@ -322,8 +322,10 @@ for breach in (
 
 
 def test_owner_tags_are_looked_at_without_asserts_too() -> None:
-    told = subprocess.run([sys.executable, "-O", "-c", WALLS], capture_output=True, text=True, check=False)
-    assert told.stdout == "refused\n" * 4, told.stderr
+    reported = subprocess.run(
+        [sys.executable, "-O", "-c", WALLS], capture_output=True, text=True, check=False
+    )
+    assert reported.stdout == "refused\n" * 4, reported.stderr
 
 
 def test_bad_blocks_are_forgotten_everywhere() -> None:

@@ -25,17 +25,19 @@ class NaiveIndex:
     """The same words, answered by sets."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[int, Tier], set[int]] = {(w, tier): set() for w in WORKERS for tier in Tier}
+        self._reported: dict[tuple[int, Tier], set[int]] = {
+            (w, tier): set() for w in WORKERS for tier in Tier
+        }
         self._predicted: dict[int, dict[int, int]] = {w: {} for w in WORKERS}
         self._last_ns = dict.fromkeys(WORKERS, 0)
 
     def stored(self, worker: int, keys: Sequence[int], tier: Tier) -> None:
-        self._told[worker, tier].update(keys)
+        self._reported[worker, tier].update(keys)
         if tier is Tier.DEVICE:
             self.retract(worker, keys)
 
     def removed(self, worker: int, keys: Sequence[int], tier: Tier) -> None:
-        self._told[worker, tier].difference_update(keys)
+        self._reported[worker, tier].difference_update(keys)
         if tier is Tier.DEVICE:
             self.retract(worker, keys)
 
@@ -45,21 +47,21 @@ class NaiveIndex:
 
     def cleared(self, worker: int) -> None:
         for tier in Tier:
-            self._told[worker, tier].clear()
+            self._reported[worker, tier].clear()
         self._predicted[worker].clear()
         self._last_ns[worker] = 0
 
     def predict(self, worker: int, keys: Sequence[int], until_ns: int) -> None:
         self._last_ns[worker] = max(self._last_ns[worker], until_ns)
-        told = self._told[worker, Tier.DEVICE]
-        self._predicted[worker].update({key: self._last_ns[worker] for key in keys if key not in told})
+        reported = self._reported[worker, Tier.DEVICE]
+        self._predicted[worker].update({key: self._last_ns[worker] for key in keys if key not in reported})
 
     def on_device(self, now_ns: int, worker: int) -> set[int]:
         hoped = {key for key, until_ns in self._predicted[worker].items() if until_ns > now_ns}
-        return self._told[worker, Tier.DEVICE] | hoped
+        return self._reported[worker, Tier.DEVICE] | hoped
 
     def on_either(self, now_ns: int, worker: int) -> set[int]:
-        return self.on_device(now_ns, worker) | self._told[worker, Tier.HOST]
+        return self.on_device(now_ns, worker) | self._reported[worker, Tier.HOST]
 
     def of(self, now_ns: int, worker: int, keys: Sequence[int]) -> Held:
         device = prefix(self.on_device(now_ns, worker), keys)
@@ -217,16 +219,18 @@ def test_the_oldest_predictions_go_first_and_of_a_prompt_its_end() -> None:
 
 
 @given(st.integers(0, 8), st.integers(0, 8), st.integers(0, 8), st.integers(1, 3))
-def test_who_knows_what_is_held_predicts_the_same_without_looking(told, hoped, blocks, predicted_max) -> None:
+def test_who_knows_what_is_held_predicts_the_same_without_looking(
+    reported, hoped, blocks, predicted_max
+) -> None:
     """Also which predictions go first, and when they end."""
     keys, spared = chain(*range(8)), make_index(predicted_max=4 * predicted_max)
     plain = make_index(predicted_max=4 * predicted_max)
     for index in (plain, spared):
-        index.stored(0, keys[:told])
+        index.stored(0, keys[:reported])
         index.predict(0, keys[:hoped], 10)
         index.predict(0, chain(9, 9, 9), 15)
     known = spared.prefix_of(0, 0, keys[:blocks]).device
-    assert known == min(blocks, max(told, hoped)) or spared.num_predicted == 4 * predicted_max
+    assert known == min(blocks, max(reported, hoped)) or spared.num_predicted == 4 * predicted_max
     is_new = plain.predict(0, keys[:blocks], 20)
     assert spared.predict(0, keys[:blocks], 20, known=known) == is_new
     for now_ns in (9, 10, 15, 20):

@@ -314,13 +314,13 @@ def test_blocks_with_images_have_keys_of_their_own() -> None:
     st.sampled_from(["a", "b"]),
     st.sampled_from(["", "x"]),
 )
-def test_blocks_of_other_tenants_and_adapters_are_never_found(told, salt, adapter) -> None:
+def test_blocks_of_other_tenants_and_adapters_are_never_found(reported, salt, adapter) -> None:
     cache_view, talker = make(), KVTalker()
-    for each_salt, each_adapter, first in told:
+    for each_salt, each_adapter, first in reported:
         talker.cache(prompt(first, 2), namespace_of(each_salt.encode()), each_adapter)
     cache_view.live(0, talker.publish())
     for first in range(3):
-        expected = 2 if (salt, adapter, first) in told else 0
+        expected = 2 if (salt, adapter, first) in reported else 0
         assert held(cache_view, prompt(first, 2), salt=salt.encode(), adapter=adapter) == expected
 
 

@@ -95,9 +95,9 @@ def batch(computed, counts, tables):
 class Model:
     """A native decoder with a cache of its own; rows have fixed, scattered blocks."""
 
-    def __init__(self, of, dtype, kernels, precision="native", lanes=6, weights=None):
-        self.cache = KVCache(of, lanes * 16, dtype, torch.device("cpu"))
-        self.lanes = lanes
+    def __init__(self, of, dtype, kernels, precision="native", model_queues=6, weights=None):
+        self.cache = KVCache(of, model_queues * 16, dtype, torch.device("cpu"))
+        self.model_queues = model_queues
         self.decoder = NativeDecoder(
             of, weights or random_weights(of, dtype), kernels, LIMITS, self.cache, precision
         )
@@ -107,7 +107,9 @@ class Model:
     def step(self, chunks):
         """Logits of the last token of every chunk, a list of (lane, first position, token ids)."""
         counts = [len(ids) for _, _, ids in chunks]
-        tables = np.array([np.arange(16) * self.lanes + lane for lane, _, _ in chunks], np.int32)
+        tables = np.array(
+            [np.arange(16) * self.model_queues + model_queue for model_queue, _, _ in chunks], np.int32
+        )
         self.attention.begin(batch([at for _, at, _ in chunks], counts, tables))
         tokens = torch.cat([torch.tensor(ids) for _, _, ids in chunks])
         samples = torch.tensor(counts).cumsum(0) - 1
@@ -202,16 +204,16 @@ def worst(got, want):
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
 def test_equals_the_exact_decoder(kernels, rng, family, dtype, bound):
     model, exact = Model(SPECS[family], dtype, kernels), Exact(SPECS[family], dtype)
-    known = {lane: [] for lane in range(3)}
+    known = {model_queue: [] for model_queue in range(3)}
     for chunks in (
         [(0, 0, prompt(rng, 37)), (1, 0, prompt(rng, 100))],
         [(0, 37, prompt(rng, 1)), (2, 0, prompt(rng, 5)), (1, 100, prompt(rng, 64))],
         [(0, 38, prompt(rng, 1)), (1, 164, prompt(rng, 1)), (2, 5, prompt(rng, 1))],
     ):
         got = model.step(chunks)
-        for i, (lane, _, ids) in enumerate(chunks):
-            known[lane] += ids
-            assert worst(got[i], exact.logits(known[lane])[-1]) < bound
+        for i, (model_queue, _, ids) in enumerate(chunks):
+            known[model_queue] += ids
+            assert worst(got[i], exact.logits(known[model_queue])[-1]) < bound
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -222,8 +224,8 @@ def test_mixtures_equal_the_exact_decoder(kernels, rng, family):
     ids = [prompt(rng, 70), prompt(rng, 21)]
     model.step([(0, 0, ids[0][:40]), (1, 0, ids[1][:20])])
     got = model.step([(1, 20, ids[1][20:]), (0, 40, ids[0][40:])])
-    for i, lane in enumerate((1, 0)):
-        assert worst(got[i], exact.logits(ids[lane])[-1]) < 2e-5
+    for i, model_queue in enumerate((1, 0)):
+        assert worst(got[i], exact.logits(ids[model_queue])[-1]) < 2e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -49,7 +49,7 @@ def test_more_prompts_than_are_on_their_way_at_once_stay_in_order(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm_module, "IN_FLIGHT_MAX", 5)
-    drawn, most = 0, 0
+    drawn, limit = 0, 0
 
     def prompts() -> Iterator[str]:
         nonlocal drawn
@@ -60,16 +60,16 @@ def test_more_prompts_than_are_on_their_way_at_once_stay_in_order(
     begin = calls.Call.begin
 
     def counted(call: calls.Call, *args) -> None:
-        nonlocal most
+        nonlocal limit
         begin(call, *args)
-        most = max(most, call.num_running)
+        limit = max(limit, call.num_running)
 
     monkeypatch.setattr(calls.Call, "begin", counted)
     lengths = [SamplingParams(max_tokens=1 + i % 7, ignore_eos=True) for i in range(40)]
     outputs = llm.generate(prompts(), lengths)
     assert [output.prompt for output in outputs] == [f"Number {i} and" for i in range(40)]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1 + i % 7 for i in range(40)]
-    assert (drawn, most) == (40, 5)
+    assert (drawn, limit) == (40, 5)
 
 
 def test_a_seed_fixes_an_answer_and_the_llms_seed_all_of_them(llm: LLM, mini: Path) -> None:

@@ -17,38 +17,42 @@ TOKENS = 100
 class Fleet:
     """Workers that do as they are told, after a while."""
 
-    def __init__(self, count: int, room: int = ROOM) -> None:
-        self.rooms = CapacityTable(QueueConfig())
+    def __init__(self, count: int, worker: int = ROOM) -> None:
+        self.workers = CapacityTable(QueueConfig())
         self.orders: list[ResidencyOrder] = []
         self.placement = AdapterPlacement(load_s=2.0)
         self.placement.on_order = self.orders.append
         self.now_ns = 0
         for i in range(count):
-            self.tell(i, room=room)
+            self.tell(i, worker=worker)
 
-    def tell(self, number: int, *loaded: str, room: int = ROOM, ready: bool = True) -> None:
+    def tell(self, number: int, *loaded: str, worker: int = ROOM, ready: bool = True) -> None:
         view = WorkerView(
-            ready=ready, max_running=8, adapters=frozenset(loaded), adapters_max=room, adapter_load_ns=LOAD_NS
+            ready=ready,
+            max_running=8,
+            adapters=frozenset(loaded),
+            adapters_max=worker,
+            adapter_load_ns=LOAD_NS,
         )
-        self.rooms.set(WorkerId(f"w{number}"), view)
+        self.workers.set(WorkerId(f"w{number}"), view)
 
     def ask(self, name: str, times: int = 1, *, after_s: float = 0.0) -> None:
         for _ in range(times):
             self.now_ns += int(after_s * NS_PER_S)
-            self.placement.asked(self.now_ns, name, TOKENS, self.rooms)
+            self.placement.asked(self.now_ns, name, TOKENS, self.workers)
 
     def homes(self, name: str) -> list[str]:
         return sorted(self.placement.homes(name))
 
     def wait_s(self, worker: int, name: str) -> float:
-        room = self.rooms.get(WorkerId(f"w{worker}"))
-        assert room is not None
-        return self.placement.wait_ns(self.now_ns, room, name) / NS_PER_S
+        capacity = self.workers.get(WorkerId(f"w{worker}"))
+        assert capacity is not None
+        return self.placement.wait_ns(self.now_ns, capacity, name) / NS_PER_S
 
     def start(self, worker: int, name: str) -> None:
-        room = self.rooms.get(WorkerId(f"w{worker}"))
-        assert room is not None
-        self.placement.started(self.now_ns, name, room)
+        capacity = self.workers.get(WorkerId(f"w{worker}"))
+        assert capacity is not None
+        self.placement.started(self.now_ns, name, capacity)
 
 
 def test_a_load_is_ordered_when_a_request_comes_and_only_once() -> None:
@@ -91,7 +95,7 @@ def test_one_that_is_wanted_most_has_replicas_and_the_rest_one_home_each() -> No
 
 
 def test_a_home_is_given_up_for_one_that_is_wanted_much_more_and_not_for_a_little() -> None:
-    fleet = Fleet(1, room=2)  # One place is nobody's.
+    fleet = Fleet(1, worker=2)  # One place is nobody's.
     fleet.ask("old", 10)
     fleet.ask("new", 12)
     fleet.ask("new", after_s=2)
@@ -103,7 +107,7 @@ def test_a_home_is_given_up_for_one_that_is_wanted_much_more_and_not_for_a_littl
 
 
 def test_demand_is_of_late() -> None:
-    fleet = Fleet(1, room=2)
+    fleet = Fleet(1, worker=2)
     fleet.ask("past", 40)
     fleet.ask("present", 10, after_s=HALF_LIFE_S / 2)
     fleet.ask("present", after_s=2)
@@ -121,10 +125,12 @@ def test_what_a_worker_that_is_lost_had_finds_another_home() -> None:
     assert fleet.homes("a") == [f"w{1 - lost}"]
 
 
-@pytest.mark.parametrize("told", [None, frozenset[str]()])
-def test_a_worker_that_does_not_say_what_it_has_room_for_gets_no_orders(told: frozenset[str] | None) -> None:
+@pytest.mark.parametrize("reported", [None, frozenset[str]()])
+def test_a_worker_that_does_not_say_what_it_has_room_for_gets_no_orders(
+    reported: frozenset[str] | None,
+) -> None:
     fleet = Fleet(0)
-    fleet.rooms.set(WorkerId("w0"), WorkerView(max_running=8, adapters=told))
+    fleet.workers.set(WorkerId("w0"), WorkerView(max_running=8, adapters=reported))
     fleet.ask("a")
     fleet.ask("a", after_s=2)
     assert not fleet.orders
@@ -138,14 +144,14 @@ def test_a_worker_that_does_not_say_what_it_has_room_for_gets_no_orders(told: fr
 )
 @settings(max_examples=60, deadline=None)
 def test_no_worker_is_told_to_keep_more_than_it_has_room_for(
-    asked: list[tuple[int, int, bool]], workers: int, room: int
+    asked: list[tuple[int, int, bool]], workers: int, capacity: int
 ) -> None:
-    fleet = Fleet(workers, room)
+    fleet = Fleet(workers, capacity)
     for name, times, later in asked:
         fleet.ask(f"a{name}", times, after_s=2.0 if later else 0.0)
         for order in fleet.orders:
             assert len(order.names) == len(set(order.names))
-            assert len(order.names) <= (max(1, room - 1) if order.keep else 1)
+            assert len(order.names) <= (max(1, capacity - 1) if order.keep else 1)
         for worker in {order.worker for order in fleet.orders if order.keep}:
             last = next(order for order in reversed(fleet.orders) if order.keep and order.worker == worker)
             assert all(worker in fleet.placement.homes(each) for each in last.names)

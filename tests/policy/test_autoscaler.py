@@ -46,7 +46,7 @@ class Fleet:
     def __post_init__(self) -> None:
         self.scaler = Autoscaler("m", self.scale)
 
-    def look(self, arrived: int, *, wall_s: int = 0, room: Room = Room(), **more: object) -> Decision:  # noqa: B008
+    def look(self, arrived: int, *, wall_s: int = 0, worker: Room = Room(), **more: object) -> Decision:  # noqa: B008
         self.now_s += LOOK_S
         came = [each for each in self.starting if each <= self.now_s]
         self.starting = [each for each in self.starting if each > self.now_s]
@@ -60,7 +60,7 @@ class Fleet:
             shed=arrived - answered, cold_starts_s=tuple(float(self.cold_s) for _ in came),
             running=min(8 * self.ready, answered), waiting=2 * (arrived - answered),
         )  # fmt: skip
-        decision = self.scaler.decide(msgspec.structs.replace(seen, **more), room)
+        decision = self.scaler.decide(msgspec.structs.replace(seen, **more), worker)
         self.decisions.append(decision)
         if decision.acts:
             there = self.ready + len(self.starting)
@@ -116,7 +116,7 @@ def test_bounds_hold_and_say_so() -> None:
     assert last.held_by == "max is 3"
     fleet = Fleet(ScaleConfig(max=9))
     fleet.run(40, 3)
-    held = [fleet.look(40, room=Room(workers=1, by="the budget")) for _ in range(3)]
+    held = [fleet.look(40, worker=Room(workers=1, by="the budget")) for _ in range(3)]
     assert held[0].workers <= 2
     assert {each.held_by for each in held if each.wanted > each.workers} == {"the budget"}
 

@@ -97,8 +97,8 @@ def test_warnings_come_once_for_each_share_and_period() -> None:
     money, acme = budgets(), tenant(day=100)
     for micros in (40, 15, 5, 25, 14):
         reserved(hold(money, 0, acme, micros)).settle(0, micros)
-    told = [(event.period, event.share, event.spent_micros) for event in money.take_events()]
-    assert told == [("day", 0.5, 55), ("day", 0.8, 85)]
+    reported = [(event.period, event.share, event.spent_micros) for event in money.take_events()]
+    assert reported == [("day", 0.5, 55), ("day", 0.8, 85)]
     refused(hold(money, 0, acme, 2))
     refused(hold(money, 0, acme, 2))
     assert [(event.share, event.spent_micros) for event in money.take_events()] == [(1.0, 99)]

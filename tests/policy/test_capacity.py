@@ -20,31 +20,31 @@ def work(name: str, *, streams: int = 1, blocks: int = 0) -> Work:
     )
 
 
-def start(rooms: CapacityTable, each: Work, avoid: Collection[WorkerId] = ()) -> WorkerId | None:
-    room = rooms.place(each, avoid)
-    if room is None:
+def start(workers: CapacityTable, each: Work, avoid: Collection[WorkerId] = ()) -> WorkerId | None:
+    worker = workers.place(each, avoid)
+    if worker is None:
         return None
-    rooms.book(room, each)
-    return room.id
+    workers.book(worker, each)
+    return worker.id
 
 
 def test_streams_go_to_the_least_loaded_up_to_the_credit() -> None:
-    rooms = CapacityTable(CONFIG)
-    rooms.set(A, WorkerView(max_running=1))
-    rooms.set(B, WorkerView(max_running=3))
-    assert rooms.num_slots == 6
-    got = [start(rooms, work(f"r{i}")) for i in range(7)]
+    workers = CapacityTable(CONFIG)
+    workers.set(A, WorkerView(max_running=1))
+    workers.set(B, WorkerView(max_running=3))
+    assert workers.num_slots == 6
+    got = [start(workers, work(f"r{i}")) for i in range(7)]
     assert got == [A, B, B, A, B, B, None]
-    assert not rooms.has_room()
+    assert not workers.has_room()
 
 
 @pytest.mark.parametrize(
     ("view", "slots"), [(WorkerView(max_running=8), 9), (WorkerView(), 3), (WorkerView(ready=False), 0)]
 )
 def test_how_many_streams_a_worker_is_given(view, slots) -> None:
-    rooms = CapacityTable(CONFIG)
-    rooms.set(A, view)
-    assert rooms.num_slots == slots
+    workers = CapacityTable(CONFIG)
+    workers.set(A, view)
+    assert workers.num_slots == slots
 
 
 def test_an_external_worker_is_given_no_more_than_it_runs_and_keeps_some_of_that_free() -> None:
@@ -75,93 +75,93 @@ def test_gateway_processes_divide_a_deployments_limits() -> None:
 
 
 def test_streams_of_others_count_and_ours_are_not_counted_twice() -> None:
-    rooms = CapacityTable(CONFIG)
-    rooms.set(A, WorkerView(max_running=4))
+    workers = CapacityTable(CONFIG)
+    workers.set(A, WorkerView(max_running=4))
     mine = [work(f"r{i}") for i in range(2)]
     for each in mine:
-        start(rooms, each)
-    room = rooms.set(A, WorkerView(max_running=4, running=4, waiting=0))
-    assert room is not None
-    assert (room.booked, room.others, room.num_free) == (2, 2, 1)
-    rooms.release(room, mine[0])
-    assert room.num_free == 2
-    rooms.check_invariants()
+        start(workers, each)
+    worker = workers.set(A, WorkerView(max_running=4, running=4, waiting=0))
+    assert worker is not None
+    assert (worker.booked, worker.others, worker.num_free) == (2, 2, 1)
+    workers.release(worker, mine[0])
+    assert worker.num_free == 2
+    workers.check_invariants()
 
 
 def test_a_gateway_always_has_requests_in_the_queue_of_an_engine_that_others_fill() -> None:
-    rooms = CapacityTable(QueueTerms(worker_credit=2))
-    room = rooms.set(A, WorkerView(max_running=4, running=4, waiting=2))
-    assert room is not None
+    workers = CapacityTable(QueueTerms(worker_credit=2))
+    worker = workers.set(A, WorkerView(max_running=4, running=4, waiting=2))
+    assert worker is not None
     mine = [work(f"r{i}") for i in range(3)]
     for each in mine[:2]:
-        assert rooms.place(each) is room
-        start(rooms, each)
-    assert rooms.place(mine[2]) is None, "two of its own wait there"
-    rooms.begin(room, mine[0])
-    assert rooms.place(mine[2]) is room, "the engine gave one a row"
-    rooms.check_invariants()
-    external = rooms.set(B, WorkerView(max_running=4, running=4, waiting=2, is_external=True))
+        assert workers.place(each) is worker
+        start(workers, each)
+    assert workers.place(mine[2]) is None, "two of its own wait there"
+    workers.begin(worker, mine[0])
+    assert workers.place(mine[2]) is worker, "the engine gave one a row"
+    workers.check_invariants()
+    external = workers.set(B, WorkerView(max_running=4, running=4, waiting=2, is_external=True))
     assert external is not None
     assert external.num_free <= 0, "what waits in an engine of others cannot be reordered"
 
 
 def test_kv_blocks_count_from_the_start_until_the_first_output_and_then_by_report() -> None:
-    rooms = CapacityTable(CONFIG)
-    rooms.set(A, WorkerView(max_running=8, kv_blocks_total=100))
+    workers = CapacityTable(CONFIG)
+    workers.set(A, WorkerView(max_running=8, kv_blocks_total=100))
     first = work("first", blocks=70)
-    assert start(rooms, first) == A
-    assert rooms.place(work("second", blocks=31)) is None
-    assert rooms.place(work("third", blocks=30)) is not None
-    room = rooms.get(A)
-    assert room is not None
-    rooms.begin(room, first)
-    rooms.set(A, WorkerView(max_running=8, kv_blocks_total=100, kv_blocks_used=60, running=1))
-    assert rooms.place(work("second", blocks=31)) is not None
+    assert start(workers, first) == A
+    assert workers.place(work("second", blocks=31)) is None
+    assert workers.place(work("third", blocks=30)) is not None
+    worker = workers.get(A)
+    assert worker is not None
+    workers.begin(worker, first)
+    workers.set(A, WorkerView(max_running=8, kv_blocks_total=100, kv_blocks_used=60, running=1))
+    assert workers.place(work("second", blocks=31)) is not None
 
 
 def test_an_idle_worker_takes_anything() -> None:
-    rooms = CapacityTable(CONFIG)
-    rooms.set(A, WorkerView(max_running=2, kv_blocks_total=10))
-    assert start(rooms, work("huge", streams=99, blocks=1000)) == A
+    workers = CapacityTable(CONFIG)
+    workers.set(A, WorkerView(max_running=2, kv_blocks_total=10))
+    assert start(workers, work("huge", streams=99, blocks=1000)) == A
 
 
 def test_a_retry_goes_elsewhere_if_it_can() -> None:
-    rooms = CapacityTable(CONFIG)
-    rooms.set(A, WorkerView(max_running=4))
-    assert start(rooms, work("only one"), avoid=[A]) == A
-    rooms.set(B, WorkerView(max_running=1, running=1))
-    assert start(rooms, work("r"), avoid=[A]) == B
+    workers = CapacityTable(CONFIG)
+    workers.set(A, WorkerView(max_running=4))
+    assert start(workers, work("only one"), avoid=[A]) == A
+    workers.set(B, WorkerView(max_running=1, running=1))
+    assert start(workers, work("r"), avoid=[A]) == B
 
 
 def test_a_worker_that_is_kept_free_takes_nothing_else() -> None:
-    rooms = CapacityTable(CONFIG)
+    workers = CapacityTable(CONFIG)
     for worker in (A, B):
-        rooms.set(worker, WorkerView(max_running=4, kv_blocks_total=10, kv_blocks_used=9, running=1))
-    rooms.set(B, WorkerView(max_running=4, kv_blocks_total=10, kv_blocks_used=5, running=1))
-    room = rooms.hold(work("large", blocks=8))
-    assert room is not None
-    assert room.id == B, "it lacks least there"
-    assert [start(rooms, work(f"r{i}")) for i in range(5)] == [A] * 4 + [None]
-    rooms.unhold()
-    assert start(rooms, work("r5")) == B
+        workers.set(worker, WorkerView(max_running=4, kv_blocks_total=10, kv_blocks_used=9, running=1))
+    workers.set(B, WorkerView(max_running=4, kv_blocks_total=10, kv_blocks_used=5, running=1))
+    capacity = workers.hold(work("large", blocks=8))
+    assert capacity is not None
+    assert capacity.id == B, "it lacks least there"
+    assert [start(workers, work(f"r{i}")) for i in range(5)] == [A] * 4 + [None]
+    workers.unhold()
+    assert start(workers, work("r5")) == B
 
 
 def test_a_worker_that_left_is_forgotten_once_nothing_of_it_is_open() -> None:
-    rooms = CapacityTable(CONFIG)
-    rooms.set(A, WorkerView(max_running=4))
+    workers = CapacityTable(CONFIG)
+    workers.set(A, WorkerView(max_running=4))
     mine = work("r")
-    start(rooms, mine)
-    room = rooms.set(A, None)
-    assert room is not None
-    assert (rooms.num_ready, rooms.num_slots, rooms.has_room()) == (0, 0, False)
-    rooms.release(room, mine)
-    assert list(rooms) == []
+    start(workers, mine)
+    worker = workers.set(A, None)
+    assert worker is not None
+    assert (workers.num_ready, workers.num_slots, workers.has_room()) == (0, 0, False)
+    workers.release(worker, mine)
+    assert list(workers) == []
 
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=80, deadline=None)
 def test_the_sums_agree_whatever_happens(seed) -> None:
-    random, rooms = Random(seed), CapacityTable(CONFIG)
+    random, workers = Random(seed), CapacityTable(CONFIG)
     here: list[tuple[WorkerId, Work]] = []
     for step in range(120):
         kind = random.randrange(6)
@@ -171,21 +171,21 @@ def test_the_sums_agree_whatever_happens(seed) -> None:
                 kv_blocks_total=random.choice([0, 20]), kv_blocks_used=random.randrange(20),
                 is_external=random.random() < 0.3,
             )  # fmt: skip
-            rooms.set(WorkerId(random.choice("abcd")), view if random.random() < 0.9 else None)
+            workers.set(WorkerId(random.choice("abcd")), view if random.random() < 0.9 else None)
         elif kind < 4:
             each = work(f"r{step}", streams=random.choice([1, 1, 2]), blocks=random.randrange(12))
-            free = {room.id: room.num_free for room in rooms}
-            if (worker := start(rooms, each, avoid=random.choice([[A], []]))) is not None:
+            free = {capacity.id: capacity.num_free for capacity in workers}
+            if (worker := start(workers, each, avoid=random.choice([[A], []]))) is not None:
                 assert free[worker] >= 1
                 here.append((worker, each))
         elif kind == 4 and here:
             worker, each = here.pop(random.randrange(len(here)))
-            room = rooms.get(worker)
-            assert room is not None, "a room stays while something of it is open"
-            rooms.release(room, each)
+            capacity = workers.get(worker)
+            assert capacity is not None, "a room stays while something of it is open"
+            workers.release(capacity, each)
         elif kind == 5:
-            if rooms.held is None:
-                rooms.hold(work("large", blocks=15))
+            if workers.held is None:
+                workers.hold(work("large", blocks=15))
             else:
-                rooms.unhold()
-        rooms.check_invariants()
+                workers.unhold()
+        workers.check_invariants()

@@ -219,19 +219,19 @@ def test_a_stream_whose_worker_died_goes_on_elsewhere_at_its_old_place_with_one_
     assert record.queue_us == (5 * S - 4) // 1000, "it waited twice, the first time for a nanosecond"
 
 
-@pytest.mark.parametrize(("most", "parts"), [(2, Policies(migrations_max=2)), (3, Policies())])
-def test_streams_move_only_so_often(most: int, parts: Policies) -> None:
+@pytest.mark.parametrize(("limit", "parts"), [(2, Policies(migrations_max=2)), (3, Policies())])
+def test_streams_move_only_so_often(limit: int, parts: Policies) -> None:
     made = control(parts=parts)
     accept(made, "a")
-    for number in range(most + 1):
+    for number in range(limit + 1):
         assert started(made) == ["a"]
         if number != 1:  # One worker dies before it has gone on.
             made.output(0, RequestId("a"), 1)
         answer = made.failed(0, RequestId("a"), StreamBroken("gone"), retry=True, usage=so_far(number))
-        assert isinstance(answer, Requeued if number < most else Settled)
+        assert isinstance(answer, Requeued if number < limit else Settled)
     assert isinstance(answer, Settled)
     record = answer.request.record(0)
-    assert (record.outcome, record.error, record.attempts) == (Outcome.FAILED, "StreamBroken", most + 1)
+    assert (record.outcome, record.error, record.attempts) == (Outcome.FAILED, "StreamBroken", limit + 1)
     assert record.prompt_tokens == 32
 
 
@@ -689,12 +689,12 @@ class Life(RuleBasedStateMachine):
     @rule(outcome=st.sampled_from([Outcome.FINISHED, Outcome.FINISHED, Outcome.FAILED, Outcome.CANCELLED]))
     def end(self, outcome) -> None:
         if (name := self.pick(self.running)) is not None:
-            told = Usage(
+            reported = Usage(
                 prompt_tokens=1,
                 completion_tokens=self.random.randrange(60),
                 cached_tokens=self.random.randrange(99),
             )
-            usage = told if self.random.random() < 0.7 else None
+            usage = reported if self.random.random() < 0.7 else None
             self.settle(self.control.ended(self.now_ns, RequestId(name), outcome, usage))
             assert self.control.ended(self.now_ns, RequestId(name), outcome) is None
             self.dispatch()
@@ -743,13 +743,15 @@ class Life(RuleBasedStateMachine):
             flow = self.control.request(RequestId(name))
             assert flow is not None
             assert flow.state is State.QUEUED
-        lanes = [lane for route in "mn" if (lane := self.control.lane(route)) is not None]
-        for lane in lanes:
-            lane.check_invariants()
-            for room in lane.rooms:
-                here = {name for name, worker in self.running.items() if worker == room.id}
-                assert here == set(room.begun)
-        assert sum(len(lane.queue) for lane in lanes) == len(self.waiting)
+        model_queues = [
+            model_queue for route in "mn" if (model_queue := self.control.model_queue(route)) is not None
+        ]
+        for model_queue in model_queues:
+            model_queue.check_invariants()
+            for capacity in model_queue.workers:
+                here = {name for name, worker in self.running.items() if worker == capacity.id}
+                assert here == set(capacity.begun)
+        assert sum(len(model_queue.queue) for model_queue in model_queues) == len(self.waiting)
         live = len(self.control)
         assert sum(self.limiter.num_live(tenant.id) for tenant in TENANTS) == live
         assert self.limiter.settled == self.used == self.purse.settled, (

@@ -140,15 +140,17 @@ def test_tokens_of_an_attempt_whose_usage_is_not_known_stay_taken() -> None:
 def test_a_hedge_and_a_retry_go_where_a_request_may_go() -> None:
     terms = DeploymentTerms(rpm=1)
     control = made(first=DeploymentTerms(), spent=terms)
-    lane = control.lane("m")
+    model_queue = control.model_queue("m")
     assert arrive(control, 0, "a") == ["first"]
     assert arrive(control, 0, "b") == ["spent"]
     end(control, 0, "b")
     request = control.request(RequestId("a"))
-    assert not lane.has_other(0, request, besides=WorkerId("first"))
+    assert not model_queue.has_other(0, request, besides=WorkerId("first"))
     second = hedge_of(request, RequestId("a~2"))
-    assert lane.place_hedge(0, second, WorkerId("first")) is None
+    assert model_queue.place_hedge(0, second, WorkerId("first")) is None
     control.set_worker(0, "m", WorkerId("dear"), WorkerView(max_running=2, terms=DeploymentTerms(order=1)))
-    assert lane.place_hedge(0, second, WorkerId("first")).id == "dear"
-    assert lane.has_other(0, request, besides=WorkerId("first"))
-    assert lane.place_hedge(60 * S, second, WorkerId("first")).id == "spent", "the first order has it again"
+    assert model_queue.place_hedge(0, second, WorkerId("first")).id == "dear"
+    assert model_queue.has_other(0, request, besides=WorkerId("first"))
+    assert model_queue.place_hedge(60 * S, second, WorkerId("first")).id == "spent", (
+        "the first order has it again"
+    )

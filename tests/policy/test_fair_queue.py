@@ -56,7 +56,7 @@ def test_the_tenant_that_was_served_least_goes_next() -> None:
 def test_two_queues_that_tell_each_other_share_as_one() -> None:
     """Tenant a waits in both, b in one: there b goes first until it has had as much."""
     here, there = FairQueue(QueueTerms()), FairQueue(QueueTerms())
-    assert here.take_untold() == there.take_untold() == []
+    assert here.take_unreported() == there.take_unreported() == []
     for queue in (here, there):
         pushed(queue, *(work(tenant="a") for _ in range(40)))
     pushed(here, *(work(tenant="b") for _ in range(40)))
@@ -66,7 +66,7 @@ def test_two_queues_that_tell_each_other_share_as_one() -> None:
             got = queue.pop(0, always)
             assert got is not None
             started[got.tenant] += 1
-            for level, tenant, units in queue.take_untold():
+            for level, tenant, units in queue.take_unreported():
                 other.served_elsewhere(level, tenant, units)
     assert abs(started["a"] - started["b"]) <= 2, started
     here.bands[0].check_invariants()
@@ -81,15 +81,21 @@ class Sharing(NamedTuple):
     @classmethod
     def of(cls, num_gateways: int) -> "Sharing":
         queues = [FairQueue(QueueTerms()) for _ in range(num_gateways)]
-        lanes = [SimpleNamespace(queue=queue) for queue in queues]
-        made = cls(queues, [FairCounters(["m"], lambda _, lane=lane: lane) for lane in lanes])
+        model_queues = [SimpleNamespace(queue=queue) for queue in queues]
+        made = cls(
+            queues,
+            [
+                FairCounters(["m"], lambda _, model_queue=model_queue: model_queue)
+                for model_queue in model_queues
+            ],
+        )
         made.tell()
         return made
 
     def tell(self) -> None:
-        told = [each.take() for each in self.counters]
+        reported = [each.take() for each in self.counters]
         for i, each in enumerate(self.counters):
-            for j, served in enumerate(told):
+            for j, served in enumerate(reported):
                 if i != j:
                     each.heed(served)
 
@@ -141,12 +147,12 @@ def test_gateways_that_do_not_hear_each_other_are_fair_by_themselves() -> None:
 
 def test_a_correction_is_told_as_what_it_changes() -> None:
     queue = FairQueue(QueueTerms())
-    queue.take_untold()
+    queue.take_unreported()
     first, level = work("a0", "a", output_tokens=1000), queue.level_of("default")
     pushed(queue, first)
     taken(queue)
     queue.charge(first, cost(100, 0, 10))
-    assert queue.take_untold() == [(level, first.tenant, share(cost(100, 0, 10), first.weight))]
+    assert queue.take_unreported() == [(level, first.tenant, share(cost(100, 0, 10), first.weight))]
 
 
 def test_what_an_idle_tenant_had_elsewhere_is_not_held_against_it() -> None:

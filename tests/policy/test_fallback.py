@@ -76,7 +76,7 @@ def test_what_waits_moves_to_the_fallback_and_is_one_request_all_along() -> None
     )
     assert (record.prompt_tokens, record.attempts, record.queue_us) == (25, 1, 1_000_000)
     for route in ("large", "small"):
-        control.lane(route).check_invariants()
+        control.model_queue(route).check_invariants()
 
 
 def test_the_rules_are_those_of_admission() -> None:
@@ -96,17 +96,17 @@ def test_who_cannot_move_waits_for_a_worker_and_is_told_when_none_comes() -> Non
     waiting(control, "a", degrade="never")
     control.dispatch(S)
     assert control.next_ns(S) == 31 * S
-    told = control.dispatch(31 * S)
-    assert {(each.id, each.reason) for each in told} == {("a", "no_worker"), ("runs", "no_worker")}
-    assert all(isinstance(each, Evict) and isinstance(each.error, WorkerUnavailable) for each in told)
+    reported = control.dispatch(31 * S)
+    assert {(each.id, each.reason) for each in reported} == {("a", "no_worker"), ("runs", "no_worker")}
+    assert all(isinstance(each, Evict) and isinstance(each.error, WorkerUnavailable) for each in reported)
     assert not len(control)
 
 
 def test_where_nobody_waits_for_a_worker_it_fails_at_once() -> None:
     control = made(no_worker_wait_s=0)
     waiting(control, "a", "b", degrade="never")
-    told = control.dispatch(S)
-    assert [(each.id, each.reason) for each in told] == [("a", "no_worker"), ("b", "no_worker")]
+    reported = control.dispatch(S)
+    assert [(each.id, each.reason) for each in reported] == [("a", "no_worker"), ("b", "no_worker")]
 
 
 def test_a_worker_that_comes_back_in_time_gets_it() -> None:
@@ -146,26 +146,26 @@ def test_what_has_been_asked_is_not_looked_at_again_at_each_dispatch() -> None:
     policies, requests = Policies(), Counted()
     accounts = Accounts(policies)
     fallbacks = Fallbacks(policies, accounts, requests, lambda *_: None, retries_max=2)
-    lane = ModelQueue(QueueTerms(), "large", 0, LeastLoaded(), policies.health)
+    model_queue = ModelQueue(QueueTerms(), "large", 0, LeastLoaded(), policies.health)
 
     def wait(name: str) -> None:
         facts = arrival(name)
         holds = accounts.open(0, facts)
-        request = requests[facts.id] = request_of(facts, 0, lane, holds)
-        lane.queue.push(0, request)
+        request = requests[facts.id] = request_of(facts, 0, model_queue, holds)
+        model_queue.queue.push(0, request)
 
     for i in range(ASKED_MAX - 1):
         wait(f"r{i}")
-    found, stay, more = fallbacks.ask(S, lane)
+    found, stay, more = fallbacks.ask(S, model_queue)
     assert (found, len(stay), more) == ([], ASKED_MAX - 1, False), "it has no worker, and no other model"
     for i in range(50):
         wait(f"s{i}")
-        assert [each.id for each in fallbacks.ask(S + i, lane)[1]] == [f"s{i}"]
+        assert [each.id for each in fallbacks.ask(S + i, model_queue)[1]] == [f"s{i}"]
     assert requests.num_gets == len(requests), "each is looked at once"
-    lane.set_worker(2 * S, W, WorkerView(max_running=1))
-    assert fallbacks.ask(2 * S, lane) == ([], [], False)
-    lane.set_worker(3 * S, W, None)
-    assert len(fallbacks.ask(3 * S, lane)[1]) == ASKED_MAX, "it is down again, so all are asked again"
+    model_queue.set_worker(2 * S, W, WorkerView(max_running=1))
+    assert fallbacks.ask(2 * S, model_queue) == ([], [], False)
+    model_queue.set_worker(3 * S, W, None)
+    assert len(fallbacks.ask(3 * S, model_queue)[1]) == ASKED_MAX, "it is down again, so all are asked again"
 
 
 def test_entries_that_a_moved_request_leaves_behind_count_no_more() -> None:
@@ -176,18 +176,18 @@ def test_entries_that_a_moved_request_leaves_behind_count_no_more() -> None:
     waiting(control, "a", "b", max_wait_ns=5 * S)
     control.dispatch(S)
     assert control.move(S, arrival("a", "small", diverted="unavailable", max_wait_ns=20 * S))
-    large, small = control.lane("large"), control.lane("small")
+    large, small = control.model_queue("large"), control.model_queue("small")
     request = control.request(RequestId("a"))
     assert (large.queue.waits(request), small.queue.waits(request)) == (False, True)
     assert control.dispatch(S) == [], "the only row of the other model is taken"
-    told = control.dispatch(6 * S)
-    assert [each.id for each in told if isinstance(each, Evict)] == ["b"], "its wait here is another"
+    reported = control.dispatch(6 * S)
+    assert [each.id for each in reported if isinstance(each, Evict)] == ["b"], "its wait here is another"
     control.set_worker(6 * S, "large", W, WorkerView(max_running=4))
     assert [each.id for each in control.dispatch(6 * S) if isinstance(each, Start)] == ["runs"]
-    told = control.dispatch(S + 20 * S)
-    assert [each.id for each in told if isinstance(each, Evict)] == ["a"]
-    for lane in (large, small):
-        lane.check_invariants()
+    reported = control.dispatch(S + 20 * S)
+    assert [each.id for each in reported if isinstance(each, Evict)] == ["a"]
+    for model_queue in (large, small):
+        model_queue.check_invariants()
 
 
 def test_attempts_at_the_model_before_are_no_retries_of_this_one() -> None:

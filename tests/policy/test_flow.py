@@ -14,7 +14,7 @@ NO_HOLDS = Holds(tokens=None, money=0, expected=0, budgeted=0)
 def make(**facts) -> Request:
     given = {"route": "m", "prompt_tokens": 10, "max_tokens": 5, **facts}
     facts = RequestFacts(id=RequestId("r"), **given)
-    return request_of(facts, 1000 * US, lane=None, holds=NO_HOLDS)
+    return request_of(facts, 1000 * US, model_queue=None, holds=NO_HOLDS)
 
 
 def walk(flow: Request, *events: Event) -> list[Step]:

@@ -43,8 +43,8 @@ class Made:
     def __init__(
         self, *workers: WorkerId, slots: int = 4, config: HedgeTerms = PLENTY, saved: int = 20
     ) -> None:
-        self.told = Counter()
-        self.hedges = Hedges(config, lambda _, outcome: self.told.update((outcome,)))
+        self.reported = Counter()
+        self.hedges = Hedges(config, lambda _, outcome: self.reported.update((outcome,)))
         for _ in range(saved):
             self.hedges.started(0, "elsewhere", RequestId("x"), prompt_tokens=8, first=False)
         self.health = Watched(HealthConfig(), lambda: 0.0)
@@ -60,8 +60,8 @@ class Made:
     def do(self, now_ns: int) -> list:
         return list(self.control.dispatch(now_ns))
 
-    def room(self, worker: WorkerId):
-        return self.control.lane("m").rooms.get(worker)
+    def worker(self, worker: WorkerId):
+        return self.control.model_queue("m").workers.get(worker)
 
     def race(self) -> tuple[WorkerId, WorkerId]:
         """One request that runs on two workers, the first of them first."""
@@ -80,16 +80,16 @@ def test_the_second_attempt_wins_and_the_first_holds_nothing_any_more() -> None:
     made = Made(W, V)
     first, second = made.race()
     assert made.control.hedging.won(150 * MS, made.control.request(R), 2) == Abort(R, first, 1)
-    assert (made.room(first).booked, made.room(second).booked) == (0, 1)
+    assert (made.worker(first).booked, made.worker(second).booked) == (0, 1)
     made.control.first_output(150 * MS, R)
-    assert made.room(first).pending_tokens == made.room(second).pending_tokens == 0
+    assert made.worker(first).pending_tokens == made.worker(second).pending_tokens == 0
     record = ended(made, 200 * MS).request.record(0)
     assert (record.worker, record.attempts, record.outcome) == (second, 2, Outcome.FINISHED)
     assert (record.completion_tokens, record.ttft_us) == (3, 150_000)
-    assert made.room(second).booked == 0
-    assert made.told == {HedgeOutcome.WON: 1}
+    assert made.worker(second).booked == 0
+    assert made.reported == {HedgeOutcome.WON: 1}
     assert made.control.request(R) is None, "the last report of the other attempt counts no more"
-    made.control.lane("m").check_invariants()
+    made.control.model_queue("m").check_invariants()
 
 
 def test_the_first_attempt_wins() -> None:
@@ -98,7 +98,7 @@ def test_the_first_attempt_wins() -> None:
     assert made.control.hedging.won(110 * MS, made.control.request(R), 1) == Abort(R, second, 2)
     made.control.first_output(110 * MS, R)
     assert ended(made, 200 * MS).request.record(0).worker == first
-    assert made.told == {HedgeOutcome.LOST: 1}
+    assert made.reported == {HedgeOutcome.LOST: 1}
 
 
 def test_what_waits_has_the_room_of_the_attempt_that_lost() -> None:
@@ -131,8 +131,8 @@ def test_a_client_that_leaves_ends_both() -> None:
     assert made.control.cancel(120 * MS, R) == Abort(R, first)
     assert made.do(120 * MS) == [Abort(R, second, 2)]
     assert made.control.ended(130 * MS, R, Outcome.CANCELLED).outcome is Outcome.CANCELLED
-    assert made.room(first).booked == made.room(second).booked == 0
-    assert made.told == {HedgeOutcome.ENDED: 1}
+    assert made.worker(first).booked == made.worker(second).booked == 0
+    assert made.reported == {HedgeOutcome.ENDED: 1}
 
 
 def test_a_drain_evicts_both() -> None:
@@ -150,13 +150,13 @@ def test_what_is_not_hedged() -> None:
     alone.arrive()
     assert len(alone.do(0)) == 1
     assert alone.do(200 * MS) == []
-    assert alone.told == {HedgeOutcome.NO_ROOM: 1}
+    assert alone.reported == {HedgeOutcome.NO_ROOM: 1}
 
     several = Made(W, V)
     several.arrive(choices=2)
     assert len(several.do(0)) == 1
     assert several.do(200 * MS) == []
-    assert not several.told, "two streams would be two more"
+    assert not several.reported, "two streams would be two more"
 
     quick = Made(W, V)
     quick.arrive()
@@ -170,7 +170,7 @@ def test_what_is_not_hedged() -> None:
     poor.arrive()
     poor.do(0)
     assert poor.do(200 * MS) == []
-    assert poor.told == {HedgeOutcome.NO_BUDGET: 1}
+    assert poor.reported == {HedgeOutcome.NO_BUDGET: 1}
 
     full = Made(W, V, slots=1)
     for name in "abc":
@@ -178,7 +178,7 @@ def test_what_is_not_hedged() -> None:
     full.do(0)
     full.control.ended(10 * MS, RequestId("a"), Outcome.FINISHED, Usage(completion_tokens=1))
     assert [each.id for each in full.do(150 * MS)] == ["c"], "who waits goes first"
-    assert HedgeOutcome.NO_ROOM in full.told
+    assert HedgeOutcome.NO_ROOM in full.reported
 
 
 def test_a_retried_request_is_not_hedged() -> None:
@@ -252,7 +252,7 @@ def test_whatever_happens_there_is_one_winner_and_every_attempt_ends(
                 drop(action.id, action.attempt)
             else:
                 note(action.settled)
-        control.lane("m").check_invariants() if control.lane("m") else None
+        control.model_queue("m").check_invariants() if control.model_queue("m") else None
         for name, attempts in running.items():
             assert (len(attempts) == 2) == (control.request(name).hedge is not None)
         if not waiting and not len(control):
@@ -291,10 +291,10 @@ def test_whatever_happens_there_is_one_winner_and_every_attempt_ends(
     assert not len(control), "something never ended"
     assert started == over, "every attempt ends once"
     assert len(settled) == num_requests
-    assert not any(room.booked for room in control.lane("m").rooms)
-    told = made.told
+    assert not any(worker.booked for worker in control.model_queue("m").workers)
+    reported = made.reported
     hedged = sum(
-        told[each] for each in HedgeOutcome if each not in (HedgeOutcome.NO_ROOM, HedgeOutcome.NO_BUDGET)
+        reported[each] for each in HedgeOutcome if each not in (HedgeOutcome.NO_ROOM, HedgeOutcome.NO_BUDGET)
     )
     assert hedged == made.hedges.num_taken
     assert sum(flow.attempts for flow in settled.values()) == sum(started.values())

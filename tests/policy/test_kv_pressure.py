@@ -23,16 +23,16 @@ def stream_of(name, *, level=1, left=100, blocks=10, protected=False, state=Stat
     )  # fmt: skip
 
 
-def ended(streams, need, *, most=8, waiting=(0,), used=None):
+def ended(streams, need, *, limit=8, waiting=(0,), used=None):
     """Ids of those that end so that `need` blocks become free, while bands of these levels wait."""
-    config = QueueTerms(shed_kv_above=TO / TOTAL, shed_kv_to=TO / TOTAL, shed_max=most)
+    config = QueueTerms(shed_kv_above=TO / TOTAL, shed_kv_to=TO / TOTAL, shed_max=limit)
     queue = SimpleNamespace(
         bands=[SimpleNamespace(level=level, waiting=True) for level in waiting],
         band_of=lambda request: SimpleNamespace(config=SimpleNamespace(protected=request.protected)),
     )
     view = SimpleNamespace(kv_blocks_used=TO + need if used is None else used, kv_blocks_total=TOTAL)
-    lane, room = SimpleNamespace(queue=queue), SimpleNamespace(view=view)
-    return [request.id for request in victims(config, lane, room, streams)]
+    model_queue, worker = SimpleNamespace(queue=queue), SimpleNamespace(view=view)
+    return [request.id for request in victims(config, model_queue, worker, streams)]
 
 
 def test_lowest_band_first_then_the_longest_answer_to_come() -> None:
@@ -44,7 +44,7 @@ def test_lowest_band_first_then_the_longest_answer_to_come() -> None:
     ]
     assert ended(streams, 40) == ["bulk-long", "bulk-short", "default-long"]
     assert ended(streams, 11) == ["bulk-long", "bulk-short"]
-    assert ended(streams, 40, most=1) == ["bulk-long"]
+    assert ended(streams, 40, limit=1) == ["bulk-long"]
     assert ended(streams, 0) == []
 
 
@@ -91,14 +91,14 @@ def test_pressure_starts_above_one_bound_and_ends_below_another(used: int, found
         unique_by=lambda stream: stream.id,
     ),
     need=st.integers(0, 300),
-    most=st.integers(1, 20),
+    limit=st.integers(1, 20),
 )
-def test_victims_of_any_streams(streams, need: int, most: int) -> None:
-    chosen = ended(streams, need, most=most, used=TO + need)
-    assert chosen == ended(list(reversed(streams)), need, most=most)
+def test_victims_of_any_streams(streams, need: int, limit: int) -> None:
+    chosen = ended(streams, need, limit=limit, used=TO + need)
+    assert chosen == ended(list(reversed(streams)), need, limit=limit)
     by_id = {stream.id: stream for stream in streams}
     assert not any(by_id[name].protected for name in chosen)
-    assert len(chosen) <= most
+    assert len(chosen) <= limit
     if chosen:
         # Not one more than needed, and none of a lower band is spared.
         blocks = {stream.id: stream.facts.prompt_tokens // BLOCK_TOKENS for stream in streams}

@@ -109,16 +109,16 @@ def test_a_burst_that_the_bucket_has_comes_at_the_pace_of_leases() -> None:
     for gateway in gateways:
         gateway.exchange(0, table)
     here, who = gateways[0], Tenant(id=TenantId("burst"), requests_per_minute=60)
-    told, now_ns = [], NS_PER_S
+    reported, now_ns = [], NS_PER_S
     here.exchange(now_ns, table)  # All that are to be there are there: no need to wait for more.
     for i in range(16):
         outcome = here.limiter.reserve(now_ns, who, 1, 0, request_id=str(i))
-        told += [outcome.retry_after_ns] if isinstance(outcome, LimitRefusal) else []
-    assert len(told) == 9  # Seven are a quarter of the bucket, shared by two.
-    assert max(told) < NS_PER_S  # The other gateway took nothing, so they need not wait for refill.
+        reported += [outcome.retry_after_ns] if isinstance(outcome, LimitRefusal) else []
+    assert len(reported) == 9  # Seven are a quarter of the bucket, shared by two.
+    assert max(reported) < NS_PER_S  # The other gateway took nothing, so they need not wait for refill.
     for _ in range(2):
         here.exchange(now_ns, table)
-    now_ns += max(told)
+    now_ns += max(reported)
     assert not any(
         isinstance(here.limiter.reserve(now_ns, who, 1, 0, request_id=str(i)), LimitRefusal) for i in range(9)
     )

@@ -55,9 +55,9 @@ def test_one_request_with_numbers() -> None:
 def test_the_headers_of_the_first_request() -> None:
     limiter = Limiter(LIMITS.limits)
     reserved(limiter, 0)
-    told = dict(re.findall(r"(x-ratelimit-[a-z-]+): (\S+)", PAGE))
-    assert len(told) == 6
-    assert {name.decode(): value.decode() for name, value in limiter.headers(0, ACME)} == told
+    reported = dict(re.findall(r"(x-ratelimit-[a-z-]+): (\S+)", PAGE))
+    assert len(reported) == 6
+    assert {name.decode(): value.decode() for name, value in limiter.headers(0, ACME)} == reported
 
 
 def test_two_hundred_refused_clients_have_places_in_the_refill() -> None:
@@ -106,10 +106,10 @@ def test_the_lease_of_eight_gateways() -> None:
     assert SHARED.shared.on_store_down == "local-share"
     leases = Leases(SHARED.shared)
     leases.num_gateways, leases.is_counted = 8, True
-    (told,) = re.findall(r"a lease is max\([^)]*\) = ([\d,]+) tokens", PAGE)
-    assert leases.lease_max(60_000, 60_000) == pages.number(told)
+    (reported,) = re.findall(r"a lease is max\([^)]*\) = ([\d,]+) tokens", PAGE)
+    assert leases.lease_max(60_000, 60_000) == pages.number(reported)
     (total,) = re.findall(r"8 × 1,875 = ([\d,]+) tokens", PAGE)
-    assert 8 * pages.number(told) == pages.number(total)
+    assert 8 * pages.number(reported) == pages.number(total)
     leases.is_counted = False
     assert leases.lease_max(60_000, 60_000) == 1000, (
         "a second's worth, until all had the time to say that they are there"

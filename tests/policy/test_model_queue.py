@@ -34,18 +34,18 @@ class Warm(LeastLoaded):
         self,
         now_ns: int,
         work: Work,
-        rooms: CapacityTable,
+        workers: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
     ) -> WorkerCapacity | Hold | None:
-        wanted = rooms.get(A)
+        wanted = workers.get(A)
         if wanted is None or not work.id.startswith("warm"):
-            return super().place(now_ns, work, rooms, avoid, blocked)
+            return super().place(now_ns, work, workers, avoid, blocked)
         if wanted.fits(work):
             return wanted
         if not work.hold_ns:
             return Hold(A, now_ns + 100 * NS_PER_MS)
-        return super().place(now_ns, work, rooms, avoid, blocked)
+        return super().place(now_ns, work, workers, avoid, blocked)
 
 
 class Blocking(AllHealthy):
@@ -61,105 +61,105 @@ def work(name: str, tenant: str = "t") -> Work:
 
 
 def make(placement=None, health=None, views: Collection[WorkerId] = (A, B)) -> ModelQueue:
-    lane = ModelQueue(CONFIG, "m", 0, placement or Warm(), health or AllHealthy())
+    model_queue = ModelQueue(CONFIG, "m", 0, placement or Warm(), health or AllHealthy())
     for worker in views:
-        lane.set_worker(0, worker, WorkerView(max_running=2))
-    return lane
+        model_queue.set_worker(0, worker, WorkerView(max_running=2))
+    return model_queue
 
 
-def start(lane: ModelQueue, now_ns: int = 0) -> tuple[str, WorkerId] | None:
-    started = lane.next_start(now_ns)
-    lane.check_invariants()
+def start(model_queue: ModelQueue, now_ns: int = 0) -> tuple[str, WorkerId] | None:
+    started = model_queue.next_start(now_ns)
+    model_queue.check_invariants()
     return None if started is None else (started[0].id, started[1].id)
 
 
-def filled(lane: ModelQueue, now_ns: int = 0) -> list[Work]:
+def filled(model_queue: ModelQueue, now_ns: int = 0) -> list[Work]:
     """Fill worker A."""
     mine = [work("warm-1"), work("warm-2")]
     for each in mine:
-        lane.queue.push(now_ns, each)
-        assert start(lane, now_ns) == (each.id, A)
+        model_queue.queue.push(now_ns, each)
+        assert start(model_queue, now_ns) == (each.id, A)
     return mine
 
 
 def test_a_held_request_lets_the_others_pass_and_goes_anywhere_when_its_hold_is_over() -> None:
-    lane = make()
-    filled(lane)
+    model_queue = make()
+    filled(model_queue)
     for name in ("warm-3", "x", "y"):
-        lane.queue.push(0, work(name))
-    assert start(lane) == ("x", B)
-    assert lane.due_ns(0) == 100 * NS_PER_MS
-    assert start(lane, 99 * NS_PER_MS) == ("y", B)
-    assert start(lane, 99 * NS_PER_MS) is None
-    lane.set_worker(0, C, WorkerView(max_running=2))
-    assert start(lane, 99 * NS_PER_MS) is None, "it is held although C has room"
-    assert start(lane, 100 * NS_PER_MS) == ("warm-3", C)
+        model_queue.queue.push(0, work(name))
+    assert start(model_queue) == ("x", B)
+    assert model_queue.due_ns(0) == 100 * NS_PER_MS
+    assert start(model_queue, 99 * NS_PER_MS) == ("y", B)
+    assert start(model_queue, 99 * NS_PER_MS) is None
+    model_queue.set_worker(0, C, WorkerView(max_running=2))
+    assert start(model_queue, 99 * NS_PER_MS) is None, "it is held although C has room"
+    assert start(model_queue, 100 * NS_PER_MS) == ("warm-3", C)
 
 
 def test_a_held_request_starts_when_its_worker_has_room_or_has_left() -> None:
-    lane = make()
-    mine = filled(lane)
+    model_queue = make()
+    mine = filled(model_queue)
     for name in ("warm-3", "warm-4"):
-        lane.queue.push(0, work(name))
-    assert start(lane) is None
-    lane.release(NS_PER_MS, A, mine[0])
-    assert start(lane, NS_PER_MS) == ("warm-3", A)
-    assert start(lane, NS_PER_MS) is None
-    lane.set_worker(2 * NS_PER_MS, A, WorkerView(ready=False))
-    assert start(lane, 2 * NS_PER_MS) == ("warm-4", B)
+        model_queue.queue.push(0, work(name))
+    assert start(model_queue) is None
+    model_queue.release(NS_PER_MS, A, mine[0])
+    assert start(model_queue, NS_PER_MS) == ("warm-3", A)
+    assert start(model_queue, NS_PER_MS) is None
+    model_queue.set_worker(2 * NS_PER_MS, A, WorkerView(ready=False))
+    assert start(model_queue, 2 * NS_PER_MS) == ("warm-4", B)
 
 
 def test_no_worker_is_kept_free_for_whoever_only_waits_by_choice() -> None:
-    lane = make(views=(A, B, C))
-    filled(lane)
+    model_queue = make(views=(A, B, C))
+    filled(model_queue)
     for name in ("warm-3", "v", "w", "x", "y"):
-        lane.queue.push(0, work(name))
-    assert [start(lane) for _ in range(5)] == [("v", B), ("w", C), ("x", B), ("y", C), None]
-    assert lane.held is None
+        model_queue.queue.push(0, work(name))
+    assert [start(model_queue) for _ in range(5)] == [("v", B), ("w", C), ("x", B), ("y", C), None]
+    assert model_queue.held is None
 
 
 def test_holds_that_would_be_in_the_way_are_not_granted() -> None:
-    lane = make(views=(A, B, C))
-    filled(lane)
+    model_queue = make(views=(A, B, C))
+    filled(model_queue)
     for name in ("warm-3", "warm-4", "warm-5", "x"):
-        lane.queue.push(0, work(name))
-    assert start(lane) == ("warm-5", B), "two wait aside already"
-    assert start(lane) == ("x", C)
+        model_queue.queue.push(0, work(name))
+    assert start(model_queue) == ("warm-5", B), "two wait aside already"
+    assert start(model_queue) == ("x", C)
 
 
 def test_a_blocked_worker_is_given_nothing() -> None:
-    lane = make(LeastLoaded(), Blocking(A))
+    model_queue = make(LeastLoaded(), Blocking(A))
     for name in ("u", "v", "w"):
-        lane.queue.push(0, work(name))
-    assert [start(lane) for _ in range(3)] == [("u", B), ("v", B), None]
+        model_queue.queue.push(0, work(name))
+    assert [start(model_queue) for _ in range(3)] == [("u", B), ("v", B), None]
 
 
 def test_a_request_avoids_every_worker_on_which_it_failed() -> None:
-    lane = make(LeastLoaded(), views=(A, B, C))
+    model_queue = make(LeastLoaded(), views=(A, B, C))
     mine = work("r")
-    lane.queue.push(0, mine)
+    model_queue.queue.push(0, mine)
     tried = list[WorkerId]()
     for _ in range(4):
-        started = lane.next_start(0)
+        started = model_queue.next_start(0)
         assert started is not None
         tried.append(started[1].id)
-        lane.release(0, started[1].id, mine)
-        lane.failed(started[1].id, mine)
-        lane.queue.requeue(0, mine)
+        model_queue.release(0, started[1].id, mine)
+        model_queue.failed(started[1].id, mine)
+        model_queue.queue.requeue(0, mine)
     assert tried == [A, B, C, A]
 
 
 # --- beyond the slots -------------------------------------------------------------------------------
 
 
-def push_all(lane: ModelQueue, tenant: str, count: int) -> None:
+def push_all(model_queue: ModelQueue, tenant: str, count: int) -> None:
     for number in range(count):
-        lane.queue.push(0, work(f"{tenant}-{number}", tenant))
+        model_queue.queue.push(0, work(f"{tenant}-{number}", tenant))
 
 
-def start_all(lane: ModelQueue) -> list[str]:
+def start_all(model_queue: ModelQueue) -> list[str]:
     found: list[str] = []
-    while (started := start(lane)) is not None:
+    while (started := start(model_queue)) is not None:
         found.append(started[0])
     return found
 
@@ -167,81 +167,81 @@ def start_all(lane: ModelQueue) -> list[str]:
 def flooded(view: WorkerView, **terms) -> ModelQueue:
     """One worker whose slots one tenant has, with more of it waiting."""
     config = QueueTerms(worker_credit=0, external_concurrency=16, **terms)
-    lane = ModelQueue(config, "m", 0, LeastLoaded(), AllHealthy())
-    lane.set_worker(0, A, view)
-    push_all(lane, "big", 40)
-    assert len(start_all(lane)) == 16, "alone a tenant has every slot, and no more"
-    return lane
+    model_queue = ModelQueue(config, "m", 0, LeastLoaded(), AllHealthy())
+    model_queue.set_worker(0, A, view)
+    push_all(model_queue, "big", 40)
+    assert len(start_all(model_queue)) == 16, "alone a tenant has every slot, and no more"
+    return model_queue
 
 
 def test_a_tenant_that_runs_nothing_is_started_although_all_slots_are_taken() -> None:
-    lane = flooded(WorkerView(max_running=16))
-    push_all(lane, "small", 20)
-    assert start_all(lane) == ["small-0"], "its further ones are next when a slot is free"
+    model_queue = flooded(WorkerView(max_running=16))
+    push_all(model_queue, "small", 20)
+    assert start_all(model_queue) == ["small-0"], "its further ones are next when a slot is free"
 
 
 def test_an_engine_is_given_so_many_streams_per_row_at_most() -> None:
-    lane = flooded(WorkerView(max_running=16), extra_per_row=2)
+    model_queue = flooded(WorkerView(max_running=16), extra_per_row=2)
     for number in range(40):
-        push_all(lane, f"t{number:02}", 1)
-    assert len(start_all(lane)) == 2 * 16
+        push_all(model_queue, f"t{number:02}", 1)
+    assert len(start_all(model_queue)) == 2 * 16
 
 
 def test_an_external_worker_has_slots_that_are_kept_for_tenants_that_run_nothing() -> None:
-    lane = flooded(WorkerView())
+    model_queue = flooded(WorkerView())
     for number in range(3):
-        push_all(lane, f"t{number}", 2)
-    assert start_all(lane) == ["t0-0", "t1-0"], "an eighth of 16 slots is two"
+        push_all(model_queue, f"t{number}", 2)
+    assert start_all(model_queue) == ["t0-0", "t1-0"], "an eighth of 16 slots is two"
 
 
 def test_also_within_the_rows_that_it_says_to_have() -> None:
-    lane = ModelQueue(QueueTerms(), "m", 0, LeastLoaded(), AllHealthy())
-    lane.set_worker(0, A, WorkerView(max_running=32, is_external=True))
-    push_all(lane, "big", 40)
-    assert len(start_all(lane)) == 30, "alone a tenant has all but those that are kept free"
-    push_all(lane, "t0", 2)
-    assert start_all(lane) == ["t0-0"]
-    push_all(lane, "t1", 2)
-    assert start_all(lane) == ["t1-0"]
-    push_all(lane, "t2", 1)
-    assert start_all(lane) == [], "its rows are all taken: who comes now waits for one stream to end"
+    model_queue = ModelQueue(QueueTerms(), "m", 0, LeastLoaded(), AllHealthy())
+    model_queue.set_worker(0, A, WorkerView(max_running=32, is_external=True))
+    push_all(model_queue, "big", 40)
+    assert len(start_all(model_queue)) == 30, "alone a tenant has all but those that are kept free"
+    push_all(model_queue, "t0", 2)
+    assert start_all(model_queue) == ["t0-0"]
+    push_all(model_queue, "t1", 2)
+    assert start_all(model_queue) == ["t1-0"]
+    push_all(model_queue, "t2", 1)
+    assert start_all(model_queue) == [], "its rows are all taken: who comes now waits for one stream to end"
 
 
 def test_nothing_is_ahead_of_a_tenant_that_runs_nothing_while_it_may_start_beyond_the_slots() -> None:
     """Else admission would refuse it for a neighbour's backlog."""
-    lane = flooded(WorkerView())
+    model_queue = flooded(WorkerView())
 
     def ahead(tenant: str) -> tuple[int, bool]:
-        load = lane.load(0, work("asked", tenant))
+        load = model_queue.load(0, work("asked", tenant))
         return load.requests_ahead, load.wait_ns > 0
 
     assert ahead("big")[0] > 1
     assert ahead("t0") == (0, False)
-    push_all(lane, "t0", 2)
+    push_all(model_queue, "t0", 2)
     assert ahead("t0")[0] >= 2, "its own go before it"
-    assert start_all(lane) == ["t0-0"]
-    push_all(lane, "t1", 1)
-    assert start_all(lane) == ["t1-0"]
+    assert start_all(model_queue) == ["t0-0"]
+    push_all(model_queue, "t1", 1)
+    assert start_all(model_queue) == ["t1-0"]
     assert ahead("t2")[0] >= 1, "the slots that were kept are taken"
 
 
 def test_also_beside_the_streams_of_other_gateways() -> None:
-    lane = ModelQueue(QueueTerms(worker_credit=0), "m", 0, LeastLoaded(), AllHealthy())
-    lane.set_worker(0, A, WorkerView(max_running=16, running=16, waiting=4))
-    push_all(lane, "small", 20)
-    assert start_all(lane) == ["small-0"]
+    model_queue = ModelQueue(QueueTerms(worker_credit=0), "m", 0, LeastLoaded(), AllHealthy())
+    model_queue.set_worker(0, A, WorkerView(max_running=16, running=16, waiting=4))
+    push_all(model_queue, "small", 20)
+    assert start_all(model_queue) == ["small-0"]
 
 
 def test_what_found_no_place_beyond_the_slots_may_still_wait_for_a_warm_worker() -> None:
     config = QueueTerms(worker_credit=0, extra_per_row=1)
-    lane = ModelQueue(config, "m", 0, Warm(), AllHealthy())
-    lane.set_worker(0, A, WorkerView(max_running=2, kv_blocks_total=10, kv_blocks_used=8))
-    push_all(lane, "big", 2)
-    assert start_all(lane) == ["big-0", "big-1"]
+    model_queue = ModelQueue(config, "m", 0, Warm(), AllHealthy())
+    model_queue.set_worker(0, A, WorkerView(max_running=2, kv_blocks_total=10, kv_blocks_used=8))
+    push_all(model_queue, "big", 2)
+    assert start_all(model_queue) == ["big-0", "big-1"]
     large = work("warm-large", "other")
     large.blocks = 5
-    lane.queue.push(0, large)
-    assert start_all(lane) == [], "there is a row beyond the slots, but no memory"
+    model_queue.queue.push(0, large)
+    assert start_all(model_queue) == [], "there is a row beyond the slots, but no memory"
     assert (large.hold_ns, large.takes_row) == (0, False)
 
 
@@ -249,28 +249,28 @@ def test_what_found_no_place_beyond_the_slots_may_still_wait_for_a_warm_worker()
 
 
 def test_what_passes_a_held_request_goes_by_the_same_rules_as_any_other() -> None:
-    lane = ModelQueue(
+    model_queue = ModelQueue(
         QueueTerms(worker_credit=0, kept_share=0, skip_s=1), "m", 0, LeastLoaded(), AllHealthy()
     )
     view = WorkerView(max_running=0, kv_blocks_total=10, terms=DeploymentTerms(rpm=2))
-    lane.set_worker(0, A, view)
-    lane.queue.push(0, work("runs"))
-    assert start(lane) == ("runs", A)
+    model_queue.set_worker(0, A, view)
+    model_queue.queue.push(0, work("runs"))
+    assert start(model_queue) == ("runs", A)
     large, first = work("large"), work("first")
     large.blocks, first.band = 11, "priority"
-    lane.queue.push(0, large)
-    assert start(lane) is None
+    model_queue.queue.push(0, large)
+    assert start(model_queue) is None
     now_ns = 2000 * NS_PER_MS
-    lane.queue.push(now_ns, first)
-    lane.leaving.add(first.id)
-    assert start(lane, now_ns) is None, "its prompt is being made for another model"
-    assert lane.held is large
-    lane.leaving.clear()
-    assert start(lane, now_ns) == ("first", A)
+    model_queue.queue.push(now_ns, first)
+    model_queue.leaving.add(first.id)
+    assert start(model_queue, now_ns) is None, "its prompt is being made for another model"
+    assert model_queue.held is large
+    model_queue.leaving.clear()
+    assert start(model_queue, now_ns) == ("first", A)
     again = work("again")
     again.band = "priority"
-    lane.queue.push(now_ns, again)
-    assert start(lane, now_ns) is None, "two requests a minute were started"
+    model_queue.queue.push(now_ns, again)
+    assert start(model_queue, now_ns) is None, "two requests a minute were started"
 
 
 def kept_free(health: Blocking | None = None) -> tuple[ModelQueue, Work, WorkerId, int]:
@@ -292,7 +292,7 @@ def kept_free(health: Blocking | None = None) -> tuple[ModelQueue, Work, WorkerI
     now_ns = 2000 * NS_PER_MS
     assert start(queue, now_ns) is None
     assert queue.held is large
-    kept = queue.rooms.held
+    kept = queue.workers.held
     assert kept is not None
     return queue, large, kept.id, now_ns
 
@@ -304,7 +304,7 @@ def test_no_worker_is_kept_free_for_a_request_that_has_left() -> None:
     small.blocks = 5
     assert start(queue, now_ns) is not None
     assert queue.held is None
-    assert queue.rooms.held is None, kept
+    assert queue.workers.held is None, kept
 
 
 def test_another_worker_is_kept_free_when_the_first_is_blocked() -> None:
@@ -313,8 +313,8 @@ def test_another_worker_is_kept_free_when_the_first_is_blocked() -> None:
     health.workers = frozenset({kept})
     assert start(queue, now_ns) is None
     assert queue.held is large
-    assert queue.rooms.held is not None
-    assert queue.rooms.held.id == ({A, B} - {kept}).pop()
+    assert queue.workers.held is not None
+    assert queue.workers.held.id == ({A, B} - {kept}).pop()
 
 
 def test_nothing_is_kept_free_while_every_worker_is_blocked() -> None:
@@ -332,29 +332,31 @@ def test_a_start_on_a_worker_that_was_kept_free_is_a_decision_too() -> None:
     """So `penstock explain` tells it, of a stream too that waits long for its worker to come back."""
     log = DecisionLog(kept_max=8)
     router = Router("m", PlacementTerms(), lambda limit: 0, log=log)
-    lane = ModelQueue(QueueTerms(worker_credit=0, kept_share=0, skip_s=1), "m", 0, router, AllHealthy())
+    model_queue = ModelQueue(
+        QueueTerms(worker_credit=0, kept_share=0, skip_s=1), "m", 0, router, AllHealthy()
+    )
     for worker in (A, B):
-        lane.set_worker(0, worker, WorkerView(max_running=2, kv_blocks_total=10))
+        model_queue.set_worker(0, worker, WorkerView(max_running=2, kv_blocks_total=10))
     large = work("large")
     large.blocks = 8
     runs = [work("runs-a"), work("runs-b")]
     for each in runs:
         each.blocks = 5
-        lane.queue.push(0, each)
-    assert start_all(lane) == ["runs-a", "runs-b"]
-    lane.queue.push(0, large)
-    assert start(lane) is None
+        model_queue.queue.push(0, each)
+    assert start_all(model_queue) == ["runs-a", "runs-b"]
+    model_queue.queue.push(0, large)
+    assert start(model_queue) is None
     now_ns = 2000 * NS_PER_MS
-    assert start(lane, now_ns) is None
-    assert (kept := lane.rooms.held) is not None
+    assert start(model_queue, now_ns) is None
+    assert (kept := model_queue.workers.held) is not None
     first = work("first")
     first.band = "priority"
-    lane.queue.push(now_ns, first)
-    assert start(lane, now_ns) is not None
+    model_queue.queue.push(now_ns, first)
+    assert start(model_queue, now_ns) is not None
     for each, worker in zip(runs, (log.of(each.id)[0].picked for each in runs), strict=True):
         assert worker is not None
-        lane.release(now_ns, worker.worker, each)
-    started = start(lane, now_ns)
+        model_queue.release(now_ns, worker.worker, each)
+    started = start(model_queue, now_ns)
     assert started is not None
     assert started[0] == "large"
     last = log.of(large.id)[-1]
@@ -371,20 +373,20 @@ def test_a_start_on_a_worker_that_was_kept_free_is_a_decision_too() -> None:
 def test_a_worker_is_given_one_more_beside_a_prompt_that_has_waited_long_alone() -> None:
     backlog_ms = BACKLOG_SHARE * TTFT_TARGET_MS
     late_ns = round(OVERDUE * backlog_ms * NS_PER_MS) + 1
-    lane = ModelQueue(CONFIG, "m", 0, LeastLoaded(), AllHealthy(), Pace(AdmissionConfig()))
-    lane.set_worker(0, A, WorkerView(max_running=16))
+    model_queue = ModelQueue(CONFIG, "m", 0, LeastLoaded(), AllHealthy(), Pace(AdmissionConfig()))
+    model_queue.set_worker(0, A, WorkerView(max_running=16))
     long, first, second = work("long"), work("first"), work("second")
     long.prompt_tokens = 8192
-    lane.queue.push(0, long)
-    assert lane.next_start(0) is not None
+    model_queue.queue.push(0, long)
+    assert model_queue.next_start(0) is not None
     for each in (first, second):
-        lane.queue.push(1, each)
-    assert lane.due_ns(1) == late_ns, "by then the worker may have room again"
-    assert start(lane, late_ns) == ("first", A)
-    lane.rooms.look_again(A)
-    assert start(lane, late_ns) is None, "two that wait there are a queue"
-    lane.begin(late_ns, A, first)
-    assert start(lane, late_ns) == ("second", A)
+        model_queue.queue.push(1, each)
+    assert model_queue.due_ns(1) == late_ns, "by then the worker may have room again"
+    assert start(model_queue, late_ns) == ("first", A)
+    model_queue.workers.look_again(A)
+    assert start(model_queue, late_ns) is None, "two that wait there are a queue"
+    model_queue.begin(late_ns, A, first)
+    assert start(model_queue, late_ns) == ("second", A)
 
 
 def test_a_wait_that_ends_before_the_promise_times_out_and_is_not_late() -> None:

@@ -36,9 +36,9 @@ def test_the_bands_are_as_the_table_says() -> None:
 
 def test_every_number_in_the_prose_is_the_default_of_its_setting() -> None:
     constants = {name.lower(): value for part in (admit, admit) for name, value in vars(part).items()}
-    told = re.findall(r"`(\w+)` \((\d+(?:\.\d+)?)(%| %)?\)", PAGE)
-    assert len(told) >= 8
-    for name, value, percent in told:
+    reported = re.findall(r"`(\w+)` \((\d+(?:\.\d+)?)(%| %)?\)", PAGE)
+    assert len(reported) >= 8
+    for name, value, percent in reported:
         default = getattr(QueueTerms(), name, constants.get(name))
         assert default == float(value) / (100 if percent else 1), name
     queue = QueueTerms()

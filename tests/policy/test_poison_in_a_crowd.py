@@ -64,7 +64,7 @@ class Fleet:
                 assert isinstance(action, Evict)
                 assert isinstance(action.error, CrashingRequest), action.error
                 self.ends[action.id] = "quarantine"
-        self.control.lane("m").check_invariants()
+        self.control.model_queue("m").check_invariants()
 
     def run(self) -> None:
         for _ in range(100_000):

@@ -115,7 +115,7 @@ def test_one_pause_and_workers_without_peers_say_nothing():
     for window in range(40):
         for name in fleet.names:
             fleet.slow[name] = 5.0 if (name, window) == ("w0", 30) else 1.0
-            peers.heard(name, fleet.step(name))
+            peers.received(name, fleet.step(name))
         assert peers.judge() == []
         fleet.window += 1
     pair = Fleet(2)
@@ -127,8 +127,8 @@ def test_one_pause_and_workers_without_peers_say_nothing():
 
 def test_a_new_process_begins_again():
     peers = Peers()
-    peers.heard("w", StepSums(100, 100, 100, 100, 0, 10**9))
-    peers.heard("w", StepSums(5, 5, 5, 5, 0, 10**7))
+    peers.received("w", StepSums(100, 100, 100, 100, 0, 10**9))
+    peers.received("w", StepSums(5, 5, 5, 5, 0, 10**7))
     assert peers.judge() == []
     peers.forget("w")
     assert peers.slowness("w") is None

@@ -120,11 +120,11 @@ class Life:
         assert not len(self.control)
         assert (self.limits.num_open, len(self.limits.settled)) == (0, 1)
         assert not self.money.num_open
-        for lane in filter(None, map(self.control.lane, "mn")):
-            lane.check_invariants()
-            assert not lane.queue.num_waiting
-            assert not any(band.num_running for band in lane.queue.bands)
-            assert not any(room.booked for room in lane.rooms)
+        for model_queue in filter(None, map(self.control.model_queue, "mn")):
+            model_queue.check_invariants()
+            assert not model_queue.queue.num_waiting
+            assert not any(band.num_running for band in model_queue.queue.bands)
+            assert not any(worker.booked for worker in model_queue.workers)
 
     def end(self, outcome: Outcome, tokens: int = 0) -> None:
         answer = self.control.ended(9 * S, R, outcome, Usage(prompt_tokens=32, completion_tokens=tokens))

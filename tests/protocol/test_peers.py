@@ -93,5 +93,5 @@ def test_what_a_process_is_started_with_passes_through_json() -> None:
 
 def test_what_is_no_news_is_not_sent() -> None:
     assert msgspec.json.encode(ChildReport()) == b"{}"
-    news = ChildReport(workers=(), held={"w": 1.0})
-    assert msgspec.json.decode(msgspec.json.encode(news), type=ChildReport) == news
+    update = ChildReport(workers=(), held={"w": 1.0})
+    assert msgspec.json.decode(msgspec.json.encode(update), type=ChildReport) == update

@@ -104,15 +104,15 @@ def test_abort_with_two_steps_in_flight() -> None:
         engine.step()
     engine.plan()
     assert len(engine.flights) == 2
-    told = len(engine.got["a"])
+    reported = len(engine.got["a"])
     output = engine.abort("a")
     assert output is not None
-    assert output.usage.completion_tokens == told
+    assert output.usage.completion_tokens == reported
     assert engine.kv.statistics().draining == 3
     engine.finish_step()
     assert engine.kv.statistics().draining == 3, "the second step uses them too"
     engine.run()
-    assert len(engine.got["a"]) == told
+    assert len(engine.got["a"]) == reported
     assert engine.got["b"] == list(engine.expected("b"))
 
 

@@ -33,8 +33,8 @@ def prompt_of(family: int, shared: int, length: int) -> list[int]:
 def check_end(engine: ScheduledEngine, name: str, end: RequestOutput) -> None:
     """The tokens are those that the request gets alone, or their beginning if it was cut short."""
     expected, got = engine.expected(name), tuple(engine.got[name])
-    scores, told = engine.expected_scores(name), engine.scores[name]
-    assert told == scores if got else told == scores[: len(told)]
+    scores, reported = engine.expected_scores(name), engine.scores[name]
+    assert reported == scores if got else reported == scores[: len(reported)]
     assert end.usage is not None
     assert end.usage.cached_tokens < end.usage.prompt_tokens
     assert min(end.usage.queue_ns, end.usage.prefill_ns, end.usage.decode_ns, end.usage.kv_block_ns) >= 0

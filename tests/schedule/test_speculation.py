@@ -182,14 +182,14 @@ def test_a_stop_token_among_accepted_drafts_ends_the_answer_there() -> None:
 def test_log_probabilities_are_told_one_by_one() -> None:
     engine = ScheduledEngine(guesses=Random(2))
     engine.submit("a", range(9), max_tokens=40, logprobs=0)
-    told = 0
+    reported = 0
     while engine.plan() is not None:
         result = engine.runner.collect()
         engine.flights.clear()
         for output in engine.scheduler.apply(result).outputs:
             assert len(output.token_ids) == 1
-            told += 1
-    assert told == 40
+            reported += 1
+    assert reported == 40
 
 
 def test_drafts_and_their_time_are_charged_to_who_has_them() -> None:

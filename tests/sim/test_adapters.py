@@ -18,7 +18,7 @@ ADAPTERS, ROOM, SECONDS = 30, 8, 60
 
 def world_of(requests: Iterable[SimRequest], *, places: bool = True, gateways: int = 1) -> World:
     adapters = SimAdapterSpec(
-        names=tuple(f"lora-{i}" for i in range(ADAPTERS)), room=ROOM, read_ns=NS_PER_S // 4
+        names=tuple(f"lora-{i}" for i in range(ADAPTERS)), worker=ROOM, read_ns=NS_PER_S // 4
     )
     worker = SimWorkerSpec(engine=EngineSettings(step_tokens=512, max_running=16), adapters=adapters)
     return World(

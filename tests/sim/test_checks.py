@@ -116,7 +116,9 @@ def test_a_lower_class_that_an_engine_starts_first_is_found(monkeypatch) -> None
 def test_room_that_nobody_is_given_is_found(monkeypatch, workers) -> None:
     """With two streams on a worker, the queue takes it for full."""
     monkeypatch.setattr(
-        WorkerCapacity, "num_free", property(lambda room: max(0, 2 - room.booked) if room.view.ready else 0)
+        WorkerCapacity,
+        "num_free",
+        property(lambda worker: max(0, 2 - worker.booked) if worker.view.ready else 0),
     )
     assert "has room for it" in failure(crowd(workers=workers))
 
@@ -127,15 +129,17 @@ def test_a_request_that_is_forgotten_by_the_placement_is_found(monkeypatch) -> N
     monkeypatch.setattr(
         ModelQueue,
         "_fits",
-        lambda self, work: not (work.aside and self.rooms.num_running) and fits(self, work),
+        lambda self, work: not (work.aside and self.workers.num_running) and fits(self, work),
     )
     assert "has room for it" in failure(crowd(blocks=40))
 
 
 def test_more_streams_than_a_worker_has_room_for_are_found(monkeypatch) -> None:
     free = WorkerCapacity.num_free.fget
-    monkeypatch.setattr(WorkerCapacity, "num_free", property(lambda room: free(room) + 3 * room.view.ready))
-    monkeypatch.setattr(WorkerCapacity, "fits", lambda room, _: room.num_free > 0)
+    monkeypatch.setattr(
+        WorkerCapacity, "num_free", property(lambda worker: free(worker) + 3 * worker.view.ready)
+    )
+    monkeypatch.setattr(WorkerCapacity, "fits", lambda worker, _: worker.num_free > 0)
     assert "is to have 8" in failure(crowd())
 
 

@@ -24,8 +24,8 @@ class Gateways:
         self.queues = [FairQueue(QueueTerms()) for _ in range(2)]
         self.exchanges = []
         for actor, queue in enumerate(self.queues):
-            lane = SimpleNamespace(queue=queue)
-            counters = FairCounters(["m"], lambda _, lane=lane: lane)
+            model_queue = SimpleNamespace(queue=queue)
+            counters = FairCounters(["m"], lambda _, model_queue=model_queue: model_queue)
             self.exchanges.append(
                 SimFairExchange(counters, self.store, self.timeline, actor=actor, link_ns=LINK_NS)
             )

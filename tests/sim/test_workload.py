@@ -34,7 +34,7 @@ SOURCES = [
 ]
 
 
-def told(requests: list[SimRequest]) -> list[bytes]:
+def reported(requests: list[SimRequest]) -> list[bytes]:
     """Requests as bytes: they have no equality of their own."""
     return [msgspec.json.encode(request) for request in requests]
 
@@ -43,7 +43,7 @@ def told(requests: list[SimRequest]) -> list[bytes]:
 @settings(max_examples=10, deadline=None)
 def test_the_same_seed_is_the_same_traffic_and_comes_in_order(seed: int) -> None:
     requests = list(merged(SOURCES, seed, 60))
-    assert told(requests) == told(list(merged(SOURCES, seed, 60)))
+    assert reported(requests) == reported(list(merged(SOURCES, seed, 60)))
     assert all(a.at_ns <= b.at_ns for a, b in pairwise(requests))
     assert all(0 <= request.at_ns < 60 * NS_PER_S for request in requests)
     assert len({request.id for request in requests}) == len(requests)
@@ -51,13 +51,13 @@ def test_the_same_seed_is_the_same_traffic_and_comes_in_order(seed: int) -> None
 
 
 def test_other_seeds_are_other_traffic() -> None:
-    assert told(list(merged(SOURCES, 1, 20))) != told(list(merged(SOURCES, 2, 20)))
+    assert reported(list(merged(SOURCES, 1, 20))) != reported(list(merged(SOURCES, 2, 20)))
 
 
 def test_a_source_does_not_change_when_another_joins() -> None:
     alone = list(merged(SOURCES[:1], 7, 30))
     together = [r for r in merged(SOURCES[:2], 7, 30) if r.tenant.startswith("t")]
-    assert told(alone) == told(together)
+    assert reported(alone) == reported(together)
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def test_what_was_noted_is_there_after_a_restart_newest_first(make, clock, tmp_p
     notes.note("admin", "drained", "m-0", by="sk-abc")
     clock.advance(NS_PER_S)
     notes.note("worker", "left", "m-0", why="model m")
-    assert trail.has_news
+    assert trail.has_changes
     trail.write()
-    assert not trail.has_news
+    assert not trail.has_changes
     again, notes = make()
     notes.note("admin", "brought back", "m-0", by="sk-abc")
     assert said(again) == [
@@ -55,7 +55,7 @@ def test_what_was_noted_is_there_after_a_restart_newest_first(make, clock, tmp_p
     assert (drained.by, left.why, left.at_ms - drained.at_ms) == ("sk-abc", "model m", 1000)
     assert newest.number > left.number > drained.number
     assert said(again, kind="worker") == [("worker", "left", "m-0")]
-    assert said(again, before=newest.number, most=1) == [("worker", "left", "m-0")]
+    assert said(again, before=newest.number, limit=1) == [("worker", "left", "m-0")]
     (file,) = (tmp_path / "history").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
 

@@ -102,12 +102,12 @@ def test_killed_at_random_points_every_accepted_request_has_exactly_one_record(
     records = {name: (bool(recovered), tokens, cost) for name, recovered, tokens, cost in rows}
     assert len(records) == len(rows)
 
-    told = promises(recorder)
-    begun = {name for kind, name, _ in told if kind == "begin"}
-    accepted = {name for kind, name, _ in told if kind == "open"}
-    ended = {name: tokens for kind, name, tokens in told if kind == "close"}
-    reached = {name: tokens for kind, name, tokens in told if kind in ("open", "slice")}
-    tried = {name: tokens for kind, name, tokens in told if kind == "begin"}
+    reported = promises(recorder)
+    begun = {name for kind, name, _ in reported if kind == "begin"}
+    accepted = {name for kind, name, _ in reported if kind == "open"}
+    ended = {name: tokens for kind, name, tokens in reported if kind == "close"}
+    reached = {name: tokens for kind, name, tokens in reported if kind in ("open", "slice")}
+    tried = {name: tokens for kind, name, tokens in reported if kind == "begin"}
     assert len(begun) == NUM_REQUESTS
     assert accepted <= records.keys() <= begun
     for name, (recovered, tokens, cost) in records.items():
@@ -120,4 +120,4 @@ def test_killed_at_random_points_every_accepted_request_has_exactly_one_record(
     # What is settled is what the ledger has: every process began with it, and the last one ended with it.
     in_ledger = sum(cost for _, _, cost in records.values())
     assert spent == in_ledger
-    assert [amount for kind, _, amount in told if kind == "spent"][-1] == in_ledger
+    assert [amount for kind, _, amount in reported if kind == "spent"][-1] == in_ledger

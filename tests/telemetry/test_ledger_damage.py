@@ -121,9 +121,9 @@ def expected(frames: list[Written]) -> dict[str, UsageRecord]:
     ends, begun, known = {}, {}, {}
     for frame in frames:
         if frame.kind == Kind.SLICE:
-            told = decode_progress(frame.body)
-            if told.completion_tokens >= getattr(known.get(told.request_id), "completion_tokens", 0):
-                known[told.request_id] = told
+            reported = decode_progress(frame.body)
+            if reported.completion_tokens >= getattr(known.get(reported.request_id), "completion_tokens", 0):
+                known[reported.request_id] = reported
         else:
             record = decode_record(frame.body)
             (ends if frame.kind == Kind.CLOSE else begun)[record.request_id] = record

@@ -96,8 +96,8 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     gpu = GpuReadings(index=1, util=2, memory_util=3, used_mib=4, free_mib=5, power_w=6.5, temperature_c=7,
         sm_clock_mhz=8, xid=79)  # fmt: skip
     readings = DeviceReadings(rss_bytes=1, cpu_ms=1500, cgroup_bytes=2, load=0.5, gpu=gpu)
-    told = [stats(1), msgspec.structs.replace(stats(2), memory_ns=MS, readings=readings)]
-    for each in told:
+    reported = [stats(1), msgspec.structs.replace(stats(2), memory_ns=MS, readings=readings)]
+    for each in reported:
         metrics.model("m").engine_stats({"m-0": each})
     metrics.model("m").worker_facts({"m-0": WorkerLabels("penstock", "f00", "a device")})
     metrics.model("m").requests_ended(EndedTogether(

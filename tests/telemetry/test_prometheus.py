@@ -36,7 +36,7 @@ class Server:
     """`/metrics` of a model under load, whose worker ends while it runs; everything else is a webhook."""
 
     def __init__(self) -> None:
-        self.metrics, self.told = Metrics(["m"], version="1"), list[dict[str, Any]]()
+        self.metrics, self.reported = Metrics(["m"], version="1"), list[dict[str, Any]]()
         self.steps = 0
         outer = self
 
@@ -45,7 +45,7 @@ class Server:
                 self._answer(outer.page())
 
             def do_POST(self) -> None:
-                outer.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                outer.reported.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 self._answer(b"")
 
             def _answer(self, body: bytes) -> None:
@@ -148,7 +148,7 @@ def test_every_panel_shows_something_and_a_page_reaches_the_webhook(running: tup
         until(lambda query=query: bool(ask(url, query)), f"nothing to see: {query}")
 
     def paged() -> bool:
-        alerts = [alert for each in server.told for alert in each["alerts"]]
+        alerts = [alert for each in server.reported for alert in each["alerts"]]
         return any(
             alert["labels"] == {"alertname": "WorkerCrashed", "model": "m", "severity": "page"}
             for alert in alerts
@@ -157,6 +157,6 @@ def test_every_panel_shows_something_and_a_page_reaches_the_webhook(running: tup
     until(paged, "no page")
     ours = json.loads(webhook_body([Alert(name="A", severity="page", labels={}, since=1, why="", summary="",
                                           runbook="")]))  # fmt: skip
-    theirs = server.told[0]
+    theirs = server.reported[0]
     assert set(ours) == set(theirs), "slo.webhook speaks as Alertmanager does"
     assert set(ours["alerts"][0]) == set(theirs["alerts"][0])

@@ -78,7 +78,7 @@ def alert(number: int, *, ended: int = 0) -> Alert:
     )  # fmt: skip
 
 
-def told(url, log, *rounds, until, clock=None):
+def reported(url, log, *rounds, until, clock=None):
     """A webhook is told these alerts, one list after the other; runs until `until()`."""
     clock = clock or ManualClock()
 
@@ -99,7 +99,7 @@ def told(url, log, *rounds, until, clock=None):
 
 def test_what_begins_and_ends_is_told_as_alertmanager_does(receivers, log):
     there = receivers(200)
-    told(there.url, log, [alert(1), alert(2, ended=1_700_000_060)], until=lambda: there.got)
+    reported(there.url, log, [alert(1), alert(2, ended=1_700_000_060)], until=lambda: there.got)
     (body,) = there.got
     assert (body["version"], body["status"], body["receiver"]) == ("4", "firing", "penstock")
     fires, over = body["alerts"]
@@ -115,11 +115,11 @@ def test_what_begins_and_ends_is_told_as_alertmanager_does(receivers, log):
 def test_who_cannot_take_them_now_gets_them_again_and_who_refuses_does_not(receivers, log, monkeypatch):
     monkeypatch.setattr(webhook, "PAUSE_S", 0.0)
     away = receivers(503, 500, 429, 204)
-    hook = told(away.url, log, [alert(1)], until=lambda: len(away.got) == 4)
+    hook = reported(away.url, log, [alert(1)], until=lambda: len(away.got) == 4)
     assert (len(away.got), len(hook._waiting)) == (4, 0)
     assert log.getvalue().count("alerts could not be delivered yet") == 3
     never = receivers(302)
-    told(never.url, log, [alert(1)], until=lambda: never.got)
+    reported(never.url, log, [alert(1)], until=lambda: never.got)
     assert len(never.got) == 1, "it is not followed, and not asked again"
     assert "slo.webhook refuses alerts" in log.getvalue()
     assert SECRET not in log.getvalue()
@@ -140,7 +140,7 @@ def test_what_waits_is_bounded_in_number_and_age(log, monkeypatch):
 def test_an_address_that_no_check_has_seen_ends_nothing_and_is_not_told(end, log, monkeypatch):
     monkeypatch.setattr(webhook, "PAUSE_S", 0.0)
     said = "alerts could not be delivered yet"
-    hook = told(f"http://{SECRET}{end}", log, [alert(1)], until=lambda: log.getvalue().count(said) > 1)
+    hook = reported(f"http://{SECRET}{end}", log, [alert(1)], until=lambda: log.getvalue().count(said) > 1)
     assert log.getvalue().count(said) > 1, "it goes on"
     assert len(hook._waiting) == 1
     assert SECRET not in log.getvalue()

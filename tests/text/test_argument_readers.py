@@ -125,7 +125,7 @@ def test_what_has_a_hash_and_is_no_comment_is_text(value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "told"),
+    ("written", "reported"),
     [
         ("a:(3,b:1", {"a": [3, "b:1"]}),
         ("a:x(3,b:1", {"a": "x(3,b:1"}),
@@ -140,10 +140,10 @@ def test_what_has_a_hash_and_is_no_comment_is_text(value: str) -> None:
     ],
 )
 @pytest.mark.parametrize("closing", ["", "}"])
-def test_a_call_of_gemma_ends_with_its_mark(written: str, told: dict[str, Any], closing: str) -> None:
+def test_a_call_of_gemma_ends_with_its_mark(written: str, reported: dict[str, Any], closing: str) -> None:
     text = f"<start_function_call>call:f{{{written}{closing}<end_function_call>"
     first, *others = arguments("gemma", text + "\n<start_function_call>call:g{b:1}<end_function_call>")
-    assert first == told or closing
+    assert first == reported or closing
     assert others == [{"b": 1}], "the call behind it is not touched"
 
 

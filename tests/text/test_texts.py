@@ -31,14 +31,14 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tokenizers.
     st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3),
     st.sampled_from((0, 6, 9)),
 )
-def test_as_the_library_joins_and_cuts_them(libraries, style, pairs, most) -> None:
+def test_as_the_library_joins_and_cuts_them(libraries, style, pairs, limit) -> None:
     """Its rule is "longest_first"; a mark that stands in a text is the text's."""
     pairs = [*pairs, ("w1 [SEP] w2", "w3")] if style == "bert" else pairs
     library = libraries[style]
     library.no_truncation()
-    found = list(pair_tokens(SimpleNamespace(library=library), pairs, most=most))
-    if most:
-        library.enable_truncation(most, strategy="longest_first")
+    found = list(pair_tokens(SimpleNamespace(library=library), pairs, limit=limit))
+    if limit:
+        library.enable_truncation(limit, strategy="longest_first")
     right = [library.encode(one, other) for one, other in pairs]
     assert [each.ids for each in found] == [tuple(each.ids) for each in right]
     firsts = [each.type_ids.count(0) if any(each.type_ids) else 0 for each in right]
@@ -72,7 +72,7 @@ def test_each_text_is_tokenized_once_and_pairs_are_made_as_they_are_asked_for(li
     library.no_truncation()
     query = " ".join(WORDS * 5)
     pairs = pair_tokens(
-        SimpleNamespace(library=Counting(library)), [(query, f"w{i % 40}") for i in range(2000)], most=8
+        SimpleNamespace(library=Counting(library)), [(query, f"w{i % 40}") for i in range(2000)], limit=8
     )
     assert len(next(pairs).ids) == 8
     assert sum(counted) < 4 * len(query)

@@ -283,30 +283,30 @@ def test_streamed_deltas_are_the_whole_and_are_never_taken_back(
 ) -> None:
     text = spelled(name, calls)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12))
-    parser, told = tool_format([], name).parser(schemas_of(calls)), list[ToolEvent]()
+    parser, reported = tool_format([], name).parser(schemas_of(calls)), list[ToolEvent]()
     for a, b in itertools.pairwise([0, *sorted(cuts), len(text)]):
-        told += parser.push(text[a:b])
-    told += parser.finish()
-    pieces = [each for each in told if isinstance(each, CallPiece)]
-    assert pieces == told, "the calls are all that there is"
+        reported += parser.push(text[a:b])
+    reported += parser.finish()
+    pieces = [each for each in reported if isinstance(each, CallPiece)]
+    assert pieces == reported, "the calls are all that there is"
     for i, (tool, arguments) in enumerate(calls.items()):
         first, *others = (each for each in pieces if each.index == i)
         assert first == CallPiece(i, tool), "the name comes first, alone"
         assert json.loads("".join(each.arguments for each in others)) == arguments
         assert all(each.arguments and not each.name for each in others)
-    assert joined(told) == read(tool_format([], name).parser(schemas_of(calls)), [text])
+    assert joined(reported) == read(tool_format([], name).parser(schemas_of(calls)), [text])
 
 
 @pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
 def test_arguments_are_told_while_they_are_written(name: str) -> None:
     line = "A line that is part of a long text, and of a list. "
     calls = {"clock": {"text_": line * 40, "list_": [line] * 40}}
-    text, told_at = spelled(name, calls), 0
+    text, reported_at = spelled(name, calls), 0
     parser = tool_format([], name).parser(schemas_of(calls))
     for i in range(0, len(text), 7):
         if parser.push(text[i : i + 7]):
-            told_at = i
-        assert i - told_at < 70, "no more than the head of the call, or a mark, was held back"
+            reported_at = i
+        assert i - reported_at < 70, "no more than the head of the call, or a mark, was held back"
 
 
 JUNK = st.sampled_from([*"[]{}()'\",:= \\\n1aé", "\\u12", "\\ud83d", "'''", "<escape>", "None"])

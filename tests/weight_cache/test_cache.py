@@ -60,16 +60,16 @@ def names(directory: Path) -> set[str]:
 
 
 def test_a_model_is_fetched_once(hub: LoopbackHub, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    cache = WeightCache(tmp_path / "cache", tell=lambda *each: told.append(each))
+    reported: list[tuple[str, int, int]] = []
+    cache = WeightCache(tmp_path / "cache", tell=lambda *each: reported.append(each))
     found = cache.fetch(source(hub, tmp_path))
     total = sum(len(FILES[name]) for name in FILES if name.endswith(("json", "safetensors")))
     assert names(found) - {".penstock/model.json"} == {
         "config.json", "tokenizer.json", "model.safetensors", "part/extra.json",
     }  # fmt: skip
     assert (found / "model.safetensors").read_bytes() == WEIGHTS
-    assert told[-1] == ("fetching owner/name", total, total)
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert reported[-1] == ("fetching owner/name", total, total)
+    assert [done for _, done, _ in reported] == sorted(done for _, done, _ in reported)
     count = len(hub.asked)
     assert count == 4
     assert cache.fetch(source(hub, tmp_path)) == found
@@ -189,11 +189,11 @@ def test_no_such_repository(hub: LoopbackHub, tmp_path: Path) -> None:
 def test_one_download_at_a_time(hub: LoopbackHub, tmp_path: Path) -> None:
     """Two that want the same model: one fetches it, the other one waits and has it."""
     hub.held.clear()
-    told: list[str] = []
+    reported: list[str] = []
     waits = threading.Event()
 
     def tell(what: str, _done: int, _total: int) -> None:
-        told.append(what)
+        reported.append(what)
         if "another download runs" in what:
             waits.set()
 

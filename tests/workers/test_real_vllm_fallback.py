@@ -50,17 +50,17 @@ class Route:
 
     def is_ready(self, door: Door) -> bool:
         """As that process sees it."""
-        told = door.get("/admin/workers", {"authorization": f"Bearer {ADMIN}"})
-        workers = json.loads(told.body)["workers"]
+        reported = door.get("/admin/workers", {"authorization": f"Bearer {ADMIN}"})
+        workers = json.loads(reported.body)["workers"]
         return len(workers) == 2 and all(worker["state"] == "ready" for worker in workers)
 
     def ask(self, door: Door, **headers: str) -> Told:
         """Eight tokens, of whichever model."""
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
-        told = door.ask("big", headers=headers, ignore_eos=True)
-        assert told.status == 200, told
-        assert json.loads(told.body)["usage"]["completion_tokens"] == 8
-        return told
+        reported = door.ask("big", headers=headers, ignore_eos=True)
+        assert reported.status == 200, reported
+        assert json.loads(reported.body)["usage"]["completion_tokens"] == 8
+        return reported
 
     def asked(self, times: int, **headers: str) -> list[list[Told]]:
         """So often at each process."""
@@ -107,10 +107,10 @@ def check_counted(rows: list[tuple[object, ...]]) -> None:
 
 
 def test_a_real_vllm_answers_for_a_provider_until_that_is_well_again(route: Route) -> None:
-    assert {told.model for answers in route.asked(2) for told in answers} == {"big"}
+    assert {reported.model for answers in route.asked(2) for reported in answers} == {"big"}
     route.provider.fails(500)
     for answers in route.asked(8):
-        assert {told.model for told in answers} == {"local"}
+        assert {reported.model for reported in answers} == {"local"}
         assert answers[-1].why == "breaker", "the provider is left alone by now"
     route.provider.behaves()
     route.returns()
@@ -122,12 +122,12 @@ def test_a_real_vllm_answers_for_a_provider_until_that_is_well_again(route: Rout
 def test_a_provider_that_is_slow_to_its_first_byte_leaves_time_for_the_vllm(route: Route) -> None:
     route.provider.behaves(delay_s=25)
     for answers in route.asked(3, x_penstock_max_wait_ms="4000"):
-        for told in answers:
-            assert (told.model, told.why) == ("local", "timeout")
-            assert told.took_s < 4, "within what the client waits"
+        for reported in answers:
+            assert (reported.model, reported.why) == ("local", "timeout")
+            assert reported.took_s < 4, "within what the client waits"
     route.provider.behaves()
     for answers in route.asked(2):
-        assert [(told.model, told.why) for told in answers] == [("big", "")] * 2
+        assert [(reported.model, reported.why) for reported in answers] == [("big", "")] * 2
     rows = route.stop()
     check_counted(rows)
     fallen = [row[:5] for row in rows if row[0] == "local"]
@@ -140,14 +140,14 @@ def test_a_provider_answers_for_a_real_vllm_that_stands_still_until_it_goes_on(
     with ProviderProcess() as provider, Frozen(vllm_url) as vllm:
         route = Route(tmp_path, provider, vllm_url, model_28m, turned=True)
         try:
-            assert {told.model for answers in route.asked(2) for told in answers} == {"big"}
+            assert {reported.model for answers in route.asked(2) for reported in answers} == {"big"}
             vllm.freeze()
             first = route.ask(route.doors[0], x_penstock_max_wait_ms="4000")
             assert (first.model, first.why) == ("local", "timeout")
             assert first.took_s < 4, "within what the client waits"
             for answers in route.asked(8, x_penstock_max_wait_ms="4000"):
-                assert {told.model for told in answers} == {"local"}
-                assert {told.why for told in answers} <= {"timeout", "breaker", "unavailable"}
+                assert {reported.model for reported in answers} == {"local"}
+                assert {reported.why for reported in answers} <= {"timeout", "breaker", "unavailable"}
             vllm.thaw()
             route.returns()
             check_counted(route.stop())
@@ -163,12 +163,12 @@ def test_a_provider_answers_for_a_real_vllm_that_is_killed_until_another_one_is_
         url, vllm = stack.enter_context(start_vllm())
         route = Route(tmp_path, provider, url, model_28m, turned=True)
         try:
-            assert {told.model for answers in route.asked(2) for told in answers} == {"big"}
+            assert {reported.model for answers in route.asked(2) for reported in answers} == {"big"}
             os.killpg(vllm.pid, signal.SIGKILL)
             vllm.wait()
             for answers in route.asked(8):
-                assert {told.model for told in answers} == {"local"}
-                assert {told.why for told in answers} <= {"unavailable", "failure", "breaker"}
+                assert {reported.model for reported in answers} == {"local"}
+                assert {reported.why for reported in answers} <= {"unavailable", "failure", "breaker"}
             stack.enter_context(start_vllm())
             route.returns()
             check_counted(route.stop())

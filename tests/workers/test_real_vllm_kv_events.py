@@ -54,7 +54,7 @@ class Fleet:
         """What a placement would count on: whole blocks of vLLM's, in ours."""
         return self.locality.match(CLOCK.now_ns(), self.keys(tokens, salt, adapter)).of(WORKER).blocks
 
-    async def told(self, tokens: tuple[int, ...], salt: bytes = b"", adapter: str = "") -> int:
+    async def reported(self, tokens: tuple[int, ...], salt: bytes = b"", adapter: str = "") -> int:
         """The same, when vLLM's own events have come. On a busy machine the prediction for the request may
         be forgotten before.
         """
@@ -105,9 +105,9 @@ def test_its_events_say_what_its_answers_say_was_cached(vllm_url: str, model_28m
         tokens = tuple(FIRST + 100 + i % 700 for i in range(600))
         await fleet.ask(tokens)
         await until(lambda: fleet.cache_view.state is StreamState.SYNCED, timeout_s=20)
-        told = await fleet.told(tokens)
+        reported = await fleet.reported(tokens)
         usage = await fleet.ask(tokens)
-        assert usage.cached_tokens == 16 * told
+        assert usage.cached_tokens == 16 * reported
         other = (*tokens[:400], *(FIRST + 3 + i % 90 for i in range(200)))
         expected = fleet.blocks(other)
         usage = await fleet.ask(other)
@@ -122,10 +122,10 @@ def test_a_salted_prompt_is_its_tenants_alone(vllm_url: str, model_28m: Path) ->
     async def check(fleet: Fleet) -> None:
         tokens = tuple(FIRST + 200 + i % 500 for i in range(600))
         await fleet.ask(tokens, b"tenant a")
-        told = await fleet.told(tokens, b"tenant a")
+        reported = await fleet.reported(tokens, b"tenant a")
         assert fleet.blocks(tokens, b"tenant b") == fleet.blocks(tokens) == 0
         assert (await fleet.ask(tokens, b"tenant b")).cached_tokens == 0
-        assert (await fleet.ask(tokens, b"tenant a")).cached_tokens == 16 * told
+        assert (await fleet.ask(tokens, b"tenant a")).cached_tokens == 16 * reported
 
     run(vllm_url, model_28m, check)
 
@@ -135,10 +135,10 @@ def test_what_an_adapter_computed_is_no_use_without_it(vllm_url: str, model_28m:
         await until(lambda: "tone" in fleet.backend.status.adapters.served, timeout_s=20)
         tokens = tuple(FIRST + 700 + i % 500 for i in range(600))
         await fleet.ask(tokens, b"tenant a", "tone")
-        told = await fleet.told(tokens, b"tenant a", "tone")
+        reported = await fleet.reported(tokens, b"tenant a", "tone")
         assert fleet.blocks(tokens, b"tenant a") == fleet.blocks(tokens, b"tenant a", "brief") == 0
         assert (await fleet.ask(tokens, b"tenant a")).cached_tokens == 0
-        assert (await fleet.ask(tokens, b"tenant a", "tone")).cached_tokens == 16 * told
+        assert (await fleet.ask(tokens, b"tenant a", "tone")).cached_tokens == 16 * reported
 
     run(vllm_url, model_28m, check)
 
@@ -147,7 +147,7 @@ def test_what_it_told_before_the_feed_came_is_replayed(vllm_url: str, model_28m:
     async def check(fleet: Fleet) -> None:
         tokens = tuple(FIRST + 300 + i % 400 for i in range(600))
         await fleet.ask(tokens)
-        await fleet.told(tokens)
+        await fleet.reported(tokens)
         late = Fleet(fleet.backend)
         late.feed.start()
         try:
@@ -187,7 +187,7 @@ def test_a_batch_that_was_lost_is_replayed(vllm_url: str, model_28m: Path) -> No
         await until(lambda: fleet.cache_view.num_gaps > num_gaps, timeout_s=20)
         await until(lambda: fleet.feed.num_replays > num_replays, timeout_s=20)
         await until(lambda: fleet.cache_view.state is StreamState.SYNCED, timeout_s=20)
-        await fleet.told(gone)
+        await fleet.reported(gone)
         assert fleet.cache_view.num_gaps == num_gaps + 1
         assert (await fleet.ask(gone)).cached_tokens == 16 * fleet.blocks(gone) > 0
 

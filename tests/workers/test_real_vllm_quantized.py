@@ -95,8 +95,8 @@ def test_vllm_answers_as_we_do(target: Target, prompts: list[list[int]], tmp_pat
     theirs = asked_of_vllm(model, [*prompts, *whole], tmp_path)
     pairs = [
         (mine.logprob, other)
-        for told, others in zip(scored, theirs["logprobs"][len(prompts) :], strict=True)
-        for mine, other in zip(told.prompt_logprobs, others, strict=True)
+        for reported, others in zip(scored, theirs["logprobs"][len(prompts) :], strict=True)
+        for mine, other in zip(reported.prompt_logprobs, others, strict=True)
     ]
     difference = sum(abs(mine - other) for mine, other in pairs) / len(pairs)
     equal = 0

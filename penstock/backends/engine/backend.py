@@ -16,7 +16,7 @@ from penstock.backends.base import (
     Note,
     Phase,
     Sink,
-    adapters_told,
+    adapters_of,
     end_streams,
     nothing,
 )
@@ -323,8 +323,8 @@ class EngineBackend:
             for kind, each in faults.items()
             if each.count > status.faults.get(kind, _NO_FAULT).count
         }
-        news = (stage, restarts, is_down, [*notes])
-        if more or news != (status.stage, status.restarts, status.is_given_up, status.notes):
+        state = (stage, restarts, is_down, [*notes])
+        if more or state != (status.stage, status.restarts, status.is_given_up, status.notes):
             status.faults |= more
             status.restarts, status.is_given_up, status.notes[:] = restarts, is_down, notes
             self._change(status.phase, stage)
@@ -370,7 +370,7 @@ class EngineBackend:
         elif isinstance(message, Challenge | Welcome):
             self._shake_hands(message)
         elif isinstance(message, WorkerAdapters):
-            self._status.adapters = adapters_told(message)
+            self._status.adapters = adapters_of(message)
             self.on_change()
         elif isinstance(message, StaysAwake):
             self._answer_sleep(sleeps=False)

@@ -30,7 +30,7 @@ class CellBackend(EngineBackend):
         self._pinging: asyncio.Task[None] | None = None
         self.rtt_ns = 0
         """There and back; 0: not measured yet."""
-        self.told = CellReport(sent_ns=0)
+        self.cell_report = CellReport(sent_ns=0)
         """Its last report."""
 
     @property
@@ -69,5 +69,5 @@ class CellBackend(EngineBackend):
         rtt_ns = max(1, self._clock.now_ns() - report.sent_ns)
         if self.rtt_ns and rtt_ns > self.rtt_ns:
             rtt_ns = self.rtt_ns + (rtt_ns - self.rtt_ns) // _SMOOTH
-        self.rtt_ns, self.told = rtt_ns, report
+        self.rtt_ns, self.cell_report = rtt_ns, report
         self.on_change()

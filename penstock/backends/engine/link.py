@@ -60,21 +60,24 @@ class KVSubscription:
         """The message to send on a new connection."""
         return SubscribeKVEvents(self._epoch, self._next)
 
-    def push(self, news: KVEvents) -> None:
+    def push(self, update: KVEvents) -> None:
         """Pass the next message on.
 
         Raises:
             ProtocolError: there is a gap, or it holds no batch.
         """
-        if not news.snapshot and (news.epoch, news.sequence) != (self._epoch or news.epoch, self._next):
-            raise ProtocolError(f"KV events {self._next} were expected, got {news.sequence}")
+        if not update.snapshot and (update.epoch, update.sequence) != (
+            self._epoch or update.epoch,
+            self._next,
+        ):
+            raise ProtocolError(f"KV events {self._next} were expected, got {update.sequence}")
         try:
-            batch = decode_batch(news.payload)
+            batch = decode_batch(update.payload)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"no batch of KV events: {error}") from error
         # Half a snapshot is no state to continue from.
-        self._epoch = _NO_EPOCH if news.more else news.epoch
-        self._next = news.sequence + 1
+        self._epoch = _NO_EPOCH if update.more else update.epoch
+        self._next = update.sequence + 1
         self._listener(batch)
 
 
@@ -241,12 +244,12 @@ class WorkerLink(asyncio.Protocol):
         self._timer = asyncio.get_running_loop().call_later(self._config.interval_s, self._beat)
 
     def _beat(self) -> None:
-        heard, self._received = self._received, False
+        received, self._received = self._received, False
         self._beat_later()
         if self._heartbeat is None:
-            self._await_greeting(heard=heard)
+            self._await_greeting(received=received)
             return
-        verdict = self._heartbeat.beat(heard=heard)
+        verdict = self._heartbeat.beat(received=received)
         if verdict is Beat.NOTHING:
             return
         if verdict is Beat.GIVE_UP:
@@ -257,9 +260,9 @@ class WorkerLink(asyncio.Protocol):
         if verdict is not Beat.ASK:
             self._owner.on_link_doubted(doubted=verdict is Beat.DOUBT)
 
-    def _await_greeting(self, *, heard: bool) -> None:
+    def _await_greeting(self, *, received: bool) -> None:
         """Every worker says at once how far it is. A worker that never does so is stopped or dead."""
-        self._greeting_beats = -1 if heard or self._greeting_beats < 0 else self._greeting_beats + 1
+        self._greeting_beats = -1 if received or self._greeting_beats < 0 else self._greeting_beats + 1
         if self._greeting_beats >= GREETING_BEATS:
             self._give_up(self._greeting_beats)
 

@@ -31,12 +31,12 @@ class AdapterCalls:
     """Of one worker."""
 
     def __init__(
-        self, client: HttpClient, *, look: Callable[[], Awaitable[None]], on_news: Callable[[], None]
+        self, client: HttpClient, *, look: Callable[[], Awaitable[None]], on_adapters: Callable[[], None]
     ) -> None:
         """`look` asks the worker what it lists, and ends in `listed_now`."""
         self.failed: dict[str, str] = {}
         """Of those that are wanted, why they cannot be had."""
-        self._client, self._look, self._on_news = client, look, on_news
+        self._client, self._look, self._on_adapters = client, look, on_adapters
         self._listed: Mapping[str, str] = {}
         self._wanted: dict[str, str] = {}  # Bounded by who wants them (fleet/adapters.py).
         self._leave: set[str] = set()
@@ -98,7 +98,7 @@ class AdapterCalls:
 
     def _fail(self, name: str, why: str) -> None:
         self.failed[name] = why[:WHY_CHARS_MAX]
-        self._on_news()
+        self._on_adapters()
 
     def _go_on(self) -> None:
         if self._calling is None and self._next() is not None:
@@ -126,7 +126,7 @@ class AdapterCalls:
                 is_same = path == self._wanted.get(name, "") or not path
                 if name in self._wanted and is_same and bool(path) is not (name in self._listed):
                     self._fail(name, why or "the worker does not list what it was told")
-                self._on_news()
+                self._on_adapters()
         except ProbeFailed:
             pass  # It is lost: when it is back it says what it has.
         finally:

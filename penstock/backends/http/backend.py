@@ -123,7 +123,7 @@ class HttpBackend:
         self._load_ns = 0
         self._complaints: set[str] = set()
         self._num_probes = 0
-        self._adapters = AdapterCalls(client, look=self._ask_facts, on_news=self._tell_adapters)
+        self._adapters = AdapterCalls(client, look=self._ask_facts, on_adapters=self._tell_adapters)
         self._used: tuple[str, ...] = ()
         self._adapters_max = 0
 

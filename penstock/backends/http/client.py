@@ -171,9 +171,9 @@ class HttpExchange:
     def on_data(self, data: bytes) -> None:
         """Some of its body."""
         self.num_bytes += len(data)
-        most = self._client.bytes_max
-        if self.num_bytes > most:
-            self.fail(HttpFailure(FailureKind.TOO_LARGE, f"the answer is over {most} bytes"))
+        limit = self._client.bytes_max
+        if self.num_bytes > limit:
+            self.fail(HttpFailure(FailureKind.TOO_LARGE, f"the answer is over {limit} bytes"))
         else:
             self.handler.on_body(data)
 

@@ -171,7 +171,7 @@ def load_of(samples: Samples, names: LoadNames, *, model: str = "") -> EngineLoa
         return None
 
     running, waiting, usage = of(names.running), of(names.waiting), of(names.kv_usage)
-    kv_tokens = _count(of(names.kv_tokens, expected=False)) or _told_tokens(samples, names)
+    kv_tokens = _count(of(names.kv_tokens, expected=False)) or _reported_tokens(samples, names)
     return EngineLoad(
         running=_count(running),
         waiting=_count(waiting),
@@ -194,7 +194,7 @@ def _count(values: list[float] | None) -> int | None:
     return None if values is None else max(0, round(sum(values)))
 
 
-def _told_tokens(samples: Samples, names: LoadNames) -> int | None:
+def _reported_tokens(samples: Samples, names: LoadNames) -> int | None:
     """Tokens of a KV cache whose size is in labels."""
     if names.kv_info is None:
         return None

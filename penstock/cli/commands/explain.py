@@ -54,23 +54,23 @@ def run(args: argparse.Namespace) -> int:
 async def _explain(args: argparse.Namespace) -> int:
     fleet = connect_admin(args)
     try:
-        told = await fleet.explain(args.request_id)
+        reported = await fleet.explain(args.request_id)
     finally:
         await fleet.close()
     if args.json:
-        console.out().print(msgspec.json.encode(told).decode(), markup=False, soft_wrap=True)
+        console.out().print(msgspec.json.encode(reported).decode(), markup=False, soft_wrap=True)
     else:
-        _show(told, with_replay=args.replay)
-    differs = any(not decision["replay"]["is_equal"] for decision in told["decisions"])
+        _show(reported, with_replay=args.replay)
+    differs = any(not decision["replay"]["is_equal"] for decision in reported["decisions"])
     return 1 if args.replay and differs else 0
 
 
-def _show(told: dict[str, Any], *, with_replay: bool) -> None:
+def _show(reported: dict[str, Any], *, with_replay: bool) -> None:
     out = console.out()
-    if (choice := told.get("model_choice")) is not None:
+    if (choice := reported.get("model_choice")) is not None:
         parts = ", ".join(f"{name} {value:g}" for name, value in choice["parts"].items())
         out.print(f"model {choice['model']}: complexity {choice['complexity']:g} ({parts})", markup=False)
-    for number, decision in enumerate(told["decisions"], 1):
+    for number, decision in enumerate(reported["decisions"], 1):
         went = decision["worker"] or "no worker"
         held = f" for {decision['hold_s']:.3f} s" if decision["hold_s"] else ""
         head = f"{number}. {decision['model']}: {went} ({decision['reason']}{held}), {decision['policy']}"
@@ -81,7 +81,7 @@ def _show(told: dict[str, Any], *, with_replay: bool) -> None:
             verdict = "equal to the bit" if again["is_equal"] else "DIFFERENT"
             went = again["worker"] or "no worker"
             out.print(f"   replay: {went} ({again['reason']}): {verdict}", markup=False, soft_wrap=True)
-    if (failure := told.get("failure")) is not None:
+    if (failure := reported.get("failure")) is not None:
         words = ": ".join(filter(None, (f"{failure['status']} {failure['code']}", failure["message"])))
         out.print(f"ended without an answer: {words}", markup=False, soft_wrap=True)
 

@@ -126,11 +126,11 @@ class _Stop:
 async def _tell_of_attached(config: Config, registry: Registry, log: Log, notes: Notes) -> None:
     """Events of workers at addresses, which the parent does not see: one process says it for all."""
     await wait_for_attached(registry, config.models, log)
-    news = FleetLog(registry, log, notes, only_attached=True)
+    changes = FleetLog(registry, log, notes, only_attached=True)
     try:
         await asyncio.Event().wait()
     finally:
-        news.close()
+        changes.close()
 
 
 class _Fleet:
@@ -171,17 +171,17 @@ class _Fleet:
         for model, part in zip(self.models, self._parts, strict=True):
             await self._discovery.apply(model, part.served.tokenizer, self._tools)
 
-    def _report(self, told: WorkerAt) -> None:
+    def _report(self, reported: WorkerAt) -> None:
         """The parent's view of the process: this one only sees that its connection is lost."""
-        worker = self._registry.get(WorkerId(told.id))
+        worker = self._registry.get(WorkerId(reported.id))
         if worker is not None and isinstance(worker.backend, EngineBackend):
-            notes = [Note(note.text, note.at_ns) for note in told.notes]
+            notes = [Note(note.text, note.at_ns) for note in reported.notes]
             worker.backend.report_from_parent(
-                stage=told.stage,
+                stage=reported.stage,
                 notes=notes,
-                restarts=told.restarts,
-                is_down=told.is_down,
-                faults=told.faults,
+                restarts=reported.restarts,
+                is_down=reported.is_down,
+                faults=reported.faults,
             )
 
     def _wanted(self, model: ModelConfig, part: ModelPart) -> list[DesiredWorker]:
@@ -212,7 +212,7 @@ class _Parent:
         self.is_gone = False
         self._gateway, self._fleet, self._stop, self._log = gateway, fleet, stop, log
         self._rest = b""
-        self._news: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
 
     def on_readable(self) -> None:
@@ -228,30 +228,30 @@ class _Parent:
         """More of what the parent wrote."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            news = msgspec.json.decode(line, type=ChildReport)
-            if news.stop is not None:
-                self._stop.take(news.stop)
+            changes = msgspec.json.decode(line, type=ChildReport)
+            if changes.stop is not None:
+                self._stop.take(changes.stop)
                 continue
-            task = asyncio.create_task(self._take(news))
-            self._news.add(task)
-            task.add_done_callback(self._news.discard)
+            task = asyncio.create_task(self._take(changes))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _take(self, news: ChildReport) -> None:
+    async def _take(self, changes: ChildReport) -> None:
         async with self._one_at_a_time:
-            if news.config:
-                config = msgspec.json.decode(news.config, type=Config)
+            if changes.config:
+                config = msgspec.json.decode(changes.config, type=Config)
                 if await self._gateway.tenancy.reload(config):
                     self._fleet.models = with_members(self._fleet.models, config.models)
-            if news.workers is not None:
-                self._fleet.launched = news.workers
-            if news.held is not None:
-                self._fleet.held = news.held
-            if news.adapters is not None:
-                self._gateway.adopt_adapters(news.adapters)
-            if news.rollouts is not None:
-                self._gateway.adopt_rollouts(news.rollouts)
-            if news.to_come is not None:
-                self._gateway.expect(news.to_come)
+            if changes.workers is not None:
+                self._fleet.launched = changes.workers
+            if changes.held is not None:
+                self._fleet.held = changes.held
+            if changes.adapters is not None:
+                self._gateway.adopt_adapters(changes.adapters)
+            if changes.rollouts is not None:
+                self._gateway.adopt_rollouts(changes.rollouts)
+            if changes.to_come is not None:
+                self._gateway.expect(changes.to_come)
             try:
                 await self._fleet.apply()
             except ConfigError as error:

@@ -178,7 +178,7 @@ class GatewayProcesses:
         )  # fmt: skip
         self._scaler, self._to_come = scaler, dict[str, float]()
         scaler.notes, scaler.publish, scaler.waiting = self.notes, self._publish_to_come, self._waiting
-        self._watch.history.on_rows, self._stats.own = scaler.heard, scaler.page
+        self._watch.history.on_rows, self._stats.own = scaler.received, scaler.page
         self._listeners: list[socket.socket] = []
         self._workers: tuple[WorkerAt, ...] = ()
         self._held: dict[str, float] = {}
@@ -188,7 +188,7 @@ class GatewayProcesses:
         before the others get the order."""
         self.sleeper: Sleeper = sleeper
         self._sleep_orders: set[asyncio.Task[None]] = set()
-        self._told = asyncio.Event()
+        self._reported = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._running: dict[int, Process] = {}
         self._supervisors: list[asyncio.Task[None]] = []
@@ -232,8 +232,8 @@ class GatewayProcesses:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while len(self._stats) < count and not self._is_refused:
-                    self._told.clear()
-                    await self._told.wait()
+                    self._reported.clear()
+                    await self._reported.wait()
         except TimeoutError:
             raise OperatorError(f"the gateway processes did not start within {START_TIMEOUT_S:g} s") from None
         if self._is_refused:
@@ -301,10 +301,10 @@ class GatewayProcesses:
             kind = type(error).__name__
             return RolloutAnswer(kind=kind, words=str(error), param=error.param, code=error.code)
 
-    def _tell(self, news: ChildReport) -> None:
+    def _tell(self, update: ChildReport) -> None:
         for process in self._running.values():
             if process.stdin is not None and not process.stdin.is_closing():  # It may just have died.
-                process.stdin.write(msgspec.json.encode(news) + b"\n")
+                process.stdin.write(msgspec.json.encode(update) + b"\n")
 
     async def stop(self, *, lameduck_s: float = 0.0, listens: bool = True) -> None:
         """Let every process stop as `Gateway.stop` says, all at the same time."""
@@ -355,7 +355,7 @@ class GatewayProcesses:
                 return
             if code == EXIT_CANNOT_SERVE and not self._is_open:
                 self._is_refused = True
-                self._told.set()
+                self._reported.set()
                 return
             delay_s = budget.take() or BACKOFF_MAX_S
             self._log.error("a gateway process ended", index=index, code=code, restart_in_s=delay_s)
@@ -425,7 +425,7 @@ class GatewayProcesses:
                         writer.write(frame(View(self._look(message))))
                     else:
                         self._stats.record(writer, message)
-                        self._told.set()
+                        self._reported.set()
         except (ConnectionError, ProtocolError, msgspec.DecodeError) as error:
             self._log.warning("a gateway process cannot be heard any more", error=error)
         finally:

@@ -100,7 +100,7 @@ class AdapterManager:
 
     @property
     def changed(self) -> bool:
-        """Whether `told` says something new."""
+        """Whether `reported` says something new."""
         return self.pool.changed
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class AdapterManager:
         """Requests that wait for an adapter."""
         return self.pool.num_waiting
 
-    def told(self) -> WorkerAdapters:
+    def reported(self) -> WorkerAdapters:
         """Every adapter that this worker was told of, for the gateways."""
         self.pool.changed = False
         states = tuple(
@@ -150,18 +150,18 @@ class AdapterManager:
         """A request that had the adapter has ended."""
         return self.pool.finished(entry)
 
-    def take(self, news: AdapterRead) -> Released:
+    def take(self, update: AdapterRead) -> Released:
         """The thread has read an adapter, or could not."""
-        if news.entry is not self.pool.reading:
+        if update.entry is not self.pool.reading:
             return PoolReleased()  # It was read for one before this one, which was closed.
-        if news.error:
-            _log.warning("adapter %s cannot be loaded: %s", news.entry.name, news.error)
-        elif news.packed is not None:
+        if update.error:
+            _log.warning("adapter %s cannot be loaded: %s", update.entry.name, update.error)
+        elif update.packed is not None:
             _log.info(
                 "adapter %s is loaded: %d bytes, digest %s",
-                news.entry.name, news.packed.num_bytes, news.digest,
+                update.entry.name, update.packed.num_bytes, update.digest,
             )  # fmt: skip
-        return self.pool.take(news.entry, news.packed, news.digest, news.error)
+        return self.pool.take(update.entry, update.packed, update.digest, update.error)
 
 
 def _read_all(

@@ -42,7 +42,7 @@ class _Buffer:
 
     def __init__(self, num_bytes: int, kernels: NativeLibrary) -> None:
         spare = _HUGE if num_bytes >= _HUGE else 0
-        whole = torch.empty(num_bytes + spare, dtype=torch.uint8)  # What is never touched takes no memory.
+        whole = torch.empty(num_bytes + spare, dtype=torch.uint8)  # Untouched pages take no memory.
         first = -whole.data_ptr() % _HUGE if spare else 0
         self.memory = whole[first : first + num_bytes]
         kernels.advise_huge(self.memory.data_ptr(), num_bytes)

@@ -131,7 +131,7 @@ def load_on_device(model_path: Path, target: Target, on_progress: OnStage) -> De
 
 @dataclass(slots=True, frozen=True)
 class Named:
-    """What a model is called, and how its checkpoint stores it."""
+    """A model's name and identity, and the form of its checkpoint."""
 
     name: str
     identity: str = ""

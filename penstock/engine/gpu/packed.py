@@ -306,7 +306,7 @@ class Float8Linear:
     def __init__(self, ops: MatrixOps, weight: Float8Matrix, bias: Tensor | None, scratch: Scratch) -> None:
         self._ops, self._weight, self._bias, self._scratch = ops, weight, bias, scratch
         self.few = few_rows(weight)
-        """What few rows are multiplied with."""
+        """The weights as products of few rows read them."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -356,7 +356,7 @@ class QuantizedLinears:
         self._scratch, self._ordered = Scratch(like), Scratch(like)
 
     def dense(self, matrix: Kept) -> Tensor:
-        """What neither of the others can: made dense."""
+        """A matrix that neither of the others can multiply, made dense."""
         return matrix.dense(self._like.dtype).to(self._like.device)
 
     def linear(

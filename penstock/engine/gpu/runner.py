@@ -139,7 +139,7 @@ class DeviceRunner:
         return self.collect()
 
     def weight_tensors(self) -> list[Tensor]:
-        """What it computes with, as it lies in memory."""
+        """The weights as they lie in memory."""
         return self._weights()
 
     def use_grammars(self, tokens: "GrammarTokens") -> None:

@@ -76,11 +76,11 @@ PYTHON = Spelling(
 GEMMA = Spelling("Gemma", ("true", "false", "null"), ",", _gemma_key, "/[A-Za-z_][A-Za-z0-9_]{0,63}:/")
 
 
-def repeated(item: str, least: int, most: int | None) -> str:
+def repeated(item: str, minimum: int, maximum: int | None) -> str:
     """So many of it."""
-    if most == 0:
+    if maximum == 0:
         return ""
-    return f"{item}{{{least},{'' if most is None else most}}}"
+    return f"{item}{{{minimum},{'' if maximum is None else maximum}}}"
 
 
 class Rules:
@@ -107,10 +107,10 @@ class Rules:
         """The name of a regular expression, or of several that hold together."""
         return self._terminals.setdefault(body, f"T_{len(self._terminals)}")
 
-    def text(self, before: str, ends: Sequence[str], least: int = 0, most: int | None = None) -> str:
+    def text(self, before: str, ends: Sequence[str], minimum: int = 0, maximum: int | None = None) -> str:
         """Text without any of `ends`, then `before` and the first of them."""
         first, *others = map(_escaped, ends)
-        some, counts = "(?s:.*)", f"{{{least},{'' if most is None else most}}}"
+        some, counts = "(?s:.*)", f"{{{minimum},{'' if maximum is None else maximum}}}"
         return self.terminal(
             f"/(?s:.{counts}){before}{first}/ & ~/{some}{first}(?s:.+)/ & ~/{some}({'|'.join(others)}){some}/"
         )
@@ -238,16 +238,16 @@ class Values:
         return _refuse(f"the type {kind!r}")
 
     def _array(self, node: dict[str, Any]) -> str:
-        item, least, most = (
+        item, minimum, maximum = (
             self._value(node.get("items", True)),
             node.get("minItems", 0),
             node.get("maxItems"),
         )
-        if most is not None and most < max(least, 1):
-            return '"[]"' if least == 0 else _refuse("'maxItems' below 'minItems'")
+        if maximum is not None and maximum < max(minimum, 1):
+            return '"[]"' if minimum == 0 else _refuse("'maxItems' below 'minItems'")
         rule, between = self._rules.rule(item), json.dumps(self._spelling.between)
-        more = repeated(f"({between} {rule})", max(least - 1, 0), None if most is None else most - 1)
-        return f'"[" {rule} {more} "]"' if least else f'"[" ({rule} {more})? "]"'
+        more = repeated(f"({between} {rule})", max(minimum - 1, 0), None if maximum is None else maximum - 1)
+        return f'"[" {rule} {more} "]"' if minimum else f'"[" ({rule} {more})? "]"'
 
     def _members(self, node: dict[str, Any], key: Callable[[str], str | None], any_key: str) -> str:
         """The members of an object, in the order of its schema: a member may be left out if it is not
@@ -308,22 +308,22 @@ class Values:
         mark = self._rules.mark("<escape>")
         return f"{mark} {json.dumps(text, ensure_ascii=False)} {mark}" if text else f"{mark} {mark}"
 
-    def _string(self, least: int, most: int | None) -> str:
-        upper = "" if most is None else most
+    def _string(self, minimum: int, maximum: int | None) -> str:
+        upper = "" if maximum is None else maximum
         if self._spelling.is_python:
             escape = r"\\['\"\\nrt]"
             plain = r"\\\x00-\x1f\x7f" + self._spelling.excluded
             single, double = (
-                rf"/{quote}([^{quote}{plain}]|{escape}){{{least},{upper}}}{quote}/" for quote in "'\""
+                rf"/{quote}([^{quote}{plain}]|{escape}){{{minimum},{upper}}}{quote}/" for quote in "'\""
             )
             return f"({single} | {double})"
         mark = self._rules.mark("<escape>")
-        held = self._rules.text("", _GEMMA_ENDS, least, most)
+        held = self._rules.text("", _GEMMA_ENDS, minimum, maximum)
         if "<[" not in mark:
             return f'"<escape>" {held}'
         ends = "|".join(map(_escaped, _GEMMA_ENDS))
-        body = f"/(?s:.{{{max(least, 1)},{upper}}})/ & ~/(?s:.*)({ends})(?s:.*)/"
-        return f"{mark} ({held} | {self._rules.terminal(body)}{'' if least else '?'} {mark})"
+        body = f"/(?s:.{{{max(minimum, 1)},{upper}}})/ & ~/(?s:.*)({ends})(?s:.*)/"
+        return f"{mark} ({held} | {self._rules.terminal(body)}{'' if minimum else '?'} {mark})"
 
 
 def _argument(name: str) -> str | None:

@@ -83,7 +83,7 @@ class VectorCore(EngineCore):
         self._batches[message.request_id] = batch
         self._feed_or_fail(batch)
         if not batch.live:
-            self._outbox.setdefault(owner, []).append(self._news(batch))
+            self._outbox.setdefault(owner, []).append(self._output(batch))
 
     def abort(self, owner: int, request_ids: tuple[RequestId, ...]) -> None:
         """See `EngineCore`."""
@@ -95,19 +95,19 @@ class VectorCore(EngineCore):
 
     def step(self) -> Outputs:
         """See `EngineCore`: outputs about texts become outputs about their batches."""
-        told: Outputs = {}
+        reported: Outputs = {}
         for owner, outputs in super().step().items():
             touched: dict[RequestId, _Batch] = {}
             for output in outputs:
                 batch = self._of_text.pop(output.request_id, None)
                 if batch is None:  # A submission that was no batch.
-                    told.setdefault(owner, []).append(output)
+                    reported.setdefault(owner, []).append(output)
                     continue
                 self._take(batch, output)
                 touched[batch.message.request_id] = batch
             for batch in touched.values():
-                told.setdefault(owner, []).append(self._news(batch))
-        return told
+                reported.setdefault(owner, []).append(self._output(batch))
+        return reported
 
     def _feed(self, batch: _Batch) -> None:
         """Let the scheduler have more texts of a batch.
@@ -156,7 +156,7 @@ class VectorCore(EngineCore):
         batch.pending = iter(())
         super().abort(batch.owner, tuple(batch.live))
 
-    def _news(self, batch: _Batch) -> Output:
+    def _output(self, batch: _Batch) -> Output:
         """The output for a batch: vectors, and its end with its last text."""
         vectors, batch.vectors = tuple(batch.vectors), []
         name, finish = batch.message.request_id, None

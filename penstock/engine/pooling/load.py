@@ -41,7 +41,7 @@ def build_any_runner(
         return build_runner(path, config, clock, on_progress)
     runner = build_runner(path, _config_for(path, config, pooling), clock, on_progress)
     assert isinstance(runner, Runner), "it computes on the processor"
-    return PoolingRunner(runner.parts, _told(runner.info, pooling), pooling)
+    return PoolingRunner(runner.parts, _reported(runner.info, pooling), pooling)
 
 
 def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> ModelInfo | None:
@@ -56,7 +56,7 @@ def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> Mo
     if (pooling := stored_pooling(path)) is None:
         return decoders.plan_model(path, config, clock)
     info = decoders.plan_model(path, _config_for(path, config, pooling), clock)
-    return None if info is None else _told(info, pooling)
+    return None if info is None else _reported(info, pooling)
 
 
 def on_processor(config: EngineConfig) -> EngineConfig:
@@ -78,7 +78,7 @@ def _config_for(path: Path, config: EngineConfig, pooling: PoolingSpec) -> Engin
     return config
 
 
-def _told(info: ModelInfo, pooling: PoolingSpec) -> ModelInfo:
+def _reported(info: ModelInfo, pooling: PoolingSpec) -> ModelInfo:
     """The reported pooling, in the place of the decoder's facts."""
     return replace(
         info, pooling=pooling.kind, dimensions=pooling.dimensions, capabilities=VECTOR_CAPABILITIES

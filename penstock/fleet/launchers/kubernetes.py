@@ -41,7 +41,7 @@ ANNOTATION = "penstock.dev/leader"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEAVES_FIRST = "-1000000"
 CONFLICT, CONFLICTS_MAX = 409, 3
-HEARD_S = 5.0
+RECEIVED_S = 5.0
 """Another server's word counts for so long."""
 PLACELESS_S = 300.0
 """Pods that find no machine for so long, or are not found, are no use to wait for: another pool may do."""
@@ -199,10 +199,10 @@ class KubernetesPool:
         """See `ScalePool`."""
         serving = [pod for pod in self._staying() if pod.is_ready and self._serves(pod)]
         workers = [worker for pod in serving if (worker := self._worker(pod)) is not None]
-        told = [(each.backend.status.stats, each.backend.status.info) for each in workers]
+        reported = [(each.backend.status.stats, each.backend.status.info) for each in workers]
         rows = [
             stats.rows_max if stats and stats.rows_max else info.max_running if info else 0
-            for stats, info in told
+            for stats, info in reported
         ]
         wanted = self._num_wanted()
         return PoolState(
@@ -326,10 +326,10 @@ class KubernetesPool:
         if worker_id is None:
             return True
         if self._leadership is not None:
-            heard_ns = int(HEARD_S * NS_PER_S)
-            if now_ns - self._left_ns[name] < heard_ns:  # Others may not have heard yet that it leaves.
+            received_ns = int(RECEIVED_S * NS_PER_S)
+            if now_ns - self._left_ns[name] < received_ns:  # Others may not have heard yet that it leaves.
                 return False
-            busy = [each for at_ns, each in self._busy.values() if now_ns - at_ns < heard_ns]
+            busy = [each for at_ns, each in self._busy.values() if now_ns - at_ns < received_ns]
             if any(worker_id in each for each in busy):
                 return False
         return self._registry.get(worker_id) is None

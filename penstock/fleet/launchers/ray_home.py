@@ -30,7 +30,7 @@ class WorkerHome:
         self._port = ReservedPort(host)
         self._process: WorkerProcess | None = None
         self._lines: deque[str] = deque(maxlen=LINES_MAX)
-        self._news = asyncio.Event()
+        self._wake = asyncio.Event()
 
     async def address(self) -> str:
         """Where the worker listens, or will."""
@@ -73,12 +73,12 @@ class WorkerHome:
 
     async def lines(self) -> list[str]:
         """The lines that the worker has printed since the last call; waits until there is something."""
-        await self._news.wait()
-        self._news.clear()
+        await self._wake.wait()
+        self._wake.clear()
         lines = list(self._lines)
         self._lines.clear()
         return lines
 
     def _say(self, line: str) -> None:
         self._lines.append(line)
-        self._news.set()
+        self._wake.set()

@@ -128,7 +128,7 @@ class Admin:
             InvalidRequest: `seconds` is no whole number of them.
         """
         query = query_of(exchange)
-        seconds = whole_number(query, "seconds", RECENT_S, least=1, most=DAY_S)
+        seconds = whole_number(query, "seconds", RECENT_S, minimum=1, maximum=DAY_S)
         await self._show(exchange, LookAt("history", seconds))
 
     async def alerts(self, exchange: Exchange, caller: Caller) -> None:
@@ -151,9 +151,9 @@ class Admin:
         if kind and kind not in get_args(Kind):
             message = f"Invalid value for 'kind': expected one of {', '.join(get_args(Kind))}."
             raise InvalidRequest(message, param="kind", code="invalid_value")
-        most = whole_number(query, "most", LISTED_MAX, least=1, most=LISTED_MAX)
-        before = whole_number(query, "before", 0, least=0, most=2**53)
-        await self._show(exchange, LookAt("audit", about=kind, before=before, most=most))
+        limit = whole_number(query, "most", LISTED_MAX, minimum=1, maximum=LISTED_MAX)
+        before = whole_number(query, "before", 0, minimum=0, maximum=2**53)
+        await self._show(exchange, LookAt("audit", about=kind, before=before, limit=limit))
 
     async def _show(self, exchange: Exchange, at: LookAt) -> None:
         watch = self._watch
@@ -325,7 +325,7 @@ def _worker(
         kv_blocks_used=stats and stats.blocks_used,
         kv_blocks_total=stats and stats.blocks_total,
         generated_tokens=stats and stats.generated_tokens,
-        age_s=round((now_ns - worker.heard_ns) / NS_PER_S, 3) if worker.heard_ns else None,
+        age_s=round((now_ns - worker.received_ns) / NS_PER_S, 3) if worker.received_ns else None,
         cell=cell.name if cell is not None else "",
         rtt_ms=round(cell.rtt_ns / NS_PER_MS, 2) if cell is not None and cell.rtt_ns else None,
         wait_ms=round(cell.wait_ns / NS_PER_MS, 2) if cell is not None else None,

@@ -99,7 +99,7 @@ class CostsAdmin:
         if by not in GROUPS:
             message = f"Invalid value for 'by': expected one of {', '.join(GROUPS)}."
             raise InvalidRequest(message, param="by", code="invalid_value")
-        days = whole_number(query, "days", DAYS, least=1, most=DAYS_MAX)
+        days = whole_number(query, "days", DAYS, minimum=1, maximum=DAYS_MAX)
         if not config.ledger.enabled:
             raise InvalidRequest("This server keeps no ledger: ledger.enabled is false.", code="no_ledger")
         async with self._one_at_a_time:
@@ -129,8 +129,8 @@ def read_costs(config: Config, by: str, now_s: int, days: int) -> CostsReport:
     lines = sorted((_line(row.group[0], row.totals) for row in rows), key=_rank, reverse=True)
     if by == "day":
         lines.sort(key=lambda line: line.name, reverse=True)
-    told = read_days(directory / COSTS_DIRECTORY)
-    machines = cost_rows(told, ("day" if by == "day" else "model",), since, "", None)
+    reported = read_days(directory / COSTS_DIRECTORY)
+    machines = cost_rows(reported, ("day" if by == "day" else "model",), since, "", None)
     if by == "day":
         machines.reverse()
     return CostsReport(
@@ -142,7 +142,7 @@ def read_costs(config: Config, by: str, now_s: int, days: int) -> CostsReport:
         num_lines=len(lines),
         total=_line("", total_of(rows)),
         machines=[MachineLine(name=name, account=found) for (name,), found in machines[:LISTED_MAX]],
-        machines_total=next((found for _, found in cost_rows(told, (), since, "", None)), None),
+        machines_total=next((found for _, found in cost_rows(reported, (), since, "", None)), None),
     )
 
 

@@ -34,7 +34,7 @@ WATCH_S_MAX = 600.0
 REQUESTS_MAX = 100
 """Requests in one event; of more, the newest."""
 FIRST_REQUESTS_MAX = 300
-HEARD_S = 5.0
+RECEIVED_S = 5.0
 """A worker that reported within this time has no age: it would change with every event."""
 
 _encode = msgspec.json.Encoder().encode
@@ -182,8 +182,8 @@ class Feed:
             watcher.exchange.write(_event("own", self._look_own(watcher.caller)))
         elif not watcher.sees_requests:
             return
-        most = REQUESTS_MAX if watcher.seen else FIRST_REQUESTS_MAX
-        ended: list[EndedRequest] = recent.since(watcher.seen, most, tenant)
+        limit = REQUESTS_MAX if watcher.seen else FIRST_REQUESTS_MAX
+        ended: list[EndedRequest] = recent.since(watcher.seen, limit, tenant)
         watcher.seen = recent.num_ended
         if ended:
             watcher.exchange.write(_event("requests", ended))
@@ -191,7 +191,7 @@ class Feed:
 
 def _plain(worker: WorkerReport) -> dict[str, Any]:
     age_s = worker.age_s
-    shown = None if age_s is None or age_s < HEARD_S else float(round(age_s))
+    shown = None if age_s is None or age_s < RECEIVED_S else float(round(age_s))
     return msgspec.to_builtins(msgspec.structs.replace(worker, age_s=shown))
 
 

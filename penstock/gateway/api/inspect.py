@@ -222,7 +222,7 @@ class Inspect:
         self._started_ns = services.clock.now_ns()
         self._restarts: dict[str, dict[str, int]] = {}
         self.num_connections = 0
-        self.measure: Callable[[], None] = lambda: None  # What is to be counted anew for each page.
+        self.measure: Callable[[], None] = lambda: None  # Counts anew for each page.
         self.auth = not services.config.auth.disabled
 
     async def list_models(self, exchange: Exchange, caller: Caller) -> None:
@@ -428,10 +428,10 @@ class Inspect:
 def model_numbers(services: Services, metrics: Metrics) -> dict[str, ModelNumbers]:
     """The numbers of each model that only this process has."""
     metrics.count_ended()
-    lane_of, found = services.dispatcher.control.lane, dict[str, ModelNumbers]()
+    queue_of, found = services.dispatcher.control.model_queue, dict[str, ModelNumbers]()
     for name in (model.name for model in services.models):
-        lane, ttft = lane_of(name), metrics.model(name).ttft
-        waiting = services.cold.num_waiting(name) + (0 if lane is None else lane.queue.num_waiting)
+        queue, ttft = queue_of(name), metrics.model(name).ttft
+        waiting = services.cold.num_waiting(name) + (0 if queue is None else queue.queue.num_waiting)
         found[name] = ModelNumbers(waiting, ttft.sum, ttft.count)
     return found
 
@@ -487,14 +487,14 @@ def query_of(exchange: Exchange) -> dict[str, str]:
     return dict(parse_qsl(exchange.head.query[:1024]))
 
 
-def whole_number(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
+def whole_number(query: Mapping[str, str], name: str, default: int, *, minimum: int, maximum: int) -> int:
     """A number of a query.
 
     Raises:
         InvalidRequest: it is something else.
     """
     text = query.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) <= 16 and least <= int(text) <= most):
-        message = f"Invalid value for {name!r}: expected a whole number from {least} to {most}."
+    if not (text.isascii() and text.isdigit() and len(text) <= 16 and minimum <= int(text) <= maximum):
+        message = f"Invalid value for {name!r}: expected a whole number from {minimum} to {maximum}."
         raise InvalidRequest(message, param=name, code="invalid_value")
     return int(text)

@@ -139,10 +139,10 @@ def _read_places(value: bytes) -> frozenset[str]:
     return places_of(labels)
 
 
-def _max_wait_ns(value: bytes, most_ms: int) -> int:
+def _max_wait_ns(value: bytes, limit_ms: int) -> int:
     digits = value.strip()
-    if not digits.isdigit() or len(digits) > _DIGITS_MAX or not 0 < int(digits) <= most_ms:
-        raise _wrong("x-penstock-max-wait-ms", f"a whole number from 1 to {most_ms}", value)
+    if not digits.isdigit() or len(digits) > _DIGITS_MAX or not 0 < int(digits) <= limit_ms:
+        raise _wrong("x-penstock-max-wait-ms", f"a whole number from 1 to {limit_ms}", value)
     return int(digits) * NS_PER_MS
 
 

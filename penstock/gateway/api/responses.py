@@ -182,10 +182,10 @@ class Responses:
 
     def _check_size(self, num_bytes: int) -> None:
         """Bound what a request brings in by ids as the body of a chat that held it all would be."""
-        most = self._services.config.server.body_bytes_max
-        if num_bytes > most:
+        limit = self._services.config.server.body_bytes_max
+        if num_bytes > limit:
             raise TooLarge(
-                f"The input, with the stored items that it follows, is over the bound of {most} bytes."
+                f"The input, with the stored items that it follows, is over the bound of {limit} bytes."
             )
 
     async def _found(self, response_id: str, tenant: TenantId) -> StoredResponse:

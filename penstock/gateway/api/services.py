@@ -47,7 +47,7 @@ LISTED_MAX = 500
 NAME_CHARS_MAX = 128
 """Of a model that was asked for, which may be any text."""
 _HUNDREDTH_NS = NS_PER_MS // 100
-TOLD_MAX = 100
+REPORTED_MAX = 100
 """Requests that a process tells the parent at once, every second: of more the newest."""
 
 
@@ -108,7 +108,7 @@ class RecentRequests:
         self._kept: deque[_Ended | EndedRequest] = deque(maxlen=KEPT_MAX)
         self.num_ended = 0
         """The number of the last one."""
-        self._told = 0
+        self._reported = 0
 
     def add(self, exchange: Exchange, served: Served, measured: RequestMeasurement) -> None:
         """A request is over."""
@@ -126,10 +126,10 @@ class RecentRequests:
             )
         )  # fmt: skip
 
-    def take_untold(self) -> bytes:
-        """The last ones that were not taken before, at most `TOLD_MAX`, for `merge` in another process."""
-        told, self._told = self._told, self.num_ended
-        return _encode(self.since(told, TOLD_MAX))
+    def take_unreported(self) -> bytes:
+        """The last ones not taken before, at most `REPORTED_MAX`, for `merge` in another process."""
+        reported, self._reported = self._reported, self.num_ended
+        return _encode(self.since(reported, REPORTED_MAX))
 
     def merge(self, body: bytes) -> None:
         """Requests that ended in another process; it is numbered here."""

@@ -229,7 +229,7 @@ def _page(exchange: Exchange, rows: Sequence[T]) -> Sequence[T]:
     Raises:
         InvalidRequest: it says something else.
     """
-    offset = whole_number(query_of(exchange), "offset", 0, least=0, most=10**9)
+    offset = whole_number(query_of(exchange), "offset", 0, minimum=0, maximum=10**9)
     return rows[offset : offset + LISTED_MAX]
 
 

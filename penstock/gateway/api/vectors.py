@@ -263,15 +263,15 @@ def _input_tokens(
     Raises:
         InvalidRequest: a token id is not in the vocabulary, or a text is too long.
     """
-    most, special = (
+    limit, special = (
         text_tokens_max(request.truncate_prompt_tokens, info.max_model_len),
         request.add_special_tokens is not False,
     )
     texts = [each for each in inputs if isinstance(each, str)]
     if texts:
-        found = text_tokens(model.tokenizer, texts, most=most, add_special_tokens=special)
+        found = text_tokens(model.tokenizer, texts, limit=limit, add_special_tokens=special)
     else:
-        found = [TextTokens(tuple(each)[: most or None]) for each in inputs if not isinstance(each, str)]
+        found = [TextTokens(tuple(each)[: limit or None]) for each in inputs if not isinstance(each, str)]
         for i, each in enumerate(found):
             check_token_ids(each.ids, info.vocab_size, f"input[{i}]" if len(found) > 1 else "input")
     return _checked(found, info, "input")
@@ -285,15 +285,15 @@ def _scores_of(
     """How the scores of pairs come about, with whichever model it is."""
 
     def prepare(model: ServedModel, info: ModelInfo) -> _Texts:
-        name, most = (
+        name, limit = (
             "documents" if isinstance(request, RerankRequest) else "text_2",
             text_tokens_max(request.truncate_prompt_tokens, info.max_model_len),
         )
         if info.pooling == _SCORES:
-            tokens = _checked(pair_tokens(model.tokenizer, pairs, most=most), info, name)
+            tokens = _checked(pair_tokens(model.tokenizer, pairs, limit=limit), info, name)
             return _Texts(tokens, partial(_worded, wording, _first))
         texts = list(dict.fromkeys(chain.from_iterable(pairs)))  # Each is computed once.
-        tokens = _checked(text_tokens(model.tokenizer, texts, most=most), info, name)
+        tokens = _checked(text_tokens(model.tokenizer, texts, limit=limit), info, name)
         places = {text: i for i, text in enumerate(texts)}
         ends = [(places[one], places[other]) for one, other in pairs]
         return _Texts(tokens, partial(_worded, wording, partial(_cosines, pairs=ends)))

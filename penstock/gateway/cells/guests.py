@@ -160,14 +160,14 @@ def exchange_of(
 class GuestReply(Reply):
     """One answer, token by token; it is its stream's sink."""
 
-    __slots__ = ("_finish", "_is_told", "_name", "_send")
+    __slots__ = ("_finish", "_is_reported", "_name", "_send")
 
     def __init__(self, context: Context, name: RequestId, send: Callable[[Output], None]) -> None:
         """`send` takes what is for the cell that the guest came from."""
         super().__init__(context)
         self._name, self._send = name, send
         self._finish: Finish | None = None
-        self._is_told = False
+        self._is_reported = False
 
     def on_delta(self, delta: Delta) -> None:
         """More output."""
@@ -177,8 +177,8 @@ class GuestReply(Reply):
         usage = None
         if delta.token_ids:
             self.first_output()
-            if not self._is_told:
-                self._is_told, usage = True, self.first_usage()
+            if not self._is_reported:
+                self._is_reported, usage = True, self.first_usage()
         if not delta.token_ids and not delta.prompt_logprobs:
             return  # Text that was held back: it is made anew over there.
         logprobs = tuple(map(_by_id, delta.logprobs, delta.token_ids)) or None

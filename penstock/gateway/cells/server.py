@@ -170,7 +170,7 @@ class _Connection(asyncio.Protocol):
         self.cell = ""
         self._server, self._services = server, server.tools.services
         self._model: ServedModel | None = None
-        self._told: Ready | Loading | None = None
+        self._said: Ready | Loading | None = None
         self._living: dict[RequestId, GuestReply] = {}
         self._outputs: list[Output] = []
         self._decoder, self._nonce = FrameDecoder(), b""
@@ -234,8 +234,8 @@ class _Connection(asyncio.Protocol):
         if self._model is None:
             return
         now = self._condition(self._model)
-        if now != self._told:
-            self._told = now
+        if now != self._said:
+            self._said = now
             self._send(encode(now))
         if not isinstance(now, Ready) and not self._services.leaving:
             for reply in list(self._living.values()):
@@ -314,21 +314,25 @@ class _Connection(asyncio.Protocol):
             self._send(encode(CellReport(sent_ns=ping.sent_ns)))
             return
         workers = list(self._workers(self._model))
-        lane = self._services.dispatcher.control.lane(self._model.name)
-        waiting = lane.queue.num_waiting if lane is not None else 0
-        rooms = [room for each in workers if lane is not None and (room := lane.rooms.get(each.id))]
-        told = [each.backend.status.stats for each in workers]
-        known = [stats for stats in told if stats is not None]
+        model_queue = self._services.dispatcher.control.model_queue(self._model.name)
+        waiting = model_queue.queue.num_waiting if model_queue is not None else 0
+        capacities = [
+            worker
+            for each in workers
+            if model_queue is not None and (worker := model_queue.workers.get(each.id))
+        ]
+        reported = [each.backend.status.stats for each in workers]
+        known = [stats for stats in reported if stats is not None]
         stats = Stats(
             step=0,
-            running=sum(room.booked + room.others for room in rooms),
+            running=sum(worker.booked + worker.others for worker in capacities),
             waiting=waiting,
             blocks_total=sum(each.blocks_total for each in known),
             blocks_used=sum(each.blocks_used for each in known),
             blocks_cached=0,
             rows_max=sum(each.rows_max for each in known),
         )
-        wait_ns = waiting * lane.gap_ns if lane is not None else 0
+        wait_ns = waiting * model_queue.gap_ns if model_queue is not None else 0
         report = CellReport(sent_ns=ping.sent_ns, wait_ns=wait_ns, num_ready=len(workers))
         self._send(encode(report) + encode(stats))
 

@@ -282,12 +282,12 @@ class StretchedPromises:
         self._config, self._log = config, log
         self._said: set[str] = set()
 
-    def look(self, model: str, lane: ModelQueue | None) -> None:
+    def look(self, model: str, model_queue: ModelQueue | None) -> None:
         """See what the model's requests have taken so far."""
         target_ms = self._config.ttft_target_ms
-        if lane is None or not target_ms or model in self._said:
+        if model_queue is None or not target_ms or model in self._said:
             return
-        holds_ns = IDLE_FACTOR * lane.pace.idle_ttft_ns(PROMPT_TOKENS, PROMPT_TOKENS)
+        holds_ns = IDLE_FACTOR * model_queue.pace.idle_ttft_ns(PROMPT_TOKENS, PROMPT_TOKENS)
         if holds_ns > target_ms * NS_PER_MS:
             self._said.add(model)
             self._log.warning(

@@ -72,7 +72,7 @@ class Dispatcher:
             policies.anomalies,
             processes=processes,
             shed_kv_above=policies.shed_kv_above,
-            on_news=self._dispatch_soon,
+            on_change=self._dispatch_soon,
         )
 
     def __len__(self) -> int:
@@ -132,8 +132,8 @@ class Dispatcher:
 
     def left_alone(self, model: str, *, rests: bool = True) -> Mapping[WorkerId, str]:
         """Workers of a model that are ready and given nothing, or little: `FleetHealth.left_alone`."""
-        told = self._health.left_alone(self._clock.now_ns(), model, rests=rests)
-        return told | self._workers.left_alone(model)
+        reported = self._health.left_alone(self._clock.now_ns(), model, rests=rests)
+        return reported | self._workers.left_alone(model)
 
     def heartbeat(self, ticks: int) -> None:
         """Let every reply that was silent for `ticks` calls show that it lives."""

@@ -55,16 +55,16 @@ class WorkerFeed:
         *,
         processes: int,
         shed_kv_above: float,
-        on_news: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         """`processes`: gateways that use the workers; of several, what runs there is not all ours.
 
-        `on_news` is called for a change that cannot wait for the next request: some wait, or a worker's KV
+        `on_change` is called for a change that cannot wait for the next request: some wait, or a worker's KV
         memory is fuller than the share `shed_kv_above`. It may ask for a `refresh`, later.
         """
         self._control, self._meters, self._processes = control, meters, processes
         self._anomalies = anomalies
-        self._shed_kv_above, self._on_news = shed_kv_above, on_news
+        self._shed_kv_above, self._on_change = shed_kv_above, on_change
         self._changed: dict[WorkerId, Worker] = {worker.id: worker for worker in registry}
         self._round_trips: dict[str, int] = {}
         self._ready: set[WorkerId] = set()
@@ -94,9 +94,9 @@ class WorkerFeed:
     def num_waiting(self) -> Iterator[tuple[str, int]]:
         """Each model, and how many requests wait for it."""
         for route in self._routes:
-            lane = self._control.lane(route)
-            if lane is not None:
-                yield route, lane.queue.num_waiting
+            model_queue = self._control.model_queue(route)
+            if model_queue is not None:
+                yield route, model_queue.queue.num_waiting
 
     def round_trips(self) -> Iterator[tuple[str, int]]:
         """Each peer cell, and how far it is, there and back."""
@@ -105,7 +105,7 @@ class WorkerFeed:
     def _note(self, worker: Worker) -> None:
         self._changed[worker.id] = worker
         if any(count for _, count in self.num_waiting()) or self._is_nearly_full(worker):
-            self._on_news()
+            self._on_change()
 
     def _is_nearly_full(self, worker: Worker) -> bool:
         """Whether streams may have to end there for the sake of others that run there: no request need wait
@@ -203,7 +203,7 @@ def cell_view(worker: Worker) -> CellView | None:
     if worker.cell is None:
         return None
     assert isinstance(worker.backend, CellBackend), "who is a peer speaks as one"
-    rtt_ns, wait_ns = worker.backend.rtt_ns, worker.backend.told.wait_ns
+    rtt_ns, wait_ns = worker.backend.rtt_ns, worker.backend.cell_report.wait_ns
     return CellView(name=worker.cell.name, rtt_ns=rtt_ns, wait_ns=wait_ns, price=worker.cell.egress_price)
 
 
@@ -338,8 +338,8 @@ class WakeCalls:
     def look(self) -> None:
         """Wake every model that something waits for."""
         for route in dict.fromkeys(worker.route for worker in self._registry if worker.sleeps):
-            lane = self._control.lane(route)
-            if self._registry.of(route).sleeps and lane is not None and lane.queue.num_waiting:
+            model_queue = self._control.model_queue(route)
+            if self._registry.of(route).sleeps and model_queue is not None and model_queue.queue.num_waiting:
                 self.wanted(route)
 
     def close(self) -> None:

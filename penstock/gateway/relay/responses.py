@@ -77,7 +77,7 @@ class _Part:
         fields = {"output_index": self.where["output_index"], "item": msgspec.structs.replace(self.item)}
         return "response.output_item.added", fields
 
-    def told(self, kind: str, **fields: object) -> Event:
+    def event(self, kind: str, **fields: object) -> Event:
         """An event about the one part of a message or of reasoning."""
         return kind, {**self.where, "content_index": 0, **fields}
 
@@ -92,19 +92,19 @@ class _Part:
         """Fill the item in."""
         item, text = self.item, "".join(self.pieces)
         item.status = status
-        told: list[Event] = []
+        sent: list[Event] = []
         if isinstance(item, CallItem):
             item.arguments = text
             fields = {**self.where, "name": item.name, "arguments": text}
-            told.append(("response.function_call_arguments.done", fields))
+            sent.append(("response.function_call_arguments.done", fields))
         else:
             part = item.content[0]
             part.text = text
             more = {"logprobs": part.logprobs} if isinstance(part, OutputText) else {}
-            told.append(self.told(f"response.{part.type}.done", text=text, **more))
-            told.append(self.told("response.content_part.done", part=part))
+            sent.append(self.event(f"response.{part.type}.done", text=text, **more))
+            sent.append(self.event("response.content_part.done", part=part))
         fields = {"output_index": self.where["output_index"], "item": item}
-        return [*told, ("response.output_item.done", fields)]
+        return [*sent, ("response.output_item.done", fields)]
 
 
 class Items:
@@ -130,41 +130,41 @@ class Items:
         were not shown, are now known to be reasoning.
         """
         self._logprobs = [*self._logprobs, *logprobs][num_thoughts:]
-        told: list[Event] = []
+        sent: list[Event] = []
         for event in events:
             match event:
                 case Text(text):
-                    told += self._text(text)
+                    sent += self._text(text)
                 case Thought(text):
-                    told += self._thought(text)
+                    sent += self._thought(text)
                 case CallPiece():
                     if event.name:
-                        told += self._begin(self._call(event.name, self._new_call_id()))
+                        sent += self._begin(self._call(event.name, self._new_call_id()))
                     assert self._open is not None, "a call's first piece has its name"
-                    told += self._open.grow(event.arguments)
+                    sent += self._open.grow(event.arguments)
         if events and not isinstance(events[-1], Text):
             self._logprobs = []  # Of what is no text.
-        return told
+        return sent
 
     def passed(self, piece: ToolCallPiece) -> list[Event]:
         """Part of a call that a provider made: its own id, for the call's answer goes back to it."""
-        told: list[Event] = []
+        sent: list[Event] = []
         if (part := self._passed.get(piece.index)) is None:
-            told += self._close("completed")
+            sent += self._close("completed")
             part = self._added(self._call(piece.name, piece.id or self._new_call_id()))
             self._passed[piece.index] = part
-            told.append(part.begun())
-        return told + part.grow(piece.arguments)
+            sent.append(part.begun())
+        return sent + part.grow(piece.arguments)
 
     def finish(self, *, is_whole: bool) -> list[Event]:
         """The end. An answer of nothing is an empty message."""
         status = "completed" if is_whole else "incomplete"
-        told = [] if any(not isinstance(item, ReasoningItem) for item in self.items) else self._message()
-        told += self._close(status)
+        sent = [] if any(not isinstance(item, ReasoningItem) for item in self.items) else self._message()
+        sent += self._close(status)
         passed, self._passed = self._passed, {}
         for part in passed.values():
-            told += part.end(status)
-        return told
+            sent += part.end(status)
+        return sent
 
     def _text(self, text: str) -> list[Event]:
         if self._open is None or not isinstance(self._open.item, MessageItem):
@@ -172,14 +172,14 @@ class Items:
             if not text.strip():
                 self._white = text
                 return []
-        told = self._message()
+        sent = self._message()
         self._white = ""
         part = self._open
         assert part is not None
         part.pieces.append(text)
         shown, self._logprobs = self._logprobs, []
         cast(MessageItem, part.item).content[0].logprobs += shown
-        return [*told, part.told("response.output_text.delta", delta=text, logprobs=shown)]
+        return [*sent, part.event("response.output_text.delta", delta=text, logprobs=shown)]
 
     def _message(self) -> list[Event]:
         """Open a message, if none is."""
@@ -188,28 +188,28 @@ class Items:
         return self._begin(MessageItem(id=self._id("msg")))
 
     def _thought(self, text: str) -> list[Event]:
-        told: list[Event] = []
+        sent: list[Event] = []
         if self._open is None or not isinstance(self._open.item, ReasoningItem):
-            told = self._begin(ReasoningItem(id=self._id("rs")))
+            sent = self._begin(ReasoningItem(id=self._id("rs")))
         assert self._open is not None
         self._open.pieces.append(text)
-        return [*told, self._open.told("response.reasoning_text.delta", delta=text)]
+        return [*sent, self._open.event("response.reasoning_text.delta", delta=text)]
 
     def _call(self, name: str, call_id: str) -> CallItem:
         return CallItem(id=self._id("fc"), call_id=call_id, name=name)
 
     def _begin(self, item: OutputItem) -> list[Event]:
         """The next item, which grows from now on."""
-        told = self._close("completed")
+        sent = self._close("completed")
         part = self._open = self._added(item)
-        told.append(part.begun())
+        sent.append(part.begun())
         if isinstance(item, CallItem):
-            return told
+            return sent
         if isinstance(item, MessageItem):
             item.content, shown = [OutputText(logprobs=[])], OutputText()
         else:
             item.content, shown = [ReasoningText()], ReasoningText()
-        return [*told, part.told("response.content_part.added", part=shown)]
+        return [*sent, part.event("response.content_part.added", part=shown)]
 
     def _added(self, item: OutputItem) -> _Part:
         self._white = ""
@@ -384,8 +384,10 @@ class ResponseStream(StreamReply):
             return
         if not self._num_events:
             self._created()
-        told = error_answer(error)
-        fault = ResponseFault(code=str(told.code or told.type or "server_error"), message=told.message or "")
+        answer = error_answer(error)
+        fault = ResponseFault(
+            code=str(answer.code or answer.type or "server_error"), message=answer.message or ""
+        )
         body = msgspec.structs.replace(
             self._draft.body, status="failed", error=fault, output=list(self._items.items)
         )

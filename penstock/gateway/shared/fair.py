@@ -29,7 +29,7 @@ SILENCE_S = 5.0
 again."""
 
 
-class _Told(msgspec.Struct, frozen=True, array_like=True):
+class _Served(msgspec.Struct, frozen=True, array_like=True):
     """One message."""
 
     site: str
@@ -38,7 +38,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_Told)
+_DECODER = msgspec.msgpack.Decoder(_Served)
 
 
 class RedisShares:
@@ -80,7 +80,7 @@ class RedisShares:
     def tell(self, served: tuple[ServedUnits, ...]) -> None:
         """See `FairLink.tell`."""
         for i in range(0, len(served), UNITS_MAX):
-            self._unsent.append(_ENCODER.encode(_Told(self._site, served[i : i + UNITS_MAX])))
+            self._unsent.append(_ENCODER.encode(_Served(self._site, served[i : i + UNITS_MAX])))
         self._wanted.set()
 
     async def _keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -112,9 +112,9 @@ class RedisShares:
                     continue
                 self._num_unheard = 0
                 with contextlib.suppress(msgspec.MsgspecError):  # Nonsense of others is theirs.
-                    told = _DECODER.decode(message["data"])
-                    if told.site != self._site:
-                        self._heed(told.units)
+                    reported = _DECODER.decode(message["data"])
+                    if reported.site != self._site:
+                        self._heed(reported.units)
 
 
 class FairLink(Protocol):

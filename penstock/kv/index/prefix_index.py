@@ -339,7 +339,7 @@ class PrefixIndex:
             self._tiers[Tier.DEVICE][key & self._low_bits].get(key, 0) & holder.bit
         )
 
-    def was_told(self, worker: int, key: int) -> bool:
+    def was_reported(self, worker: int, key: int) -> bool:
         """Whether the worker itself said that it has this block, in any tier; not only a prediction says
         so.
         """

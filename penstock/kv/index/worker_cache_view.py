@@ -409,7 +409,9 @@ class WorkerCacheView:
             self.trust += AUDIT_WEIGHT * (min(actual, expected) / expected - self.trust)
         assert 0.0 <= self.trust <= 1.0, self.trust
         if actual and self.state is not StreamState.UNKNOWN:
-            self.num_unreported = 0 if self._index.was_told(self.worker, keys[0]) else self.num_unreported + 1
+            self.num_unreported = (
+                0 if self._index.was_reported(self.worker, keys[0]) else self.num_unreported + 1
+            )
         if self.state is StreamState.UNKNOWN:
             self._resize(actual, expected)
             self._predict(now_ns, keys)

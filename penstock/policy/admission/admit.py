@@ -323,9 +323,9 @@ class AdmissionControl:
     def _much_sooner(self, facts: AdmitFacts) -> Divert | None:
         """A fallback that answers in a fraction of the time: only where both times are known."""
         mine_ns = _expected_ns(facts.requested)
-        most_ns = min(mine_ns * PREFER_FRACTION, mine_ns - PREFER_SAVES_MS * NS_PER_MS)
+        limit_ns = min(mine_ns * PREFER_FRACTION, mine_ns - PREFER_SAVES_MS * NS_PER_MS)
         for candidate in self._fallbacks(facts):
-            if not candidate.is_full and 0 < _expected_ns(candidate) <= most_ns:
+            if not candidate.is_full and 0 < _expected_ns(candidate) <= limit_ns:
                 return Divert(candidate.model, "slo")
         return None
 

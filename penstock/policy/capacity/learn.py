@@ -109,11 +109,11 @@ class ServiceRate(msgspec.Struct, kw_only=True):
     @property
     def safe(self) -> float:
         """The rate that one worker may be given; 0: nothing is known."""
-        most = max(self.good, self.trust * self.guess)
+        ceiling = max(self.good, self.trust * self.guess)
         if self.full:
-            most = min(max(self.good, SAFE * self.full), SAFE_MAX * self.full)
+            ceiling = min(max(self.good, SAFE * self.full), SAFE_MAX * self.full)
         limit = self.lateness.limit(LATE_MAX / 2)
-        return min(most, max(limit, LATE_FLOOR * (self.full or most)))
+        return min(ceiling, max(limit, LATE_FLOOR * (self.full or ceiling)))
 
     def take(self, seen: Signals) -> None:
         """Learn from one look."""

@@ -187,21 +187,21 @@ class Hedging(Extra):
         outcome = HedgeOutcome.FAILED if is_second else HedgeOutcome.SAVED
         lost = self._drop(now_ns, request, attempt, HedgeOutcome.ENDED if error is None else outcome, error)
         if error is not None:
-            request.lane.failed(lost.worker_id, request)
+            request.model_queue.failed(lost.worker_id, request)
 
     # --- hooks ------------------------------------------------------------------------------------
 
     def started(self, now_ns: int, request: Request) -> None:
         """See `Extra`."""
         tokens, first = uncached_tokens(request), self._may_hedge(request)
-        self._hedges.started(now_ns, request.lane.route, request.id, prompt_tokens=tokens, first=first)
+        self._hedges.started(now_ns, request.model_queue.route, request.id, prompt_tokens=tokens, first=first)
 
     def first_output(self, now_ns: int, request: Request) -> None:
         """See `Extra`: requests that were not tried again say what is usual."""
         if request.hedged_ns >= 0 or request.attempts == 1:
             since_ns = request.hedged_ns if request.hedged_ns >= 0 else request.dispatched_ns
             tokens = uncached_tokens(request)
-            self._hedges.began(request.lane.route, now_ns - since_ns, prompt_tokens=tokens)
+            self._hedges.began(request.model_queue.route, now_ns - since_ns, prompt_tokens=tokens)
 
     def ending(self, now_ns: int, request: Request) -> Abort | None:
         """See `Extra`: the second attempt is dropped first."""
@@ -226,7 +226,9 @@ class Hedging(Extra):
     # --- inside -----------------------------------------------------------------------------------
 
     def _may_hedge(self, request: Request) -> bool:
-        return request.attempts == 1 and request.facts.choices == 1 and not request.lane.is_apart(request)
+        return (
+            request.attempts == 1 and request.facts.choices == 1 and not request.model_queue.is_apart(request)
+        )
 
     def _is_silent(self, request_id: RequestId) -> bool:
         request = self._requests.get(request_id)
@@ -244,7 +246,7 @@ class Hedging(Extra):
 
         Without an `error` its worker is not blamed.
         """
-        hedge, lane = request.hedge, request.lane
+        hedge, model_queue = request.hedge, request.model_queue
         assert hedge is not None, f"{request.id} runs once"
         assert attempt in (request.attempt, hedge.attempt), f"{request.id} has no attempt {attempt}"
         request.hedge = None
@@ -253,29 +255,29 @@ class Hedging(Extra):
             worker, work = request.worker, request.booked
             request.worker, request.dispatched_ns = hedge.worker, hedge.started_ns
             request.attempt, request.hedge_booked = hedge.attempt, hedge.work
-        lane.release(now_ns, worker, work)
-        self._health.ended(now_ns, lane.route, worker, error)
-        self._hedges.tell(lane.route, outcome)
-        self._on_change(lane)
+        model_queue.release(now_ns, worker, work)
+        self._health.ended(now_ns, model_queue.route, worker, error)
+        self._hedges.tell(model_queue.route, outcome)
+        self._on_change(model_queue)
         return Abort(request.id, worker, attempt)
 
     def _start_hedge(self, now_ns: int, request: Request) -> Start | None:
-        lane, attempt = request.lane, request.attempts + 1
+        model_queue, attempt = request.model_queue, request.attempts + 1
         name = RequestId(f"{request.id}{MARK}{attempt}")
         work = hedge_of(request, name)
-        room = lane.place_hedge(now_ns, work, request.worker)
-        if room is None:
-            self._hedges.tell(lane.route, HedgeOutcome.NO_ROOM)
+        worker = model_queue.place_hedge(now_ns, work, request.worker)
+        if worker is None:
+            self._hedges.tell(model_queue.route, HedgeOutcome.NO_ROOM)
             return None
         if not self._hedges.take():
-            self._hedges.tell(lane.route, HedgeOutcome.NO_BUDGET)
+            self._hedges.tell(model_queue.route, HedgeOutcome.NO_BUDGET)
             return None
-        lane.book(now_ns, work, room)
-        request.hedge = Hedge(room.id, work, attempt, now_ns)
+        model_queue.book(now_ns, work, worker)
+        request.hedge = Hedge(worker.id, work, attempt, now_ns)
         request.hedged_ns, request.attempts = request.dispatched_ns, attempt
-        self._health.started(now_ns, lane.route, room.id)
-        order = lane.queue.order_of(request)
-        return Start(request.id, lane.route, room.id, order, attempt, is_hedge=True)
+        self._health.started(now_ns, model_queue.route, worker.id)
+        order = model_queue.queue.order_of(request)
+        return Start(request.id, model_queue.route, worker.id, order, attempt, is_hedge=True)
 
 
 MARK = "~"

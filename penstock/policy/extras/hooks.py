@@ -159,8 +159,8 @@ class FirstTokens:
         assert waited_ns > 0, waited_ns
         window = self._windows.get((route, worker, prompt_tokens.bit_length()))
         if window is not None:
-            most_us = window.quantile(QUANTILE) * 5 // 4 + 1
-            window.add(min(waited_ns // _NS_PER_US, most_us))
+            limit_us = window.quantile(QUANTILE) * 5 // 4 + 1
+            window.add(min(waited_ns // _NS_PER_US, limit_us))
 
 
 _AGAIN_NS = NS_PER_S
@@ -200,7 +200,7 @@ class AttemptClock(Extra):
         """See `Extra`."""
         if not request.has_begun and request.hedge is None and _is_external(request, request.worker):
             ttft_ns = now_ns - request.dispatched_ns
-            self._firsts.took(request.lane.route, request.worker, _tokens(request), ttft_ns)
+            self._firsts.took(request.model_queue.route, request.worker, _tokens(request), ttft_ns)
 
     def attempt_lost(
         self,
@@ -212,7 +212,7 @@ class AttemptClock(Extra):
     ) -> None:
         """See `Extra`."""
         if isinstance(error, AttemptTimeout):
-            self._firsts.gave_up(request.lane.route, worker, _tokens(request), error.waited_ns)
+            self._firsts.gave_up(request.model_queue.route, worker, _tokens(request), error.waited_ns)
         if request.hedge is not None and worker == request.worker:
             self._watch(now_ns, request, request.hedge.worker, request.hedge.attempt)
 
@@ -224,7 +224,7 @@ class AttemptClock(Extra):
                 wait_ms = request.facts.first_token_ns // NS_PER_MS
                 error = Evicted(
                     f"no first token within {wait_ms} ms, which is as long as the client waits",
-                    retry_after_s=request.lane.retry_after_s(),
+                    retry_after_s=request.model_queue.retry_after_s(),
                 )
                 yield request, "late", error
 
@@ -257,8 +257,8 @@ class AttemptClock(Extra):
         """Bound an attempt that begins, or runs alone from now on."""
         if request.has_begun or not _is_external(request, worker):
             return
-        doubt_ns = self._health.doubt_ns(request.lane.route, worker)
-        bound_ns = self._firsts.bound_ns(request.lane.route, worker, _tokens(request), doubt_ns)
+        doubt_ns = self._health.doubt_ns(request.model_queue.route, worker)
+        bound_ns = self._firsts.bound_ns(request.model_queue.route, worker, _tokens(request), doubt_ns)
         if deadline_ns := _deadline_ns(request):
             half_ns = max(1, (deadline_ns - now_ns) // 2)
             bound_ns = min(bound_ns or half_ns, half_ns)
@@ -292,8 +292,8 @@ def _deadline_ns(request: Request) -> int:
 
 
 def _is_external(request: Request, worker: WorkerId) -> bool:
-    room = request.lane.rooms.get(worker)
-    return room is not None and room.view.is_external
+    capacity = request.model_queue.workers.get(worker)
+    return capacity is not None and capacity.view.is_external
 
 
 def _tokens(request: Request) -> int:

@@ -275,7 +275,7 @@ class CrashQuarantine(Extra):
         """See `Extra`: a suspect is started as the quarantine says."""
         assert request.state is State.QUEUED, f"{request.id} does not wait"
         if (trial := self._quarantine.trial(now_ns, request.facts)) is not None:
-            self._apart[request.id] = _Tried(request.lane.route, trial)
+            self._apart[request.id] = _Tried(request.model_queue.route, trial)
 
     def started(self, now_ns: int, request: Request) -> None:
         """See `Extra`."""

@@ -52,7 +52,7 @@ class FlowControl:
     """See the module. One per gateway process, or per simulated gateway."""
 
     __slots__ = (
-        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_extras", "_fallbacks", "_lanes",
+        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_extras", "_fallbacks", "_model_queues",
         "_pending", "_policies", "_quarantine", "_requests", "_timers", "_timers_set", "_transitions",
         "hedging",
     )  # fmt: skip
@@ -64,7 +64,7 @@ class FlowControl:
         self._fallbacks = Fallbacks(
             self._policies, self._accounts, self._requests, self._look, retries_max=self._config.retries_max
         )
-        self._lanes: dict[str, ModelQueue] = {}
+        self._model_queues: dict[str, ModelQueue] = {}
         self._dirty: dict[str, ModelQueue] = {}
         self._timers: list[tuple[int, int, ModelQueue]] = []
         self._timers_set = 0
@@ -111,33 +111,30 @@ class FlowControl:
         for extra in self._extras:
             if (error := extra.refusal(now_ns, facts)) is not None:
                 return Refused(facts.id, "quarantine", error)
-        lane = self._lane(now_ns, facts.route)
+        model_queue = self._model_queue(now_ns, facts.route)
         verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
         if not isinstance(verdict, Pass):
             return verdict
-        if not (self._config.no_worker_wait_s or lane.rooms.num_ready or lane.wake_ns):
+        if not (self._config.no_worker_wait_s or model_queue.workers.num_ready or model_queue.wake_ns):
             return Refused(facts.id, "no_worker", _no_worker(facts.route))
         holds = self._accounts.open(now_ns, facts)
         if isinstance(holds, Refused):
             return holds
-        request = request_of(facts, now_ns, lane, holds, verdict)
-        if isinstance(dropped := lane.queue.push(now_ns, request), Full):
+        request = request_of(facts, now_ns, model_queue, holds, verdict)
+        if isinstance(dropped := model_queue.queue.push(now_ns, request), Full):
             self._accounts.undo(now_ns, facts, holds)
-            return Refused(facts.id, "queue", lane.overloaded(dropped))
+            return Refused(facts.id, "queue", model_queue.overloaded(dropped))
         self._requests[facts.id] = request
         if facts.adapter:
-            lane.placement.asked(now_ns, request, lane.rooms)
+            model_queue.placement.asked(now_ns, request, model_queue.workers)
         for extra in self._extras:
             extra.queued(now_ns, request)
-        self._touch(lane)
+        self._touch(model_queue)
         self._drop_for_room(now_ns, dropped)
         return Queued(facts.id, facts.route, verdict.predicted_ns)
 
     def cancel(self, now_ns: int, request_id: RequestId) -> Settled | Abort | None:
-        """The client left.
-
-        Settled if it only waited; an `Abort` if it runs; None if it has ended or is ending already.
-        """
+        """The client left. Settled: it only waited; an `Abort`: it runs; None: it has ended or is ending."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -153,8 +150,8 @@ class FlowControl:
         """
         if self._drain_ns is not None:
             return False
-        lane = self._lane(now_ns, facts.route)
-        moved = self._fallbacks.move(now_ns, facts, lane)
+        model_queue = self._model_queue(now_ns, facts.route)
+        moved = self._fallbacks.move(now_ns, facts, model_queue)
         if moved is None:
             return False
         request = self._requests[facts.id]
@@ -165,9 +162,9 @@ class FlowControl:
     def stay(self, request_id: RequestId) -> None:
         """It was to move, and cannot: it waits on where it is."""
         request = self._requests.get(request_id)
-        if request is not None and request_id in request.lane.leaving:
-            request.lane.leaving.discard(request_id)
-            self._touch(request.lane)
+        if request is not None and request_id in request.model_queue.leaving:
+            request.model_queue.leaving.discard(request_id)
+            self._touch(request.model_queue)
 
     def drain(self, now_ns: int, deadline_ns: int) -> None:
         """Refuse what is new from now on; accepted requests may run until the deadline, then they are
@@ -179,11 +176,11 @@ class FlowControl:
 
     def set_worker(self, now_ns: int, route: str, worker_id: WorkerId, view: WorkerView | None) -> None:
         """Take a worker's report; None: it is gone, and what ran there will be reported by `failed`."""
-        lane = self._lane(now_ns, route)
-        lane.set_worker(now_ns, worker_id, view)
+        model_queue = self._model_queue(now_ns, route)
+        model_queue.set_worker(now_ns, worker_id, view)
         ready, is_external = (None, False) if view is None else (view.ready, view.is_external)
         self._policies.health.worker(route, worker_id, ready=ready, is_external=is_external)
-        self._touch(lane)
+        self._touch(model_queue)
 
     def first_output(self, now_ns: int, request_id: RequestId, *, cached_tokens: int | None = None) -> None:
         """The first token came (of any choice); `cached_tokens` of all prompts, if the worker reported
@@ -194,12 +191,13 @@ class FlowControl:
             return
         assert request.hedge is None, "the driver says first which of two attempts won"
         if request.state is State.STARTED:
-            lane = request.lane
-            lane.begin(now_ns, request.worker, request.booked)
+            model_queue = request.model_queue
+            model_queue.begin(now_ns, request.worker, request.booked)
             for extra in self._extras:
                 extra.first_output(now_ns, request)
-            self._policies.health.began(now_ns, lane.route, request.worker, now_ns - request.dispatched_ns)
-            self._touch(lane)
+            took_ns = now_ns - request.dispatched_ns
+            self._policies.health.began(now_ns, model_queue.route, request.worker, took_ns)
+            self._touch(model_queue)
         self._advance(now_ns, request, Event.FIRST_OUTPUT)
         if cached_tokens is not None:
             request.counted_cached_tokens = min(cached_tokens, request.facts.prompt_tokens)
@@ -305,14 +303,14 @@ class FlowControl:
             self._evict_all(now_ns, actions)
         timers = self._timers
         while timers and timers[0][0] <= now_ns:
-            when_ns, _, lane = heappop(timers)
-            if lane.timer_ns == when_ns:
-                lane.timer_ns = None
-                self._touch(lane)
+            when_ns, _, model_queue = heappop(timers)
+            if model_queue.timer_ns == when_ns:
+                model_queue.timer_ns = None
+                self._touch(model_queue)
         if self._dirty:
             dirty, self._dirty = self._dirty, {}
-            for lane in dirty.values():
-                self._serve(now_ns, lane, actions)
+            for model_queue in dirty.values():
+                self._serve(now_ns, model_queue, actions)
         for extra in self._extras:
             actions += extra.due(now_ns)
         return actions
@@ -326,14 +324,14 @@ class FlowControl:
         own preemption is fair, and nothing is lost by it. Lowest band first, in it the longest answer still
         to come; protected bands never.
         """
-        lane, actions = self._lanes.get(route), list[Action]()
-        for room in lane.rooms.take_fresh() if lane is not None else ():
-            assert lane is not None, "its rooms were just looked at"
-            view = room.view
+        model_queue, actions = self._model_queues.get(route), list[Action]()
+        for worker in model_queue.workers.take_fresh() if model_queue is not None else ():
+            assert model_queue is not None, "its rooms were just looked at"
+            view = worker.view
             if view.kv_blocks_used <= view.kv_blocks_total * self._config.shed_kv_above:
                 continue  # Nearly always: no worker need be looked up.
-            here = [self._booked_as(name) for name in room.begun]
-            for request in victims(self._config, lane, room, here):
+            here = [self._booked_as(name) for name in worker.begun]
+            for request in victims(self._config, model_queue, worker, here):
                 error = Evicted("gave way to requests of a higher band: KV memory ran out")
                 self._evict(now_ns, request, "memory", error, actions)
         return actions
@@ -374,9 +372,9 @@ class FlowControl:
         """Whether a request that runs would continue elsewhere if its worker ended it; `now`: at once."""
         return self._fallbacks.can_move(now_ns, request, now=now)
 
-    def lane(self, route: str) -> ModelQueue | None:
+    def model_queue(self, route: str) -> ModelQueue | None:
         """A model's queue and workers, for gauges."""
-        return self._lanes.get(route)
+        return self._model_queues.get(route)
 
     def __len__(self) -> int:
         """Requests that were accepted and have not ended."""
@@ -384,19 +382,19 @@ class FlowControl:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _lane(self, now_ns: int, route: str) -> ModelQueue:
-        lane = self._lanes.get(route)
-        if lane is None:
+    def _model_queue(self, now_ns: int, route: str) -> ModelQueue:
+        model_queue = self._model_queues.get(route)
+        if model_queue is None:
             policies = self._policies
             placement, pace = policies.placement(route), policies.pace()
-            lane = self._lanes[route] = ModelQueue(
+            model_queue = self._model_queues[route] = ModelQueue(
                 self._config, route, now_ns, placement, policies.health, pace, self._quarantine
             )
-        return lane
+        return model_queue
 
     def _look(self, now_ns: int, facts: RequestFacts) -> Callable[[str], RouteLoad]:
         def look(route: str) -> RouteLoad:
-            return self._lane(now_ns, route).load(now_ns, work_of(facts, now_ns, 0))
+            return self._model_queue(now_ns, route).load(now_ns, work_of(facts, now_ns, 0))
 
         return look
 
@@ -404,48 +402,50 @@ class FlowControl:
         """The request that is booked at a worker under a name."""
         return self._requests.get(name) or self._requests[RequestId(name.rpartition(MARK)[0])]
 
-    def _serve(self, now_ns: int, lane: ModelQueue, actions: list[Action]) -> None:
-        while (late := lane.next_expired(now_ns)) is not None:
+    def _serve(self, now_ns: int, model_queue: ModelQueue, actions: list[Action]) -> None:
+        while (late := model_queue.next_expired(now_ns)) is not None:
             work, reason = late
             if reason == "late" and (leaves := self._fallbacks.too_late(now_ns, self._requests[work.id])):
                 actions.append(leaves)
                 continue
             waited_s = (now_ns - work.queued_ns) / NS_PER_S
-            error: PenstockError = _no_worker(lane.route)
+            error: PenstockError = _no_worker(model_queue.route)
             if reason == "timeout":
-                error = Evicted(f"waited {waited_s:.1f} s without a turn", retry_after_s=lane.retry_after_s())
+                error = Evicted(
+                    f"waited {waited_s:.1f} s without a turn", retry_after_s=model_queue.retry_after_s()
+                )
             elif reason == "late":
                 why = f"waited {waited_s:.1f} s, and could not be answered in time any more"
-                error = Evicted(why, retry_after_s=lane.retry_after_s())
+                error = Evicted(why, retry_after_s=model_queue.retry_after_s())
             self._evict(now_ns, self._requests[work.id], reason, error, actions)
-        if lane.queue.num_waiting and not lane.wake_ns:
-            self._look_elsewhere(now_ns, lane, actions)
-        while (start := lane.next_start(now_ns)) is not None:
-            work, room = start
+        if model_queue.queue.num_waiting and not model_queue.wake_ns:
+            self._look_elsewhere(now_ns, model_queue, actions)
+        while (start := model_queue.next_start(now_ns)) is not None:
+            work, worker = start
             request = self._requests[work.id]
-            request.worker = room.id
+            request.worker = worker.id
             answer = self._advance(now_ns, request, Event.DISPATCH)
             assert isinstance(answer, Start), "what is dispatched starts"
             actions.append(answer)
         if self._config.shed_kv_above < 1:
-            actions += self.shed(now_ns, lane.route)
-        due_ns = lane.due_ns(now_ns)
-        if due_ns is not None and (lane.timer_ns is None or due_ns < lane.timer_ns):
-            lane.timer_ns = due_ns
+            actions += self.shed(now_ns, model_queue.route)
+        due_ns = model_queue.due_ns(now_ns)
+        if due_ns is not None and (model_queue.timer_ns is None or due_ns < model_queue.timer_ns):
+            model_queue.timer_ns = due_ns
             self._timers_set += 1
-            heappush(self._timers, (due_ns, self._timers_set, lane))
+            heappush(self._timers, (due_ns, self._timers_set, model_queue))
 
-    def _look_elsewhere(self, now_ns: int, lane: ModelQueue, actions: list[Action]) -> None:
+    def _look_elsewhere(self, now_ns: int, model_queue: ModelQueue, actions: list[Action]) -> None:
         """If no worker is left, or none may be used: what waits falls back to another model under the rules
         of admission, else it waits on.
         """
-        found, stay, more = self._fallbacks.ask(now_ns, lane)
+        found, stay, more = self._fallbacks.ask(now_ns, model_queue)
         actions += found
-        if lane.down_ns is not None and not self._config.no_worker_wait_s:
+        if model_queue.down_ns is not None and not self._config.no_worker_wait_s:
             for request in stay:
-                self._evict(now_ns, request, "no_worker", _no_worker(lane.route), actions)
+                self._evict(now_ns, request, "no_worker", _no_worker(model_queue.route), actions)
         if more:
-            self._touch(lane)
+            self._touch(model_queue)
 
     def _drop_for_room(self, now_ns: int, dropped: Sequence[Work]) -> None:
         for victim in dropped:
@@ -487,8 +487,8 @@ class FlowControl:
         aborts = [extra.ending(now_ns, request) for extra in self._extras]
         actions.extend(abort for abort in aborts if abort is not None)
 
-    def _touch(self, lane: ModelQueue) -> None:
-        self._dirty[lane.route] = lane
+    def _touch(self, model_queue: ModelQueue) -> None:
+        self._dirty[model_queue.route] = model_queue
 
 
 def _settled(answer: Settled | Abort | Start | None) -> Settled:

@@ -48,7 +48,7 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
     """A waiting request in its form for another model."""
 
     facts: RequestFacts
-    lane: ModelQueue
+    model_queue: ModelQueue
     work: Work
     holds: Holds
 
@@ -208,44 +208,46 @@ class Transitions:
         return answer
 
     def _enqueue(self, now_ns: int, request: Request, change: Change) -> None:
-        lane = request.lane
+        model_queue = request.model_queue
         if change.moved is not None:
-            dropped = lane.queue.push(now_ns, request)
+            dropped = model_queue.queue.push(now_ns, request)
             assert not isinstance(dropped, Full), "it was asked"
             for extra in self._extras:
                 extra.queued(now_ns, request)
-            self._on_change(lane)
+            self._on_change(model_queue)
             self._on_dropped(now_ns, dropped)
             return
-        lane.failed(request.worker, request)
+        model_queue.failed(request.worker, request)
         if request.has_begun:
             count(request, change.usage)
             request.blocks, request.goes_on = blocks_of(request), True
-        lane.queue.requeue(now_ns, request, has_begun=request.has_begun)
-        self._on_change(lane)
+        model_queue.queue.requeue(now_ns, request, has_begun=request.has_begun)
+        self._on_change(model_queue)
 
     def _leave(self, now_ns: int, request: Request, change: Change) -> None:
         if request.waiting:  # Else the queue dropped it, to make room for another one.
-            request.lane.queue.remove(request)
-        self._on_change(request.lane)  # A request behind it may fit.
+            request.model_queue.queue.remove(request)
+        self._on_change(request.model_queue)  # A request behind it may fit.
 
     def _retarget(self, now_ns: int, request: Request, change: Change) -> None:
         assert change.moved is not None, "a move says what it becomes"
         self._forget(request)
         self._accounts.undo(now_ns, request.facts, request)
         moved = change.moved
-        request.retarget(moved.facts, moved.lane, moved.work, moved.holds)
+        request.retarget(moved.facts, moved.model_queue, moved.work, moved.holds)
 
     def _start(self, now_ns: int, request: Request, change: Change) -> Start:
-        lane = request.lane
+        model_queue = request.model_queue
         request.attempt = request.attempts
         for extra in self._extras:
             extra.started(now_ns, request)
-        self._policies.health.started(now_ns, lane.route, request.worker)
+        self._policies.health.started(now_ns, model_queue.route, request.worker)
         if request.matched_tokens:
             charge_matched(request)
-        order = lane.queue.order_of(request)
-        return Start(request.id, lane.route, request.worker, order, request.attempts, request.takes_row)
+        order = model_queue.queue.order_of(request)
+        return Start(
+            request.id, model_queue.route, request.worker, order, request.attempts, request.takes_row
+        )
 
     def _abort(self, now_ns: int, request: Request, change: Change) -> Abort:
         return Abort(request.id, request.worker)
@@ -255,34 +257,34 @@ class Transitions:
 
         A prompt counts once a worker has read it, or the client left while it was read.
         """
-        facts, lane = request.facts, request.lane
+        facts, model_queue = request.facts, request.model_queue
         count(request, change.usage)
         if request.has_begun or request.outcome in (Outcome.FINISHED, Outcome.CANCELLED):
             request.counted_prompt_tokens = facts.prompt_tokens
             charge(request, request.completion_tokens)
             each = request.completion_tokens // facts.choices
-            self._policies.lengths.observe(facts.tenant.id, lane.route, each)
+            self._policies.lengths.observe(facts.tenant.id, model_queue.route, each)
         else:
             request.counted_cached_tokens = request.completion_tokens = 0
-            lane.queue.charge(request, 0)
+            model_queue.queue.charge(request, 0)
         if request.outcome is Outcome.FINISHED:
             self._policies.health.succeeded()
             for extra in self._extras:
                 extra.finished(facts)
-        lane.queue.end(request)
+        model_queue.queue.end(request)
 
     def _release(self, now_ns: int, request: Request, change: Change) -> None:
-        lane = request.lane
-        self._policies.health.ended(now_ns, lane.route, request.worker, change.error)
+        model_queue = request.model_queue
+        self._policies.health.ended(now_ns, model_queue.route, request.worker, change.error)
         usage = change.usage if request.state is State.ENDED else None
         booked = request.booked
         request.identity = booked.identity  # Of the attempt that was ahead, if there were two.
-        lane.release(now_ns, request.worker, booked, usage)
+        model_queue.release(now_ns, request.worker, booked, usage)
         request.hedge_booked = None
-        self._on_change(lane)
+        self._on_change(model_queue)
 
     def _forget(self, request: Request) -> None:
-        request.lane.forget(request)
+        request.model_queue.forget(request)
         for extra in self._extras:
             extra.left(request)
 
@@ -343,29 +345,29 @@ class Fallbacks:
         self._rounds: dict[str, _Round] = {}
         """By model."""
 
-    def ask(self, now_ns: int, lane: ModelQueue) -> tuple[list[FallBack], list[Request], bool]:
+    def ask(self, now_ns: int, model_queue: ModelQueue) -> tuple[list[FallBack], list[Request], bool]:
         """The requests that wait for a model that has no worker, or none that may be used: which requests
         could go elsewhere, which could not, and whether there are more to ask. Each is asked once while that
         lasts.
         """
         found, stay = list[FallBack](), list[Request]()
-        unusable = _unusable(now_ns, lane, self._policies.health)
-        entered = lane.queue.take_entered()
+        unusable = _unusable(now_ns, model_queue, self._policies.health)
+        entered = model_queue.queue.take_entered()
         if unusable is None:
             if self._rounds:
-                self._rounds.pop(lane.route, None)
+                self._rounds.pop(model_queue.route, None)
             return found, stay, False
         why, since_ns = unusable
         assert since_ns <= now_ns, "trouble that has not begun is none"
-        asking = self._rounds.get(lane.route)
+        asking = self._rounds.get(model_queue.route)
         if asking is None or asking.since_ns != since_ns:
-            asking = self._rounds[lane.route] = _Round(since_ns, deque(lane.waiting()))
+            asking = self._rounds[model_queue.route] = _Round(since_ns, deque(model_queue.waiting()))
         else:
             asking.unasked.extend(entered)
         unasked = asking.unasked
         while unasked and len(found) + len(stay) < ASKED_MAX:
             work = unasked.popleft()
-            request = self._requests.get(work.id) if lane.queue.waits(work) else None
+            request = self._requests.get(work.id) if model_queue.queue.waits(work) else None
             if request is None or request.has_begun or request.asked_ns == since_ns:
                 continue
             request.asked_ns = since_ns
@@ -378,11 +380,11 @@ class Fallbacks:
 
     def can_leave(self, now_ns: int, request: Request) -> bool:
         """Whether another worker or model would take a request that runs and has given nothing."""
-        lane, facts, health = request.lane, request.facts, self._policies.health
+        model_queue, facts, health = request.model_queue, request.facts, self._policies.health
         may_retry = request.attempts - request.attempts_elsewhere <= self._retries_max
         if (
             may_retry
-            and lane.has_other(now_ns, request, besides=request.worker, now=True)
+            and model_queue.has_other(now_ns, request, besides=request.worker, now=True)
             and health.can_retry(now_ns)
         ):
             return True
@@ -392,14 +394,14 @@ class Fallbacks:
         """Whether a request that runs on a worker of ours would continue on another one if this one ended it;
         `now`: one has room. One move is left for a worker that is lost.
         """
-        lane, health = request.lane, self._policies.health
-        room = lane.rooms.get(request.worker)
+        model_queue, health = request.model_queue, self._policies.health
+        worker = model_queue.workers.get(request.worker)
         if request.state not in (State.STARTED, State.STREAMING) or request.hedge is not None:
             return False
-        if room is None or room.view.is_external:
+        if worker is None or worker.view.is_external:
             return False
-        identity = room.view.identity if request.has_begun else ""
-        if not lane.has_other(now_ns, request, besides=room.id, now=now, identity=identity):
+        identity = worker.view.identity if request.has_begun else ""
+        if not model_queue.has_other(now_ns, request, besides=worker.id, now=now, identity=identity):
             return False
         if request.has_begun:
             return request.migrations + 1 < self._policies.migrations_max
@@ -413,15 +415,15 @@ class Fallbacks:
         if request.state not in (State.STARTED, State.STREAMING):
             return Event.FAIL, None
         if request.has_begun:
-            room, most = request.lane.rooms.get(request.worker), self._policies.migrations_max
-            if room is not None and room.view.is_external:
-                most = min(most, FOREIGN_MIGRATIONS_MAX)
-            may_move = request.migrations < most
+            worker, limit = request.model_queue.workers.get(request.worker), self._policies.migrations_max
+            if worker is not None and worker.view.is_external:
+                limit = min(limit, FOREIGN_MIGRATIONS_MAX)
+            may_move = request.migrations < limit
             return (Event.MIGRATE if may_move else Event.FAIL), None
-        lane, health = request.lane, self._policies.health
-        lane.failed(request.worker, request)
+        model_queue, health = request.model_queue, self._policies.health
+        model_queue.failed(request.worker, request)
         may_retry = request.attempts - request.attempts_elsewhere <= self._retries_max
-        has_other = lane.has_other(now_ns, request)
+        has_other = model_queue.has_other(now_ns, request)
         if may_retry and has_other and health.may_retry(now_ns):
             return Event.RETRY, None
         if (leaves := self.leave(now_ns, request, _WHY.get(type(error), "failure"))) is not None:
@@ -435,11 +437,11 @@ class Fallbacks:
         """It has waited too long for its promise, behind attempts at an external worker: requests ahead of it
         there cannot be seen or ordered here, so another model may have it.
         """
-        if not any(room.view.is_external for room in request.lane.rooms):
+        if not any(worker.view.is_external for worker in request.model_queue.workers):
             return None
         action = self.leave(now_ns, request, "slo")
         if action is not None:
-            request.lane.queue.wait_on(request)
+            request.model_queue.queue.wait_on(request)
         return action
 
     def leave(self, now_ns: int, request: Request, why: DowngradeReason) -> FallBack | None:
@@ -447,13 +449,13 @@ class Fallbacks:
         has moved, or stays.
         """
         facts = request.facts
-        if request.has_begun or facts.id in request.lane.leaving:
+        if request.has_begun or facts.id in request.model_queue.leaving:
             return None
         route = self._policies.admission.elsewhere(now_ns, facts, self._look(now_ns, facts))
         if not route:
             return None
         assert route != facts.route, "a model is not its own fallback"
-        request.lane.leaving.add(facts.id)
+        request.model_queue.leaving.add(facts.id)
         return FallBack(facts.id, route, why)
 
     def _without_worker(self, now_ns: int, request: Request, why: DowngradeReason) -> FallBack | None:
@@ -462,31 +464,33 @@ class Fallbacks:
         verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
         return FallBack(facts.id, verdict.route, verdict.why) if isinstance(verdict, Diverted) else None
 
-    def move(self, now_ns: int, facts: RequestFacts, lane: ModelQueue) -> Moved | None:
+    def move(self, now_ns: int, facts: RequestFacts, model_queue: ModelQueue) -> Moved | None:
         """Its work to wait in that queue; None if a worker has come back, it has ended, or it is not let in
         there.
         """
         request = self._requests.get(facts.id)
         if request is None or request.state is not State.QUEUED or request.has_begun:
             return None
-        if lane is request.lane or (request.lane.down_ns is None and facts.id not in request.lane.leaving):
+        if model_queue is request.model_queue or (
+            request.model_queue.down_ns is None and facts.id not in request.model_queue.leaving
+        ):
             return None
         verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
         if not isinstance(verdict, Pass):
             return None
         work = work_of(facts, request.arrived_ns, 0, verdict)
-        if lane.queue.would_refuse(work):
+        if model_queue.queue.would_refuse(work):
             return None
         holds = self._accounts.open(now_ns, facts)
         if isinstance(holds, Refused):
             return None
         work.output_tokens = holds.expected
-        return Moved(facts, lane, work, holds)
+        return Moved(facts, model_queue, work, holds)
 
 
-def _unusable(now_ns: int, lane: ModelQueue, health: Health) -> tuple[DowngradeReason, int] | None:
+def _unusable(now_ns: int, model_queue: ModelQueue, health: Health) -> tuple[DowngradeReason, int] | None:
     """Why none of a model's workers may be used, and since when; None: one may."""
-    if lane.down_ns is not None:
-        return "unavailable", lane.down_ns
-    trouble = health.trouble(now_ns, lane.route)
+    if model_queue.down_ns is not None:
+        return "unavailable", model_queue.down_ns
+    trouble = health.trouble(now_ns, model_queue.route)
     return (trouble.why, trouble.since_ns) if trouble is not None and trouble.why else None

@@ -88,7 +88,7 @@ class AdapterPlacement:
         """The workers that are to keep it."""
         return self._homes.get(adapter, ())
 
-    def asked(self, now_ns: int, adapter: str, tokens: int, rooms: CapacityTable) -> None:
+    def asked(self, now_ns: int, adapter: str, tokens: int, workers: CapacityTable) -> None:
         """A request for it came, of so many tokens. Gives the orders that follow."""
         assert adapter, "a request for the model itself needs none"
         before = self._demand.pop(adapter, AdapterDemand()).now(now_ns)
@@ -97,15 +97,15 @@ class AdapterPlacement:
         self._demand[adapter] = AdapterDemand(before.requests + 1, before.tokens + tokens, now_ns)
         if self._planned_ns is None or now_ns - self._planned_ns >= PLAN_S * NS_PER_S:
             self._planned_ns = now_ns
-            self._plan(now_ns, rooms)
-        self._order_load(now_ns, adapter, rooms)
+            self._plan(now_ns, workers)
+        self._order_load(now_ns, adapter, workers)
 
-    def wait_ns(self, now_ns: int, room: WorkerCapacity, adapter: str) -> int:
+    def wait_ns(self, now_ns: int, worker: WorkerCapacity, adapter: str) -> int:
         """The wait of a request for it that is sent there now, for its load."""
-        view = room.view
+        view = worker.view
         if view.adapters is None or not view.adapters_max:
             return 0 if view.adapters is not None and adapter in view.adapters else self._load_ns
-        loading = self._loading.get(room.id)
+        loading = self._loading.get(worker.id)
         if adapter in view.adapters:
             if loading is not None:
                 loading.pop(adapter, None)
@@ -114,52 +114,58 @@ class AdapterPlacement:
         due_ns = loading.get(adapter) if loading is not None else None
         if due_ns is not None and now_ns - due_ns < _FORGET_S * NS_PER_S:
             return max(due_ns - now_ns, load_ns // 8)
-        wait_ns = self._free_ns(now_ns, room) - now_ns + load_ns
-        return int(wait_ns * _HOME) if room.id in self.homes(adapter) else wait_ns
+        wait_ns = self._free_ns(now_ns, worker) - now_ns + load_ns
+        return int(wait_ns * _HOME) if worker.id in self.homes(adapter) else wait_ns
 
-    def started(self, now_ns: int, adapter: str, room: WorkerCapacity) -> None:
+    def started(self, now_ns: int, adapter: str, worker: WorkerCapacity) -> None:
         """A request for it was sent there: it is loaded there if it is not yet."""
-        view = room.view
+        view = worker.view
         if view.adapters is None or not view.adapters_max or adapter in view.adapters:
             return
-        loading = self._loading.setdefault(room.id, {})
+        loading = self._loading.setdefault(worker.id, {})
         if adapter not in loading:
-            loading[adapter] = self._free_ns(now_ns, room) + (view.adapter_load_ns or self._load_ns)
+            loading[adapter] = self._free_ns(now_ns, worker) + (view.adapter_load_ns or self._load_ns)
 
-    def _free_ns(self, now_ns: int, room: WorkerCapacity) -> int:
+    def _free_ns(self, now_ns: int, worker: WorkerCapacity) -> int:
         """When the loads that were caused there are over."""
-        loading = self._loading.get(room.id)
+        loading = self._loading.get(worker.id)
         if not loading:
             return now_ns
-        has = room.view.adapters or frozenset()
+        has = worker.view.adapters or frozenset()
         for name in [each for each, due_ns in loading.items() if each in has or now_ns > due_ns + NS_PER_S]:
             del loading[name]
         return max(now_ns, *loading.values()) if loading else now_ns
 
-    def _order_load(self, now_ns: int, adapter: str, rooms: CapacityTable) -> None:
+    def _order_load(self, now_ns: int, adapter: str, workers: CapacityTable) -> None:
         """Let it be loaded where that is soonest, unless it is somewhere or on its way."""
-        able = [room for room in rooms if _can_load(room, adapter)]
+        able = [worker for worker in workers if _can_load(worker, adapter)]
         if not able or any(
-            adapter in (room.view.adapters or ()) or adapter in self._loading.get(room.id, ())
-            for room in able
+            adapter in (worker.view.adapters or ()) or adapter in self._loading.get(worker.id, ())
+            for worker in able
         ):
             return
-        best = min(able, key=lambda room: (self.wait_ns(now_ns, room, adapter), room.booked, room.number))
+        best = min(
+            able, key=lambda worker: (self.wait_ns(now_ns, worker, adapter), worker.booked, worker.number)
+        )
         self.started(now_ns, adapter, best)
         self.on_order(ResidencyOrder(best.id, (adapter,), keep=False))
 
     # --- homes --------------------------------------------------------------------------------------
 
-    def _plan(self, now_ns: int, rooms: CapacityTable) -> None:
+    def _plan(self, now_ns: int, workers: CapacityTable) -> None:
         """Assign homes again, and order the workers for which that changes anything."""
-        able = {room.id: room for room in rooms if room.view.ready and room.view.adapters_max}
+        able = {
+            capacity.id: capacity
+            for capacity in workers
+            if capacity.view.ready and capacity.view.adapters_max
+        }
         for gone in [each for each in self._loading if each not in able]:
             del self._loading[gone]
         for gone in [each for each in self._kept if each not in able]:
             del self._kept[gone]
         self._homes, by_worker = give_homes(
             {name: demand.now(now_ns) for name, demand in self._demand.items()},
-            {worker: _Holder.of(room) for worker, room in able.items()},
+            {worker: _Holder.of(capacity) for worker, capacity in able.items()},
             self._homes,
         )
         for worker, names in by_worker.items():
@@ -180,10 +186,10 @@ class _Holder:
     tokens: float = 0.0
 
     @classmethod
-    def of(cls, room: WorkerCapacity) -> "_Holder":
-        most, view = room.view.adapters_max, room.view
-        places = most - max(1, most // NOBODYS) if most > 1 else most
-        return cls(places, room.number, view.adapters or frozenset(), view.adapters_served, [])
+    def of(cls, worker: WorkerCapacity) -> "_Holder":
+        limit, view = worker.view.adapters_max, worker.view
+        places = limit - max(1, limit // NOBODYS) if limit > 1 else limit
+        return cls(places, worker.number, view.adapters or frozenset(), view.adapters_served, [])
 
     def takes(self, name: str) -> bool:
         """Whether it has a place for it, and could load it."""
@@ -233,7 +239,7 @@ def _fitness(
     return (worker not in before.get(name, ()), name not in holder.has, holder.tokens, holder.number)
 
 
-def _can_load(room: WorkerCapacity, adapter: str) -> bool:
-    view = room.view
+def _can_load(worker: WorkerCapacity, adapter: str) -> bool:
+    view = worker.view
     serves = view.adapters_served is None or adapter in view.adapters_served
     return view.ready and view.adapters_max > 0 and serves

@@ -418,27 +418,27 @@ class LeastLoaded:
 
     __slots__ = ()
 
-    def asked(self, now_ns: int, work: Work, rooms: CapacityTable) -> None:
+    def asked(self, now_ns: int, work: Work, workers: CapacityTable) -> None:
         """Nothing is prepared."""
 
     def place(
         self,
         now_ns: int,
         work: Work,
-        rooms: CapacityTable,
+        workers: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
     ) -> WorkerCapacity | None:
         """The least loaded that it fits on."""
-        return rooms.place(work, avoid, blocked)
+        return workers.place(work, avoid, blocked)
 
-    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+    def started(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """Nothing is learned."""
 
-    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+    def began(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """Nothing is learned."""
 
-    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
+    def ended(self, now_ns: int, work: Work, worker: WorkerCapacity, usage: Usage | None) -> None:
         """Nothing is learned."""
 
 

@@ -52,7 +52,7 @@ class Located(Protocol):
         ...
 
     def holders(self, limit: int) -> Sequence[tuple[WorkerId, Held]]:
-        """Up to `most` workers that have something, longest prefix first."""
+        """Up to `limit` workers that have something, longest prefix first."""
         ...
 
 
@@ -190,25 +190,25 @@ class Router:
 
     # --- parts.Placement ---------------------------------------------------------------------------
 
-    def asked(self, now_ns: int, work: Work, rooms: CapacityTable) -> None:
+    def asked(self, now_ns: int, work: Work, workers: CapacityTable) -> None:
         """See `contracts.Placement`."""
-        self.adapters.asked(now_ns, work.adapter, work.prompt_tokens + work.output_tokens, rooms)
+        self.adapters.asked(now_ns, work.adapter, work.prompt_tokens + work.output_tokens, workers)
 
     def place(
         self,
         now_ns: int,
         work: Work,
-        rooms: CapacityTable,
+        workers: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
     ) -> WorkerCapacity | Hold | None:
         """See `contracts.Placement`."""
-        look = _Look(now_ns, work, rooms, avoid, blocked)
+        look = _Look(now_ns, work, workers, avoid, blocked)
         if work.aside and not self._may_fit(look):
             return None
         if self._held:
             self._held.pop(work.id, None)
-        decision = self._decide(look) if (only := rooms.only) is None else self._decide_only(look, only)
+        decision = self._decide(look) if (only := workers.only) is None else self._decide_only(look, only)
         picked, choice = decision.picked, decision.choice
         if choice.reason == "none":
             work.hold_for = picked.worker if picked is not None else _NO_WORKERS
@@ -221,48 +221,48 @@ class Router:
             hold = self._held[work.id] = Hold(picked.worker, now_ns + max(1, int(choice.hold_s * NS_PER_S)))
             return hold
         work.matched_tokens = picked.device_tokens + picked.host_tokens
-        return rooms.get(picked.worker)
+        return workers.get(picked.worker)
 
-    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+    def started(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """See `contracts.Placement`."""
         if work.session:
-            self._sessions.put(now_ns, work.session, room.id)
+            self._sessions.put(now_ns, work.session, worker.id)
         if work.adapter:
-            self._adapters.put(now_ns, work.adapter, room.id)
-            self.adapters.started(now_ns, work.adapter, room)
-        if room.alone:
+            self._adapters.put(now_ns, work.adapter, worker.id)
+            self.adapters.started(now_ns, work.adapter, worker)
+        if worker.alone:
             return
-        running = room.booked + room.others
-        rows = room.view.max_running
+        running = worker.booked + worker.others
+        rows = worker.view.max_running
         self._sent[work.id] = _Sent(
             now_ns,
-            room.pending_tokens - uncached_tokens(work),
+            worker.pending_tokens - uncached_tokens(work),
             running - work.streams,
             waited=0 < rows < running,
         )
         if work.keys is not None:
-            self._locality.sent(now_ns, room.id, work.keys)
+            self._locality.sent(now_ns, worker.id, work.keys)
 
-    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+    def began(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """See `contracts.Placement`."""
         sent = self._sent.get(work.id)
         if sent is not None and not sent.began_ns:
-            sent.began_ns, sent.began_streams = now_ns, room.booked + room.others
+            sent.began_ns, sent.began_streams = now_ns, worker.booked + worker.others
 
-    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
+    def ended(self, now_ns: int, work: Work, worker: WorkerCapacity, usage: Usage | None) -> None:
         """See `contracts.Placement`."""
         sent = self._sent.pop(work.id, None)
         if sent is None or usage is None:
             return
         if work.keys is not None and (sent.began_ns or usage.completion_tokens):
-            self._locality.answered(now_ns, room.id, work.keys, usage.cached_tokens)
+            self._locality.answered(now_ns, worker.id, work.keys, usage.cached_tokens)
         further = usage.completion_tokens // work.streams - 1
         decode_ns = usage.decode_ns // work.streams
         if not decode_ns and sent.began_ns:
             decode_ns = now_ns - sent.began_ns
-        running = room.booked + room.others + work.streams
+        running = worker.booked + worker.others + work.streams
         self.speeds.learn(
-            room.view.kind,
+            worker.view.kind,
             Ran(
                 at_ns=now_ns,
                 computed_tokens=max(1, work.prompt_tokens - usage.cached_tokens),
@@ -281,27 +281,27 @@ class Router:
 
     def _candidates(self, look: "_Look") -> list[WorkerFacts]:
         """The workers worth looking at, each once, in an order that does not depend on chance."""
-        rooms, work, config = look.rooms, look.work, self._config
+        workers, work, config = look.workers, look.work, self._config
         found: dict[WorkerId, WorkerFacts] = {}
         for worker, held in look.located.holders(config.holders_max):
-            if (room := rooms.get(worker)) is not None:
-                found[worker] = self._facts(look, room, held)
+            if (capacity := workers.get(worker)) is not None:
+                found[worker] = self._facts(look, capacity, held)
         names = [] if look.session is None else [look.session]
         if work.adapter:
-            names += rooms.residents(work.adapter, config.least_loaded)
+            names += workers.residents(work.adapter, config.least_loaded)
             names += self.adapters.homes(work.adapter)
             last = self._adapters.of(look.now_ns, work.adapter)
             if last is not None:
                 names.append(last)
-        others = [room for worker in names if (room := rooms.get(worker)) is not None]
-        for room in (*others, *rooms.least_loaded(config.least_loaded, work)):
-            if room.id not in found:
-                found[room.id] = self._facts(look, room, look.located.of(room.id))
+        others = [capacity for worker in names if (capacity := workers.get(worker)) is not None]
+        for capacity in (*others, *workers.least_loaded(config.least_loaded, work)):
+            if capacity.id not in found:
+                found[capacity.id] = self._facts(look, capacity, look.located.of(capacity.id))
         return list(found.values())
 
-    def _facts(self, look: "_Look", room: WorkerCapacity, held: Held) -> WorkerFacts:
+    def _facts(self, look: "_Look", capacity: WorkerCapacity, held: Held) -> WorkerFacts:
         """The facts of a worker for this request."""
-        work, view, worker = look.work, room.view, room.id
+        work, view, worker = look.work, capacity.view, capacity.id
         device = host = 0
         if held is not NOTHING_HELD:
             device = min(held.device * BLOCK_TOKENS, work.prompt_tokens)
@@ -309,28 +309,28 @@ class Router:
                 host = min(held.host * BLOCK_TOKENS, work.prompt_tokens - device)
         return WorkerFacts(  # In the order of its fields: half of what a candidate costs were their names.
             worker,
-            room.number,
-            room.turn,
-            _filter(work, room, look.blocked),
-            not room.held and room.fits(work),
+            capacity.number,
+            capacity.turn,
+            _filter(work, capacity, look.blocked),
+            not capacity.held and capacity.fits(work),
             worker in look.avoid,
             worker == look.session,
             device,
             host,
-            room.pending_tokens,
-            room.booked + room.others,
+            capacity.pending_tokens,
+            capacity.booked + capacity.others,
             view.max_running,
-            room.slots or 1,
+            capacity.slots or 1,
             look.waiting.get(worker, 0),
             view.kv_blocks_total,
-            view.kv_blocks_used + room.pending_blocks,
-            self.adapters.wait_ns(look.now_ns, room, work.adapter) / NS_PER_S if work.adapter else 0.0,
+            view.kv_blocks_used + capacity.pending_blocks,
+            self.adapters.wait_ns(look.now_ns, capacity, work.adapter) / NS_PER_S if work.adapter else 0.0,
             self.speeds.of(view.kind),
         )
 
-    def _decide_only(self, look: "_Look", room: WorkerCapacity) -> Decision:
+    def _decide_only(self, look: "_Look", capacity: WorkerCapacity) -> Decision:
         """There is nothing to choose: whether the worker that is alone can start it now."""
-        request, worker = self._request(look), self._facts(look, room, NOTHING_HELD)
+        request, worker = self._request(look), self._facts(look, capacity, NOTHING_HELD)
         return self._decision(look, request, [worker], choose_only(request, worker), looked_up=False)
 
     def _decide(self, look: "_Look") -> Decision:
@@ -393,11 +393,15 @@ class Router:
         """
         seen, found = {worker.worker for worker in known}, list[WorkerFacts]()
         # The few that can do what is needed may be the most loaded of a thousand.
-        rooms, work = look.rooms, look.work
-        for room in rooms.least_loaded(_WIDE, work) if not work.needs else rooms.all_open(work):
-            if room.id in seen or not room.fits(look.work) or _filter(look.work, room, look.blocked):
+        workers, work = look.workers, look.work
+        for capacity in workers.least_loaded(_WIDE, work) if not work.needs else workers.all_open(work):
+            if (
+                capacity.id in seen
+                or not capacity.fits(look.work)
+                or _filter(look.work, capacity, look.blocked)
+            ):
                 continue
-            found.append(self._facts(look, room, look.located.of(room.id)))
+            found.append(self._facts(look, capacity, look.located.of(capacity.id)))
             if len(found) >= self._config.least_loaded:
                 break
         return found
@@ -406,10 +410,10 @@ class Router:
         """Whether a decision is worth its time for one that was passed over: it is tried again at every start
         of others.
         """
-        work, rooms = look.work, look.rooms
-        if rooms.place(work, look.avoid, look.blocked) is not None:
+        work, workers = look.work, look.workers
+        if workers.place(work, look.avoid, look.blocked) is not None:
             return True
-        wanted = rooms.get(work.hold_for)
+        wanted = workers.get(work.hold_for)
         return wanted is not None and wanted.fits(work)
 
     def _count_held(self, now_ns: int) -> dict[WorkerId, int]:
@@ -435,35 +439,35 @@ class Router:
 class _Look:
     """The data of one decision."""
 
-    __slots__ = ("avoid", "blocked", "located", "now_ns", "rooms", "session", "waiting", "work")
+    __slots__ = ("avoid", "blocked", "located", "now_ns", "session", "waiting", "work", "workers")
 
     def __init__(
         self,
         now_ns: int,
         work: Work,
-        rooms: CapacityTable,
+        workers: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
     ) -> None:
-        self.now_ns, self.work, self.rooms, self.avoid, self.blocked = now_ns, work, rooms, avoid, blocked
+        self.now_ns, self.work, self.workers, self.avoid, self.blocked = now_ns, work, workers, avoid, blocked
         self.located: Located = NOTHING_LOCATED
         self.session: WorkerId | None = None
         self.waiting = _NOBODY_WAITS
         """Requests that are held for a worker."""
 
 
-def _filter(work: Work, room: WorkerCapacity, blocked: Collection[WorkerId]) -> str:
+def _filter(work: Work, worker: WorkerCapacity, blocked: Collection[WorkerId]) -> str:
     """Why a worker cannot have a request, however long it waited; empty: it can."""
-    view = room.view
+    view = worker.view
     if not view.ready:
         return "not_ready"
-    if blocked and room.id in blocked:
+    if blocked and worker.id in blocked:
         return "blocked"
     if work.goes_on and not can_resume_at(work, view):
         return "resume"
     if 0 < view.max_model_len < work.context_tokens:
         return "context"
-    if not room.is_able(work):
+    if not worker.is_able(work):
         return "capability"
     if not work.adapter:
         return ""

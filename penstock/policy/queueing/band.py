@@ -116,11 +116,11 @@ class TenantQueue(ServiceCounter):
         "_waiting",
         "entry",
         "heap",
-        "heard",
         "num_bytes",
         "num_running",
         "num_waiting",
         "number",
+        "received",
         "tenant",
     )
 
@@ -135,7 +135,7 @@ class TenantQueue(ServiceCounter):
         self.num_waiting = self.num_bytes = 0
         self.num_running = 0
         """Streams."""
-        self.heard = 0
+        self.received = 0
         """The charges of other gateway processes, counted here since it was last idle."""
         self.entry = 0
         """Version of its entry in the band's heap; others are stale."""
@@ -172,7 +172,7 @@ class Band:
     __slots__ = (
         "_gap_ns", "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level",
         "num_active", "num_bytes", "num_running", "num_tenants", "recent", "served_ns", "starvation_ns",
-        "timeout_ns", "untold", "waiting",
+        "timeout_ns", "unreported", "waiting",
     )  # fmt: skip
 
     def __init__(self, config: BandTerms, level: int) -> None:
@@ -195,7 +195,7 @@ class Band:
         """Those with something waiting."""
         self.served_ns = 0
         """When it last started something, or began to wait."""
-        self.untold: dict[TenantId, int] | None = None
+        self.unreported: dict[TenantId, int] | None = None
         """The charges of each tenant since other gateway processes were informed; None: there are none."""
         self._lines: dict[TenantId, TenantQueue] = {}
         self._heap: list[tuple[int, int, int, int, TenantQueue]] = []
@@ -248,7 +248,7 @@ class Band:
             first = self._first()
             line.lift(self._last if first is None else first.served)
         if not (line.num_waiting or line.num_running):
-            line.heard = 0
+            line.received = 0
         before = line.head()
         line.add(work)
         self.num_active += not (line.num_waiting or line.num_running)
@@ -384,8 +384,8 @@ class Band:
             return
         line = self._lines[work.tenant]
         line.served += charge - work.charged
-        if self.untold is not None:
-            self.untold[work.tenant] = self.untold.get(work.tenant, 0) + charge - work.charged
+        if self.unreported is not None:
+            self.unreported[work.tenant] = self.unreported.get(work.tenant, 0) + charge - work.charged
         if charge < work.charged and line.num_waiting and line.head() is not None:
             self._enter(line)  # Only what grows may be found late.
         work.charged = charge
@@ -397,10 +397,10 @@ class Band:
         line = self._lines.get(tenant)
         if line is None or not (line.num_waiting or line.num_running):
             return
-        units = max(units, -line.heard)
-        line.heard += units
+        units = max(units, -line.received)
+        line.received += units
         line.served += units
-        assert line.heard >= 0, "no more is taken back than was counted"
+        assert line.received >= 0, "no more is taken back than was counted"
         if units < 0 and line.num_waiting and line.head() is not None:
             self._enter(line)
 

@@ -148,7 +148,7 @@ class CapacityTable:
     """
 
     __slots__ = (
-        "_adapters", "_beyond", "_config", "_fresh", "_is_busy", "_next", "_open", "_rooms", "_starts",
+        "_adapters", "_beyond", "_config", "_fresh", "_is_busy", "_next", "_open", "_starts", "_workers",
         "held", "num_ready", "num_running", "num_slots", "num_spare",
     )  # fmt: skip
 
@@ -157,7 +157,7 @@ class CapacityTable:
     ) -> None:
         """`is_busy`: whether a worker has prompts enough for now."""
         self._config, self._is_busy = queue_terms(config), is_busy
-        self._rooms: dict[WorkerId, WorkerCapacity] = {}
+        self._workers: dict[WorkerId, WorkerCapacity] = {}
         # Sorted. Moving one in a list of a thousand takes less than one comparison of tuples, and the first
         # ones are a slice.
         self._open: list[_Rank] = []
@@ -172,57 +172,57 @@ class CapacityTable:
 
     def set(self, worker_id: WorkerId, view: WorkerView | None) -> WorkerCapacity | None:
         """Take a worker's report; None if it is gone, or will be given nothing more."""
-        room = self._rooms.get(worker_id)
-        if room is None:
+        worker = self._workers.get(worker_id)
+        if worker is None:
             if view is None:
                 return None
-            room = self._rooms[worker_id] = WorkerCapacity(worker_id, self._next)
+            worker = self._workers[worker_id] = WorkerCapacity(worker_id, self._next)
             self._next += 1
             self._count_alone()
-        had, room.view, room.gone = room.view, view or WorkerView(ready=False), view is None
-        now = room.view
+        had, worker.view, worker.gone = worker.view, view or WorkerView(ready=False), view is None
+        now = worker.view
         if now.adapters != had.adapters:
-            self._reside(room.id, had.adapters or frozenset(), now.adapters or frozenset())
-        self._fresh[room.id] = room
-        if not room.limit or (now.ready, now.max_running, now.is_external) != (
+            self._reside(worker.id, had.adapters or frozenset(), now.adapters or frozenset())
+        self._fresh[worker.id] = worker
+        if not worker.limit or (now.ready, now.max_running, now.is_external) != (
             had.ready, had.max_running, had.is_external,
         ):  # fmt: skip
-            self._resize(room, had.ready)
-        others = max(0, now.running + now.waiting - room.booked)
-        self.num_running += others - room.others
-        room.others = others
+            self._resize(worker, had.ready)
+        others = max(0, now.running + now.waiting - worker.booked)
+        self.num_running += others - worker.others
+        worker.others = others
         assert self.num_running >= others, "the sum counts every worker's streams"
-        if not now.ready and room.held:
+        if not now.ready and worker.held:
             self.unhold()
-        if room.gone and not room.begun:
-            self._drop(room)
+        if worker.gone and not worker.begun:
+            self._drop(worker)
         else:
-            self._enter(room)
-        return room
+            self._enter(worker)
+        return worker
 
-    def _resize(self, room: WorkerCapacity, was_ready: bool) -> None:
+    def _resize(self, worker: WorkerCapacity, was_ready: bool) -> None:
         """It came or went, or runs more or fewer streams at once."""
-        before, view = (room.slots, room.spare) if was_ready else (0, 0), room.view
+        before, view = (worker.slots, worker.spare) if was_ready else (0, 0), worker.view
         is_foreign = view.is_external or view.cell is not None  # It is given no more than runs at once.
         terms = slots_of(view.max_running, is_external=is_foreign, terms=self._config)
-        room.slots, room.limit, room.spare = terms
+        worker.slots, worker.limit, worker.spare = terms
         self.num_ready += view.ready - was_ready
-        self.num_slots += (room.slots if view.ready else 0) - before[0]
-        self.num_spare += (room.spare if view.ready else 0) - before[1]
+        self.num_slots += (worker.slots if view.ready else 0) - before[0]
+        self.num_spare += (worker.spare if view.ready else 0) - before[1]
 
     def look_again(self, worker_id: WorkerId) -> None:
         """Whether this worker is busy may have changed."""
-        if (room := self._rooms.get(worker_id)) is not None:
-            self._enter(room)
+        if (worker := self._workers.get(worker_id)) is not None:
+            self._enter(worker)
 
     def get(self, worker_id: WorkerId) -> WorkerCapacity | None:
         """The worker's room; None if it is not known."""
-        return self._rooms.get(worker_id)
+        return self._workers.get(worker_id)
 
     @property
     def only(self) -> WorkerCapacity | None:
         """The only worker, ready or not; None if there are several, or none."""
-        return next(iter(self._rooms.values())) if len(self._rooms) == 1 else None
+        return next(iter(self._workers.values())) if len(self._workers) == 1 else None
 
     def has_room(self) -> bool:
         """Whether any worker, but one that is held, could start a stream."""
@@ -250,11 +250,11 @@ class CapacityTable:
         # Of workers that can do what few can, none may be among the first.
         found = self._open_to(work)
         looks = _LOOKS_MAX + len(avoid) + len(blocked) if not work.needs else len(found)
-        for *_, room in found[:looks]:
-            if room.id not in blocked and room.fits(work):
-                if room.id not in avoid:
-                    return room
-                other = other or room
+        for *_, worker in found[:looks]:
+            if worker.id not in blocked and worker.fits(work):
+                if worker.id not in avoid:
+                    return worker
+                other = other or worker
         return other
 
     def least_loaded(self, count: int, work: Work) -> list[WorkerCapacity]:
@@ -268,44 +268,46 @@ class CapacityTable:
     def _open_to(self, work: Work) -> "list[_Rank]":
         return self._beyond if work.takes_row else self._open
 
-    def book(self, room: WorkerCapacity, work: Work) -> None:
+    def book(self, worker: WorkerCapacity, work: Work) -> None:
         """It was started there."""
-        work.identity = room.view.identity
-        assert work.id not in room.begun, f"{work.id} is booked there already"
-        room.booked += work.streams
+        work.identity = worker.view.identity
+        assert work.id not in worker.begun, f"{work.id} is booked there already"
+        worker.booked += work.streams
         self.num_running += work.streams
-        room.num_pending += 1
-        room.pending_blocks += work.blocks
-        room.pending_tokens += uncached_tokens(work)
-        room.begun[work.id] = False
+        worker.num_pending += 1
+        worker.pending_blocks += work.blocks
+        worker.pending_tokens += uncached_tokens(work)
+        worker.begun[work.id] = False
         self._starts += 1
-        room.turn = self._starts
-        self._enter(room)
+        worker.turn = self._starts
+        self._enter(worker)
 
-    def begin(self, room: WorkerCapacity, work: Work) -> None:
+    def begin(self, worker: WorkerCapacity, work: Work) -> None:
         """Its first output was seen: its blocks are in what the worker reports from here on."""
-        if room.begun.get(work.id) is False:
-            room.begun[work.id] = True
-            room.num_pending -= 1
-            room.pending_blocks -= work.blocks
-            room.pending_tokens -= uncached_tokens(work)
-            assert room.pending_blocks >= 0 <= room.pending_tokens, f"{room.id}: more begun than was booked"
-            if (room.busy or room.others) and self._rooms.get(room.id) is room:
-                self._enter(room)
+        if worker.begun.get(work.id) is False:
+            worker.begun[work.id] = True
+            worker.num_pending -= 1
+            worker.pending_blocks -= work.blocks
+            worker.pending_tokens -= uncached_tokens(work)
+            assert worker.pending_blocks >= 0 <= worker.pending_tokens, (
+                f"{worker.id}: more begun than was booked"
+            )
+            if (worker.busy or worker.others) and self._workers.get(worker.id) is worker:
+                self._enter(worker)
 
-    def release(self, room: WorkerCapacity, work: Work) -> None:
+    def release(self, worker: WorkerCapacity, work: Work) -> None:
         """It holds nothing there any more."""
-        self.begin(room, work)
-        del room.begun[work.id]
-        room.booked -= work.streams
+        self.begin(worker, work)
+        del worker.begun[work.id]
+        worker.booked -= work.streams
         self.num_running -= work.streams
-        assert room.booked >= 0 <= self.num_running, f"{room.id}: more released than was booked"
-        if self._rooms.get(room.id) is not room:
+        assert worker.booked >= 0 <= self.num_running, f"{worker.id}: more released than was booked"
+        if self._workers.get(worker.id) is not worker:
             return
-        if room.gone and not room.begun:
-            self._drop(room)
+        if worker.gone and not worker.begun:
+            self._drop(worker)
         else:
-            self._enter(room)
+            self._enter(worker)
 
     def hold(self, work: Work, blocked: Collection[WorkerId] = ()) -> WorkerCapacity | None:
         """Keep one worker free for a large request: the one with the most free KV memory, then the least
@@ -313,16 +315,21 @@ class CapacityTable:
         """
         assert self.held is None, "one at a time"
         ready = [
-            room
-            for room in self._rooms.values()
-            if room.view.ready and room.id not in blocked and room.is_able(work)
-            if not work.goes_on or can_resume_at(work, room.view)
+            worker
+            for worker in self._workers.values()
+            if worker.view.ready and worker.id not in blocked and worker.is_able(work)
+            if not work.goes_on or can_resume_at(work, worker.view)
         ]
         if not ready:
             return None
         best = min(
             ready,
-            key=lambda room: (room.slots < work.streams, _blocks_short(room, work), _load(room), room.number),
+            key=lambda worker: (
+                worker.slots < work.streams,
+                _blocks_short(worker, work),
+                _load(worker),
+                worker.number,
+            ),
         )
         best.held, self.held = True, best
         self._enter(best)
@@ -330,45 +337,45 @@ class CapacityTable:
 
     def unhold(self) -> None:
         """The request that it was held for has started, or left."""
-        room, self.held = self.held, None
-        if room is not None:
-            room.held = False
-            self._enter(room)
+        worker, self.held = self.held, None
+        if worker is not None:
+            worker.held = False
+            self._enter(worker)
 
     def take_fresh(self) -> list[WorkerCapacity]:
         """Workers that reported since this was last asked, if they tell of KV blocks."""
         fresh, self._fresh = self._fresh, {}
-        return [room for room in fresh.values() if room.view.kv_blocks_total and room.view.ready]
+        return [worker for worker in fresh.values() if worker.view.kv_blocks_total and worker.view.ready]
 
     def __iter__(self) -> Iterator[WorkerCapacity]:
         """All workers, also those that are not ready."""
-        return iter(self._rooms.values())
+        return iter(self._workers.values())
 
-    def _enter(self, room: WorkerCapacity) -> None:
+    def _enter(self, worker: WorkerCapacity) -> None:
         """Put it where it belongs now: its load, its turn or whether it has room may have changed."""
-        self._leave(room)
-        room.busy = self._is_busy(room)
-        if room.is_open:
-            room.rank = (_load(room), room.turn, room.number, room)
-            insort(self._beyond, room.rank)
-            if room.num_free >= 1:
-                insort(self._open, room.rank)
+        self._leave(worker)
+        worker.busy = self._is_busy(worker)
+        if worker.is_open:
+            worker.rank = (_load(worker), worker.turn, worker.number, worker)
+            insort(self._beyond, worker.rank)
+            if worker.num_free >= 1:
+                insort(self._open, worker.rank)
 
-    def _leave(self, room: WorkerCapacity) -> None:
-        if room.rank is not None:
-            index = bisect_left(self._beyond, room.rank)
-            assert self._beyond[index][3] is room, f"{room.id} stands where it was put"
+    def _leave(self, worker: WorkerCapacity) -> None:
+        if worker.rank is not None:
+            index = bisect_left(self._beyond, worker.rank)
+            assert self._beyond[index][3] is worker, f"{worker.id} stands where it was put"
             del self._beyond[index]
-            index = bisect_left(self._open, room.rank)
-            if index < len(self._open) and self._open[index][3] is room:
+            index = bisect_left(self._open, worker.rank)
+            if index < len(self._open) and self._open[index][3] is worker:
                 del self._open[index]
-            room.rank = None
+            worker.rank = None
 
     def _count_alone(self) -> None:
         """A worker came or went. More than two need no look: none of them was alone, or is."""
-        if len(self._rooms) <= 2:
-            for room in self._rooms.values():
-                room.alone = len(self._rooms) == 1
+        if len(self._workers) <= 2:
+            for worker in self._workers.values():
+                worker.alone = len(self._workers) == 1
 
     def _reside(self, worker: WorkerId, had: frozenset[str], has: frozenset[str]) -> None:
         """Keep the workers of each adapter."""
@@ -380,34 +387,34 @@ class CapacityTable:
         for adapter in sorted(has - had):
             self._adapters.setdefault(adapter, {})[worker] = None
 
-    def _drop(self, room: WorkerCapacity) -> None:
-        assert not room.begun, f"{room.id} has requests"
-        self._leave(room)
-        self.num_running -= room.others
-        del self._rooms[room.id]
+    def _drop(self, worker: WorkerCapacity) -> None:
+        assert not worker.begun, f"{worker.id} has requests"
+        self._leave(worker)
+        self.num_running -= worker.others
+        del self._workers[worker.id]
         self._count_alone()
-        self._fresh.pop(room.id, None)
+        self._fresh.pop(worker.id, None)
 
     def check_invariants(self) -> None:
         """Assert that the sums agree. O(n): for tests."""
-        rooms = list(self._rooms.values())
-        assert self.num_ready == sum(room.view.ready for room in rooms)
-        assert self.num_running == sum(room.booked + room.others for room in rooms)
-        assert self.num_slots == sum(room.slots for room in rooms if room.view.ready)
-        assert self.num_spare == sum(room.spare for room in rooms if room.view.ready)
+        workers = list(self._workers.values())
+        assert self.num_ready == sum(worker.view.ready for worker in workers)
+        assert self.num_running == sum(worker.booked + worker.others for worker in workers)
+        assert self.num_slots == sum(worker.slots for worker in workers if worker.view.ready)
+        assert self.num_spare == sum(worker.spare for worker in workers if worker.view.ready)
         assert self._open == sorted(self._open)
         assert self._beyond == sorted(self._beyond)
         entered = {id(rank[3]) for rank in self._open}
         assert len(entered) == len(self._open)
-        assert {id(rank[3]) for rank in self._beyond} == {id(room) for room in rooms if room.is_open}
-        for room in rooms:
-            assert min(room.booked, room.pending_blocks, room.pending_tokens) >= 0, room.id
-            assert room.num_pending == sum(not has_begun for has_begun in room.begun.values()), room.id
-            assert bool(room.begun) == bool(room.booked), room.id
-            assert (id(room) in entered) == (room.num_free >= 1 and not room.held), room.id
-            assert room.held == (room is self.held), room.id
-            assert room.alone == (len(rooms) == 1), room.id
-            assert room.rank in (None, (_load(room), room.turn, room.number, room)), room.id
+        assert {id(rank[3]) for rank in self._beyond} == {id(worker) for worker in workers if worker.is_open}
+        for worker in workers:
+            assert min(worker.booked, worker.pending_blocks, worker.pending_tokens) >= 0, worker.id
+            assert worker.num_pending == sum(not has_begun for has_begun in worker.begun.values()), worker.id
+            assert bool(worker.begun) == bool(worker.booked), worker.id
+            assert (id(worker) in entered) == (worker.num_free >= 1 and not worker.held), worker.id
+            assert worker.held == (worker is self.held), worker.id
+            assert worker.alone == (len(workers) == 1), worker.id
+            assert worker.rank in (None, (_load(worker), worker.turn, worker.number, worker)), worker.id
 
 
 def can_resume_at(work: Work, view: WorkerView) -> bool:
@@ -424,14 +431,14 @@ def uncached_tokens(work: Work) -> int:
     return left if left > 0 else 0  # Asked several times for each placement: `max` costs as much again.
 
 
-def _load(room: WorkerCapacity) -> int:
-    return (room.booked + room.others) * _LOAD_UNIT // max(1, room.slots)
+def _load(worker: WorkerCapacity) -> int:
+    return (worker.booked + worker.others) * _LOAD_UNIT // max(1, worker.slots)
 
 
-def _blocks_short(room: WorkerCapacity, work: Work) -> int:
+def _blocks_short(worker: WorkerCapacity, work: Work) -> int:
     """KV blocks that must become free before the request fits."""
-    view = room.view
-    free = view.kv_blocks_total - view.kv_blocks_used - room.pending_blocks
+    view = worker.view
+    free = view.kv_blocks_total - view.kv_blocks_used - worker.pending_blocks
     return max(0, work.blocks - free) if view.kv_blocks_total else 0
 
 
@@ -451,14 +458,14 @@ class Placement(Protocol):
     It is informed of the results of its choices, and may learn from that.
     """
 
-    def asked(self, now_ns: int, work: Work, rooms: CapacityTable) -> None:
+    def asked(self, now_ns: int, work: Work, workers: CapacityTable) -> None:
         """A request that names an adapter has come, and waits."""
 
     def place(
         self,
         now_ns: int,
         work: Work,
-        rooms: CapacityTable,
+        workers: CapacityTable,
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
     ) -> WorkerCapacity | Hold | None:
@@ -468,11 +475,11 @@ class Placement(Protocol):
         `work.matched_tokens`. A request whose `hold_ns` is set was held before and is not held again.
         """
 
-    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        """It was sent there, and is booked in `room`."""
+    def started(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
+        """It was sent there, and is booked in `worker`."""
 
-    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+    def began(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """Its first output came."""
 
-    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
+    def ended(self, now_ns: int, work: Work, worker: WorkerCapacity, usage: Usage | None) -> None:
         """It runs there no more, and used so much; None: it failed, or nothing is known."""

@@ -43,13 +43,13 @@ _SERVICE_PRIOR_NS = 1000 * NS_PER_MS
 class Peers:
     """The peer cells of one model, beside its own workers."""
 
-    __slots__ = ("_began_ns", "_broken", "_known", "_queue", "_rooms", "_service_ns", "ids")
+    __slots__ = ("_began_ns", "_broken", "_known", "_queue", "_service_ns", "_workers", "ids")
 
     def __init__(
-        self, queue: FairQueue, rooms: CapacityTable, broken: Callable[[int], frozenset[WorkerId]]
+        self, queue: FairQueue, workers: CapacityTable, broken: Callable[[int], frozenset[WorkerId]]
     ) -> None:
         """`broken` says which workers are left alone by their breakers, however many that are."""
-        self._queue, self._rooms, self._broken = queue, rooms, broken
+        self._queue, self._workers, self._broken = queue, workers, broken
         self._known: dict[WorkerId, CellView] = {}
         self.ids: frozenset[WorkerId] = frozenset()
         """The workers that are peers."""
@@ -68,16 +68,16 @@ class Peers:
         if not self.ids:
             self._began_ns.clear()  # Nobody will say when these end.
 
-    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+    def started(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """It was started."""
-        assert work.id in room.begun, f"{work.id} is booked where it starts"
-        if room.id not in self.ids:
+        assert work.id in worker.begun, f"{work.id} is booked where it starts"
+        if worker.id not in self.ids:
             self._began_ns[work.id] = now_ns
 
-    def ended(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+    def ended(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """It runs there no more."""
         began_ns = self._began_ns.pop(work.id, None)
-        if began_ns is not None and room.id not in self.ids:
+        if began_ns is not None and worker.id not in self.ids:
             self._service_ns += (now_ns - began_ns - self._service_ns) // _SERVICE_PACE
             assert self._service_ns >= 0, "no stream ends before it begins"
 
@@ -86,12 +86,12 @@ class Peers:
         leave alone, even if they are all of this cell's.
         """
         broken = self._broken(now_ns)
-        return blocked | broken if any(room.is_able(work) for room in self._open(broken)) else blocked
+        return blocked | broken if any(worker.is_able(work) for worker in self._open(broken)) else blocked
 
     def has_room(self, now_ns: int) -> bool:
         """Whether something that waits could start now, here or at a peer."""
-        if not self._rooms.has_room() or self._rooms.has_room_besides(self.ids):
-            return self._rooms.has_room()
+        if not self._workers.has_room() or self._workers.has_room_besides(self.ids):
+            return self._workers.has_room()
         broken = self._broken(now_ns)
         away_ns = self._soonest_ns(self._open(broken))
         assert away_ns is None or away_ns >= 0, "nobody is there before it left"
@@ -106,29 +106,31 @@ class Peers:
         self, now_ns: int, work: Work, avoid: Collection[WorkerId], blocked: Collection[WorkerId]
     ) -> WorkerCapacity | None:
         """The peer that is given this request now; None: it waits here."""
-        peers = [room for room in self._open(blocked) if room.id not in avoid and room.fits(work)]
+        peers = [worker for worker in self._open(blocked) if worker.id not in avoid and worker.fits(work)]
         away_ns = self._soonest_ns(peers)
         if away_ns is None:
             return None
         is_bound_away = not any(
-            room.id not in avoid
-            and room.is_able(work)
-            and (not work.goes_on or can_resume_at(work, room.view))
-            for room in self._usable(blocked)
+            worker.id not in avoid
+            and worker.is_able(work)
+            and (not work.goes_on or can_resume_at(work, worker.view))
+            for worker in self._usable(blocked)
         )
         if not is_bound_away and not self._is_clear(now_ns, away_ns, blocked):
             return None
         near_ns = max(_ABOUT * away_ns, away_ns + _ABOUT_NS)
-        near = [room for room in peers if self._away_ns(room) <= near_ns]
+        near = [worker for worker in peers if self._away_ns(worker) <= near_ns]
         assert near, "the nearest one is near"
-        return min(near, key=lambda room: (self._known[room.id].price, self._away_ns(room), room.number))
+        return min(
+            near, key=lambda worker: (self._known[worker.id].price, self._away_ns(worker), worker.number)
+        )
 
     def wait_ns(self, now_ns: int, blocked: Collection[WorkerId]) -> float:
         """The wait of a request that comes now for a worker of this cell; infinite: none may be used."""
         usable = self._usable(blocked)
         if not usable:
             return inf
-        running = sum(room.booked + room.others for room in usable)
+        running = sum(worker.booked + worker.others for worker in usable)
         predicted = self._queue.num_waiting * self._service_ns / max(1, running)
         return max(predicted, self._oldest_ns(now_ns))
 
@@ -146,23 +148,25 @@ class Peers:
     def _usable(self, blocked: Collection[WorkerId]) -> list[WorkerCapacity]:
         """Workers of this cell that could have something some time."""
         return [
-            room
-            for room in self._rooms
-            if room.view.ready and room.id not in self.ids and room.id not in blocked
+            worker
+            for worker in self._workers
+            if worker.view.ready and worker.id not in self.ids and worker.id not in blocked
         ]
 
     def _open(self, blocked: Collection[WorkerId]) -> list[WorkerCapacity]:
         """Peers that could start something now."""
-        found = (self._rooms.get(worker_id) for worker_id in sorted(self.ids))
-        return [room for room in found if room is not None and room.is_open and room.id not in blocked]
+        found = (self._workers.get(worker_id) for worker_id in sorted(self.ids))
+        return [
+            worker for worker in found if worker is not None and worker.is_open and worker.id not in blocked
+        ]
 
-    def _away_ns(self, room: WorkerCapacity) -> int:
+    def _away_ns(self, worker: WorkerCapacity) -> int:
         """From here to a worker over there: the round trip, and the wait."""
-        known = self._known[room.id]
+        known = self._known[worker.id]
         return known.rtt_ns + known.wait_ns
 
     def _soonest_ns(self, peers: Iterable[WorkerCapacity]) -> int | None:
-        return min((self._away_ns(room) for room in peers), default=None)
+        return min((self._away_ns(worker) for worker in peers), default=None)
 
 
 def _worth_ns(away_ns: int) -> float:

@@ -95,20 +95,20 @@ class Deployments:
         return frozenset(found)
 
     def groups(
-        self, work: Work, rooms: CapacityTable, without: Collection[WorkerId]
+        self, work: Work, workers: CapacityTable, without: Collection[WorkerId]
     ) -> list[frozenset[WorkerId]]:
         """Workers that could start it now, order by order; where weights differ only the one whose turn it
         is.
         """
         by_order: dict[int, list[WorkerCapacity]] = {}
-        for room in rooms:
-            if room.id not in without and room.fits(work):
-                by_order.setdefault(self._terms(room.id).order, []).append(room)
+        for worker in workers:
+            if worker.id not in without and worker.fits(work):
+                by_order.setdefault(self._terms(worker.id).order, []).append(worker)
         return [frozenset(self._in_turn(by_order[order])) for order in sorted(by_order)]
 
-    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+    def started(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """It was started there."""
-        each = self._known.get(room.id)
+        each = self._known.get(worker.id)
         if each is None:
             return
         # A tenant that was away does not catch up on more than one start.
@@ -117,14 +117,14 @@ class Deployments:
         if each.requests is not None:
             each.requests.take(now_ns, 1)
         if each.tokens is not None:
-            amount = self._taken[work.id, room.id] = _tokens(work)
+            amount = self._taken[work.id, worker.id] = _tokens(work)
             each.tokens.take(now_ns, amount)
 
-    def ended(self, now_ns: int, work: Work, room: WorkerCapacity, usage: Usage | None) -> None:
+    def ended(self, now_ns: int, work: Work, worker: WorkerCapacity, usage: Usage | None) -> None:
         """It runs there no more, and used so much. Where that is not known nothing is given back: a provider
         counts attempts that failed or were aborted too.
         """
-        taken, each = self._taken.pop((work.id, room.id), 0), self._known.get(room.id)
+        taken, each = self._taken.pop((work.id, worker.id), 0), self._known.get(worker.id)
         if each is None or each.tokens is None or usage is None or not usage.prompt_tokens:
             return
         used = usage.prompt_tokens + usage.completion_tokens
@@ -135,10 +135,10 @@ class Deployments:
         known = self._known.get(worker_id)
         return known.terms if known is not None else _PLAIN
 
-    def _in_turn(self, rooms: Sequence[WorkerCapacity]) -> list[WorkerId]:
-        if len({self._terms(room.id).weight for room in rooms}) == 1:
-            return [room.id for room in rooms]
-        first = min(rooms, key=lambda room: (self._place(room.id), room.number))
+    def _in_turn(self, workers: Sequence[WorkerCapacity]) -> list[WorkerId]:
+        if len({self._terms(worker.id).weight for worker in workers}) == 1:
+            return [worker.id for worker in workers]
+        first = min(workers, key=lambda worker: (self._place(worker.id), worker.number))
         return [first.id]
 
     def _place(self, worker_id: WorkerId) -> float:

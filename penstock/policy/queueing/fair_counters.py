@@ -25,22 +25,25 @@ ServedUnits = tuple[str, int, TenantId, int]
 class FairCounters:
     """The counters of all models."""
 
-    __slots__ = ("_lane", "_models")
+    __slots__ = ("_model_queue", "_models")
 
-    def __init__(self, models: Sequence[str], lane: Callable[[str], ModelQueue | None]) -> None:
-        """`lane` finds a model's queue; None if nothing has come for it yet."""
+    def __init__(self, models: Sequence[str], model_queue: Callable[[str], ModelQueue | None]) -> None:
+        """`model_queue` finds a model's queue; None if nothing has come for it yet."""
         assert len(set(models)) == len(models), "a model's service is reported once"
-        self._models, self._lane = models, lane
+        self._models, self._model_queue = models, model_queue
 
     def take(self) -> tuple[ServedUnits, ...]:
         """The service of tenants here since the last time."""
-        lanes = ((model, self._lane(model)) for model in self._models)
+        model_queues = ((model, self._model_queue(model)) for model in self._models)
         return tuple(
-            (model, *each) for model, lane in lanes if lane is not None for each in lane.queue.take_untold()
+            (model, *each)
+            for model, model_queue in model_queues
+            if model_queue is not None
+            for each in model_queue.queue.take_unreported()
         )
 
     def heed(self, served: Iterable[ServedUnits]) -> None:
         """Count what another gateway has served."""
         for model, level, tenant, units in served:
-            if (lane := self._lane(model)) is not None:
-                lane.queue.served_elsewhere(level, tenant, units)
+            if (model_queue := self._model_queue(model)) is not None:
+                model_queue.queue.served_elsewhere(level, tenant, units)

@@ -94,7 +94,7 @@ class FairQueue:
         """Whether `push` would say no. Changes nothing."""
         level = self.level_of(work.band)
         return self._own_bound(self.bands[level], work) is not None or isinstance(
-            self._room(level, work), Full
+            self._worker(level, work), Full
         )
 
     def set_slots(self, slots: int) -> None:
@@ -114,10 +114,10 @@ class FairQueue:
         level = self.level_of(work.band)
         if (full := self._own_bound(self.bands[level], work)) is not None:
             return full
-        room = self._room(level, work)
-        if isinstance(room, Full):
-            return room
-        dropped = self._drop_newest(level, *room) if room is not None else ()
+        worker = self._worker(level, work)
+        if isinstance(worker, Full):
+            return worker
+        dropped = self._drop_newest(level, *worker) if worker is not None else ()
         self._number += 1
         work.number, work.level, work.queued_ns = self._number, level, now_ns
         band = self.bands[level]
@@ -186,11 +186,11 @@ class FairQueue:
         self.num_bytes -= work.num_bytes
         assert self.num_waiting >= 0 <= self.num_bytes, "more left than came"
 
-    def take_untold(self) -> list[tuple[int, TenantId, int]]:
+    def take_unreported(self) -> list[tuple[int, TenantId, int]]:
         """By band's level and tenant, what was charged since the last call; from the first call on."""
-        found = [(band.level, *each) for band in self.bands for each in (band.untold or {}).items()]
+        found = [(band.level, *each) for band in self.bands for each in (band.unreported or {}).items()]
         for band in self.bands:
-            band.untold = {}
+            band.unreported = {}
         return found
 
     def served_elsewhere(self, level: int, tenant: TenantId, units: int) -> None:
@@ -343,7 +343,7 @@ class FairQueue:
             return Full("tenant", "bytes", limit)
         return None
 
-    def _room(self, level: int, work: Work) -> Full | tuple[int, int] | None:
+    def _worker(self, level: int, work: Work) -> Full | tuple[int, int] | None:
         """Keep the bound of all bands together: None if there is room, else the requests and bytes to drop,
         if that may be.
         """

@@ -43,8 +43,8 @@ class ModelQueue:
 
     __slots__ = (
         "_apart", "_config", "_deployments", "_down_ns", "_found", "_health", "_holds", "_last_ns",
-        "_no_worker_ns", "_now_ns", "_peers", "avoid", "gap_ns", "held", "leaving", "pace",
-        "placement", "queue", "rooms", "route", "timer_ns",
+        "_no_worker_ns", "_now_ns", "_peers", "avoid", "gap_ns", "held", "leaving", "pace", "placement",
+        "queue", "route", "timer_ns", "workers",
     )  # fmt: skip
 
     def __init__(
@@ -62,14 +62,14 @@ class ModelQueue:
         config = self._config = queue_terms(config)
         self.route, self.placement, self._health = route, placement, health
         self.pace = pace or Pace()
-        self.queue, self.rooms = FairQueue(config), CapacityTable(config, self.pace.is_busy)
+        self.queue, self.workers = FairQueue(config), CapacityTable(config, self.pace.is_busy)
         self.held: Work | None = None
         """Too large for the room there was for too long: a worker is kept free for it."""
         self.avoid: dict[RequestId, set[WorkerId]] = {}
         """Requests that were tried before -> the workers where that failed."""
         self._deployments: Deployments | None = None
         """None until a worker has terms of its own."""
-        self._peers = Peers(self.queue, self.rooms, lambda now: self._health.blocked(now, route, strict=True))
+        self._peers = Peers(self.queue, self.workers, lambda now: health.blocked(now, route, strict=True))
         self.leaving: set[RequestId] = set()
         """Requests whose prompt is being made for another model: they are started nowhere meanwhile."""
         self.timer_ns: int | None = None
@@ -87,14 +87,14 @@ class ModelQueue:
     @property
     def down_ns(self) -> int | None:
         """Since when it has no worker that is ready; None: it has."""
-        return None if self.rooms.num_ready else self._down_ns
+        return None if self.workers.num_ready else self._down_ns
 
     @property
     def wake_ns(self) -> int:
         """It is asleep, and waking takes so long; 0: it is not. O(workers) while none is ready."""
-        if self.rooms.num_ready:
+        if self.workers.num_ready:
             return 0
-        return min((room.view.wake_ns for room in self.rooms if room.view.wake_ns), default=0)
+        return min((worker.view.wake_ns for worker in self.workers if worker.view.wake_ns), default=0)
 
     def waiting(self) -> Iterator[Work]:
         """The waiting requests, band by band, in the order in which they came."""
@@ -103,60 +103,60 @@ class ModelQueue:
 
     def set_worker(self, now_ns: int, worker_id: WorkerId, view: WorkerView | None) -> None:
         """Take a worker's report, or that it is gone."""
-        before = self.rooms.num_ready
-        self.rooms.set(worker_id, view)
+        before = self.workers.num_ready
+        self.workers.set(worker_id, view)
         if self._deployments is None and view is not None and view.terms is not None:
             self._deployments = Deployments()
         if self._deployments is not None:
             self._deployments.set(worker_id, view)
         if view is None or view.cell is not None:
             self._peers.set(worker_id, view)
-        if before and not self.rooms.num_ready:
+        if before and not self.workers.num_ready:
             self._down_ns = now_ns
-        self.queue.set_slots(self.rooms.num_slots)
+        self.queue.set_slots(self.workers.num_slots)
 
     def next_start(self, now_ns: int) -> tuple[Work, WorkerCapacity] | None:
         """The next request to start and where, taken from the queue and booked; None when nothing can
         start.
         """
-        queue, rooms = self.queue, self.rooms
+        queue, workers = self.queue, self.workers
         self._now_ns = now_ns
         if self._deployments is not None:
             self._deployments.due_ns = None
         for overdue in self.pace.overdue(now_ns):
-            rooms.look_again(overdue)
+            workers.look_again(overdue)
         if not queue.num_waiting:
             self._last_ns = None
             if self.held is not None:
                 self._unhold()
             return None
-        work, room = self._held_fits(now_ns)
-        if work is None and (self._peers.has_room(now_ns) if self._peers.ids else rooms.has_room()):
+        work, worker = self._held_fits(now_ns)
+        if work is None and (self._peers.has_room(now_ns) if self._peers.ids else workers.has_room()):
             work = queue.pop(now_ns, self._fits, share=self._share())
-            room = self._found
+            worker = self._found
         if work is None and self.held is not None:
-            work, room = self._pass_held(now_ns, self.held)
-        if work is None and rooms.has_room_beyond():
+            work, worker = self._pass_held(now_ns, self.held)
+        if work is None and workers.has_room_beyond():
             work = queue.pop(now_ns, self._fits_beyond, sets_aside=False)
-            room = self._found
+            worker = self._found
         if work is None:
             return None
-        assert room is not None, "what fits has a place"
-        self.book(now_ns, work, room)
+        assert worker is not None, "what fits has a place"
+        self.book(now_ns, work, worker)
         self._pace(now_ns)
-        return work, room
+        return work, worker
 
-    def book(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+    def book(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """It is started there."""
         line = self.queue.band_of(work).line(work.tenant)
         work.takes_row = line is not None and line.num_running == work.streams
-        self.rooms.book(room, work)
+        self.workers.book(worker, work)
         if self._peers.ids:
-            self._peers.started(now_ns, work, room)
-        self.pace.started(now_ns, work, room)
-        self.placement.started(now_ns, work, room)
+            self._peers.started(now_ns, work, worker)
+        self.pace.started(now_ns, work, worker)
+        self.placement.started(now_ns, work, worker)
         if self._deployments is not None:
-            self._deployments.started(now_ns, work, room)
+            self._deployments.started(now_ns, work, worker)
 
     def place_hedge(self, now_ns: int, work: Work, worker: WorkerId) -> WorkerCapacity | None:
         """Where a request that runs at `worker` could be started a second time: only if no request waits, and
@@ -166,11 +166,11 @@ class ModelQueue:
             return None
         taken = self._apart.taken(self.route) if self._apart is not None else ()
         blocked = self._blocked(now_ns, work).union((worker,), taken, self._peers.ids)
-        room = self._place(now_ns, work, _NOBODY, blocked)
-        if room is None or isinstance(room, Hold):
+        capacity = self._place(now_ns, work, _NOBODY, blocked)
+        if capacity is None or isinstance(capacity, Hold):
             return None
-        rows = room.view.max_running or room.slots
-        return room if room.booked + room.others + work.streams <= rows else None
+        rows = capacity.view.max_running or capacity.slots
+        return capacity if capacity.booked + capacity.others + work.streams <= rows else None
 
     def failed(self, worker_id: WorkerId, work: Work) -> None:
         """It failed there, and will wait for another attempt."""
@@ -192,13 +192,13 @@ class ModelQueue:
         blocked = self._blocked(now_ns, work, strict=True)
         avoid = self.avoid.get(work.id, _NOBODY)
         return any(
-            room.view.ready
-            and room.id not in blocked
-            and room.id not in avoid
-            and room.id != besides
-            and identity in ("", room.view.identity)
-            and (room.fits(work) if now else room.is_able(work))
-            for room in self.rooms
+            worker.view.ready
+            and worker.id not in blocked
+            and worker.id not in avoid
+            and worker.id != besides
+            and identity in ("", worker.view.identity)
+            and (worker.fits(work) if now else worker.is_able(work))
+            for worker in self.workers
         )
 
     def is_apart(self, work: Work) -> bool:
@@ -212,23 +212,23 @@ class ModelQueue:
 
     def begin(self, now_ns: int, worker_id: WorkerId, work: Work) -> None:
         """Its first output was seen."""
-        room = self.rooms.get(worker_id)
-        assert room is not None, f"{worker_id} is not known"
-        self.pace.began(now_ns, work, room)  # Before the room is looked at, which asks whether it is busy.
-        self.rooms.begin(room, work)
-        self.placement.began(now_ns, work, room)
+        worker = self.workers.get(worker_id)
+        assert worker is not None, f"{worker_id} is not known"
+        self.pace.began(now_ns, work, worker)  # Before the room is looked at, which asks whether it is busy.
+        self.workers.begin(worker, work)
+        self.placement.began(now_ns, work, worker)
 
     def release(self, now_ns: int, worker_id: WorkerId, work: Work, usage: Usage | None = None) -> None:
         """It holds nothing of its worker any more, and used so much there, if that is known."""
-        room = self.rooms.get(worker_id)
-        assert room is not None, f"{worker_id} is not known"
-        self.pace.ended(work, room)
+        worker = self.workers.get(worker_id)
+        assert worker is not None, f"{worker_id} is not known"
+        self.pace.ended(work, worker)
         if self._peers.ids:
-            self._peers.ended(now_ns, work, room)
-        self.rooms.release(room, work)
-        self.placement.ended(now_ns, work, room, usage)
+            self._peers.ended(now_ns, work, worker)
+        self.workers.release(worker, work)
+        self.placement.ended(now_ns, work, worker, usage)
         if self._deployments is not None:
-            self._deployments.ended(now_ns, work, room, usage)
+            self._deployments.ended(now_ns, work, worker, usage)
 
     def next_expired(self, now_ns: int) -> tuple[Work, str] | None:
         """One whose wait is over, still in the queue, and why."""
@@ -238,7 +238,7 @@ class ModelQueue:
                 self.queue.keep(work, until_ns)  # A worker comes, whatever its band says.
             elif not work.start_by_ns or now_ns < work.queued_ns + work.start_by_ns:
                 return work, "timeout"
-            elif not self.rooms.num_ready:
+            elif not self.workers.num_ready:
                 self.queue.wait_on(work)  # Promises are those of workers that are there.
             elif work.aside and work.deadline_ns > now_ns:  # It waits for memory, not for others.
                 self.queue.wait_on(work, work.deadline_ns - work.queued_ns)
@@ -290,14 +290,14 @@ class ModelQueue:
 
     def load(self, now_ns: int, work: Work) -> RouteLoad:
         """How the model stands for a request that does not wait here yet."""
-        queue, rooms = self.queue, self.rooms
+        queue, workers = self.queue, self.workers
         level = queue.level_of(work.band)
         above = queue.bands[:level]
         band = queue.bands[level]
         line = band.line(work.tenant)
         requests_ahead = ahead = 0
         # Else it is started beyond the slots.
-        if not rooms.has_room_beyond() or (line is not None and line.num_running + line.num_waiting):
+        if not workers.has_room_beyond() or (line is not None and line.num_running + line.num_waiting):
             requests_ahead = band.ahead_of(work.tenant, work.weight)
             ahead = sum(len(higher.waiting) for higher in above) + requests_ahead
         tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
@@ -306,12 +306,12 @@ class ModelQueue:
         each_ns = self.gap_ns if band.config.protected else band.gap_ns(now_ns)
         return RouteLoad(
             route=self.route,
-            ready=rooms.num_ready,
+            ready=workers.num_ready,
             requests_ahead=ahead,
             is_full=queue.would_refuse(work),
             wait_ns=max((requests_ahead + 1) * each_ns, ahead * self.gap_ns) if ahead else 0,
             each_ns=max(each_ns, self.gap_ns),
-            start_ns=self.pace.start_ns(tokens, prompt, rooms.num_running / max(1, rooms.num_ready)),
+            start_ns=self.pace.start_ns(tokens, prompt, workers.num_running / max(1, workers.num_ready)),
             idle_ttft_ns=self.pace.idle_ttft_ns(tokens, prompt),
             backlog_ns=self.pace.backlog_ns,
             first_ns=self.pace.first_ns(),
@@ -327,14 +327,14 @@ class ModelQueue:
         A tenant that runs much more than its part leaves `headroom` (and the credit, which is no row yet) to
         the others: their next request starts at once, and not when a stream of that tenant happens to end.
         """
-        rooms = self.rooms
-        rows = rooms.num_slots - rooms.num_spare
+        workers = self.workers
+        rows = workers.num_slots - workers.num_spare
         headroom = math.ceil(self._config.headroom * rows) if rows >= _HEADROOM_ROWS else 0
-        reserve = max(0, rooms.num_spare + headroom)  # Rows that are kept free are headroom already.
-        if rooms.num_slots - rooms.num_running > reserve:
+        reserve = max(0, workers.num_spare + headroom)  # Rows that are kept free are headroom already.
+        if workers.num_slots - workers.num_running > reserve:
             return None
         num_active = sum([band.num_active for band in self.queue.bands])
-        return _OVER * rooms.num_slots / num_active if num_active > 1 else None
+        return _OVER * workers.num_slots / num_active if num_active > 1 else None
 
     def _fits_beyond(self, work: Work) -> bool:
         """Whether it could be started although all slots are taken: its tenant runs nothing, so it never
@@ -380,7 +380,7 @@ class ModelQueue:
         """Workers that this request must not be given to now; `strict`: by their breakers alone."""
         if self.leaving and work.id in self.leaving:
             assert not work.goes_on, "nothing leaves that has given output"
-            return frozenset(room.id for room in self.rooms)
+            return frozenset(worker.id for worker in self.workers)
         blocked = self._health.blocked(now_ns, self.route, strict=strict or work.is_strict)
         if self._peers.ids:
             blocked = self._peers.blocked(now_ns, work, blocked)
@@ -402,8 +402,8 @@ class ModelQueue:
         peer = self._peers.place(now_ns, work, avoid, blocked)
         if peer is None:
             return found
-        others = frozenset(room.id for room in self.rooms if room is not peer)
-        self.placement.place(now_ns, work, self.rooms, avoid, others)  # For `explain`.
+        others = frozenset(worker.id for worker in self.workers if worker is not peer)
+        self.placement.place(now_ns, work, self.workers, avoid, others)  # For `explain`.
         return peer
 
     def _place_here(
@@ -411,71 +411,71 @@ class ModelQueue:
     ) -> WorkerCapacity | Hold | None:
         """By the placement, among those whose turn it is."""
         if not self._deployments:
-            return self.placement.place(now_ns, work, self.rooms, avoid, blocked)
-        everybody = frozenset(room.id for room in self.rooms)
+            return self.placement.place(now_ns, work, self.workers, avoid, blocked)
+        everybody = frozenset(worker.id for worker in self.workers)
         # One where it failed comes behind those of every order where it did not.
         for without in (blocked.union(avoid), blocked) if avoid else (blocked,):
-            for group in self._deployments.groups(work, self.rooms, without):
-                found = self.placement.place(now_ns, work, self.rooms, avoid, everybody - group)
+            for group in self._deployments.groups(work, self.workers, without):
+                found = self.placement.place(now_ns, work, self.workers, avoid, everybody - group)
                 if found is not None:
                     return found
         return None
 
     def _is_held(self, work: Work, blocked: Collection[WorkerId]) -> bool:
         """Whether it continues to wait for the warm worker: that is still there, and still has no room."""
-        room = self.rooms.get(work.hold_for)
-        return room is not None and room.view.ready and room.id not in blocked and not room.fits(work)
+        worker = self.workers.get(work.hold_for)
+        return worker is not None and worker.view.ready and worker.id not in blocked and not worker.fits(work)
 
     def _held_fits(self, now_ns: int) -> tuple[Work | None, WorkerCapacity | None]:
         """Keep a worker free for the request that was passed over too long, until it fits there."""
         if self.held is not None:
-            kept = self.rooms.held
+            kept = self.workers.held
             if not self.queue.waits(self.held) or kept is None or kept.id in self._blocked(now_ns, self.held):
                 self._unhold()
         if self.held is None:
             work = self.queue.overdue(now_ns)
-            if work is None or self.rooms.hold(work, self._blocked(now_ns, work) | self._peers.ids) is None:
+            if work is None or self.workers.hold(work, self._blocked(now_ns, work) | self._peers.ids) is None:
                 return None, None
             self.held = work
-        held, room = self.held, self.rooms.held
-        if room is None or not room.fits(held):
+        held, worker = self.held, self.workers.held
+        if worker is None or not worker.fits(held):
             return None, None
         self.queue.start(now_ns, held)
-        self._start_on(now_ns, held, room)
-        return held, room
+        self._start_on(now_ns, held, worker)
+        return held, worker
 
-    def _start_on(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+    def _start_on(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """The placement decides as ever, where one worker is all that there is: so it knows what is cached
         there, and can explain why the request went there.
         """
         self._unhold()
         work.hold_ns, work.matched_tokens = max(1, work.hold_ns), 0
-        others = frozenset(each.id for each in self.rooms if each is not room)
-        self.placement.place(now_ns, work, self.rooms, _NOBODY, others)
+        others = frozenset(each.id for each in self.workers if each is not worker)
+        self.placement.place(now_ns, work, self.workers, _NOBODY, others)
 
     def _pass_held(self, now_ns: int, held: Work) -> tuple[Work | None, WorkerCapacity | None]:
         """No request of its band or below takes the worker that is kept free; those above may, until its band
         is starved.
         """
-        room, band = self.rooms.held, self.queue.band_of(held)
-        if room is None or room.num_free < 1 or now_ns - held.aside_ns >= band.starvation_ns:
+        worker, band = self.workers.held, self.queue.band_of(held)
+        if worker is None or worker.num_free < 1 or now_ns - held.aside_ns >= band.starvation_ns:
             return None, None
         work = self.queue.pop(
             now_ns,
-            lambda each: room.fits(each) and room.id not in self._blocked(now_ns, each),
+            lambda each: worker.fits(each) and worker.id not in self._blocked(now_ns, each),
             above=held.level,
         )
         if work is not None:
-            self._start_on(now_ns, work, room)  # A worker is kept free again at the next look.
-        return work, room
+            self._start_on(now_ns, work, worker)  # A worker is kept free again at the next look.
+        return work, worker
 
     def _unhold(self) -> None:
         self.held = None
-        self.rooms.unhold()
+        self.workers.unhold()
 
     def _oldest(self) -> Work | None:
         """The request that has waited longest, while there is no worker to wait for."""
-        if self.rooms.num_ready:
+        if self.workers.num_ready:
             return None
         firsts = [next(iter(band.waiting.values())) for band in self.queue.bands if band.waiting]
         return min(firsts, key=lambda work: (work.queued_ns, work.number), default=None)
@@ -495,5 +495,5 @@ class ModelQueue:
     def check_invariants(self) -> None:
         """Assert that the parts agree. O(n): for tests."""
         self.queue.check_invariants()
-        self.rooms.check_invariants()
-        assert self.held is not None or self.rooms.held is None
+        self.workers.check_invariants()
+        assert self.held is not None or self.workers.held is None

@@ -137,14 +137,14 @@ class Pace:
         """It left the queue because its start would have been too late."""
         self._late_ns[work.level] = now_ns
 
-    def is_busy(self, room: WorkerCapacity) -> bool:
+    def is_busy(self, worker: WorkerCapacity) -> bool:
         """Whether a worker has prompts enough for now."""
-        if not self._backlog_s or not room.pending_tokens:
+        if not self._backlog_s or not worker.pending_tokens:
             return False
-        if room.id in self._overdue:
-            return room.num_pending > 1
-        speed = self._speeds.of(room.view.kind)
-        return speed.backlog_s(room.pending_tokens, room.booked + room.others) > self._backlog_s
+        if worker.id in self._overdue:
+            return worker.num_pending > 1
+        speed = self._speeds.of(worker.view.kind)
+        return speed.backlog_s(worker.pending_tokens, worker.booked + worker.others) > self._backlog_s
 
     def overdue(self, now_ns: int) -> list[WorkerId]:
         """Workers that may have become busy, or free, by the time alone since this was last asked.
@@ -182,22 +182,22 @@ class Pace:
 
     # --- what it learns from ------------------------------------------------------------------------
 
-    def started(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
-        """It was sent there, and is booked in `room`. A peer cell's times say nothing of workers here."""
-        if room.view.cell is not None:
+    def started(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
+        """It was sent there, and is booked in `worker`. A peer cell's times say nothing of workers here."""
+        if worker.view.cell is not None:
             return
-        running, tokens = room.booked + room.others, uncached_tokens(work)
-        backlog, streams = room.pending_tokens - tokens, running - work.streams
-        said_s = _first_s(self._speeds.of(room.view.kind), work, backlog, streams)
-        waited = 0 < room.view.max_running < running
+        running, tokens = worker.booked + worker.others, uncached_tokens(work)
+        backlog, streams = worker.pending_tokens - tokens, running - work.streams
+        said_s = _first_s(self._speeds.of(worker.view.kind), work, backlog, streams)
+        waited = 0 < worker.view.max_running < running
         assert backlog >= 0 <= streams, "it is booked where it was sent"
-        self._sent[work.id, room.id] = _Sent(now_ns, backlog, streams, waited, said_s)
-        self._unbegun[work.id, room.id] = now_ns
+        self._sent[work.id, worker.id] = _Sent(now_ns, backlog, streams, waited, said_s)
+        self._unbegun[work.id, worker.id] = now_ns
 
-    def began(self, now_ns: int, work: Work, room: WorkerCapacity) -> None:
+    def began(self, now_ns: int, work: Work, worker: WorkerCapacity) -> None:
         """Its first output came."""
-        self._has_output(work.id, room.id)
-        sent, kind = self._sent.pop((work.id, room.id), None), room.view.kind
+        self._has_output(work.id, worker.id)
+        sent, kind = self._sent.pop((work.id, worker.id), None), worker.view.kind
         if sent is None:
             return
         if kind not in self._kinds and len(self._kinds) >= _KINDS_MAX:
@@ -222,10 +222,10 @@ class Pace:
             ),
         )
 
-    def ended(self, work: Work, room: WorkerCapacity) -> None:
+    def ended(self, work: Work, worker: WorkerCapacity) -> None:
         """It runs there no more."""
-        self._has_output(work.id, room.id)
-        self._sent.pop((work.id, room.id), None)
+        self._has_output(work.id, worker.id)
+        self._sent.pop((work.id, worker.id), None)
 
 
 def _first_s(speed: Speed, work: Work, backlog: int, streams: int) -> float:

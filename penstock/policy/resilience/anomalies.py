@@ -172,7 +172,7 @@ class Anomalies:
         """
         found = self._workers.get(worker_id)
         if found is not None and found.is_ready and self._beat_ns and sums[0]:
-            self._groups.setdefault(found.group, Peers()).heard(worker_id, StepSums(*sums))
+            self._groups.setdefault(found.group, Peers()).received(worker_id, StepSums(*sums))
 
     def probed(
         self, now_ns: int, worker_id: WorkerId, answer: ProbeAnswer | None, *, fault: str = "", why: str = ""

@@ -260,15 +260,15 @@ class FleetHealth:
         found = self._routes.get(route)
         if found is None or not (found.unwell or found.resting):
             return {}
-        told = {
+        reported = {
             worker_id: f"its breaker is {_STATES[breaker.state]}: {breaker.why}"
             for worker_id, breaker in found.unwell.items()
             if worker_id in found.ready
         }
-        for worker_id in sorted(_resting(found, now_ns) - told.keys()) if rests else ():
+        for worker_id in sorted(_resting(found, now_ns) - reported.keys()) if rests else ():
             wait_s = (found.resting[worker_id][1] - now_ns) / NS_PER_S
-            told[worker_id] = f"it has no room for another {wait_s:.0f} s, as it says"
-        return told
+            reported[worker_id] = f"it has no room for another {wait_s:.0f} s, as it says"
+        return reported
 
     def _rest(self, now_ns: int, route: str, worker_id: WorkerId, retry_after_s: float | None) -> None:
         found = self._routes.get(route)

@@ -60,14 +60,14 @@ class _Peer:
 
 
 class Peers:
-    """The workers of one model on one kind of device: `heard` of each, then `judge` at a window's end."""
+    """The workers of one model on one kind of device: `received` of each, then `judge` at a window's end."""
 
     def __init__(self) -> None:
         self._law = StepTimeModel()
         self._peers: dict[WorkerId, _Peer] = {}
         self._deviations: deque[float] = deque(maxlen=DEVIATIONS_KEPT)
 
-    def heard(self, worker: WorkerId, sums: StepSums) -> None:
+    def received(self, worker: WorkerId, sums: StepSums) -> None:
         """The work that it has computed since its start, and the time."""
         peer = self._peers.get(worker)
         if peer is None:

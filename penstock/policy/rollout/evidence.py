@@ -205,9 +205,9 @@ class Evidence(msgspec.Struct):
             and 10 * control.y < control.n
         ):
             return f"hard stop: {len(failed)} of its last {len(self.last)} requests failed"
-        for metric, most in HARD_STOPS.items():
+        for metric, limit in HARD_STOPS.items():
             new, old = (total(self._groups(canary, metric)) for canary in (True, False))
-            if min(new.n, old.n) >= HARD_REQUESTS and new.y / new.n - old.y / old.n > most:
+            if min(new.n, old.n) >= HARD_REQUESTS and new.y / new.n - old.y / old.n > limit:
                 times = math.exp(new.y / new.n - old.y / old.n)
                 return f"hard stop: {metric} is {times:.1f} times as long"
         return ""

@@ -265,13 +265,16 @@ class Checks:
                 if num_events % _LOOK_EVERY == 0:
                     _none(self._order.waits_for_nothing(now_ns, gateway, model))
                     _none(self._order.over_cap(gateway, model))
-                if (lane := gateway.control.lane(model)) is not None:
+                if (model_queue := gateway.control.model_queue(model)) is not None:
                     _hold(
-                        lane.queue.num_waiting <= config.requests_max
+                        model_queue.queue.num_waiting <= config.requests_max
                         or _fresh(gateway) <= config.requests_max,
-                        f"{lane.queue.num_waiting} wait",
+                        f"{model_queue.queue.num_waiting} wait",
                     )
-                    _hold(lane.queue.num_bytes <= config.bytes_max, f"{lane.queue.num_bytes} bytes wait")
+                    _hold(
+                        model_queue.queue.num_bytes <= config.bytes_max,
+                        f"{model_queue.queue.num_bytes} bytes wait",
+                    )
         if num_events % self._every == 0:
             self.check_all()
 
@@ -284,8 +287,8 @@ class Checks:
         for gateway in self._world.gateways:
             if not gateway.is_gone:
                 for model in self._world.facts.models:
-                    if (lane := gateway.control.lane(model)) is not None:
-                        lane.check_invariants()
+                    if (model_queue := gateway.control.model_queue(model)) is not None:
+                        model_queue.check_invariants()
 
     # --- the end ------------------------------------------------------------------------------------
 

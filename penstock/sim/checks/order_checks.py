@@ -49,7 +49,7 @@ class _Look(NamedTuple):
     """One lane at one time."""
 
     now_ns: int
-    lane: ModelQueue
+    model_queue: ModelQueue
     blocked: Collection[WorkerId]
     """Workers that are left alone."""
 
@@ -78,19 +78,19 @@ class OrderChecks:
 
     def started(self, now_ns: int, gateway: SimGateway, route: str, starts: Sequence[ObservedStart]) -> str:
         """The starts of a gateway in one event of one model, in order; call it also if that is nothing."""
-        lane = gateway.control.lane(route)
-        if lane is None:
+        model_queue = gateway.control.model_queue(route)
+        if model_queue is None:
             return ""
         key = gateway.number, gateway.life, route
         seen = self._seen.get(key)
         if seen is None:
             seen = self._seen[key] = _Seen()
-        look = _Look(now_ns, lane, gateway.policies.health.blocked(now_ns, route))
+        look = _Look(now_ns, model_queue, gateway.policies.health.blocked(now_ns, route))
         why = self._inversion(look, gateway, seen, starts) if starts else ""
         seen.served_ns.clear()
         seen.aside.clear()
-        if lane.queue.num_waiting:
-            for band in lane.queue.bands:
+        if model_queue.queue.num_waiting:
+            for band in model_queue.queue.bands:
                 if band.waiting:
                     seen.served_ns[band.level] = band.served_ns
                     seen.aside.update((work.id, work) for work in band.aside)
@@ -99,7 +99,7 @@ class OrderChecks:
     def _inversion(
         self, look: _Look, gateway: SimGateway, seen: _Seen, starts: Sequence[ObservedStart]
     ) -> str:
-        now_ns, bands = look.now_ns, look.lane.queue.bands
+        now_ns, bands = look.now_ns, look.model_queue.queue.bands
         works = [_work_of(gateway, start) for start in starts]
         levels = [
             _level_of(bands, start) if work is None else work.level
@@ -135,14 +135,14 @@ class OrderChecks:
         """A request of the band that still waits, and could have been started in place of the first of the
         starts.
         """
-        room = look.lane.rooms.get(starts[0].worker_id)
-        if room is None or not band.waiting:
+        worker = look.model_queue.workers.get(starts[0].worker_id)
+        if worker is None or not band.waiting:
             return None
-        here = [start for start in starts if start.worker_id == room.id]
+        here = [start for start in starts if start.worker_id == worker.id]
         flows = [gateway.control.request(start.submission.id) for start in here]
         blocks = sum(blocks_of(flow) for flow in flows if flow is not None)
         for work in self._looked_at(band):
-            if self._could_start(look, work, room, given=len(here), blocks=blocks):
+            if self._could_start(look, work, worker, given=len(here), blocks=blocks):
                 return work
         return None
 
@@ -157,28 +157,32 @@ class OrderChecks:
 
         Between two events; not while the gateway has something to do at this very time.
         """
-        lane, due_ns = gateway.control.lane(route), gateway.control.next_ns(now_ns)
-        if lane is None or not lane.queue.num_waiting or (due_ns is not None and due_ns <= now_ns):
+        model_queue, due_ns = gateway.control.model_queue(route), gateway.control.next_ns(now_ns)
+        if (
+            model_queue is None
+            or not model_queue.queue.num_waiting
+            or (due_ns is not None and due_ns <= now_ns)
+        ):
             return ""
-        look = _Look(now_ns, lane, gateway.policies.health.blocked(now_ns, route))
-        most_ns = int(extended(self._config.routing.placement, PlacementTerms).hold_ms_max * NS_PER_MS) + 1
-        rooms = [room for room in lane.rooms if room.view.ready and not room.held]
-        for band in lane.queue.bands:
+        look = _Look(now_ns, model_queue, gateway.policies.health.blocked(now_ns, route))
+        limit_ns = int(extended(self._config.routing.placement, PlacementTerms).hold_ms_max * NS_PER_MS) + 1
+        workers = [worker for worker in model_queue.workers if worker.view.ready and not worker.held]
+        for band in model_queue.queue.bands:
             for work in self._looked_at(band):
-                if work.hold_ns > now_ns + most_ns:
+                if work.hold_ns > now_ns + limit_ns:
                     return f"{work.id} is held for {(work.hold_ns - now_ns) / NS_PER_MS:.0f} ms"
-                for room in rooms:
-                    if self._could_start(look, work, room):
+                for worker in workers:
+                    if self._could_start(look, work, worker):
                         return (
                             f"{work.id} has waited {(now_ns - work.queued_ns) / NS_PER_MS:.0f} ms, and "
-                            f"{room.id} has room for it"
+                            f"{worker.id} has room for it"
                         )
         return ""
 
     def over_cap(self, gateway: SimGateway, route: str) -> str:
         """In-flight caps: of workers, and of tenants. O(n)."""
-        lane = gateway.control.lane(route)
-        if lane is None:
+        model_queue = gateway.control.model_queue(route)
+        if model_queue is None:
             return ""
         credit, count = queue_terms(self._config.queue).worker_credit, dict[WorkerId, int]()
         live: dict[str, int] = {}
@@ -191,12 +195,12 @@ class OrderChecks:
                 count[request.worker] = count.get(request.worker, 0) + 1
                 if (hedge := request.hedge) is not None:
                     count[hedge.worker] = count.get(hedge.worker, 0) + 1
-        for room in lane.rooms:
-            streams, limit = count.get(room.id, 0), room.view.max_running + credit
-            if streams != room.booked:
-                return f"{room.id} has {streams} streams of this gateway, {room.booked} are booked"
-            if room.view.ready and streams > limit:
-                return f"{room.id} has {streams} streams of one gateway, and is to have {limit}"
+        for worker in model_queue.workers:
+            streams, limit = count.get(worker.id, 0), worker.view.max_running + credit
+            if streams != worker.booked:
+                return f"{worker.id} has {streams} streams of this gateway, {worker.booked} are booked"
+            if worker.view.ready and streams > limit:
+                return f"{worker.id} has {streams} streams of one gateway, and is to have {limit}"
         return ""
 
     # --- inside -------------------------------------------------------------------------------------
@@ -212,44 +216,48 @@ class OrderChecks:
         return [work for work in waiting if work.aside or work in heads]
 
     def _could_start(
-        self, look: _Look, work: Work, room: WorkerCapacity, *, given: int = 0, blocks: int = 0
+        self, look: _Look, work: Work, worker: WorkerCapacity, *, given: int = 0, blocks: int = 0
     ) -> bool:
         """Whether a request that waits could run there, were the last `given` starts with so many `blocks`
         not.
         """
-        view, booked = room.view, room.booked - given
-        if not view.ready or room.busy or room.held or 0 < view.max_model_len < work.context_tokens:
+        view, booked = worker.view, worker.booked - given
+        if not view.ready or worker.busy or worker.held or 0 < view.max_model_len < work.context_tokens:
             return False
         if work.goes_on and not can_resume_at(work, view):
             return False
-        avoided = room.id in look.blocked or room.id in look.lane.avoid.get(work.id, ())
+        avoided = worker.id in look.blocked or worker.id in look.model_queue.avoid.get(work.id, ())
         # A suspect of quarantine waits for a worker where no other one is being tried.
-        if avoided or work.hold_ns > look.now_ns or look.lane.is_apart(work):
+        if avoided or work.hold_ns > look.now_ns or look.model_queue.is_apart(work):
             return False
-        if booked or room.others:
+        if booked or worker.others:
             if (
-                view.max_running + queue_terms(self._config.queue).worker_credit - booked - room.others
+                view.max_running + queue_terms(self._config.queue).worker_credit - booked - worker.others
                 < work.streams
             ):
                 return False
-            free = view.kv_blocks_total - view.kv_blocks_used - (room.pending_blocks - blocks)
+            free = view.kv_blocks_total - view.kv_blocks_used - (worker.pending_blocks - blocks)
             if view.kv_blocks_total and work.blocks > free:
                 return False
-        return not self._is_over_its_part(look.lane, work)
+        return not self._is_over_its_part(look.model_queue, work)
 
-    def _is_over_its_part(self, lane: ModelQueue, work: Work) -> bool:
+    def _is_over_its_part(self, model_queue: ModelQueue, work: Work) -> bool:
         """Whether its tenant leaves the last rows to others (`queue.headroom`)."""
-        queue, rooms, band = queue_terms(self._config.queue), lane.rooms, lane.queue.band_of(work)
+        queue, workers, band = (
+            queue_terms(self._config.queue),
+            model_queue.workers,
+            model_queue.queue.band_of(work),
+        )
         line = band.line(work.tenant)
         if band.config.protected or line is None or not line.num_running:
             return False
-        credit = rooms.num_ready * queue.worker_credit
-        rows = rooms.num_slots - credit
+        credit = workers.num_ready * queue.worker_credit
+        rows = workers.num_slots - credit
         kept = credit + (math.ceil(queue.headroom * rows) if rows >= _ROWS_MIN else 0)
-        active = sum(each.num_active for each in lane.queue.bands)
-        if rooms.num_slots - rooms.num_running > kept or active < 2:
+        active = sum(each.num_active for each in model_queue.queue.bands)
+        if workers.num_slots - workers.num_running > kept or active < 2:
             return False
-        return line.num_running + work.streams > 1.5 * rooms.num_slots / active * work.weight
+        return line.num_running + work.streams > 1.5 * workers.num_slots / active * work.weight
 
 
 def _work_of(gateway: SimGateway, start: ObservedStart) -> Work | None:

@@ -82,16 +82,16 @@ def largest_gap(records: Sequence[RequestRecord], weights: Mapping[str, float]) 
     evenly from then to their end; so a gap below the cost of the largest requests says nothing.
     """
     gap = 0.0
-    lanes: dict[tuple[str, str], list[RequestRecord]] = {}
+    model_queues: dict[tuple[str, str], list[RequestRecord]] = {}
     for record in records:
         if record.attempts:
-            lanes.setdefault((record.model, record.band), []).append(record)
-    for lane in lanes.values():
-        gap = max(gap, _lane_gap(lane, weights))
+            model_queues.setdefault((record.model, record.band), []).append(record)
+    for model_queue in model_queues.values():
+        gap = max(gap, _queue_gap(model_queue, weights))
     return gap
 
 
-def _lane_gap(records: list[RequestRecord], weights: Mapping[str, float]) -> float:
+def _queue_gap(records: list[RequestRecord], weights: Mapping[str, float]) -> float:
     by_tenant: dict[str, list[RequestRecord]] = {}
     for record in records:
         by_tenant.setdefault(record.tenant, []).append(record)

@@ -343,7 +343,7 @@ def merged(sources: Sequence[TrafficSource], seed: int, seconds: float) -> Itera
 
 # Clients that come again after they were refused: when they were told to, or whenever they like.
 
-_TOLD_NOTHING_NS = NS_PER_S
+_NO_RETRY_AFTER_NS = NS_PER_S
 _REFUSED = (Outcome.REJECTED, Outcome.EVICTED)
 
 
@@ -365,8 +365,8 @@ class Comebacks:
         request = self._asked.pop(record.id, None)
         if request is None or record.outcome not in _REFUSED or record.first_ns >= 0:
             return
-        told_ns = ceil(record.retry_after_ns / NS_PER_S) * NS_PER_S or _TOLD_NOTHING_NS
-        at_ns = record.end_ns + (request.retry_ns or told_ns)
+        retry_after_ns = ceil(record.retry_after_ns / NS_PER_S) * NS_PER_S or _NO_RETRY_AFTER_NS
+        at_ns = record.end_ns + (request.retry_ns or retry_after_ns)
         again = structs.replace(
             request, id=request.id + RETRY_MARK, at_ns=at_ns, retries=request.retries - 1, cancel_at_ns=0
         )

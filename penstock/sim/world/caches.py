@@ -113,20 +113,20 @@ class Caches:
         self._asked.pop(worker, None)
         self.locality.remove(worker)
 
-    def heard(self, worker: WorkerId, news: KVUpdate) -> Asked | None:
+    def received(self, worker: WorkerId, update: KVUpdate) -> Asked | None:
         """Words of a worker about its cache.
 
         Returns what to ask it for, if anything is missing that was not asked for.
         """
         if (cache_view := self.locality.get(worker)) is None:
             return None
-        if isinstance(news, Numbered):
-            cache_view.live(*news)
+        if isinstance(update, Numbered):
+            cache_view.live(*update)
         else:
-            cache_view.hear(events_of_engine(KVEventBatch(ts=0.0, events=news)))
+            cache_view.hear(events_of_engine(KVEventBatch(ts=0.0, events=update)))
         return self._ask(worker, cache_view)
 
-    def heard_again(self, worker: WorkerId, asked: Asked, batches: Sequence[Numbered]) -> Asked | None:
+    def received_again(self, worker: WorkerId, asked: Asked, batches: Sequence[Numbered]) -> Asked | None:
         """The events that it could send again; the same."""
         cache_view = self.locality.get(worker)
         if cache_view is None or self._asked.get(worker) is not asked:

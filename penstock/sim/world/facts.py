@@ -59,11 +59,11 @@ class RunRecorder(Protocol):
 class Ticket:
     """One request as its client sees it."""
 
-    __slots__ = ("first_ns", "num_told", "number", "request", "usage")
+    __slots__ = ("first_ns", "num_reported", "number", "request", "usage")
 
     def __init__(self, request: SimRequest, number: int) -> None:
         self.request, self.number = request, number
-        self.num_told = 0
+        self.num_reported = 0
         """Tokens of the answer that the client has."""
         self.first_ns = -1
         self.usage = Usage()
@@ -144,7 +144,7 @@ class Member:
     """The time that its messages take beyond others'."""
     sent_ns: dict[int, int] = field(default_factory=dict[int, int])
     """When the last message of each gateway arrives there: none overtakes another."""
-    told_ns: dict[int, int] = field(default_factory=dict[int, int])
+    retry_after_ns: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class Watcher(Protocol):

@@ -94,7 +94,7 @@ class SimGateway:
         )
         self.control = self.policies.control
         if store is not None:
-            counters = FairCounters(tuple(facts.models), self.control.lane)
+            counters = FairCounters(tuple(facts.models), self.control.model_queue)
             self._links.append(SimFairExchange(counters, store, timeline, actor=actor, link_ns=facts.link_ns))
         self.meters = Meters(self.policies.prices)  # Nothing without `prices.accelerators`.
         self._driver = Driver(self.control, self, self, self, self.meters)
@@ -149,7 +149,7 @@ class SimGateway:
 
     # --- workers ------------------------------------------------------------------------------------
 
-    def heard(self, now_ns: int, worker_id: WorkerId, messages: Sequence[WorkerMessage]) -> None:
+    def received(self, now_ns: int, worker_id: WorkerId, messages: Sequence[WorkerMessage]) -> None:
         """A worker's messages about requests."""
         for message in messages:
             request = self.control.request(message.id)
@@ -178,8 +178,8 @@ class SimGateway:
         worker_id, spec, processes = worker.id, worker.spec, self._facts.config.server.processes
         weight = 1.0
         if self._facts.watches_speed:
-            told = (route, worker, report, ready)
-            weight = self.speeds.weight(now_ns, told, lambda r: self.reported(now_ns, *r[:3], ready=r[3]))
+            sample = (route, worker, report, ready)
+            weight = self.speeds.weight(now_ns, sample, lambda r: self.reported(now_ns, *r[:3], ready=r[3]))
         rows = math.ceil(weight * (report.rows_max if report is not None else spec.engine.max_running))
         is_shared = processes > 1 and not spec.is_external
         view = WorkerView(
@@ -195,7 +195,7 @@ class SimGateway:
             is_external=spec.is_external,
             resumes=spec.resumes,
             adapters=report.adapters if report is not None else None,
-            adapters_max=spec.adapters.room if spec.adapters else 0,
+            adapters_max=spec.adapters.worker if spec.adapters else 0,
             adapter_load_ns=spec.adapters.read_ns if spec.adapters else 0,
         )
         if worker_id not in self._known:
@@ -228,15 +228,15 @@ class SimGateway:
         self._dispatch(now_ns)
         return num_lost
 
-    def cached(self, now_ns: int, worker_id: WorkerId, news: KVUpdate) -> None:
+    def cached(self, now_ns: int, worker_id: WorkerId, update: KVUpdate) -> None:
         """Words of a worker about its KV cache. Events that are missing are asked for."""
-        self._ask_kv(now_ns, worker_id, self.caches.heard(worker_id, news))
+        self._ask_kv(now_ns, worker_id, self.caches.received(worker_id, update))
 
     def cached_again(
         self, now_ns: int, worker_id: WorkerId, asked: Asked, batches: Sequence[Numbered]
     ) -> None:
         """The events that a worker could send again when asked."""
-        self._ask_kv(now_ns, worker_id, self.caches.heard_again(worker_id, asked, batches))
+        self._ask_kv(now_ns, worker_id, self.caches.received_again(worker_id, asked, batches))
 
     def kv_reconnected(self, now_ns: int, worker_id: WorkerId) -> None:
         """A worker's publisher is connected again after a while."""
@@ -248,9 +248,9 @@ class SimGateway:
 
     def has_streams(self, route: str, worker_id: WorkerId) -> bool:
         """Whether anything of this gateway was started on the worker and has not ended."""
-        lane = self.control.lane(route)
-        room = lane.rooms.get(worker_id) if lane is not None and not self.is_gone else None
-        return room is not None and bool(room.begun)
+        model_queue = self.control.model_queue(route)
+        worker = model_queue.workers.get(worker_id) if model_queue is not None and not self.is_gone else None
+        return worker is not None and bool(worker.begun)
 
     # --- for the driver: see `driver.Workers`, `driver.Clients` and `driver.Records` ----------------
 
@@ -267,7 +267,7 @@ class SimGateway:
             answer=answer,
             output_tokens=asked.output_tokens,
             max_tokens=facts.max_tokens,
-            num_resumed=ticket.num_told,
+            num_resumed=ticket.num_reported,
             salt=tenant.cache_salt,
             adapter=asked.adapter,
             public_tokens=asked.public_tokens,
@@ -308,7 +308,7 @@ class SimGateway:
 
     def settled(self, now_ns: int, request: Request, error: PenstockError | None) -> None:
         """See `driver.Clients`."""
-        self._recorder.ended(self._record(now_ns, ticket_of(request), request, _told_ns(error)))
+        self._recorder.ended(self._record(now_ns, ticket_of(request), request, _retry_after_ns(error)))
 
     def opened(self, request: Request) -> None:
         """See `driver.Records`: nothing is lost here but what `leave` tells."""
@@ -385,7 +385,7 @@ class SimGateway:
     def _began(self, now_ns: int, request: Request, message: Began) -> None:
         self._driver.first_output(now_ns, request, message.attempt, cached_tokens=message.cached_tokens)
         ticket = ticket_of(request)
-        ticket.first_ns, ticket.num_told = now_ns + self._facts.link_ns, 1
+        ticket.first_ns, ticket.num_reported = now_ns + self._facts.link_ns, 1
         ticket.usage = Usage(
             prompt_tokens=request.facts.prompt_tokens,
             cached_tokens=message.cached_tokens,
@@ -393,7 +393,7 @@ class SimGateway:
         )
 
     def _sliced(self, now_ns: int, request: Request, message: Sliced) -> None:
-        ticket_of(request).num_told = message.num_tokens
+        ticket_of(request).num_reported = message.num_tokens
         self._driver.output(now_ns, request, message.num_tokens)
 
     def _finished(self, now_ns: int, request: Request, message: Finished) -> None:
@@ -411,10 +411,10 @@ class SimGateway:
         """An attempt failed. Its stream can continue elsewhere where its worker returned token ids."""
         ticket = ticket_of(request)
         if request.hedge is None and request.has_begun:
-            used = msgspec.structs.replace(ticket.usage, completion_tokens=ticket.num_told)
+            used = msgspec.structs.replace(ticket.usage, completion_tokens=ticket.num_reported)
             request.stream_ended(0, used)
-        room = request.lane.rooms.get(request.worker)
-        resumes = room is None or room.view.resumes
+        worker = request.model_queue.workers.get(request.worker)
+        resumes = worker is None or worker.view.resumes
         self._driver.attempt_failed(now_ns, request, attempt, error, can_resume=resumes)
 
     def _dispatch(self, now_ns: int) -> None:
@@ -430,7 +430,7 @@ class SimGateway:
             self._timer_ns = None
             self._dispatch(now_ns)
 
-    def _record(self, now_ns: int, ticket: Ticket, request: Request, told_ns: int) -> RequestRecord:
+    def _record(self, now_ns: int, ticket: Ticket, request: Request, retry_ns: int) -> RequestRecord:
         assert request.outcome is not None, "what has ended has an outcome"
         asked = ticket.request
         return RequestRecord(
@@ -443,7 +443,7 @@ class SimGateway:
             at_ns=asked.at_ns,
             first_ns=ticket.first_ns,
             end_ns=now_ns + self._facts.link_ns,
-            retry_after_ns=told_ns,
+            retry_after_ns=retry_ns,
             prompt_tokens=request.counted_prompt_tokens,
             cached_tokens=request.counted_cached_tokens,
             completion_tokens=request.completion_tokens,
@@ -462,7 +462,7 @@ class SimGateway:
                 band=facts.tenant.band,
                 outcome=Outcome.REJECTED,
                 reason=refused.reason,
-                retry_after_ns=_told_ns(refused.error),
+                retry_after_ns=_retry_after_ns(refused.error),
                 at_ns=now_ns - self._facts.link_ns,
                 end_ns=now_ns + self._facts.link_ns,
             )
@@ -492,6 +492,6 @@ class SimGateway:
         return None if spec is None else ModelFacts(max_model_len=spec.max_model_len, kinds=(spec.kind,))
 
 
-def _told_ns(error: PenstockError | None) -> int:
+def _retry_after_ns(error: PenstockError | None) -> int:
     """When a refused client is to come again; 0: it was not told."""
     return round((getattr(error, "retry_after_s", None) or 0) * NS_PER_S)

@@ -167,10 +167,10 @@ class Scaling:
     def _load(self) -> tuple[int, int]:
         waiting = running = 0
         for gateway in self._world.gateways:
-            lane = None if gateway.is_gone else gateway.control.lane(self.model)
-            if lane is not None:
-                waiting += lane.queue.num_waiting
-                running += lane.rooms.num_running
+            model_queue = None if gateway.is_gone else gateway.control.model_queue(self.model)
+            if model_queue is not None:
+                waiting += model_queue.queue.num_waiting
+                running += model_queue.workers.num_running
         return waiting, running
 
     def _kv(self) -> tuple[int, int]:

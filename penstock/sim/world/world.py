@@ -243,7 +243,7 @@ class World:
         if self.watcher is not None:
             self.watcher.on_messages(worker, gateway, messages)
         member = self.members[worker.id]
-        to, when_ns = self.gateways[gateway], self._arrives_ns(now_ns, member.told_ns, member, gateway)
+        to, when_ns = self.gateways[gateway], self._arrives_ns(now_ns, member.retry_after_ns, member, gateway)
         self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_messages, (to, worker.id, messages))
 
     def reported(self, now_ns: int, worker: SimWorker, report: WorkerLoadReport) -> None:
@@ -384,7 +384,7 @@ class World:
         member.worker.take(now_ns, message)
 
     def _tell_cache(self, now_ns: int, to: SimGateway, member: Member, update: KVUpdate) -> None:
-        when_ns = self._arrives_ns(now_ns, member.told_ns, member, to.number)
+        when_ns = self._arrives_ns(now_ns, member.retry_after_ns, member, to.number)
         self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_cached, (to, member.worker.id, update))
 
     def _on_cached(self, now_ns: int, what: tuple[SimGateway, WorkerId, KVUpdate]) -> None:
@@ -396,7 +396,7 @@ class World:
         gateway, member, asked = what
         if not member.worker.is_gone:
             replay = (gateway, member.worker.id, asked, member.kv.again(asked.first))
-            when_ns = self._arrives_ns(now_ns, member.told_ns, member, gateway.number)
+            when_ns = self._arrives_ns(now_ns, member.retry_after_ns, member, gateway.number)
             self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_kv_again, replay)
 
     def _on_kv_again(self, now_ns: int, what: tuple[SimGateway, WorkerId, Asked, Sequence[Numbered]]) -> None:
@@ -407,7 +407,7 @@ class World:
     def _on_messages(self, now_ns: int, what: tuple[SimGateway, WorkerId, Sequence[WorkerMessage]]) -> None:
         gateway, worker_id, messages = what
         if not gateway.is_gone:
-            gateway.heard(now_ns, worker_id, messages)
+            gateway.received(now_ns, worker_id, messages)
 
     def _tell_state(self, now_ns: int, member: Member, report: WorkerLoadReport) -> None:
         """Let the region's gateways know what the worker says of itself, and whether it takes requests."""

@@ -23,11 +23,11 @@ Compiled = dict[str, dict[str, int]]
 def compiled() -> Compiled:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, PROGRAM], capture_output=True, text=True, env=environment, timeout=280, check=False
     )
-    assert told.returncode == 0, told.stderr[-3000:]
-    return json.loads(told.stdout)
+    assert reported.returncode == 0, reported.stderr[-3000:]
+    return json.loads(reported.stdout)
 
 
 def test_every_kernel_fits_its_machine(compiled: Compiled) -> None:

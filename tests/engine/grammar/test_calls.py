@@ -81,7 +81,7 @@ def compile_tools(name: str, tools: dict[str, Any], *, several: bool = True) -> 
     )
 
 
-def written(grammar: CompiledGrammar, begins: str, seed: int, *, most: int = 1500) -> tuple[str, bool]:
+def written(grammar: CompiledGrammar, begins: str, seed: int, *, limit: int = 1500) -> tuple[str, bool]:
     """What random draws make of an answer that begins so, and whether its calls are whole."""
     rng, answer = random.Random(seed), GrammarAnswer(grammar, ())
     tokenizer, ids = tokens().tokenizer, list[int]()
@@ -95,7 +95,7 @@ def written(grammar: CompiledGrammar, begins: str, seed: int, *, most: int = 150
         take(token_id)
     assert answer.error is None
     assert answer.wants_mask or answer.is_complete, "the mark of a call was seen"
-    while answer.wants_mask and len(ids) < most:
+    while answer.wants_mask and len(ids) < limit:
         mask = np.frombuffer(answer.matcher.compute_bitmask(), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         assert len(allowed)
@@ -228,7 +228,7 @@ def test_a_schema_may_refer_to_itself(name: str) -> None:
     }
     grammar = compiled(name, tools=json.dumps(tools))
     for seed in range(6):
-        text, is_whole = written(grammar, BEGINS[name], seed, most=400)
+        text, is_whole = written(grammar, BEGINS[name], seed, limit=400)
         calls = [each for each in read(name, text, tools=tools) if isinstance(each, ParsedToolCall)]
         for call in calls if is_whole else ():
             jsonschema.validate(json.loads(call.arguments_json), tools["weather"])
@@ -248,12 +248,14 @@ def test_a_value_without_a_type_is_any_value_of_json(name: str) -> None:
     tools = {"weather": schema | {"additionalProperties": False}}
     grammar, kinds = compiled(name, several=False, tools=json.dumps(tools)), set[str]()
     for seed in range(10):
-        text, is_whole = written(grammar, BEGINS[name], seed, most=400)
+        text, is_whole = written(grammar, BEGINS[name], seed, limit=400)
         for call in read(name, text, tools=tools) if is_whole else ():
             if isinstance(call, ParsedToolCall):
-                told = json.loads(call.arguments_json)
-                jsonschema.validate(told, tools["weather"])
-                kinds |= {kind_of(each) for each in (told["any"], *told["list"], *told["open"].values())}
+                reported = json.loads(call.arguments_json)
+                jsonschema.validate(reported, tools["weather"])
+                kinds |= {
+                    kind_of(each) for each in (reported["any"], *reported["list"], *reported["open"].values())
+                }
     assert kinds & {"array", "object"}, "not the plain ones alone"
     assert len(kinds) > 2
 

@@ -27,11 +27,11 @@ _encode = msgspec.json.Encoder().encode
 class VllmReader(CompletionReader):
     """Reads token ids, and log-probabilities by id; with an echo, the prompt's own first."""
 
-    __slots__ = ("_answer_most", "_echoes", "_num_prompt", "_num_prompt_top")
+    __slots__ = ("_answer_limit", "_echoes", "_num_prompt", "_num_prompt_top")
 
     def __init__(self, request: GenerateRequest) -> None:
         super().__init__(request)
-        self._answer_most, self._num_prompt_top = request.sampling.logprobs, request.sampling.prompt_logprobs
+        self._answer_limit, self._num_prompt_top = request.sampling.logprobs, request.sampling.prompt_logprobs
         self._num_prompt = len(request.prompt_token_ids)
         self._echoes = self._num_prompt_top is not None
 
@@ -45,9 +45,9 @@ class VllmReader(CompletionReader):
             self._echoes = False
             # The first token of a prompt has nothing before it, and no log-probability.
             prompt = _logprobs(choice.logprobs, 1, num_prompt, self._num_prompt_top or 0)
-            if self._answer_most is not None:
+            if self._answer_limit is not None:
                 answer = _logprobs(
-                    choice.logprobs, num_prompt, len(choice.logprobs.tokens), self._answer_most
+                    choice.logprobs, num_prompt, len(choice.logprobs.tokens), self._answer_limit
                 )
             ids = ids or tuple(each.token_id for each in answer)
             if answer and len(answer) != len(ids):

@@ -50,7 +50,7 @@ def _quarters(words, like, BF16: tl.constexpr, FP16: tl.constexpr):
 
 @triton.jit
 def _centre(zeros, place, like, mask, OFFSET: tl.constexpr, MIDDLE: tl.constexpr):
-    """What is taken from the numbers of `_quarters`: it is exact."""
+    """The number to subtract from those of `_quarters`: it is exact."""
     if OFFSET == 1:
         centre = MIDDLE - tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
     else:
