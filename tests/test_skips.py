@@ -27,7 +27,18 @@ def test_skips_are_summed_up_by_reason_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "test_some_skip.py").write_text(SOME_SKIP)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:kmock",
+        "-n",
+        "2",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.strip().splitlines()

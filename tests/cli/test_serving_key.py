@@ -24,6 +24,7 @@ class StandInStack:
     """Loads at once, or fails to, and says when its server is ready."""
 
     num_streams = 0
+    kernels: tuple[str, ...] = ()
 
     def __init__(self, listener: socket.socket, *, fails: bool = False) -> None:
         self.listeners: Sequence[socket.socket] = (listener,)

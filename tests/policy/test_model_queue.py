@@ -7,14 +7,13 @@ from collections.abc import Collection
 from penstock.clock import NS_PER_MS
 from penstock.config.routing import TTFT_TARGET_MS, AdmissionConfig
 from penstock.policy.lifecycle.policies import AllHealthy
-from penstock.policy.placement.pick import DecisionLog, explain
+from penstock.policy.placement.pick import DecisionLog, LeastLoaded, explain
 from penstock.policy.placement.route import Router
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import (
     CapacityTable,
     DeploymentTerms,
     Hold,
-    LeastLoaded,
     WorkerCapacity,
     WorkerView,
 )

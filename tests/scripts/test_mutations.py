@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+QUIET = ("-p", "no:cacheprovider", "-p", "no:kmock")
+"""No plug-ins that leave files or want others."""
 SOURCE = """
 BOUND = 7
 
@@ -98,7 +100,7 @@ def test_a_mutant_is_imported_in_place_of_its_module_and_files_stay(tmp_path, mu
             "PYTHONPATH": str(SCRIPTS),
             "PENSTOCK_MUTANT": json.dumps(wanted) if wanted else "",
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "mutant_import", "-p", "no:cacheprovider", "."]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "mutant_import", *QUIET, "."]
         return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, check=False).returncode
 
     assert status() == 0

@@ -198,7 +198,7 @@ class PsLookup(Structure):
     """`PsLookup`: guesses of rows' next tokens."""
 
     _fields_ = [
-        ("token_ids", c_void_p), ("rows", c_void_p), ("known", c_void_p), ("most", c_void_p),
+        ("token_ids", c_void_p), ("rows", c_void_p), ("known", c_void_p), ("limit", c_void_p),
         ("found", c_void_p), ("num_rows", c_int64), ("ld_tokens", c_int64), ("match_min", c_int64),
         ("match_max", c_int64),
     ]  # fmt: skip
@@ -209,7 +209,7 @@ class PsDraft(Structure):
 
     _fields_ = [
         ("token_ids", c_void_p), ("rows", c_void_p), ("firsts", c_void_p), ("counts", c_void_p),
-        ("most", c_void_p), ("block_tables", c_void_p), ("logits", c_void_p), ("draw", PsSample),
+        ("limit", c_void_p), ("block_tables", c_void_p), ("logits", c_void_p), ("draw", PsSample),
         ("num_rows", c_int64), ("ld_tokens", c_int64), ("ld_tables", c_int64),
     ]  # fmt: skip
 
