@@ -208,8 +208,9 @@ def test_several_gateway_processes_follow_their_workers(tmp_path: Path) -> None:
         server.wait_ready()
         server.until(lambda: states(server) == {"tiny-0": "ready", "tiny-1": "ready"}, "they do not see both")
         prompts = [f"{number}: {'what one of them knows, both do; ' * 10}" for number in range(8)]
-        assert not any(cached(server, prompt) for prompt in prompts)
-        blocks = 2 * 8 * 6  # In the indexes of both: at least six of each prompt, in one of two workers.
+        usages = [answer(server, prompt)["usage"] for prompt in prompts]
+        assert not any(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+        blocks = 2 * sum(usage["prompt_tokens"] // 16 for usage in usages)  # In the indexes of both.
         server.until(lambda: own_events(server) >= blocks, "both do not hear of what is cached")
         assert all(cached(server, prompt) for prompt in prompts for _ in range(2))
         file.write_text(config.replace("replicas: 2", "replicas: 1"))

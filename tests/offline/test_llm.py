@@ -293,7 +293,7 @@ def test_an_adapter_answers_under_its_name(llm: LLM, mini: Path, tmp_path: Path)
 
 
 def test_answers_go_on_when_the_worker_is_killed_and_closing_ends_it(mini: Path, llm: LLM) -> None:
-    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=5)
+    params = SamplingParams(max_tokens=160, ignore_eos=True, seed=5)
     expected = texts(llm.generate([f"Number {i}" for i in range(6)], params))
     with LLM(str(mini), **SMALL) as other:
         worker = other._engine._worker
