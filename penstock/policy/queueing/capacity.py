@@ -104,7 +104,7 @@ class WorkerCapacity:
         left = self.slots - self.booked - self.others
         if self.others and self.spare > 0:
             always = max(self.spare, self.slots // _SLOTS_PER_WAITING) - self.num_pending
-            return left if left > always else always
+            return max(left, min(always, self.limit - self.booked - self.others))
         return left
 
     @property
