@@ -29,7 +29,7 @@ from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 from penstock.types import WorkerId
 
-WORKERS, ROOM, ADAPTERS = 4, 20, 200
+WORKERS, SLOTS, ADAPTERS = 4, 20, 200
 POLICIES = ("loaded", "placed")
 
 
@@ -55,7 +55,7 @@ class RouteToLoaded(LeastLoaded):
 def spec_of(policy: str, seed: int, load_s: float) -> WorldSpec:
     """Four workers behind one gateway."""
     adapters = SimAdapterSpec(
-        names=tuple(f"lora-{i}" for i in range(ADAPTERS)), worker=ROOM, read_ns=int(load_s * 1e9)
+        names=tuple(f"lora-{i}" for i in range(ADAPTERS)), slots=SLOTS, read_ns=int(load_s * 1e9)
     )
     worker = SimWorkerSpec(engine=EngineSettings(step_tokens=2048, max_running=32), adapters=adapters)
     return WorldSpec(

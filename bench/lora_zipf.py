@@ -24,7 +24,7 @@ from pathlib import Path
 
 from harness import REPOSITORY, command_line, write_result
 from lora_loading import make_adapter
-from lora_placement import ADAPTERS, POLICIES, ROOM, WORKERS, RouteToLoaded
+from lora_placement import ADAPTERS, POLICIES, SLOTS, WORKERS, RouteToLoaded
 
 from penstock.models.registry import read_spec
 from penstock.rng import stream
@@ -63,8 +63,8 @@ def written(place: Path, port: int) -> Path:
                 "replicas": WORKERS,
                 "adapters": {f"lora-{i}": str(made[i % DIRECTORIES]) for i in range(ADAPTERS)},
                 "engine": {
-                    "threads": 1, "max_running": 32, "kv_memory_bytes": 64 << 20, "adapter_slots": ROOM,
-                    "adapter_memory_bytes": int(size * ROOM * 1.1),
+                    "threads": 1, "max_running": 32, "kv_memory_bytes": 64 << 20, "adapter_slots": SLOTS,
+                    "adapter_memory_bytes": int(size * SLOTS * 1.1),
                 },
             }
         ],

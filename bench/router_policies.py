@@ -52,9 +52,9 @@ class RoundRobin(LeastLoaded):
         avoid: Collection[WorkerId],
         blocked: Collection[WorkerId],
     ) -> WorkerCapacity | None:
-        rooms_now = list(workers)
-        for i in range(len(rooms_now)):
-            worker = rooms_now[(self._next + i) % len(rooms_now)]
+        workers_now = list(workers)
+        for i in range(len(workers_now)):
+            worker = workers_now[(self._next + i) % len(workers_now)]
             if worker.fits(work) and not worker.held:
                 self._next += i + 1
                 return worker

@@ -35,7 +35,7 @@ MESSAGES_MAX = 256
 _REFUSALS = {kind.__name__: kind for kind in (InvalidRequest, NotFound)}
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True):
+class OrderMessage(msgspec.Struct, frozen=True, array_like=True):
     """From a server that follows to the one that leads."""
 
     kind: Literal["seen", "ask"]
@@ -47,7 +47,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     """The store's date: an order for whose answer nobody waits any more is not carried out."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class OrderAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Of the one that leads, to an order; `kind` names the error that it is, empty: none."""
 
     id: str
@@ -62,10 +62,10 @@ class LedState(msgspec.Struct, frozen=True, array_like=True):
     """The state that the leading server leaves in the store."""
 
     parts: Mapping[str, bytes]
-    answers: tuple[Answer, ...]
+    answers: tuple[OrderAnswer, ...]
 
 
-class Beat(NamedTuple):
+class LeaseBeat(NamedTuple):
     """The store's answer."""
 
     token: int
@@ -97,7 +97,7 @@ class BeatCall(NamedTuple):
 class LeaderStore(Protocol):
     """Where the lease is. An implementation translates; it decides nothing."""
 
-    async def beat(self, call: "BeatCall") -> Beat:
+    async def beat(self, call: "BeatCall") -> LeaseBeat:
         """Take or renew the lease for `LEASE_S`; then leave the state, if there is one and the lease had this
         token already, and take the messages; or, where another leads, leave the messages. Either way get the
         state, unless its version is known.
@@ -161,8 +161,8 @@ class Leadership:
         self._offset_ns: int | None = None
         """The store's date less this clock's reading."""
         self._outbox: deque[bytes] = deque(maxlen=MESSAGES_MAX)
-        self._answers: deque[Answer] = deque(maxlen=ANSWERS_MAX)
-        self._waiting: dict[str, asyncio.Future[Answer]] = {}
+        self._answers: deque[OrderAnswer] = deque(maxlen=ANSWERS_MAX)
+        self._waiting: dict[str, asyncio.Future[OrderAnswer]] = {}
         self._ids = IdSource()
         self._beating = asyncio.Lock()
         self._is_away = False
@@ -213,7 +213,7 @@ class Leadership:
         """
         name = self._ids.take("ask")
         waiter = self._waiting[name] = asyncio.get_running_loop().create_future()
-        message = _encode(Message("ask", part, self.me, name, body, self.wall_ns()))
+        message = _encode(OrderMessage("ask", part, self.me, name, body, self.wall_ns()))
         self._outbox.append(message)
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -274,7 +274,7 @@ class Leadership:
         for body in [*beat.messages, *messages]:
             await self._take(_messages.decode(body))
 
-    def _follow(self, beat: Beat, led: int) -> None:
+    def _follow(self, beat: LeaseBeat, led: int) -> None:
         self._token = self._until_ns = 0
         if led:
             self._log.warning("another server decides now", server=beat.holder)
@@ -296,12 +296,12 @@ class Leadership:
     def _take_outbox(self) -> list[bytes]:
         for name, part in self.parts.items():
             if body := part.seen():
-                self._outbox.append(_encode(Message("seen", name, self.me, "", body)))
+                self._outbox.append(_encode(OrderMessage("seen", name, self.me, "", body)))
         messages = list(self._outbox)
         self._outbox.clear()
         return messages
 
-    async def _take(self, message: Message) -> None:
+    async def _take(self, message: OrderMessage) -> None:
         if (part := self.parts.get(message.part)) is None:
             return
         if message.kind == "seen":
@@ -310,17 +310,17 @@ class Leadership:
         if self.wall_ns() - message.at_ns > ANSWER_S * NS_PER_S:
             return
         try:
-            answer = Answer(message.id, await part.answer(message.body))
+            answer = OrderAnswer(message.id, await part.answer(message.body))
         except ClientError as error:
-            answer = Answer(message.id, b"", type(error).__name__, str(error), error.param, error.code)
+            answer = OrderAnswer(message.id, b"", type(error).__name__, str(error), error.param, error.code)
         self._answers.append(answer)
         self._answered(answer)
 
-    def _answered(self, answer: Answer) -> None:
+    def _answered(self, answer: OrderAnswer) -> None:
         if (waiter := self._waiting.get(answer.id)) is not None and not waiter.done():
             waiter.set_result(answer)
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_messages = msgspec.msgpack.Decoder(Message)
+_messages = msgspec.msgpack.Decoder(OrderMessage)
 _states = msgspec.msgpack.Decoder(LedState)

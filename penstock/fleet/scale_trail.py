@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.config.scale import ScaleConfig
-from penstock.policy.capacity.autoscaler import Autoscaler, Decision, Room, ScaleState
+from penstock.policy.capacity.autoscaler import Autoscaler, Decision, ScaleBudget, ScaleState
 from penstock.policy.capacity.signals import Signals
 from penstock.telemetry.log import Log
 
@@ -35,7 +35,7 @@ class TrailLine(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
     """One decision."""
 
     seen: Signals
-    room: Room
+    budget: ScaleBudget
     decision: Decision
 
 
@@ -73,10 +73,10 @@ class Trail:
         """The model's state is another one now."""
         self._begun.discard(model)
 
-    def keep(self, seen: Signals, room: Room, decision: Decision) -> None:
+    def keep(self, seen: Signals, budget: ScaleBudget, decision: Decision) -> None:
         """It was decided."""
         if self._path is not None:
-            self._pending.append(_encode(TrailLine(seen=seen, room=room, decision=decision)))
+            self._pending.append(_encode(TrailLine(seen=seen, budget=budget, decision=decision)))
 
     @property
     def has_changes(self) -> bool:
@@ -120,6 +120,6 @@ def replay(path: Path) -> Iterator[tuple[int, Difference | None]]:
                 state = _states.decode(line.state)
                 scalers[line.model] = Autoscaler(line.model, line.scale, state)
             elif (scaler := scalers.get(line.decision.model)) is not None:
-                again = scaler.decide(line.seen, line.room)
+                again = scaler.decide(line.seen, line.budget)
                 same = again == line.decision
                 yield number, None if same else Difference(line=number, recorded=line.decision, again=again)

@@ -24,7 +24,7 @@ from penstock.fleet.scale_model import AtWorkers, KeptScale, ModelScale, work_in
 from penstock.fleet.scale_report import ScaleAsk, ScaleReport, ScaleReports, point_of
 from penstock.fleet.scale_trail import Trail
 from penstock.policy.capacity.allot import per_hour, pool_config
-from penstock.policy.capacity.autoscaler import Decision, Room
+from penstock.policy.capacity.autoscaler import Decision, ScaleBudget
 from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import CATALOG
 from penstock.telemetry.counts import Counts, Series
@@ -173,7 +173,7 @@ class ScaleLeader:
             model.order(self._wall_ns(model), order, order.workers, ask.by)
             why = f"{order.workers} workers for {order.for_s:g} s"
             self._note("scaling by hand", model.model, why, ask.by)
-        await self._look(model, self._room(model))
+        await self._look(model, self._budget(model))
         await self._save()
         return self.report(model.model)
 
@@ -216,7 +216,7 @@ class ScaleLeader:
             for pool in model.pools:
                 await pool.look()
             if self._decides(model):  # That may have taken a while.
-                await self._look(model, self._room(model))
+                await self._look(model, self._budget(model))
         self._publish()
         if self._trail.has_changes:
             await asyncio.to_thread(self._trail.write)
@@ -247,23 +247,23 @@ class ScaleLeader:
         late = counts.ttft_late / counts.ttft_due if counts.ttft_due else 0.0
         return late + counts.outcomes.get("shed", 0) + waiting.get(model.model, 0) / 100
 
-    def _room(self, model: ModelScale) -> Room:
+    def _budget(self, model: ModelScale) -> ScaleBudget:
         """The smallest one that a budget leaves. Money is counted in workers of the model's dearest pool."""
         states = {name: each.states() for name, each in self._models.items()}
-        places = [Room()]
+        budgets = [ScaleBudget()]
         if self._accelerators_max:
             used = sum(p.ready + p.pending + p.draining for found in states.values() for p in found)
             by = f"fleet.accelerators_max is {self._accelerators_max}"
-            places.append(Room(workers=max(0, self._accelerators_max - used), by=by))
+            budgets.append(ScaleBudget(workers=max(0, self._accelerators_max - used), by=by))
         price = max((pool_config(model.scale, p.name).price for p in model.pools), default=0.0)
         if self._per_hour_max and price:
             spent = sum(per_hour(self._models[name].scale, found) for name, found in states.items())
             left = max(0.0, self._per_hour_max - spent)
             by = f"fleet.per_hour_max is {self._per_hour_max:g}"
-            places.append(Room(workers=int((left + 1e-9) / price), by=by))
-        return min(places, key=lambda room: room.workers)
+            budgets.append(ScaleBudget(workers=int((left + 1e-9) / price), by=by))
+        return min(budgets, key=lambda budget: budget.workers)
 
-    async def _look(self, model: ModelScale, room: Room) -> None:
+    async def _look(self, model: ModelScale, budget: ScaleBudget) -> None:
         now_ns, wall_ns = self._clock.now_ns(), self._wall_ns(model)
         if model.override is not None and wall_ns >= model.override.until_ns:
             self._note("scaling by load", model.model, "an operator's order has expired", "")
@@ -271,8 +271,8 @@ class ScaleLeader:
         waiting = self.waiting().get(model.model, 0) + model.waits_elsewhere(now_ns)
         seen = model.signals(now_ns, wall_ns, waiting, self._at_workers(model.model))
         self._trail.begin(model.scaler)
-        decision = model.scaler.decide(seen, room)
-        self._trail.keep(seen, room, decision)
+        decision = model.scaler.decide(seen, budget)
+        self._trail.keep(seen, budget, decision)
         before, model.decision, model.seen = model.decision, decision, seen
         model.points.append(point_of(seen, decision))
         if decision.move != "hold":

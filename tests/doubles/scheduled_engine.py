@@ -217,9 +217,9 @@ class ScheduledEngine:
     def expected(self, name: str) -> tuple[int, ...]:
         request = self.requests[name]
         prompt = tuple(request.tokens[: request.num_prompt])
-        worker = self.scheduler.limits.max_model_len - request.num_prompt
+        left = self.scheduler.limits.max_model_len - request.num_prompt
         known = {"salt": request.salt, "num_public": num_public(request)}
-        return expected_tokens(prompt, request.sampling, **known)[:worker]
+        return expected_tokens(prompt, request.sampling, **known)[:left]
 
 
 def num_public(request: Request) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig, ScalePoolConfig, parse_span
 from penstock.policy.capacity.allot import grow, shrink, steady_workers
-from penstock.policy.capacity.autoscaler import Autoscaler, Decision, Room, ScaleState
+from penstock.policy.capacity.autoscaler import Autoscaler, Decision, ScaleBudget, ScaleState
 from penstock.policy.capacity.forecast import Demand
 from penstock.policy.capacity.learn import (
     COLD_START_S,
@@ -28,6 +28,7 @@ from penstock.policy.capacity.week import is_within, scheduled, spans_of
 
 LOOK_S = 5
 PER_REQUEST = 100.0
+NO_BUDGET = ScaleBudget()
 
 
 @dataclass
@@ -46,7 +47,9 @@ class Fleet:
     def __post_init__(self) -> None:
         self.scaler = Autoscaler("m", self.scale)
 
-    def look(self, arrived: int, *, wall_s: int = 0, worker: Room = Room(), **more: object) -> Decision:  # noqa: B008
+    def look(
+        self, arrived: int, *, wall_s: int = 0, budget: ScaleBudget = NO_BUDGET, **more: object
+    ) -> Decision:
         self.now_s += LOOK_S
         came = [each for each in self.starting if each <= self.now_s]
         self.starting = [each for each in self.starting if each > self.now_s]
@@ -60,7 +63,7 @@ class Fleet:
             shed=arrived - answered, cold_starts_s=tuple(float(self.cold_s) for _ in came),
             running=min(8 * self.ready, answered), waiting=2 * (arrived - answered),
         )  # fmt: skip
-        decision = self.scaler.decide(msgspec.structs.replace(seen, **more), worker)
+        decision = self.scaler.decide(msgspec.structs.replace(seen, **more), budget)
         self.decisions.append(decision)
         if decision.acts:
             there = self.ready + len(self.starting)
@@ -116,7 +119,7 @@ def test_bounds_hold_and_say_so() -> None:
     assert last.held_by == "max is 3"
     fleet = Fleet(ScaleConfig(max=9))
     fleet.run(40, 3)
-    held = [fleet.look(40, worker=Room(workers=1, by="the budget")) for _ in range(3)]
+    held = [fleet.look(40, budget=ScaleBudget(workers=1, by="the budget")) for _ in range(3)]
     assert held[0].workers <= 2
     assert {each.held_by for each in held if each.wanted > each.workers} == {"the budget"}
 

@@ -71,7 +71,7 @@ def test_what_passes_is_within_every_limit(most_out, context, prompt, asked, res
         assert not fits
         return
     assert fits
-    worker = output_room(who, prompt, rest)
-    assert 1 <= worker <= rest
-    assert not context or prompt + worker <= context
-    assert not most_out or worker <= most_out
+    tokens = output_room(who, prompt, rest)
+    assert 1 <= tokens <= rest
+    assert not context or prompt + tokens <= context
+    assert not most_out or tokens <= most_out

@@ -13,12 +13,12 @@ from penstock.sim.world.adapters import SimAdapterSpec
 from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 
-ADAPTERS, ROOM, SECONDS = 30, 8, 60
+ADAPTERS, SLOTS, SECONDS = 30, 8, 60
 
 
 def world_of(requests: Iterable[SimRequest], *, places: bool = True, gateways: int = 1) -> World:
     adapters = SimAdapterSpec(
-        names=tuple(f"lora-{i}" for i in range(ADAPTERS)), worker=ROOM, read_ns=NS_PER_S // 4
+        names=tuple(f"lora-{i}" for i in range(ADAPTERS)), slots=SLOTS, read_ns=NS_PER_S // 4
     )
     worker = SimWorkerSpec(engine=EngineSettings(step_tokens=512, max_running=16), adapters=adapters)
     return World(
@@ -59,7 +59,7 @@ def test_placing_adapters_halves_the_waits_for_loads() -> None:
         for member in world.members.values():
             assert member.worker.adapters is not None
             member.worker.adapters.check_invariants()
-            assert len(member.worker.adapters.loaded) <= ROOM
+            assert len(member.worker.adapters.loaded) <= SLOTS
     (placed_s, _), (spread_s, _) = found
     assert placed_s < 0.5 * spread_s
 

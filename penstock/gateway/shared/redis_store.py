@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from penstock.config.flow import SharedConfig
 from penstock.errors import ConfigError
-from penstock.fleet.leadership import LEASE_S, Beat, BeatCall
+from penstock.fleet.leadership import LEASE_S, BeatCall, LeaseBeat
 from penstock.gateway.shared.keeper import StoreError
 from penstock.policy.limits.lease_table import Ask, BudgetAsk, LeaseAsk, LeaseGrant, LeaseReply
 from penstock.policy.terms import shared_terms
@@ -264,12 +264,12 @@ class RedisLeaderStore:
         self._beat: Any = self._client.register_script(LEADER_SCRIPT)
         self._leave: Any = self._client.register_script(LEAVE_SCRIPT)
 
-    async def beat(self, call: BeatCall) -> Beat:
+    async def beat(self, call: BeatCall) -> LeaseBeat:
         """See `LeaderStore`."""
         args: list[str | int | bytes] = [call.me, int(LEASE_S * 1000), call.led, call.known, call.version]
         found = await self._beat(keys=self._keys, args=[*args, call.state, *call.messages])
         token, holder, now, version, state, messages = found
-        return Beat(int(token), holder.decode(), int(now), int(version), state, messages)
+        return LeaseBeat(int(token), holder.decode(), int(now), int(version), state, messages)
 
     async def leave(self, me: str) -> None:
         """See `LeaderStore`."""

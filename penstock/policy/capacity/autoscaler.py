@@ -82,7 +82,7 @@ class ScaleState(msgspec.Struct, kw_only=True):
     """When it was first looked; None: it was not. How many were wanted before is not known."""
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
+class ScaleBudget(msgspec.Struct, frozen=True, kw_only=True):
     """The room that budgets of the whole fleet leave for one model."""
 
     workers: int = 1 << 30
@@ -99,7 +99,7 @@ class Autoscaler:
         self.model, self.scale = model, scale
         self.state = state or ScaleState()
 
-    def decide(self, seen: Signals, room: Room = Room()) -> Decision:  # noqa: B008 - it is frozen.
+    def decide(self, seen: Signals, budget: ScaleBudget = ScaleBudget()) -> Decision:  # noqa: B008 - it is frozen.
         """Learn from what was seen, and say how many workers there are to be."""
         state, scale = self.state, self.scale
         known = state.learned
@@ -120,7 +120,7 @@ class Autoscaler:
         ordered = seen.override is not None and seen.wall_ns < seen.override.until_ns
         if ordered and seen.override is not None:
             aim = min(scale.max, seen.override.workers)
-        targets, move, why, held = self._plan(seen, aim, room, ordered=ordered, steady=steady)
+        targets, move, why, held = self._plan(seen, aim, budget, ordered=ordered, steady=steady)
         why = _ordered_by(seen.override) if ordered and seen.override is not None else why or first.why
         if is_frozen and not ordered and move != "hold":
             why = f"nothing is changed at this time (frozen); else: {why}"
@@ -179,7 +179,7 @@ class Autoscaler:
             kept.pop(0)
 
     def _plan(
-        self, seen: Signals, aim: int, room: Room, *, ordered: bool, steady: int
+        self, seen: Signals, aim: int, budget: ScaleBudget, *, ordered: bool, steady: int
     ) -> tuple[dict[str, int], Move, str, str]:
         """The target of each pool, the direction, a reason of its own if there is one, and what holds it."""
         targets = {pool.name: pool.ready + pool.pending for pool in seen.pools}
@@ -187,11 +187,11 @@ class Autoscaler:
         firm = sum(num for name, num in targets.items() if not pool_config(self.scale, name).spot)
         missing = aim - there if ordered else max(aim - there, min(steady - firm, self.scale.max - there))
         if missing > 0:
-            allowed = min(missing, room.workers)
+            allowed = min(missing, budget.workers)
             more = grow(self.scale, seen.pools, allowed, steady)
             for name, count in more.items():
                 targets[name] += count
-            held = room.by if allowed < missing else ""
+            held = budget.by if allowed < missing else ""
             if sum(more.values()) < allowed:
                 held = next((pool.trouble for pool in seen.pools if pool.trouble), "the pools are full")
             return targets, "out" if more else "hold", "", held

@@ -94,7 +94,7 @@ class FairQueue:
         """Whether `push` would say no. Changes nothing."""
         level = self.level_of(work.band)
         return self._own_bound(self.bands[level], work) is not None or isinstance(
-            self._worker(level, work), Full
+            self._space(level, work), Full
         )
 
     def set_slots(self, slots: int) -> None:
@@ -114,10 +114,10 @@ class FairQueue:
         level = self.level_of(work.band)
         if (full := self._own_bound(self.bands[level], work)) is not None:
             return full
-        worker = self._worker(level, work)
-        if isinstance(worker, Full):
-            return worker
-        dropped = self._drop_newest(level, *worker) if worker is not None else ()
+        space = self._space(level, work)
+        if isinstance(space, Full):
+            return space
+        dropped = self._drop_newest(level, *space) if space is not None else ()
         self._number += 1
         work.number, work.level, work.queued_ns = self._number, level, now_ns
         band = self.bands[level]
@@ -343,7 +343,7 @@ class FairQueue:
             return Full("tenant", "bytes", limit)
         return None
 
-    def _worker(self, level: int, work: Work) -> Full | tuple[int, int] | None:
+    def _space(self, level: int, work: Work) -> Full | tuple[int, int] | None:
         """Keep the bound of all bands together: None if there is room, else the requests and bytes to drop,
         if that may be.
         """

@@ -17,7 +17,7 @@ class SimAdapterSpec:
 
     names: tuple[str, ...]
     """All that it may be asked for: those that its gateway has told it of."""
-    worker: int = 20
+    slots: int = 20
     """In memory, and in use at once."""
     read_ns: int = 500_000_000
     """For one, one at a time."""
@@ -48,7 +48,7 @@ class SimAdapters:
         self.waits_ns: list[tuple[int, int]] = []
         """When each request went on, and what it had waited for its adapter."""
         self._pool: AdapterPool[Submission] = AdapterPool(
-            timeline, slots=spec.worker, bytes_max=spec.worker, read=self._read
+            timeline, slots=spec.slots, bytes_max=spec.slots, read=self._read
         )
         for name in spec.names:
             self._pool.load(name, name, name)

@@ -195,7 +195,7 @@ class SimGateway:
             is_external=spec.is_external,
             resumes=spec.resumes,
             adapters=report.adapters if report is not None else None,
-            adapters_max=spec.adapters.worker if spec.adapters else 0,
+            adapters_max=spec.adapters.slots if spec.adapters else 0,
             adapter_load_ns=spec.adapters.read_ns if spec.adapters else 0,
         )
         if worker_id not in self._known:
