@@ -22,7 +22,16 @@ from tqdm import tqdm
 
 from training.data import Batch, Plan, chat_documents, make_plan
 from training.export import replace_text
-from training.model import MLP, Attention, CausalLM, ModelConfig, RMSNorm, causal_mask, read_config, rope_tables
+from training.model import (
+    MLP,
+    Attention,
+    CausalLM,
+    ModelConfig,
+    RMSNorm,
+    causal_mask,
+    read_config,
+    rope_tables,
+)
 from training.settings import BUILD, RECIPES, SEED, Recipe
 from training.tasks.registry import LATER_SHARES
 

@@ -186,9 +186,7 @@ class DraftHead:
         """See `Proposer`."""
         return self._spent
 
-    def read(
-        self, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables
-    ) -> None:
+    def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables) -> None:
         """See `ReadsStates`."""
         held = self._count[rows]
         if (counts == 1).all() and (held < HELD).all() and (self._first[rows] + held == firsts).all():

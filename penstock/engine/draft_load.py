@@ -158,7 +158,8 @@ def plan_draft(config: EngineConfig, target: Path, spec: DecoderSpec) -> Planned
 def _plan_head(config: EngineConfig, path: Path, target: Path, spec: DecoderSpec) -> PlannedHead:
     if spec.embeds:
         raise ConfigError(
-            f"engine.speculation is {config.speculation}, but {target} makes vectors of texts: it says nothing"
+            f"engine.speculation is {config.speculation}, but {target} makes vectors of texts: it says "
+            "nothing"
         )
     head, names = read_spec(path)
     where = path / CONFIG_FILE
@@ -169,7 +170,8 @@ def _plan_head(config: EngineConfig, path: Path, target: Path, spec: DecoderSpec
     ):
         if given != expected:
             raise CheckpointError(
-                f"{where}: {what} is {given}, but a head that guesses for the model in {target} has {expected}"
+                f"{where}: {what} is {given}, but a head that guesses for the model in {target} has "
+                f"{expected}"
             )
     if head.moe is not None or head.sublayer_norms or head.embedding_scale != 1.0:
         raise CheckpointError(f"{where}: a head with the layer of a {head.architecture} is not supported")
@@ -200,9 +202,7 @@ def _plan_head(config: EngineConfig, path: Path, target: Path, spec: DecoderSpec
 def _target_weights(target: Path, spec: DecoderSpec, dtype: torch.dtype) -> Weights:
     """The target's, once more: its embedding is wanted as it is."""
     _, names = read_spec(target)
-    return load_weights(
-        target, spec, names, dtype, _silent, quantization=stored_quantization(target)
-    )
+    return load_weights(target, spec, names, dtype, _silent, quantization=stored_quantization(target))
 
 
 def _cache(config: EngineConfig, spec: DecoderSpec, computing: Computing, target: LoadedTarget) -> KVCache:

@@ -71,9 +71,7 @@ class ReadsStates(Proposer, Protocol):
     states: Tensor
     """`[step_tokens, hidden_size]` in the decoder's type: each step writes the states of its tokens here."""
 
-    def read(
-        self, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables
-    ) -> None:
+    def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables) -> None:
         """After each step: `states` begins with those of the rows' tokens, row by row `counts` of them, from
         position `firsts` on. The tables are as they were for the step: nothing that it draws is known.
 

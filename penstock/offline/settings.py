@@ -153,7 +153,7 @@ def _engine_settings(left: dict[str, Any], directory: Path) -> EngineSettings:
 
 
 def _speculation(given: object) -> str:
-    """vLLM's `speculative_config`: who guesses. How many tokens is decided by what pays, as for a server."""
+    """Who guesses, as vLLM's `speculative_config` says it. How many tokens is decided by what pays."""
     name = "speculative_config"
     if not isinstance(given, Mapping):
         raise ConfigError(f"{name}: expected a mapping, got {type(given).__name__}")

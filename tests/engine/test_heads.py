@@ -192,7 +192,9 @@ def test_guesses_are_those_of_a_head_without_a_cache(
     driver = guessing(qwen3, checkpoint, kernels=kernels, prefix_cache=False, step_tokens=step_tokens)
     ours = driver.runner.proposer
     assert isinstance(ours, DraftHead)
-    weights = (each.weight.detach() for each in (target.get_input_embeddings(), target.get_output_embeddings()))
+    weights = (
+        each.weight.detach() for each in (target.get_input_embeddings(), target.get_output_embeddings())
+    )
     other = EagleHead(checkpoint, *weights, step_tokens=step_tokens, dtype=torch.float32)
     driver.runner.proposer = beside = Beside(ours, other)
     assert driver.ask(prompts, how) == plain.ask(prompts, how)
@@ -245,6 +247,7 @@ def test_random_heads_of_other_layers(qwen3: Path, family: str, tmp_path: Path) 
     hidden = one.config.hidden_size
     named |= {"fc.weight": torch.randn(hidden, 2 * hidden) * 0.1, "fc.bias": torch.randn(hidden)}
     head = written(tmp_path, named)
+    one.config.architectures = [type(one).__name__]
     one.config.save_pretrained(head)
     for kernels in ("native", "torch"):
         driver = guessing(qwen3, head, kernels=kernels)
@@ -262,7 +265,7 @@ def test_the_head_is_in_the_memory_plan(qwen3: Path, checkpoint: Path) -> None:
     assert both is not None
     head = sum(each.nbytes for each in load_file(checkpoint / "model.safetensors").values())
     assert both.weight_bytes > alone.weight_bytes + head
-    assert both.num_blocks == alone.num_blocks * 3 // 4
+    assert abs(both.num_blocks - alone.num_blocks * 3 / 4) < 1
     assert (1 << 20) * 0.9 < both.kv_bytes <= 1 << 20
 
 
@@ -286,7 +289,11 @@ def _narrow(tensors: dict[str, Tensor]) -> None:
     ("change", "config", "words"),
     [
         (_other_names, {}, r"model.safetensors: tensor midlayer.* is of a head of EAGLE-3"),
-        (_missing, {}, r"tensor layers.0.self_attn.k_proj.weight is missing; expected one of shape \[32, 48\]"),
+        (
+            _missing,
+            {},
+            r"tensor layers.0.self_attn.k_proj.weight is missing; expected one of shape \[32, 48\]",
+        ),
         (_second_layer, {}, r"tensor layers.1.mlp.up_proj.weight is not part of"),
         (_narrow, {}, r"tensor fc.weight has shape \[48, 48\], the config calls for \[48, 96\]"),
         (None, {"num_hidden_layers": 2}, r"config.json: num_hidden_layers is 2, but a head .* has 1"),

@@ -65,7 +65,10 @@ def test_who_guesses_may_be_said_as_in_vllm(given: dict[str, Any], speculation: 
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not supported"),
         ({"speculative_config": "ngram"}, "speculative_config: expected a mapping, got str"),
-        ({"speculative_config": {"method": "medusa"}}, "speculative_config.method: 'medusa' is not supported"),
+        (
+            {"speculative_config": {"method": "medusa"}},
+            "speculative_config.method: 'medusa' is not supported",
+        ),
         ({"speculative_config": {"method": "eagle"}}, "speculative_config.model: expected the model or head"),
         (
             {"speculative_config": {"methd": "ngram"}},

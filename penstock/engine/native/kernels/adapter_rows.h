@@ -132,7 +132,7 @@ struct Add {
 };
 
 // What the adapters of rows [row, row + rows) add to their sums [rows][32] of a panel. Others' sums stay as they are.
-static inline void add_adapters(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, float *sums) {
+static __attribute__((noinline)) void add_adapters(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, float *sums) {
   const LinearAdded &all = piece->added;
   const int32_t *adapters = all.adapters + row;
   for (int64_t r = 0, run; r < rows; r += run) {

@@ -65,7 +65,7 @@ static inline void finish_block(const LinearPiece *piece, int64_t panel, int64_t
   const float *scale = piece->job->weight->scale + panel * 32;
   Sums<int32_t> exact = {sums, load(scale), load(scale + 16), piece->a_scale + row};
   if (!piece->added.adapters) return finish_typed<int32_t>(piece, panel, row, rows, exact);
-  float scaled[32 * 32];
+  alignas(64) float scaled[32 * 32];
   for (int64_t r = 0; r < rows; r++)
     for (int half = 0; half < 2; half++) store(scaled + r * 32 + half * 16, exact.column_half(r, half));
   finish_block(piece, panel, row, rows, scaled);
