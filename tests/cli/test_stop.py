@@ -11,11 +11,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from free_port import free_port
+from http_answers import begin, talk
 from served import PATIENCE_S, Server
 from stand_in_thread import MODEL, Serve, stand_in_engine
 
@@ -24,63 +24,6 @@ pytestmark = pytest.mark.timeout(240)
 KEY, OTHER_KEY = "sk-of-this-test-0123", "sk-of-another-tenant-4567"
 LONG = 1200
 """Tokens of answers of which several take our engine some seconds."""
-
-
-@dataclass(slots=True)
-class Answer:
-    """What a client saw of one request."""
-
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    body: bytes = b""
-    tokens: int = 0
-    """Of a stream, by its log-probabilities: each token has one."""
-    last: str = ""
-    """The last event of a stream."""
-    begun: threading.Event = field(default_factory=threading.Event)
-    ended: threading.Event = field(default_factory=threading.Event)
-
-
-def talk(
-    port: int, path: str, body: dict | None = None, key: str = "", answer: Answer | None = None
-) -> Answer:
-    """One request on a connection of its own."""
-    answer = answer or Answer()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-    try:
-        connection.request(
-            "GET" if body is None else "POST", path, json.dumps(body) if body else None, headers
-        )
-        response = connection.getresponse()
-        answer.status, answer.headers = response.status, {k.lower(): v for k, v in response.getheaders()}
-        if body is None or not body.get("stream"):
-            answer.body = response.read()
-        else:
-            read_events(response, answer)
-    finally:
-        connection.close()
-        answer.ended.set()
-    return answer
-
-
-def read_events(response: http.client.HTTPResponse, answer: Answer) -> None:
-    for line in response:
-        if not line.startswith(b"data: "):
-            continue
-        answer.last = line.removeprefix(b"data: ").decode().strip()
-        if answer.last != "[DONE]":
-            for choice in json.loads(answer.last).get("choices", ()):
-                answer.tokens += len((choice.get("logprobs") or {}).get("content") or ())
-        answer.begun.set()
-
-
-def begin(port: int, path: str, body: dict, key: str) -> Answer:
-    """A stream that is read by a thread; returns when it has begun."""
-    answer = Answer()
-    threading.Thread(target=talk, args=(port, path, body, key, answer), daemon=True).start()
-    assert answer.begun.wait(PATIENCE_S)
-    return answer
 
 
 def completion(**fields: object) -> dict:
