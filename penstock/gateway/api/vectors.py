@@ -167,6 +167,7 @@ class VectorEndpoints:
             prompts=[each.ids for each in texts.tokens],
             context_tokens=max(lengths),
             max_tokens=1,
+            is_whole=True,
             num_bytes=num_bytes + TOKEN_BYTES * sum(lengths),
             priority=request.priority or 0,
             first_token_ns=hints.max_wait_ns,

@@ -26,8 +26,10 @@ class GatewayRecords:
         self._ledger.open(opening_record(request.facts, self._clock.wall_ns()))
 
     def progressed(self, request: Request) -> None:
-        """See `driver.Records`."""
+        """See `driver.Records`. Its client has nothing of a whole answer before the end."""
         facts = request.facts
+        if facts.is_whole:
+            return
         usage = Usage(
             prompt_tokens=facts.prompt_tokens,
             cached_tokens=request.counted_cached_tokens,
