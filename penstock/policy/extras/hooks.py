@@ -89,6 +89,35 @@ class Extra:
         """When `due` must be called if nothing happens until then; None: not at all."""
 
 
+class HookTable:
+    """Hook -> the plug-ins of one flow control that do something there. Hooks are called several times for each
+    request, and most plug-ins have one or two of them.
+    """
+
+    __slots__ = (
+        "attempt_lost", "due", "ending", "evictions", "finished", "first_output", "left", "next_ns", "queued",
+        "refusal", "started",
+    )  # fmt: skip
+    attempt_lost: tuple[Extra, ...]
+    due: tuple[Extra, ...]
+    ending: tuple[Extra, ...]
+    evictions: tuple[Extra, ...]
+    finished: tuple[Extra, ...]
+    first_output: tuple[Extra, ...]
+    left: tuple[Extra, ...]
+    next_ns: tuple[Extra, ...]
+    queued: tuple[Extra, ...]
+    refusal: tuple[Extra, ...]
+    started: tuple[Extra, ...]
+
+    def __init__(self, extras: Iterable[Extra]) -> None:
+        all_of_them = tuple(extras)
+        for hook in self.__slots__:
+            idle = getattr(Extra, hook)
+            found = tuple(each for each in all_of_them if getattr(type(each), hook) is not idle)
+            setattr(self, hook, found)
+
+
 FACTOR, QUANTILE = 4, 0.95
 """A first token is given up after so many times what 19 of 20 such prompts took there."""
 FIRST_MIN_NS = 2 * NS_PER_S
@@ -216,8 +245,11 @@ class AttemptClock(Extra):
         if request.hedge is not None and worker == request.worker:
             self._watch(now_ns, request, request.hedge.worker, request.hedge.attempt)
 
-    def evictions(self, now_ns: int) -> Iterator[tuple[Request, str, PenstockError]]:
+    def evictions(self, now_ns: int) -> Iterable[tuple[Request, str, PenstockError]]:
         """See `Extra`: clients that do not wait any longer."""
+        return self._overdue(now_ns) if self._deadlines and self._deadlines[0][0] <= now_ns else ()
+
+    def _overdue(self, now_ns: int) -> Iterator[tuple[Request, str, PenstockError]]:
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             request = self._requests.get(heappop(self._deadlines)[1])
             if request is not None and _is_silent(request):
