@@ -111,9 +111,7 @@ def port_of(gateway: Serve) -> int:
     return int(gateway.server.url.rpartition(":")[2].split("/")[0])
 
 
-def served(
-    place: Path, engine: StandIn | RawWorker | None, *sections: str, processes: int = 1
-) -> Serve:
+def served(place: Path, engine: StandIn | RawWorker | None, *sections: str, processes: int = 1) -> Serve:
     """An engine of ours runs `SLOTS` streams in all, and processes take them as they come free."""
     rows = SLOTS * processes if isinstance(engine, StandIn) else SLOTS
     return Serve(

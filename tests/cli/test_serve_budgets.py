@@ -1,5 +1,5 @@
-"""A budget that gateways share, over HTTP: `penstock serve` processes, each with a ledger of its own, in front
-of a worker of ours and a real Redis; and the processes of one server.
+"""A budget that gateways share, over HTTP: `penstock serve` processes, each with a ledger of its own, in
+front of a worker of ours and a real Redis; and the processes of one server.
 """
 
 import asyncio

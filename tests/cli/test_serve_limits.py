@@ -1,5 +1,5 @@
-"""Limits that gateways share, over HTTP: `penstock serve` processes in front of a worker of ours, a real Redis,
-and kill -9 of either.
+"""Limits that gateways share, over HTTP: `penstock serve` processes in front of a worker of ours, a real
+Redis, and kill -9 of either.
 """
 
 import asyncio

@@ -8,7 +8,6 @@ import doctest
 import re
 from collections import Counter
 
-import msgspec
 import pages
 import yaml
 

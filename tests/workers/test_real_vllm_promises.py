@@ -1,5 +1,5 @@
-"""Promises to tenants whose model a real vLLM computes, behind `penstock serve` with two gateway processes: the
-same that stand-ins are asked in tests/cli.
+"""Promises to tenants whose model a real vLLM computes, behind `penstock serve` with two gateway processes:
+those that stand-ins are asked in tests/cli.
 """
 
 import asyncio
@@ -132,9 +132,7 @@ def test_a_worker_of_ours_continues_the_streams_of_a_vllm_that_is_killed(
 def test_a_second_sigterm_settles_what_clients_got(tmp_path: Path, vllm_url: str, model_28m: Path) -> None:
     with served(tmp_path, port := free_port(), 1, of_vllm(model_28m, vllm_url)) as server:
         keys = [*TENANTS] * 3
-        streams = [
-            begin(port, CHATS, stream(i, 1900, logprobs=True), key) for i, key in enumerate(keys)
-        ]
+        streams = [begin(port, CHATS, stream(i, 1900, logprobs=True), key) for i, key in enumerate(keys)]
         server.until(lambda: all(each.tokens > 40 for each in streams), "no tokens")
         server.process.send_signal(signal.SIGTERM)
         server.wait_said("requests are served for 10 s more")
@@ -174,14 +172,14 @@ async def share_of(server: Server, port: int) -> float:
                 writer.close()
     counted, is_over = dict.fromkeys(TENANTS, 0), asyncio.Event()
 
-    async def go_on(key: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def keep_asking(key: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while not is_over.is_set():
             await ask(reader, writer, key, 16)
             counted[key] += 1
             if sum(counted.values()) >= 500:
                 is_over.set()
 
-    tasks = [asyncio.create_task(go_on(*each)) for each in connections]
+    tasks = [asyncio.create_task(keep_asking(*each)) for each in connections]
     while sum(counted.values()) < 120:
         await asyncio.sleep(0.01)
     before = dict(counted)

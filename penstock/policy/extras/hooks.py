@@ -90,8 +90,8 @@ class Extra:
 
 
 class HookTable:
-    """Hook -> the plug-ins of one flow control that do something there. Hooks are called several times for each
-    request, and most plug-ins have one or two of them.
+    """Hook -> the plug-ins of one flow control that do something there. Hooks are called several times for
+    each request, and most plug-ins have one or two of them.
     """
 
     __slots__ = (
