@@ -475,7 +475,7 @@ def _access_line(exchange: Exchange, record: RequestMeasurement | None, now_ns: 
         request_id=exchange.id or None,
         trace_id=exchange.trace and exchange.trace.trace_id,
         model=served and served.counted_model,
-        outcome=record and record.outcome.value,
+        outcome=record and record.outcome,
         ttft_ns=record and record.ttft_ns,
         prompt_tokens=record and record.prompt_tokens,
         cached_tokens=record and record.cached_tokens,

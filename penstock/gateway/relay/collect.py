@@ -315,7 +315,7 @@ class WholeChat(WholeReply):
                 reasoning=thought,
             ),
             logprobs=chat_logprobs(sink.logprobs) if self._with_logprobs else None,
-            finish_reason=(FinishReason.TOOL_CALLS if called else sink.reason).value,
+            finish_reason=FinishReason.TOOL_CALLS if called else sink.reason,
             token_ids=sink.token_ids,
         )
 
@@ -358,7 +358,7 @@ class WholeCompletion(WholeReply):
             index=index,
             text=echo.text + sink.text,
             logprobs=completion_logprobs(shown, 0) if self._with_logprobs else None,
-            finish_reason=sink.reason.value,
+            finish_reason=sink.reason,
             prompt_logprobs=_shown_prompt(sink, self._num_prompt_top),
             token_ids=sink.token_ids,
             prompt_token_ids=self._prompt_ids[index] if self._prompt_ids else None,
