@@ -34,6 +34,8 @@ from penstock.clock import NS_PER_S, Clock
 
 HEAD_BYTES_MAX = 64 * 1024
 """Of an answer."""
+HEADS_MAX = 256
+"""Methods and paths whose beginning of a request is remembered."""
 _STALE_NS = NS_PER_S
 """A connection that ends within this time of a request, unheard, was closed by its peer while it was idle."""
 _END_TIMEOUT_NS = 2 * NS_PER_S
@@ -66,7 +68,7 @@ class HttpExchange:
         self._timer: asyncio.TimerHandle | None = None
         now_ns = client.clock.now_ns()
         self._deadline_ns = now_ns
-        self._ends_ns = now_ns + int(client.config.request_timeout_s * NS_PER_S)
+        self._ends_ns = now_ns + client.request_ns
 
     def touch(self, num_events: int = 1) -> None:
         """There was progress, so many events at once: the wait for the next begins now."""
@@ -260,6 +262,10 @@ class HttpClient:
         self._idle: list[_Connection] = []
         self._exchanges: set[HttpExchange] = set()
         self._headers = head_lines(address, headers or {})
+        self._heads: dict[tuple[str, str], bytes] = {}
+        """Beginnings of requests, by method and path."""
+        self._keepalive_ns = int(config.keepalive_s * NS_PER_S)
+        self.request_ns = int(config.request_timeout_s * NS_PER_S)
 
     @property
     def num_exchanges(self) -> int:
@@ -288,14 +294,18 @@ class HttpClient:
         """
         if len(self._exchanges) >= self.config.connections_max:
             raise NoConnection(f"all {self.config.connections_max} connections to {self.address} are in use")
-        is_json = body and not any(name == "content-type" for name, _ in headers)
-        kind = "content-type: application/json\r\n" if is_json else ""
-        kind += "".join(f"{name}: {value}\r\n" for name, value in headers)
-        head = (
-            f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._headers}{kind}content-length: "
-            f"{len(body)}\r\n\r\n"
-        )
-        exchange = HttpExchange(self, head.encode("ascii") + body, handler)
+        head = self._heads.get((method, path))
+        if head is None:
+            if len(self._heads) >= HEADS_MAX:
+                self._heads.clear()
+            line = f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._headers}"
+            head = self._heads[method, path] = line.encode("ascii")
+        more = b"content-type: application/json\r\n" if body else b""
+        if headers:
+            lines = "".join([f"{name}: {value}\r\n" for name, value in headers]).encode("ascii")
+            more = lines if any(name == "content-type" for name, _ in headers) else more + lines
+        request = b"%b%bcontent-length: %d\r\n\r\n%b" % (head, more, len(body), body)
+        exchange = HttpExchange(self, request, handler)
         self._exchanges.add(exchange)
         connection = self._take_idle()
         if connection is not None:
@@ -339,7 +349,7 @@ class HttpClient:
         """The one that was used last, unless it has been idle for so long that the peer is about to close
         it.
         """
-        oldest_ns = self.clock.now_ns() - int(self.config.keepalive_s * NS_PER_S)
+        oldest_ns = self.clock.now_ns() - self._keepalive_ns
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed and connection.idle_since_ns >= oldest_ns:

@@ -236,7 +236,8 @@ class Connection(asyncio.Protocol):
         """The head is complete: refuse it now, or continue with the body."""
         if self._state is not ConnectionState.HEAD:
             return
-        size = len(self._url) + sum(len(k) + len(v) + 4 for k, v in self._headers.items())
+        headers = self._headers
+        size = len(self._url) + sum(map(len, headers)) + sum(map(len, headers.values())) + 4 * len(headers)
         self._head_bytes = max(self._head_bytes, size)
         if self._head_over():
             return

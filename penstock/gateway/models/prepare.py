@@ -84,6 +84,8 @@ class TokenizePool:
         template = model.template
         if template.runs_here(with_tools):
             try:
+                if num_bytes <= INLINE_BYTES:
+                    return work(False)
                 return await self.run(num_bytes, lambda: work(False))
             except RanAway:
                 pass
