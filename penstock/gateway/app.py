@@ -330,7 +330,6 @@ class Gateway:
                 return
         task = asyncio.get_running_loop().create_task(self._run(handler, exchange, caller))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def finished(self, exchange: Exchange) -> None:
         """Count and log an exchange that is over."""
@@ -388,6 +387,8 @@ class Gateway:
             self._failed(exchange, error)
         finally:
             exchange.forget_request()
+            if (task := asyncio.current_task()) is not None:
+                self._tasks.discard(task)  # Here and not as a callback, which would be a turn of its own.
 
     def _failed(self, exchange: Exchange, error: Exception) -> None:
         exchange.error = error
