@@ -478,8 +478,9 @@ class _Connection(asyncio.Protocol):
         self._exchange.on_head(status, self._headers)
 
     def _pass_body(self) -> None:
-        data = b"".join(self._bodies)
-        self._bodies.clear()
+        bodies = self._bodies
+        data = bodies.pop() if len(bodies) == 1 else b"".join(bodies)
+        bodies.clear()
         if data and self._exchange is not None:
             self._exchange.on_data(data)
 
