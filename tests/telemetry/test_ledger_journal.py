@@ -19,7 +19,7 @@ from penstock.policy.flow import Outcome
 from penstock.telemetry import ledger_journal, ledger_segment
 from penstock.telemetry.ledger_journal import Journal
 from penstock.telemetry.ledger_recovery import CRASHED, read_journal, recover_abandoned
-from penstock.telemetry.ledger_segment import Kind, LedgerLimits
+from penstock.telemetry.ledger_segment import Kind, LedgerLimits, Progress
 from penstock.telemetry.ledger_sink import Follower, SinkError
 from penstock.telemetry.log import Log
 
@@ -99,6 +99,24 @@ def test_nothing_is_on_disk_before_the_flush_and_all_of_it_after(tmp_path: Path)
     assert [frame.kind for frame in read_journal(rig.claim.directory)] == []
     rig.journal.flush()
     assert [frame.kind for frame in read_journal(rig.claim.directory)] == [Kind.OPEN]
+
+
+def test_the_slice_of_an_answer_that_ends_before_it_is_written_is_never_made(tmp_path: Path) -> None:
+    rig, made = Rig(tmp_path), list[str]()
+
+    def make(name: str) -> Progress:
+        made.append(name)
+        return progress(name, 3)
+
+    for name in "ab":
+        rig.journal.open(opened(name))
+        rig.journal.slice(name, partial(make, name))
+    rig.journal.close(closed("a"))
+    rig.journal.flush()
+    rig.journal.flush()
+    assert made == ["b"]
+    kinds = [frame.kind for frame in read_journal(rig.claim.directory)]
+    assert kinds == [Kind.OPEN, Kind.OPEN, Kind.CLOSE, Kind.SLICE]
 
 
 def test_a_request_that_was_cut_off_gets_the_record_of_its_last_slice(tmp_path: Path) -> None:
