@@ -3,7 +3,8 @@
     DIRECTORY/TIME-INSTANCE.dec     one process appends to one file at a time; all processes read all of them
 
 A file is a row of batches: length, number of entries, eight bytes of hash for each request, and the entries
-(msgpack, compressed), with the settings that they were decided by once for all of them. A search for a request reads the hashes, and of the rest only the lines that it wants.
+(msgpack, compressed), with the settings that they were decided by once for all of them. A search for a
+request reads the hashes, and of the rest only the lines that it wants.
 Old files are removed by whichever process begins a new one: `BYTES_MAX` bounds the directory, so a fleet that
 decides faster than some hundred times a second remembers less than an hour.
 

@@ -72,7 +72,7 @@ class AnswerParser:
 
     @property
     def passes_on(self) -> bool:
-        """Whether all text is prose, and goes on as it comes: there are neither marks nor calls to look for."""
+        """Whether all text is prose, which goes on as it comes: there are neither marks nor calls."""
         return self.marks is None and self._tools is None and self._counts is None and self._shows
 
     def num_thoughts(self, token_ids: Sequence[int], thought: str = "") -> int:

@@ -483,9 +483,8 @@ class FlowControl:
 
     def _end_extras(self, now_ns: int, request: Request, actions: list[Action]) -> None:
         """An event of a request concerns all of its attempts: a second one ends first."""
-        for ending in self._hooks.ending:
-            if (abort := ending(now_ns, request)) is not None:
-                actions.append(abort)
+        aborts = [ending(now_ns, request) for ending in self._hooks.ending]
+        actions += [abort for abort in aborts if abort is not None]
 
     def _touch(self, model_queue: ModelQueue) -> None:
         self._dirty[model_queue.route] = model_queue

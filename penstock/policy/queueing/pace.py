@@ -180,7 +180,7 @@ class Pace:
         slowest_s = 0.0
         for kind in self._kinds:
             took_s = self._speeds.of(kind).prefill_s(tokens, prompt_tokens, streams)
-            slowest_s = took_s if took_s > slowest_s else slowest_s
+            slowest_s = max(slowest_s, took_s)
         return round(slowest_s * NS_PER_S)
 
     # --- what it learns from ------------------------------------------------------------------------
