@@ -30,8 +30,11 @@ from pathlib import Path
 
 from harness import command_line, table, write_result
 from relay_gateways import HERE, OURS
-from relay_peers import KEY, SHAPES, Shape, load, wait_answers
+from relay_peers import KEY, SHAPES, START_S, Shape, load, wait_answers
 from relay_process import Process, build, free_port
+
+PATIENCE_S = 400.0
+"""Until a gateway in valgrind answers."""
 
 STAGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reading the request, who asks": (("http/connection.py:data_received", "app.py:handle"), ()),
@@ -116,7 +119,7 @@ def serving(tree: Path, shape: Shape, place: Path, *before: str) -> Generator[tu
     command = (*before, sys.executable, "-P", "-m", "penstock", "serve", "-c", str(config))
     process = Process(*command, log=log, **environment)
     try:
-        wait_answers(place, port, process)
+        wait_answers(place, port, process, PATIENCE_S if before else START_S)
         load(place, port, shape, shape.connections)
         yield port, process
     finally:
