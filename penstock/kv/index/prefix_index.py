@@ -486,13 +486,10 @@ class PrefixIndex:
         for key in keys:
             shard = shards[key & low_bits]
             mask = shard.get(key, 0)
-            if mask is bit:  # As a rule: no other worker has it.
+            if mask is bit or mask == bit:  # As a rule: no other worker has it.
                 del shard[key]
             elif mask & bit:
-                if left := mask ^ bit:
-                    shard[key] = left
-                else:
-                    del shard[key]
+                shard[key] = mask ^ bit
 
 
 def _run_of(runs: Sequence[tuple[int, int]], bit: int) -> int:
