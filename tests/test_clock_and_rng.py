@@ -56,9 +56,9 @@ def test_fresh_seeds_never_repeat_nor_are_shared_with_a_forked_process() -> None
         os._exit(0)
     mine = {rng.fresh_seed() for _ in range(100)}
     assert os.waitpid(child, 0)[1] == 0
-    told = os.read(reader, 800)
+    reported = os.read(reader, 800)
     os.close(reader)
     os.close(writer)
-    theirs = {int.from_bytes(told[i : i + 8], "big") for i in range(0, 800, 8)}
+    theirs = {int.from_bytes(reported[i : i + 8], "big") for i in range(0, 800, 8)}
     assert len(theirs) == 100
     assert not theirs & (mine | seeds)
