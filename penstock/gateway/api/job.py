@@ -251,6 +251,28 @@ def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) ->
     )
 
 
+def facts_before(
+    exchange: Exchange, hints: Hints, request: GenerationRequest, needs: frozenset[str]
+) -> RequestFacts:
+    """The facts that admission asks about, as far as they are known before the prompt is made."""
+    served = exchange.served
+    assert served is not None, "its model is known"
+    return RequestFacts(
+        id=RequestId(exchange.id),
+        tenant=served.tenant,
+        route=served.counted_model,
+        requested_model=served.requested,
+        diverted=served.downgrade or "",
+        prompt_tokens=0,
+        max_tokens=0,
+        first_token_ns=hints.max_wait_ns,
+        degrade=hints.degrade,
+        needs_tools=uses_tools(request),
+        needs=needs,
+        endpoint=served.endpoint.value,
+    )
+
+
 def _session(tenant: Tenant, hints: Hints) -> str:
     """The conversation that a request says it belongs to, as no other tenant can name it; empty if it says
     nothing.

@@ -47,6 +47,8 @@ from penstock.types import RequestId, Usage, WorkerId
 _DECIDED = {Outcome.CANCELLED: Event.CANCEL, Outcome.EVICTED: Event.EVICT}
 """Events that decide an outcome before the worker's final report ends the request."""
 
+_EXPIRED = {"timeout": " without a turn", "late": ", and could not be answered in time any more"}
+
 
 class FlowControl:
     """See the module. One per gateway process, or per simulated gateway."""
@@ -102,6 +104,16 @@ class FlowControl:
         """Whether the store of shared limits is asked before this request arrives; see `TokenSource`."""
         return self._accounts.lacks(now_ns, facts)
 
+    def refuses_any(self, now_ns: int, route: str, facts: Callable[[], RequestFacts]) -> Refused | None:
+        """The refusal of a request that `arrive` would refuse with any prompt; `facts` are those that are
+        known before its prompt is made. None: nothing has changed. O(1) unless others come too late here.
+        """
+        model_queue = self._model_queues.get(route)
+        if model_queue is None or not model_queue.pace.is_any_late(now_ns):
+            return None
+        known = facts()
+        return self._policies.admission.refuses_any(now_ns, known, self._look(now_ns, known))
+
     def arrive(self, now_ns: int, facts: RequestFacts) -> Queued | Diverted | Refused:
         """Accept a request into the queue, or say why not. Its id must not be in use."""
         assert facts.id not in self._requests, f"{facts.id} is here already"
@@ -144,8 +156,7 @@ class FlowControl:
 
     def move(self, now_ns: int, facts: RequestFacts) -> bool:
         """Let a request that waits for a model without workers wait for another one, with a prompt made for
-        that; the id stays. False: it has a worker by now or has ended, or is not let in there; nothing has
-        changed then.
+        that; its id stays. False: it has a worker by now, has ended or is not let in there; nothing changed.
         """
         if self._drain_ns is not None:
             return False
@@ -166,9 +177,7 @@ class FlowControl:
             self._touch(request.model_queue)
 
     def drain(self, now_ns: int, deadline_ns: int) -> None:
-        """Refuse what is new from now on; accepted requests may run until the deadline, then they are
-        evicted.
-        """
+        """Refuse new requests; accepted ones may run until the deadline, then they are evicted."""
         self._drain_ns = max(now_ns, deadline_ns)
 
     # --- from the workers -------------------------------------------------------------------------
@@ -239,9 +248,7 @@ class FlowControl:
         error: str = "",
         fault: PenstockError | None = None,
     ) -> Settled | None:
-        """The worker's final report: how it ended and what it used, all choices together.
-
-        None if it had ended.
+        """The worker's final report: how it ended and what it used, all choices together; None: it had ended.
 
         An outcome that was decided before (cancelled, evicted, out of budget) stays. Without usage what was
         reported counts. `fault` is what failed it, if it may be the worker's.
@@ -256,7 +263,9 @@ class FlowControl:
         request.finish_reason = request.finish_reason or finish_reason
         request.error = request.error or error
         event = Event.FAIL if outcome is Outcome.FAILED else Event.FINISH
-        return _settled(self._advance(now_ns, request, event, Change(usage=usage, error=fault)))
+        answer = self._advance(now_ns, request, event, Change(usage=usage, error=fault))
+        assert isinstance(answer, Settled), answer
+        return answer
 
     def failed(
         self,
@@ -284,8 +293,8 @@ class FlowControl:
         if event is Event.FAIL:
             request.error = request.error or type(error).__name__
         answer = self._advance(now_ns, request, event, Change(usage=usage, error=error))
-        if event is Event.FAIL:
-            return _settled(answer)
+        if isinstance(answer, Settled):
+            return answer
         if leaves is not None:
             self._pending.append(leaves)
         return Requeued(request_id, request.attempts, request.has_begun)
@@ -407,15 +416,10 @@ class FlowControl:
             if reason == "late" and (leaves := self._fallbacks.too_late(now_ns, self._requests[work.id])):
                 actions.append(leaves)
                 continue
-            waited_s = (now_ns - work.queued_ns) / NS_PER_S
             error: PenstockError = _no_worker(model_queue.route)
-            if reason == "timeout":
-                error = Evicted(
-                    f"waited {waited_s:.1f} s without a turn", retry_after_s=model_queue.retry_after_s()
-                )
-            elif reason == "late":
-                why = f"waited {waited_s:.1f} s, and could not be answered in time any more"
-                error = Evicted(why, retry_after_s=model_queue.retry_after_s())
+            if (said := _EXPIRED.get(reason)) is not None:
+                waited = f"waited {(now_ns - work.queued_ns) / NS_PER_S:.1f} s{said}"
+                error = Evicted(waited, retry_after_s=model_queue.retry_after_s())
             self._evict(now_ns, self._requests[work.id], reason, error, actions)
         if model_queue.queue.num_waiting and not model_queue.wake_ns:
             self._look_elsewhere(now_ns, model_queue, actions)
@@ -488,11 +492,6 @@ class FlowControl:
 
     def _touch(self, model_queue: ModelQueue) -> None:
         self._dirty[model_queue.route] = model_queue
-
-
-def _settled(answer: Settled | Abort | Start | None) -> Settled:
-    assert isinstance(answer, Settled), answer
-    return answer
 
 
 def _no_worker(route: str) -> WorkerUnavailable:

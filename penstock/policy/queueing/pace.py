@@ -133,6 +133,10 @@ class Pace:
         late_ns = self._late_ns.get(level)
         return late_ns is not None and now_ns - late_ns <= LATE_NS
 
+    def is_any_late(self, now_ns: int) -> bool:
+        """Whether requests of some band were."""
+        return any(now_ns - late_ns <= LATE_NS for late_ns in self._late_ns.values())
+
     def too_late(self, now_ns: int, work: Work) -> None:
         """It left the queue because its start would have been too late."""
         self._late_ns[work.level] = now_ns
