@@ -244,16 +244,15 @@ class Request(Work):
         """The tokens that its client got and pays for: none of a whole answer that did not reach its end."""
         if self.facts.is_whole and self.outcome in (Outcome.FAILED, Outcome.EVICTED):
             return _NOTHING
-        return Usage(
-            prompt_tokens=self.counted_prompt_tokens,
-            cached_tokens=self.counted_cached_tokens,
-            completion_tokens=self.completion_tokens,
-        )
+        prompt, cached = self.counted_prompt_tokens, self.counted_cached_tokens
+        answer = self.completion_tokens
+        return Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=answer)
 
     @property
     def longest_answer(self) -> int:
         """Tokens of the longest choice."""
-        return max((usage.completion_tokens for usage in self.used_by_choice.values()), default=0)
+        lengths = [usage.completion_tokens for usage in self.used_by_choice.values()]
+        return max(lengths) if lengths else 0
 
     def used(self) -> Usage:
         """Usage of all choices: every prompt once, every answer. Times are the first choice's."""
