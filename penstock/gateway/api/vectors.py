@@ -160,7 +160,6 @@ class VectorEndpoints:
             requested_model=request.model,
             prompt_tokens=0,
             max_tokens=1,
-            is_whole=True,
             priority=request.priority or 0,
             first_token_ns=hints.max_wait_ns,
             degrade="never",
