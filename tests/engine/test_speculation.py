@@ -163,7 +163,7 @@ def test_the_distribution_is_the_targets(top_k: int, guess: str) -> None:
     accepted = int(seconds.sum())
     right = 1 / VOCAB if guess == "any" else expected[2]
     if guess == "coupled":
-        assert accepted / count > 0.5, "two models that are alike draw alike"
+        assert accepted / count > 0.4, "two models that are alike draw alike"
     else:
         assert abs(accepted / count - right) < 0.01, "a guess is right as often as the token comes"
     for counts in (firsts, seconds):
