@@ -1,14 +1,14 @@
-"""The load generator of bench/overload.py against a scripted endpoint: what it offers, what it counts, how
+"""The load generator of bench/sockets/overload.py against a scripted endpoint: what it offers, what it counts, how
 its clients behave.
 """
 
 import asyncio
 from collections import Counter
 
-import open_load
-import overload
+from bench.sockets import open_load
+from bench.sockets import overload
 import pytest
-from open_load import Asked, Kind, OpenLoad, Sender
+from bench.sockets.open_load import Asked, Kind, OpenLoad, Sender
 
 from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.stand_in import Script, StandIn

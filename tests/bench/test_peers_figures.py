@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peers.engines import VARIANTS
-from peers.figures import (
+from bench.peers.engines import VARIANTS
+from bench.peers.figures import (
     ARRIVAL,
     LOADED,
     MEMORY,
@@ -25,8 +25,8 @@ from peers.figures import (
     spread,
     values,
 )
-from peers.goals import goals, judge_host_time
-from peers.tables import footprint_table, goal_table, level_table, run_line
+from bench.peers.goals import goals, judge_host_time
+from bench.peers.tables import footprint_table, goal_table, level_table, run_line
 from rich.console import Console
 
 RATE = columns([8])[0]

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peers.gguf import convert, interleaved
-from peers.shapes import SHAPES, Shape, make_model
-from peers.vocabulary import SPECIAL, make_vocabulary, save_tokenizer
+from bench.peers.gguf import convert, interleaved
+from bench.peers.shapes import SHAPES, Shape, make_model
+from bench.peers.vocabulary import SPECIAL, make_vocabulary, save_tokenizer
 from safetensors.torch import load_file, save_file
 
 SCALARS = {4: "<I", 5: "<i", 6: "<f", 7: "<?"}

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from peers.measure import Bench, Gaps, Plan, gaps_around
+from bench.peers.measure import Bench, Gaps, Plan, gaps_around
 
 from penstock.bench.stand_in import Script, StandIn
 from penstock.clock import NS_PER_MS, ManualClock

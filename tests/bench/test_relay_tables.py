@@ -1,8 +1,8 @@
 """The relay bench's tables: medians, ratios round by round, verdicts, features with their own pair."""
 
-import harness
+from bench import harness
 import pytest
-import relay_tables
+from bench.relay import tables as relay_tables
 
 Results = relay_tables.Results
 

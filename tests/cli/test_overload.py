@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import load_and_sim
-import overload
+from bench.sockets import load_and_sim
+from bench.sockets import overload
 import pytest
 
 TIMES, RATE_MIN, SECONDS, DRAIN_S = 6, 20.0, 8.0, 10.0

@@ -3,7 +3,7 @@ direction.
 """
 
 import pytest
-from sim_gate import GATED, MARGINS, QUICK, Baseline, judge, measure, read_baseline
+from bench.sim.gate import GATED, MARGINS, QUICK, Baseline, judge, measure, read_baseline
 
 from penstock.config.routing import RoutingConfig
 from penstock.config.tree import Config

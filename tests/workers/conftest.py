@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from peers.shapes import SHAPES, make_model
+from bench.peers.shapes import SHAPES, make_model
 from safetensors.numpy import save_file
 
 ROOT = Path(__file__).parents[2]

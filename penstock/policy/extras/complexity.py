@@ -4,7 +4,7 @@
     model      = the smallest whose bound is not below it, and not below the tier's least
 
 The marks (complexity_marks.py) are cheap to find and can be read: the decision carries every part, for the
-log, for a response header and for tuning the weights. bench/complexity.py measures it on labelled
+log, for a response header and for tuning the weights. bench/policy/complexity.py measures it on labelled
 requests. Pure.
 """
 
