@@ -35,7 +35,7 @@ from penstock.telemetry.counts import Counts, Series, decode_rows
 from penstock.telemetry.history import DAY_S, MINUTE_S, SLO_S, History
 from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.log import Log
-from penstock.telemetry.webhook import Webhook
+from penstock.telemetry.alerting import Webhook
 
 BYTES_MAX = 64 * 1024 * 1024
 """Of all files together: what is over it goes, oldest first."""

@@ -22,7 +22,7 @@ from engine_stand_ins import (
 from test_external_conformance import opened, tools
 
 from penstock.backends.base import Finish
-from penstock.backends.http.address import HttpBackendLimits, HttpLimits
+from penstock.backends.http.terms import HttpBackendLimits, HttpLimits
 from penstock.backends.http.backend import HttpBackend
 from penstock.errors import (
     ContextTooLong,

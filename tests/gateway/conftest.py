@@ -20,7 +20,7 @@ from fleets import fleet_of
 from redis_process import RedisProcess
 from test_external_conformance import tools
 
-from penstock.backends.http.address import HttpBackendLimits
+from penstock.backends.http.terms import HttpBackendLimits
 from penstock.backends.http.backend import ExternalWorker
 from penstock.backends.http.external import make_backend
 from penstock.clock import Clock, SystemClock

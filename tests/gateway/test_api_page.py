@@ -15,7 +15,7 @@ from engine_stand_ins import OpenAIStandIn, until
 from fake_backend import FakeBackend
 from test_external_conformance import tools as backend_tools
 
-from penstock.backends.http.address import HttpBackendLimits
+from penstock.backends.http.terms import HttpBackendLimits
 from penstock.backends.http.backend import ExternalWorker
 from penstock.backends.http.dialects.openai import OpenAIDialect
 from penstock.backends.http.dialects.sglang import SglangDialect

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.config.routing import EnsembleConfig
 from penstock.errors import ConfigError, EnsembleFailed, Overloaded
-from penstock.gateway.ensembles import steps as steps_module
-from penstock.gateway.ensembles.steps import Steps, Turns
+from penstock.gateway.api import ensembles as steps_module
+from penstock.gateway.api.ensembles import Steps, Turns
 
 
 def test_tenants_take_turns() -> None:

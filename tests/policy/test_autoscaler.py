@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig, ScalePoolConfig, parse_span
-from penstock.policy.capacity.allot import grow, shrink, steady_workers
+from penstock.policy.capacity.autoscaler import grow, shrink, steady_workers
 from penstock.policy.capacity.autoscaler import Autoscaler, Decision, ScaleBudget, ScaleState
 from penstock.policy.capacity.forecast import Demand
 from penstock.policy.capacity.learn import (
@@ -24,7 +24,7 @@ from penstock.policy.capacity.learn import (
 )
 from penstock.policy.capacity.opinions import keeps_enough
 from penstock.policy.capacity.signals import Override, PoolState, Signals, work_of
-from penstock.policy.capacity.week import is_within, scheduled, spans_of
+from penstock.policy.capacity.opinions import is_within, scheduled, spans_of
 
 LOOK_S = 5
 PER_REQUEST = 100.0

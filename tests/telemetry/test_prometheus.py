@@ -24,7 +24,7 @@ from penstock.telemetry.alerting import Alert
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.counts import EndedTogether, RequestMeasurement
 from penstock.telemetry.metrics import Metrics
-from penstock.telemetry.webhook import webhook_body
+from penstock.telemetry.alerting import webhook_body
 from penstock.telemetry.worker_meters import WorkerLabels
 
 HERE = ROOT / "examples" / "observability"

@@ -21,7 +21,7 @@ from penstock.text.sandbox import (
     measure,
     template_environment,
 )
-from penstock.text.template_child import ChildLimits
+from penstock.text.chat import ChildLimits
 
 CLOCK = ManualClock()
 SHORT = ChildLimits(cpu_s=0.2, memory_bytes=64 * 1024 * 1024, chars_max=1_000_000)

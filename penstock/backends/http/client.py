@@ -21,8 +21,8 @@ from typing import Any, cast
 
 import httptools
 
-from penstock.backends.http.address import HttpAddress, HttpLimits, head_lines, reason_of, tls_context
-from penstock.backends.http.handler import (
+from penstock.backends.http.terms import HttpAddress, HttpLimits, head_lines, reason_of, tls_context
+from penstock.backends.http.terms import (
     IGNORING_HANDLER,
     FailureKind,
     HttpFailure,

@@ -1,13 +1,12 @@
-"""The process in which the steps of one ensemble run: `python -m penstock.gateway.ensembles.process`.
+"""The process in which the steps of one ensemble run: `python -m penstock.gateway.ensemble_process`.
 
-Started by steps.py, which writes frames to standard input and reads one answer to each:
+Started by api/ensembles.py, which writes frames to standard input and reads one answer to each:
 
     frame   4 bytes of length, then JSON: first {path, entries, timeout_s, memory_bytes}, then
             {entry, arguments} for each call
     answer  one byte, 4 bytes of length, then JSON or UTF-8: see `OK` and what follows it
 
-Output that steps print goes to standard error. Their memory is bounded beyond what importing them took. A
-call that
+Output that steps print goes to standard error. Their memory is bounded beyond what importing them took. A call that
 its parent did not end (it may have been killed itself) is ended by an alarm.
 """
 

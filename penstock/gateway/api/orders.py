@@ -1,11 +1,10 @@
-"""Endpoints for admin keys as vLLM has them, of any model: models that are put to sleep and woken by hand
-(three), and adapters (LoRA) that come and go while the server runs (two).
+"""Orders for admin keys about models and their workers: put to sleep and wake (three endpoints as vLLM has
+them), load and unload adapters (two, of vLLM too), how many workers there are to be (also for other
+autoscalers to read), and rollouts: begin one, look at it, end it.
 """
 
 from typing import TypeVar
-
 import msgspec
-
 from penstock.clock import sleep
 from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.adapters import AdapterKeeper, AdapterSource
@@ -18,6 +17,149 @@ from penstock.gateway.models.served import ServedModel
 from penstock.protocol.fleet import LoadAdapterOrder, SleepOrderBody, SleepState, UnloadAdapterOrder
 from penstock.protocol.peers import AdapterOrder
 from penstock.types import ModelName
+from urllib.parse import unquote
+from penstock.fleet.rollouts import ProbeScore, RolloutLeader, RolloutOrder
+from penstock.gateway.api.inspect import query_of
+from penstock.gateway.shared.peers import GatewayPeers
+from penstock.policy.rollout.rollout import RolloutPlan
+from penstock.errors import InvalidRequest
+from penstock.fleet.scale_report import ScaleAsk, ScaleOrder, ScaleReports
+from penstock.fleet.scaling import ScaleLeader
+
+
+_orders = msgspec.json.Decoder(ScaleOrder)
+_reports = msgspec.json.Decoder(ScaleReports)
+
+
+class WantedWorkers(msgspec.Struct, frozen=True):
+    """`GET /scale?model=M&pool=P`: for KEDA's metrics API scaler, and others that read one number."""
+
+    model: str
+    workers: int
+    ready: int
+
+
+class ScaleAdmin:
+    """The endpoints. The leader is in this process, or in the parent of several."""
+
+    def __init__(self, leader: ScaleLeader | None, peers: GatewayPeers | None) -> None:
+        self._leader, self._peers = leader, peers
+
+    async def show(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/scale?model=support`: of each model that scales, its pools, the last decision with all
+        that it was made from, the last moves, and the last quarter of an hour.
+        """
+        del caller
+        body = await self._asked(ScaleAsk(model=query_of(exchange).get("model") or ""))
+        exchange.respond(Response(body=body))
+
+    async def order(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /admin/scale`: `{"model": "support", "workers": 4, "for_s": 1800}`; without `workers` the
+        load decides again. Answers as `show` does.
+
+        Raises:
+            InvalidRequest: the body is not that, or contradicts the bounds.
+            NotFound: there is no such model, or it does not scale.
+        """
+        try:
+            order = _orders.decode(exchange.body)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"Invalid body: {error}.", code="invalid_value") from error
+        exchange.respond(Response(body=await self._asked(ScaleAsk(order=order, by=caller.key_prefix))))
+
+    async def wanted(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /scale?model=support&pool=spot`: the number of workers that a model, or a pool of it, is to
+        have.
+
+        Raises:
+            InvalidRequest: no model is named.
+            NotFound: it does not scale, or has no such pool.
+        """
+        del caller
+        query = query_of(exchange)
+        if not (model := query.get("model")):
+            raise InvalidRequest("The query needs a model: /scale?model=NAME.", param="model")
+        found = _reports.decode(await self._asked(ScaleAsk(model=model))).models[0]
+        workers, ready = found.workers, found.ready
+        if name := query.get("pool"):
+            pool = next((each for each in found.pools if each.name == name), None)
+            if pool is None:
+                raise InvalidRequest(f"The model has no pool '{name[:64]}'.", param="pool")
+            workers, ready = pool.workers, pool.ready
+        answer(exchange, WantedWorkers(found.model, workers, ready))
+
+    async def _asked(self, ask: ScaleAsk) -> bytes:
+        if self._peers is not None:
+            return await self._peers.scale(msgspec.json.encode(ask))
+        found = ScaleReports([]) if self._leader is None and ask == ScaleAsk() else None
+        if found is None:
+            if self._leader is None:
+                raise InvalidRequest("This server launches no workers, so nothing scales here.")
+            found = await self._leader.ask(ask)
+        return msgspec.json.encode(found)
+
+
+ROLLOUTS = "/admin/rollouts/"
+_plans = msgspec.json.Decoder(RolloutPlan)
+_scores = msgspec.json.Decoder(ProbeScore)
+
+
+class RolloutsAdmin:
+    """The endpoints. The deciding process is this one, or the parent of several."""
+
+    def __init__(self, leader: RolloutLeader | None, peers: GatewayPeers | None) -> None:
+        self._leader, self._peers = leader, peers
+
+    async def show(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /admin/rollouts?model=support`: every rollout, the latest first, with what was measured."""
+        del caller
+        await self._carry_out(exchange, RolloutOrder(model=query_of(exchange).get("model") or ""))
+
+    async def start(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /admin/rollouts`: `{"model": "support", "candidate": "support@2"}`, and what else a
+        `RolloutPlan` has.
+
+        Raises:
+            InvalidRequest: the body is not that, or a rollout of the model runs.
+            NotFound: there is no such version.
+        """
+        try:
+            plan = _plans.decode(exchange.body)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"Invalid body: {error}.", code="invalid_value") from error
+        await self._carry_out(
+            exchange, RolloutOrder(verb="start", model=plan.model, plan=plan, by=caller.key_prefix)
+        )
+
+    async def order(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /admin/rollouts/MODEL/promote` or `/abort`: all conversations get the new version, or none.
+        `/score`: an operator's own probe, `{"version": "support@2", "probe": "q17", "score": 1}`.
+
+        Raises:
+            NotFound: there is no such rollout, or no such order.
+            InvalidRequest: it is promoted already.
+        """
+        model, _, verb = unquote(exchange.path.removeprefix(ROLLOUTS)).rstrip("/").rpartition("/")
+        if verb == "score":
+            try:
+                score = _scores.decode(exchange.body)
+            except msgspec.DecodeError as error:
+                raise InvalidRequest(f"Invalid body: {error}.", code="invalid_value") from error
+            await self._carry_out(exchange, RolloutOrder(verb=verb, model=model, score=score))
+            return
+        if verb == "promote" or verb == "abort":
+            await self._carry_out(exchange, RolloutOrder(verb=verb, model=model, by=caller.key_prefix))
+            return
+        raise NotFound("Rollouts know the orders 'promote', 'abort' and 'score'.", code="unknown_path")
+
+    async def _carry_out(self, exchange: Exchange, order: RolloutOrder) -> None:
+        if self._leader is not None:
+            body = msgspec.json.encode(await self._leader.order(order))
+        else:
+            assert self._peers is not None, "one of the two decides"
+            body = await self._peers.rollout(msgspec.json.encode(order))
+        exchange.respond(Response(body=body))
+
 
 _LOOK_S, _LOOKS_MAX = 0.02, 50
 _bodies = msgspec.json.Decoder(SleepOrderBody)
