@@ -76,7 +76,7 @@ def serving(flags: list[str]) -> Iterator[Served]:
 @contextlib.contextmanager
 def scripted() -> Iterator[str]:
     """An endpoint that only plays a script."""
-    command = [sys.executable, "-m", "penstock.bench.stand_in"]
+    command = [sys.executable, str(REPOSITORY / "tests" / "doubles" / "scripted_endpoint.py")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

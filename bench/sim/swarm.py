@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.clock import NS_PER_S, SystemClock
-from penstock.sim.checks.case import Case, draw_case, failure, run_case, shrink
+from sim_case import Case, draw_case, failure, run_case, shrink
 
 OUT = Path(__file__).parents[1] / "out"
 SLICE = 24

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimits, EndpointError
-from penstock.bench.stand_in import Script, StandIn
+from scripted_endpoint import Script, StandIn
 from penstock.errors import ConfigError
 
 

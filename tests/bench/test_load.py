@@ -17,7 +17,7 @@ from penstock.bench.load import (
 )
 from penstock.bench.prompts import Prompt
 from penstock.bench.report import LevelReport, level_report
-from penstock.bench.stand_in import Script, StandIn
+from scripted_endpoint import Script, StandIn
 from penstock.clock import NS_PER_MS, ManualClock, SystemClock
 from penstock.policy.admission.admit import Promise
 

@@ -11,7 +11,7 @@ import pytest
 from bench.sockets.open_load import Asked, Kind, OpenLoad, Sender
 
 from penstock.bench.client import ApiAddress, Client, ClientLimits
-from penstock.bench.stand_in import Script, StandIn
+from scripted_endpoint import Script, StandIn
 from penstock.clock import NS_PER_MS, SystemClock
 from penstock.config.routing import AdmissionConfig
 

@@ -4,7 +4,7 @@ import asyncio
 
 from bench.peers.measure import Bench, Gaps, Plan, gaps_around
 
-from penstock.bench.stand_in import Script, StandIn
+from scripted_endpoint import Script, StandIn
 from penstock.clock import NS_PER_MS, ManualClock
 
 PLAN = Plan(seed=1, levels=(2,), requests=(4,), prefix=True, arrival=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.bench.stand_in import Script, StandIn
+from scripted_endpoint import Script, StandIn
 
 Scripted = Callable[[Script], tuple[str, StandIn]]
 

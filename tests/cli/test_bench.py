@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.stand_in import Script, StandIn
+from scripted_endpoint import Script, StandIn
 from penstock.cli.main import main
 
 Scripted = Callable[[Script], tuple[str, StandIn]]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.bench.stand_in import Script, StandIn
+from scripted_endpoint import Script, StandIn
 from penstock.cli.main import main
 from penstock.cli.wiring.state import save_key
 

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.kv.cache.block_pool import BlockPool
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.sim.checks.case import Case, draw_case, failure, run_case, shrink
+from sim_case import Case, draw_case, failure, run_case, shrink
 from penstock.sim.world.faults import FaultKind, InjectedFault, draw_faults
 
 

@@ -14,8 +14,8 @@ from penstock.policy.queueing.fair_queue import FairQueue
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.tenant import Tenant
 from penstock.schedule.queue import ClassQueue
-from penstock.sim.checks import case
-from penstock.sim.checks.case import Case, CaseShape, failure, run_case
+import sim_case as case
+from sim_case import Case, CaseShape, failure, run_case
 from penstock.sim.traffic.prompts import PromptBlockNames, Segment, SimRequest
 from penstock.sim.world.worker import SimWorker
 from penstock.sim.world.world import World

@@ -15,7 +15,7 @@ from penstock.config.tree import Config
 from penstock.policy.flow import Outcome
 from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.resilience.worker_state import BreakerState
-from penstock.sim.checks.checks import Checks
+from sim_checks import Checks
 from penstock.sim.world.faults import Chaos, FaultKind, InjectedFault
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.run import SimWorkerSpec

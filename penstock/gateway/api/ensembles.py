@@ -5,7 +5,7 @@
 Only the request's body and the answer's are touched here. Everything between them is what happens to any
 request, with the ensemble's name where clients and the ledger see the model that was asked for.
 
-The steps of an ensemble run in a process of their own (`Steps`; gateway/ensemble_process.py is the other
+The steps of an ensemble run in a process of their own (`Steps`; ensemble_process.py is the other
 side): one call at a time, tenants in turn, each call with a bound on its time. A process that had to be ended
 is started again by the next call.
 """
@@ -29,7 +29,7 @@ from collections import OrderedDict, deque
 from contextlib import suppress
 from typing import Any
 from penstock.errors import ConfigError, EnsembleFailed, InvalidRequest, Overloaded
-from penstock.gateway.ensemble_process import BROKEN, FAILED, FRAME_BYTES_MAX, LENGTH, NO_MEMORY, OK, REFUSED
+from penstock.gateway.api.ensemble_process import BROKEN, FAILED, FRAME_BYTES_MAX, LENGTH, NO_MEMORY, OK, REFUSED
 
 
 START_S_MAX = 120.0
@@ -159,7 +159,7 @@ class Steps:
         ensemble = self._ensemble
         hidden = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "penstock.gateway.ensemble_process",
+            sys.executable, "-m", "penstock.gateway.api.ensemble_process",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 20,
             env=hidden | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """A scripted OpenAI endpoint: answers by the book, or misbehaves on purpose.
 
 For the tests of `bench` and `chat`, and for measuring what the load generator itself costs
-(`python -m penstock.bench.stand_in --port 9000`). It generates nothing; it plays a script.
+(`python tests/doubles/scripted_endpoint.py --port 9000`). It generates nothing; it plays a script.
 """
 
 import argparse
@@ -192,7 +192,7 @@ async def _main(port: int) -> None:
 
 
 if __name__ == "__main__":
-    _parser = argparse.ArgumentParser(prog="python -m penstock.bench.stand_in")
+    _parser = argparse.ArgumentParser(prog="python tests/doubles/scripted_endpoint.py")
     _parser.add_argument("--port", type=int, default=0)
     with contextlib.suppress(KeyboardInterrupt):
         uvloop.run(_main(_parser.parse_args().port))

@@ -17,7 +17,7 @@ from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.resilience.health import HealthTerms
 from penstock.policy.resilience.worker_state import BreakerTerms
 from penstock.policy.tenant import Tenant
-from penstock.sim.checks.checks import Checks, Recovery, Violation
+from sim_checks import Checks, Recovery, Violation
 from penstock.sim.traffic.prompts import Segment, SimRequest
 from penstock.sim.world.faults import Chaos, FaultKind, InjectedFault, clock_skews_s, draw_faults
 from penstock.sim.world.run import PoolSpec, SimResult, SimWorkerSpec, WorldSpec

@@ -1,6 +1,6 @@
-"""The process in which the steps of one ensemble run: `python -m penstock.gateway.ensemble_process`.
+"""The process in which the steps of one ensemble run: `python -m penstock.gateway.api.ensemble_process`.
 
-Started by api/ensembles.py, which writes frames to standard input and reads one answer to each:
+Started by ensembles.py, which writes frames to standard input and reads one answer to each:
 
     frame   4 bytes of length, then JSON: first {path, entries, timeout_s, memory_bytes}, then
             {entry, arguments} for each call

@@ -6,8 +6,8 @@
 | counts: output, prompt and cached tokens are those of the model and the worker | every end |
 | queue bounds; requests and holds agree | every event of a gateway, O(1) |
 | cache hits are text of the same tenant and adapter (`Isolation`) | every message of a worker |
-| a higher band goes first, but for floors, starvation and age (order_checks.py) | every start |
-| no request waits that a worker has room for; in-flight caps (order_checks.py) | every `_LOOK_EVERY` events |
+| a higher band goes first, but for floors, starvation and age (sim_order_checks.py) | every start |
+| no request waits that a worker has room for; in-flight caps (sim_order_checks.py) | every `_LOOK_EVERY` events |
 | what an engine runs and has waiting (`over_engine_cap`) | every `every` events |
 | KV blocks: one state each, references add up, one namespace; answers | every `every` events |
 | queue, rooms, scheduler and rows agree | every `every` events |
@@ -36,7 +36,7 @@ from penstock.config.engine_settings import EngineSettings
 from penstock.policy.flow import Outcome, State, UsageRecord
 from penstock.policy.terms import queue_terms
 from penstock.schedule.request import Request, Status
-from penstock.sim.checks.order_checks import ObservedStart, OrderChecks
+from sim_order_checks import ObservedStart, OrderChecks
 from penstock.sim.traffic.prompts import RequestRecord, Segment, SimRequest
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Began, Finished, Submission, WorkerMessage
