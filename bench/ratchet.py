@@ -19,7 +19,7 @@ from penstock.engine.native import NativeLibrary
 
 QUESTIONS = {
     "policy.limits": "a request's limits and budget over a bare loop",
-    "policy.router_decision": "a placement and an admission over all that a request costs at the least loaded",
+    "policy.router_decision": "placement and admission over all that a request costs at the least loaded",
     "policy.kv_index": "a prompt's look-up in the KV index over a naive index",
     "engine.scheduler_host_time": "a scheduler's step over appending to arrays",
     "engine.native_kernels": "a layer's product, native over torch",

@@ -1,8 +1,8 @@
 """The benchmark of `make bench-engine`: our engine beside vLLM and llama.cpp, on the same model directories,
 in one run.
 
-    python -m bench.engine.beside_peers [--quick] [--models 28m,494m] [--engines ours,vllm,llama.cpp] [--rounds 3]
-    [--json FILE]
+    python -m bench.engine.beside_peers [--quick] [--models 28m,494m] [--engines ours,vllm,llama.cpp]
+                                        [--rounds 3] [--json FILE]
 
 Makes two model directories with random weights of a fixed seed, then starts one server after the other, alone
 on the machine, and measures it over HTTP with the load generator of `penstock bench`. Every round measures

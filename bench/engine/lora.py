@@ -1,5 +1,6 @@
-"""The cost of adapters (LoRA) in a decode step of the native kernels: `python -m bench.engine.lora [--model 0.5B]
-[--against OLD.so] [--json FILE]`.
+"""The cost of adapters (LoRA) in a decode step of the native kernels.
+
+    python -m bench.engine.lora [--model 0.5B] [--against OLD.so] [--json FILE]
 
 Random weights, and random adapters of all linears. In every round a step without adapters and one with them
 take turns, so a round gives one ratio; told are the median and the deciles of the rounds. The last figure is

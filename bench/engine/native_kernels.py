@@ -1,4 +1,6 @@
-"""Native kernels against torch on this machine: `python -m bench.engine.native_kernels [--quick] [--json FILE]`.
+"""Native kernels against torch on this machine.
+
+    python -m bench.engine.native_kernels [--quick] [--json FILE]
 
 Weights rotate through more memory than the last-level cache gives one core, so that a product reads them from
 where a model's weights would be. Both sides take turns inside one loop. Times are medians, or on a busy

@@ -55,7 +55,8 @@ Z = 1.96
 CARD = """\
 # {name}
 
-`{dense}` in {words}: `models/{dense}`, rounded by `bench/engine/quantized_demo.py` (`{target}`, {megabytes:.1f} MB).
+`{dense}` in {words}: `models/{dense}`, rounded by
+`bench/engine/quantized_demo.py` (`{target}`, {megabytes:.1f} MB).
 
 - Served by its path: `penstock serve models/{name}`.
 - How many prompts of the twelve tasks it answers right, beside the dense model: `docs/demo-models.md`.

@@ -1,8 +1,8 @@
 """Schemas that others wrote: how many are enforced, what refuses the others, and what compiling costs.
 
-`make bench-schemas`: the schemas of the packages of bench/grammar/foreign/requirements.txt (configuration formats,
-OpenAPI's own, Kubernetes, typed models of clients), which are installed, not copied here. CPU time is that of
-this process, for an accepted schema.
+`make bench-schemas`: the schemas of the packages of foreign/requirements.txt (configuration formats, OpenAPI's
+own, Kubernetes, typed models of clients), which are installed, not copied here. CPU time is that of this
+process, for an accepted schema.
 """
 
 import json

@@ -4,7 +4,7 @@ how many of the others have an answer within 1,024 tokens?
     python -m bench.grammar.random_schemas [--schemas 10000] [--seed 1] [--drawn-by PYTHON] [--json FILE]
 
 Schemas of this script's own making, as people write them, or with `--drawn-by`, the Python of an environment
-with bench/grammar/foreign/requirements.txt, what hypothesis-jsonschema draws (bench/grammar/foreign/draw.py): odder ones.
+with foreign/requirements.txt, what hypothesis-jsonschema draws (foreign/draw.py): odder ones.
 
 The demo model's engine in this process, 32 answers at once. `jsonschema` judges, with formats checked (all
 but `time`, for which it takes no time zone). Fails if an answer that ended with "stop" does not validate, or

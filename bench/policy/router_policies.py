@@ -1,6 +1,7 @@
 """The worth of placement: prefix hit rate and time to first token on four workers, by policy.
 
-    python -m bench.policy.router_policies [--json] [--seeds N] [--seconds S] [--trace FILE [--speed X] [--limit N]]
+    python -m bench.policy.router_policies [--json] [--seeds N] [--seconds S] [--trace FILE [--speed X]
+                                           [--limit N]]
 
 Runs the real flow control, placement, prefix index, engine scheduler and KV block pools in the simulator;
 only the time of an engine's step is modelled. Policies beside ours: round robin, least-loaded, and an

@@ -1,8 +1,8 @@
 """The cost of instrumentation: CPU of the gateway per request and of the engine's thread per step, with and
 without.
 
-    python -m bench.relay.instrumentation [--streams 400] [--tokens 80] [--turns 30] [--rounds 5] [--instructions]
-        [--model DIR] [--json FILE]
+    python -m bench.relay.instrumentation [--streams 400] [--tokens 80] [--turns 30] [--rounds 5]
+        [--instructions] [--model DIR] [--json FILE]
 
 Both sides run the same program: waves of requests of one gateway in turn, steps of one batch in turn (with
 `--rounds`, two gateways at the same time besides, which differ by more than what is measured). "Without"

@@ -1,17 +1,15 @@
 """Failures nobody notices: real workers behind a real gateway are killed, stopped, cut off and taken away,
 under load.
 
-python -m bench.sockets.failures [--model penstock-demo-mini] [--replicas 3] [--repeats 5] [--kills 10] [--scale-ins
-50] [--out FILE]
+    python -m bench.sockets.failures [--model penstock-demo-mini] [--replicas 3] [--repeats 5] [--kills 10]
+                                     [--scale-ins 50] [--out FILE]
 
 detect      from the fault to the end of the stream that it hit: kill -9, SIGSTOP, a black hole in a proxy
 kills       workers are killed one after the other while clients stream: requests lost, and answers that are
-            not those of an
-undisturbed run of the same requests (greedy and sampled)
+            not those of an undisturbed run of the same requests (greedy and sampled)
 scale-ins   workers are drained and come back while clients stream: streams aborted, answers that differ
 offered     a minute on virtual time with three of ten workers failing everything: attempts per request, with
-            the health parts and,
-as the baseline in the same run, with as many retries for everybody
+            the health parts and, as the baseline in the same run, with as many retries for everybody
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The effect of one tenant's flood on another tenant, over sockets: a real gateway and the real engine with a
 demo model, 16 rows unless said otherwise.
 
-    python -m bench.sockets.isolation [--neighbours streams waves deaf crowd] [--rounds 3] [--seconds 10] [--rows 16]
-                              [--processes 1] [--engine penstock] [--tree DIR ...] [--json FILE]
+    python -m bench.sockets.isolation [--neighbours streams waves deaf crowd] [--rounds 3] [--seconds 10]
+                                      [--rows 16] [--processes 1] [--engine penstock] [--tree DIR ...] [--json FILE]
 
 The polite tenant sends one short request after the other and records the time to each first token: alone, and
 beside a neighbour that keeps

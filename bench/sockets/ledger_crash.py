@@ -12,8 +12,8 @@ saw and what the ledger says can be compared one by one:
 - a request whose first byte the client saw has exactly one record; no request has two;
 - where the client saw the end and its usage, the record is finished and has the same tokens, to the token;
 - the cost of every record is that of its tokens by the price list;
-- what the limiter and the budgets of all lives of the gateway have settled (bench/sockets/live_totals.py), in tokens
-  and in money, is the sum of the records that these lives have closed; the others are those that the next
+- what the limiter and the budgets of all lives of the gateway have settled (live_totals.py), in tokens and in
+  money, is the sum of the records that these lives have closed; the others are those that the next
   start recovered;
 - what the budgets of the last life began with is the sum of all records.
 

@@ -1,8 +1,8 @@
 """The amounts that a gateway's limiter and budgets have settled, kept where kill -9 cannot take them: for
 bench/sockets/ledger_crash.py.
 
-    python -m bench.sockets.live_totals DIRECTORY serve -c FILE        as `penstock serve -c FILE`, with a file of
-                                                               totals for this life
+    python -m bench.sockets.live_totals DIRECTORY serve -c FILE    as `penstock serve -c FILE`, with a file
+                                                                   of totals for this life
 
 A mapped file outlives the process that wrote to it. Two copies take turns, so that one of them is always
 whole; each names the request whose settlement has begun. Settling and closing the ledger's record are two

@@ -2,8 +2,8 @@
 open-loop clients.
 
     python -m bench.sockets.overload [--loads 2,5,20] [--seconds 15] [--repeats 1] [--seed 1] [--json FILE]
-    python -m bench.sockets.overload --server DIR/.venv/bin/python ...     another build of the server, measured by
-                                                                   this same script
+    python -m bench.sockets.overload --server DIR/.venv/bin/python ...    another build of the server,
+                                                                          measured by this same script
 
 Goodput is requests per second that met both promises (TTFT and TPOT), also told as their output tokens per
 second. The promise is the default configuration's (`policy/admission/admit.py`): by band, and never less

@@ -1,6 +1,7 @@
-"""A real rollout of two equal versions, whose requests say how much times scatter: bench/policy/rollout.py --fit.
+"""A real rollout of two equal versions, whose requests say how much times scatter, for
+`bench.policy.rollout --fit`.
 
-    python -m bench.sockets.rollout_noise [--requests N] [--streams N] --json docs/results/DATE-rollout-real.json
+    python -m bench.sockets.rollout_noise [--requests N] [--streams N] --json FILE
 
 One server with two versions of the demo model, half of the conversations each; prompts and answers of many
 lengths, by several clients at once. What is written is the server's own rollouts.json: sums, some kilobytes.

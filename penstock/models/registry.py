@@ -1,5 +1,5 @@
-"""The checkpoints that can be served: families by the architecture name in `config.json`, and weights by their
-form. Others are refused by name, with what to do, before anything starts.
+"""The checkpoints that can be served: families by the architecture name in `config.json`, and weights by
+their form. Others are refused by name, with what to do, before anything starts.
 
 To add a family: write `models/families/<family>.py` with a function from `HfConfig` to `DecoderSpec`, and
 name it here.

@@ -1,5 +1,5 @@
-"""Models that give vectors instead of text: which they are, how a vector is made of a text's hidden states, and
-encoders as data.
+"""Models that give vectors instead of text: which they are, how a vector is made of a text's hidden states,
+and encoders as data.
 
 Two layouts say that a model is one. A sentence-transformers directory lists its parts in `modules.json`, with
 the pooling in a directory of its own (`1_Pooling/config.json`). A plain Hugging Face directory says it by its

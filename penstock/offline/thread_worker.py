@@ -1,5 +1,5 @@
-"""The engine in a thread of a program that asked for it, and that thread as a worker that is supervised as those
-that are processes are.
+"""The engine in a thread of a program that asked for it, and that thread as a worker that is supervised as
+those that are processes are.
 
 The same steps, socket and messages as in engine/worker.py, without what only a process can do: it is not
 watched for steps that hang, ends nothing when its device fails, and reads no signals. A failure in here is

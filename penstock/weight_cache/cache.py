@@ -2,8 +2,8 @@
 
     PLACE/entries/NAME--VERSION/            the model's files, as an engine loads them
                      .penstock/model.json   its files with sizes and digests: written when all are there
-                     .penstock/parts/NAME   what has come of a file that is not whole; a later attempt, also of
-                                            another process, continues behind it
+                     .penstock/parts/NAME   what has come of a file that is not whole; a later attempt,
+                                            also of another process, continues behind it
     PLACE/locks/NAME--VERSION               held, shared, by every process that uses the model; touched when
                                             one begins to
     PLACE/locks/download                    held by the one process that downloads

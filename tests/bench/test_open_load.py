@@ -1,5 +1,5 @@
-"""The load generator of bench/sockets/overload.py against a scripted endpoint: what it offers, what it counts, how
-its clients behave.
+"""The load generator of bench/sockets/overload.py against a scripted endpoint: what it offers and counts, and
+how its clients behave.
 """
 
 import asyncio

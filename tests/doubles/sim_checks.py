@@ -7,7 +7,7 @@
 | queue bounds; requests and holds agree | every event of a gateway, O(1) |
 | cache hits are text of the same tenant and adapter (`Isolation`) | every message of a worker |
 | a higher band goes first, but for floors, starvation and age (sim_order_checks.py) | every start |
-| no request waits that a worker has room for; in-flight caps (sim_order_checks.py) | every `_LOOK_EVERY` events |
+| no request waits that a worker has room for; caps (sim_order_checks.py) | every `_LOOK_EVERY` events |
 | what an engine runs and has waiting (`over_engine_cap`) | every `every` events |
 | KV blocks: one state each, references add up, one namespace; answers | every `every` events |
 | queue, rooms, scheduler and rows agree | every `every` events |

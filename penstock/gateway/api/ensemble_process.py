@@ -6,8 +6,8 @@ Started by ensembles.py, which writes frames to standard input and reads one ans
             {entry, arguments} for each call
     answer  one byte, 4 bytes of length, then JSON or UTF-8: see `OK` and what follows it
 
-Output that steps print goes to standard error. Their memory is bounded beyond what importing them took. A call that
-its parent did not end (it may have been killed itself) is ended by an alarm.
+Output that steps print goes to standard error. Their memory is bounded beyond what importing them took. A
+call that its parent did not end (it may have been killed itself) is ended by an alarm.
 """
 
 import importlib

@@ -32,7 +32,8 @@ _CODE = _listed("""
     funktion datenbank fonction código servicio dienst api 代码 函数 数据 服务 コード 関数 код функция
 """)
 _CODE_SIGNS = (
-    "```", "def ", "();", "();\n", "Traceback", "Error:", "SELECT ", "#include", "=>", " = [", "){", ") {", "const "
+    "```", "def ", "();", "();\n", "Traceback", "Error:", "SELECT ", "#include", "=>", " = [", "){", ") {",
+    "const ",
 )
 _REASONING = _listed("""
     analyse analyze argue argument arguments assumption assumptions causal cause caveats compare concede
