@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.engine.native import NativeLibrary
 from penstock.engine.native.library import Type
 from penstock.engine.native.ops import linear
-from penstock.engine.native.weights import PackedWeight, exact, int4, int8, pack
+from penstock.engine.native.weights import NativeWeight, exact, int4, int8, pack
 
 SHAPES = {
     "demo qkv": (640, 384), "demo gate_up": (2048, 384), "demo down": (384, 1024), "demo head": (4096, 384),
@@ -65,7 +65,7 @@ def compare(
     packed = [pack(kernels, exact(weight)) for weight in plain]
     out = torch.empty(m, n, dtype=torch.bfloat16)
 
-    def native(weight: PackedWeight) -> Callable[[], object]:
+    def native(weight: NativeWeight) -> Callable[[], object]:
         return lambda: linear(kernels, weight, x, out=out)
 
     def by_torch(weight: Tensor) -> Callable[[], object]:

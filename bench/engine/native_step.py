@@ -25,7 +25,7 @@ from penstock.engine.native import NativeLibrary
 from penstock.engine.native.build import compiler
 from penstock.engine.native.decoder import NativeDecoder
 from penstock.engine.native.library import STEP_PARTS
-from penstock.engine.native.weights import PackedWeight
+from penstock.engine.native.weights import NativeWeight
 
 MODELS["28m"] = spec(16384, 512, 1088, 8, (8, 4, 64), tied_head=True)
 WEIGHTS = ("qkv", "o", "gate_up", "down")
@@ -67,7 +67,7 @@ def read_loop() -> Callable[[int, int, int], int]:
 def part_bytes(side: Side) -> dict[str, int]:
     """Weights that each part of a step reads."""
     assert isinstance(side.decoder, NativeDecoder)
-    packed = [each for each in side.decoder._kept if isinstance(each, PackedWeight)]
+    packed = [each for each in side.decoder._kept if isinstance(each, NativeWeight)]
     layers = len(packed) // len(WEIGHTS)
     sizes = {
         name: sum(packed[layer * len(WEIGHTS) + i].num_bytes for layer in range(layers))

@@ -29,7 +29,7 @@ from bench.harness import add_json_option, write_result
 
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig
-from penstock.policy.capacity.autoscaler import Decision
+from penstock.policy.capacity.autoscaler import ScaleDecision
 from penstock.policy.capacity.signals import Signals
 from penstock.sim.scenarios.capacity import (
     COLD_S,
@@ -57,10 +57,10 @@ CONCURRENT = 6
 """Requests at a worker then."""
 
 
-def decided(seen: Signals, workers: int, why: str) -> Decision:
+def decided(seen: Signals, workers: int, why: str) -> ScaleDecision:
     there = seen.ready + seen.pending
     move = "out" if workers > there else "in" if workers < there else "hold"
-    return Decision(
+    return ScaleDecision(
         wall_ns=seen.wall_ns, move=move, acts=True, why=why, ready=seen.ready, pending=seen.pending,
         wanted=workers, workers=workers, pools={seen.pools[0].name: workers}, opinions=(),
         cold_start_s=mean(COLD_S),
@@ -77,7 +77,7 @@ class Dynamo:
         self._scale, self._floor, self._next_s, self._arrived = scale, scale.min, 0.0, 0
         self._workers = scale.min
 
-    def decide(self, seen: Signals) -> Decision:
+    def decide(self, seen: Signals) -> ScaleDecision:
         now_s = seen.now_ns / NS_PER_S
         self._arrived += seen.arrived
         if now_s >= self._next_s + self.PERIOD_S:
@@ -106,7 +106,7 @@ class Hpa:
         self._scale, self._target, self._counts_running = scale, target, counts_running
         self._next_s, self._lately, self._workers = 0.0, list[tuple[float, int]](), scale.min
 
-    def decide(self, seen: Signals) -> Decision:
+    def decide(self, seen: Signals) -> ScaleDecision:
         now_s = seen.now_ns / NS_PER_S
         if now_s >= self._next_s:
             self._next_s = now_s + self.PERIOD_S

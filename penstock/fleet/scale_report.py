@@ -9,14 +9,14 @@ kept.
 
 import msgspec
 from penstock.clock import NS_PER_MS
-from penstock.policy.capacity.autoscaler import Decision
+from penstock.policy.capacity.autoscaler import ScaleDecision
 from penstock.policy.capacity.signals import Override, Signals
 import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from penstock.config.scale import ScaleConfig
-from penstock.policy.capacity.autoscaler import Autoscaler, Decision, ScaleBudget, ScaleState
+from penstock.policy.capacity.autoscaler import Autoscaler, ScaleDecision, ScaleBudget, ScaleState
 from penstock.policy.capacity.signals import Signals
 from penstock.telemetry.log import Log
 
@@ -40,7 +40,7 @@ class TrailLine(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
 
     seen: Signals
     budget: ScaleBudget
-    decision: Decision
+    decision: ScaleDecision
 
 
 _lines = msgspec.json.Decoder(TrailBegin | TrailLine)
@@ -52,8 +52,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """A decision that comes out otherwise than it is on record."""
 
     line: int
-    recorded: Decision
-    again: Decision
+    recorded: ScaleDecision
+    again: ScaleDecision
 
 
 class Trail:
@@ -77,7 +77,7 @@ class Trail:
         """The model's state is another one now."""
         self._begun.discard(model)
 
-    def keep(self, seen: Signals, budget: ScaleBudget, decision: Decision) -> None:
+    def keep(self, seen: Signals, budget: ScaleBudget, decision: ScaleDecision) -> None:
         """It was decided."""
         if self._path is not None:
             self._pending.append(_encode(TrailLine(seen=seen, budget=budget, decision=decision)))
@@ -198,11 +198,11 @@ class ScaleReport(msgspec.Struct, frozen=True, kw_only=True):
     leader: str = ""
     """The server that has it, if several share the model's workers."""
     override: Override | None
-    decision: Decision | None
+    decision: ScaleDecision | None
     """The last one; None: there was none yet."""
     signals: Signals | None
     """The facts that it was made from."""
-    moves: list[Decision]
+    moves: list[ScaleDecision]
     """The last ones that changed something, or would have; the newest first."""
     points: list[ScalePoint]
     """The last quarter of an hour, the oldest first."""
@@ -214,7 +214,7 @@ class ScaleReports(msgspec.Struct, frozen=True):
     models: list[ScaleReport]
 
 
-def point_of(seen: Signals, decision: Decision) -> ScalePoint:
+def point_of(seen: Signals, decision: ScaleDecision) -> ScalePoint:
     """One look, for a plot."""
     return ScalePoint(
         at_ms=seen.wall_ns // NS_PER_MS,

@@ -24,7 +24,7 @@ from penstock.fleet.scale_model import AtWorkers, KeptScale, ModelScale, work_in
 from penstock.fleet.scale_report import ScaleAsk, ScaleReport, ScaleReports, point_of
 from penstock.fleet.scale_report import Trail
 from penstock.policy.capacity.autoscaler import per_hour, pool_config
-from penstock.policy.capacity.autoscaler import Decision, ScaleBudget
+from penstock.policy.capacity.autoscaler import ScaleDecision, ScaleBudget
 from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import CATALOG
 from penstock.telemetry.counts import Counts, Series
@@ -404,5 +404,5 @@ class ScaleLeader:
 _encode = msgspec.json.Encoder().encode
 
 
-def _said(decision: Decision) -> str:
+def _said(decision: ScaleDecision) -> str:
     return f"{decision.ready} ready and {decision.pending} starting -> {decision.workers}: {decision.why}"

@@ -54,7 +54,7 @@ class Failure(msgspec.Struct, frozen=True):
     """Empty where it may repeat what the client wrote."""
 
 
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+class DecisionEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """One thing that was decided about a request."""
 
     request_id: RequestId
@@ -64,7 +64,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: Failure | None = None
 
 
-_entries = msgspec.msgpack.Decoder(list[Entry])
+_entries = msgspec.msgpack.Decoder(list[DecisionEntry])
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -77,7 +77,7 @@ class DecisionFiles:
         self._file: int | None = None
         self._since_ns = self._num_bytes = 0
 
-    def append(self, entries: list[Entry]) -> None:
+    def append(self, entries: list[DecisionEntry]) -> None:
         """Write a batch.
 
         Raises:
@@ -94,9 +94,9 @@ class DecisionFiles:
                 self._close()
                 raise OSError("a batch of decisions was not written whole")
 
-    def find(self, *names: RequestId) -> list[Entry]:
+    def find(self, *names: RequestId) -> list[DecisionEntry]:
         """The decisions about a request, by any of its names, oldest first."""
-        wanted, found = {_hash(name) for name in names}, list[Entry]()
+        wanted, found = {_hash(name) for name in names}, list[DecisionEntry]()
         for path in sorted(self._directory.glob("*.dec")):
             try:
                 found += [entry for entry in _matching(path, wanted) if entry.request_id in names]
@@ -146,7 +146,7 @@ class DecisionKeeper:
 
     def __init__(self, files: DecisionFiles, log: Log) -> None:
         self._files, self._log = files, log
-        self._pending: deque[Decision | Entry] = deque(maxlen=PENDING_MAX)
+        self._pending: deque[Decision | DecisionEntry] = deque(maxlen=PENDING_MAX)
         """Decisions; the entry of a decision is made when it is written, by that thread."""
         self._one_writer = threading.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -159,13 +159,13 @@ class DecisionKeeper:
 
     def chose(self, request_id: RequestId, choice: ComplexityChoice) -> None:
         """A model was chosen."""
-        self._pending.append(Entry(request_id, choice=choice))
+        self._pending.append(DecisionEntry(request_id, choice=choice))
 
     def failed(self, request_id: RequestId, failure: Failure) -> None:
         """A request was refused, or failed."""
         if self._num_failures < FAILURES_MAX:
             self._num_failures += 1
-            self._pending.append(Entry(request_id, failure=failure))
+            self._pending.append(DecisionEntry(request_id, failure=failure))
 
     def start(self) -> None:
         """Begin to write."""
@@ -179,7 +179,7 @@ class DecisionKeeper:
             await asyncio.to_thread(self._write)
             await asyncio.to_thread(self._files.close)
 
-    async def find(self, *names: RequestId) -> list[Entry]:
+    async def find(self, *names: RequestId) -> list[DecisionEntry]:
         """The decisions about a request, in whichever process; another one may have yet to write it."""
         await asyncio.to_thread(self._write)
         found = await asyncio.to_thread(self._files.find, *names)
@@ -216,13 +216,13 @@ class DecisionKeeper:
             self._is_failing = False
 
 
-def _entry_of(decided: Decision | Entry) -> Entry:
-    return decided if isinstance(decided, Entry) else Entry(decided.request_id, decision=decided)
+def _entry_of(decided: Decision | DecisionEntry) -> DecisionEntry:
+    return decided if isinstance(decided, DecisionEntry) else DecisionEntry(decided.request_id, decision=decided)
 
 
-def _matching(path: Path, wanted: AbstractSet[bytes]) -> list[Entry]:
+def _matching(path: Path, wanted: AbstractSet[bytes]) -> list[DecisionEntry]:
     """The entries of those batches that may have the request."""
-    found = list[Entry]()
+    found = list[DecisionEntry]()
     with path.open("rb") as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             size, count = _HEAD.unpack(head)

@@ -16,7 +16,7 @@ from penstock.clock import NS_PER_S
 from penstock.errors import ConfigError
 from penstock.fleet.scale_report import ScaleOrder, ScaleReport
 from penstock.fleet.scale_report import replay
-from penstock.policy.capacity.autoscaler import Decision
+from penstock.policy.capacity.autoscaler import ScaleDecision
 
 DESCRIPTION = """\
 Show how many workers each model has and is to have, and why. With --to so many, for a while, whatever
@@ -144,7 +144,7 @@ def _print_why(each: ScaleReport) -> None:
         out.print(f"  {name}: {value}", markup=False, soft_wrap=True)
 
 
-def _words(decision: Decision) -> str:
+def _words(decision: ScaleDecision) -> str:
     verb = decision.move if decision.acts else f"would {decision.move}"
     there = f"{decision.ready} ready and {decision.pending} starting"
     return f"{verb}, {there} -> {decision.workers}: {decision.why}"

@@ -38,7 +38,7 @@ from penstock.engine.native.library import (
 from penstock.engine.native.ops import HEAD_DIM_MAX, LayerCache
 from penstock.engine.native.weights import (
     Matrix,
-    PackedWeight,
+    NativeWeight,
     can_stack,
     exact,
     int4,
@@ -92,7 +92,7 @@ class NativeAttention:
 _Part = Tensor | QuantizedMatrix
 _Piece = _Part | tuple[Tensor, ...]
 """Several tensors are stacked along the first dimension."""
-_Pack = Callable[[_Piece, Tensor | None], PackedWeight]
+_Pack = Callable[[_Piece, Tensor | None], NativeWeight]
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,13 +117,13 @@ class _Packer:
         # A head in four bits costs more quality than it saves time.
         self._head = exact if precision == "native" else rounded_8 if kernels.supports(Type.I8) else exact
 
-    def plain(self, weight: _Piece, bias: Tensor | None) -> PackedWeight:
+    def plain(self, weight: _Piece, bias: Tensor | None) -> NativeWeight:
         """A weight by itself."""
         if not isinstance(weight, tuple):
             return pack(self._kernels, self._matrix(weight, bias))
         return pack_stacked(self._kernels, [self._inner(part) for part in weight], bias)
 
-    def gate_up(self, gate: _Piece, up: _Piece, bias: Tensor | None) -> PackedWeight:
+    def gate_up(self, gate: _Piece, up: _Piece, bias: Tensor | None) -> NativeWeight:
         """Gate and up as one weight; the gate's bias comes first."""
         assert not isinstance(gate, tuple) and not isinstance(up, tuple), "they are two"  # noqa: PT018
         biases = (None, None) if bias is None else bias.chunk(2)
@@ -131,14 +131,14 @@ class _Packer:
             gate, up = (dense(part, self.dtype) for part in (gate, up))
         return pack(self._kernels, self._matrix(gate, biases[0]), self._matrix(up, biases[1]), self._gate)
 
-    def router(self, weight: _Piece, bias: Tensor | None) -> PackedWeight:
+    def router(self, weight: _Piece, bias: Tensor | None) -> NativeWeight:
         """The weights that choose experts: small, and never rounded, since a wrong choice costs more than a
         wrong digit.
         """
         assert not isinstance(weight, tuple), "it is one"
         return pack(self._kernels, exact(dense(weight, self.dtype), bias))
 
-    def head(self, weight: _Part) -> PackedWeight:
+    def head(self, weight: _Part) -> NativeWeight:
         """The output projection."""
         if isinstance(weight, QuantizedMatrix):
             return pack(self._kernels, quantized(weight))
@@ -205,7 +205,7 @@ class NativeDecoder:
     ) -> None:
         self._kernels = kernels
         self._kept: list[
-            Tensor | PackedWeight | Array[Layer] | Array[PsMlp]
+            Tensor | NativeWeight | Array[Layer] | Array[PsMlp]
         ] = []  # The memory that the structs point into.
         embedding = dense(weights.take_parts("embedding")[0], cache.dtype)
         packer = _Packer(kernels, precision, spec.activation, embedding.dtype)
@@ -281,7 +281,7 @@ class NativeDecoder:
         """The weights that it computes with, as they lie in memory."""
         found = list[Tensor]()
         for each in self._kept:
-            if isinstance(each, PackedWeight):
+            if isinstance(each, NativeWeight):
                 found += each.tensors
             elif isinstance(each, Tensor) and each is not self._cache:
                 found.append(each)
@@ -313,14 +313,14 @@ class NativeDecoder:
         def bias(key: str, has_bias: bool) -> Tensor | None:
             return weights.take(f"{i}.{key}_bias") if has_bias else None
 
-        def packed(key: str, has_bias: bool, pack: _Pack, count: int = 1) -> Sequence[PackedWeight]:
+        def packed(key: str, has_bias: bool, pack: _Pack, count: int = 1) -> Sequence[NativeWeight]:
             """A weight, or `count` of them that are stacked along the first dimension."""
             pieces = _pieces(weights.take_parts(f"{i}.{key}"), count, packer.dtype)
             made = [pack(piece, bias(key, has_bias)) for piece in pieces]
             self._kept += made
             return made
 
-        def gates(has_bias: bool, count: int) -> Sequence[PackedWeight]:
+        def gates(has_bias: bool, count: int) -> Sequence[NativeWeight]:
             """Gate and up, or `count` pairs of them, gate first."""
             pieces = _pieces(weights.take_parts(f"{i}.gate_up"), 2 * count, packer.dtype)
             pairs = zip(pieces[::2], pieces[1::2], strict=True)

@@ -22,7 +22,7 @@ from penstock.engine.native.library import (
     RopeWrite,
     Type,
 )
-from penstock.engine.native.weights import PackedWeight
+from penstock.engine.native.weights import NativeWeight
 from penstock.models.spec import ROUNDED_EXTRA_BYTES
 
 _TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
@@ -37,7 +37,7 @@ _INPUTS = {
 
 def linear(
     kernels: NativeLibrary,
-    weight: PackedWeight,
+    weight: NativeWeight,
     x: torch.Tensor,
     *,
     out: torch.Tensor | None = None,

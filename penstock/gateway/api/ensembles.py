@@ -5,7 +5,7 @@
 Only the request's body and the answer's are touched here. Everything between them is what happens to any
 request, with the ensemble's name where clients and the ledger see the model that was asked for.
 
-The steps of an ensemble run in a process of their own (`Steps`; ensemble_process.py is the other
+The steps of an ensemble run in a process of their own (`StepProcess`; ensemble_process.py is the other
 side): one call at a time, tenants in turn, each call with a bound on its time. A process that had to be ended
 is started again by the next call.
 """
@@ -86,7 +86,7 @@ class Turns:
         self._is_taken = False
 
 
-class Steps:
+class StepProcess:
     """The steps of one ensemble."""
 
     def __init__(self, ensemble: EnsembleConfig) -> None:
@@ -229,7 +229,7 @@ class Ensembles:
 
     def __init__(self, config: Config) -> None:
         self._by_name = {each.name: each for each in config.ensembles}
-        self._steps = {name: Steps(each) for name, each in self._by_name.items()}
+        self._steps = {name: StepProcess(each) for name, each in self._by_name.items()}
         self._tasks = set[asyncio.Task[None]]()
 
     async def start(self) -> None:

@@ -1,6 +1,6 @@
 """One model's autoscaler: three opinions, one decision, its reasons.
 
-    Signals ──> Learned ──> opinions ──> wanted ──> bounds, budgets ──> Decision: how many, of which pool
+    Signals ──> Learned ──> opinions ──> wanted ──> bounds, budgets ──> ScaleDecision: how many, of which pool
                                                      └─ frozen, advice, an operator's order go before
 
 Out at once, as many as are wanted. In slowly: a worker goes when the smooth load wanted no more than the
@@ -113,7 +113,7 @@ IN_PAUSE = 0.1
 Move = Literal["hold", "out", "in"]
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class ScaleDecision(msgspec.Struct, frozen=True, kw_only=True):
     """About one model, at one look."""
 
     model: str = ""
@@ -174,7 +174,7 @@ class Autoscaler:
         self.model, self.scale = model, scale
         self.state = state or ScaleState()
 
-    def decide(self, seen: Signals, budget: ScaleBudget = ScaleBudget()) -> Decision:  # noqa: B008 - it is frozen.
+    def decide(self, seen: Signals, budget: ScaleBudget = ScaleBudget()) -> ScaleDecision:  # noqa: B008 - it is frozen.
         """Learn from what was seen, and say how many workers there are to be."""
         state, scale = self.state, self.scale
         known = state.learned
@@ -206,7 +206,7 @@ class Autoscaler:
             )
         if wanted > scale.max and not held:
             held = f"max is {scale.max}"
-        return Decision(
+        return ScaleDecision(
             model=self.model,
             wall_ns=seen.wall_ns,
             move=move,

@@ -13,7 +13,7 @@ import msgspec
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig
 from penstock.policy.capacity.forecast import Demand
-from penstock.policy.capacity.learn import LATE_MAX, ColdStarts, ServiceRate
+from penstock.policy.capacity.learn import LATE_MAX, ColdStartTimes, ServiceRate
 from penstock.policy.capacity.signals import Signals
 from collections.abc import Iterable
 from penstock.config.scale import MINUTES, WeekSpan, parse_span
@@ -82,7 +82,7 @@ class Learned(msgspec.Struct, kw_only=True):
 
     demand: Demand = msgspec.field(default_factory=Demand)
     rate: ServiceRate = msgspec.field(default_factory=ServiceRate)
-    cold: ColdStarts = msgspec.field(default_factory=ColdStarts)
+    cold: ColdStartTimes = msgspec.field(default_factory=ColdStartTimes)
     tokens: float = 0.0
     """Mean work of an answered request."""
     protected: float = 0.0
