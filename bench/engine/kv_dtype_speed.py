@@ -16,7 +16,8 @@ from bench.harness import Spread, command_line, spread, write_result
 
 from penstock.engine.kv_cache import round_heads
 from penstock.engine.native import NativeLibrary
-from penstock.engine.native.ops import LayerCache, Rows, paged_attention
+from native_ops import Rows, paged_attention
+from penstock.engine.native.decoder import LayerCache
 from penstock.types import BLOCK_TOKENS
 
 NUM_LAYERS = 12

@@ -29,7 +29,6 @@ from bench.engine.lora_placement import ADAPTERS, POLICIES, SLOTS, WORKERS, Rout
 from penstock.models.registry import read_spec
 from penstock.rng import stream
 
-sys.path.insert(0, str(REPOSITORY / "tests" / "doubles"))
 from free_port import free_port
 
 MODEL = REPOSITORY / "models" / "penstock-demo-mini"

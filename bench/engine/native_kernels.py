@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.engine.native import NativeLibrary
 from penstock.engine.native.library import Type
-from penstock.engine.native.ops import linear
+from native_ops import linear
 from penstock.engine.native.weights import NativeWeight, exact, int4, int8, pack
 
 SHAPES = {

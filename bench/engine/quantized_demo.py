@@ -23,7 +23,6 @@ from typing import Any
 
 from bench.harness import REPOSITORY, command_line, write_result
 
-sys.path.insert(0, str(REPOSITORY))
 
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings

@@ -32,7 +32,6 @@ import numpy as np
 from bench.harness import REPOSITORY, command_line, write_result
 from bench.peers.shapes import SHAPES, make_model
 
-sys.path.insert(0, str(REPOSITORY / "tests" / "doubles"))
 from raw_worker import REAL, Client, launch_line, submit
 
 from penstock.protocol.address import UnixAddress

@@ -54,7 +54,6 @@ from penstock.rng import stream
 from penstock.telemetry.log import Log
 from penstock.types import RequestId, SamplingParams, Usage, WorkerId
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "doubles"))
 from fault_proxy import fault_proxy
 
 KEY = "sk-bench-failures-0123456789"

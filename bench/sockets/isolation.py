@@ -49,7 +49,6 @@ START_S = 60.0
 STEP_S = 0.01
 """Of an external worker: the time per token, which its number of streams does not change."""
 HERE = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(HERE / "tests" / "doubles"))
 from provider_process import ProviderProcess
 
 

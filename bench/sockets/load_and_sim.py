@@ -51,7 +51,6 @@ from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
 from penstock.types import TenantId
 
 REPOSITORY = Path(__file__).parents[2]
-sys.path.insert(0, str(REPOSITORY / "tests" / "doubles"))
 from provider_process import ProviderProcess
 from served import Server
 from tenant_keys import add

@@ -41,7 +41,6 @@ from penstock.sim.traffic.workload import Chat, LengthDistribution
 from penstock.sim.world.faults import FaultKind, InjectedFault
 from penstock.sim.world.run import RequestRecord
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "doubles"))
 from provider_process import ProviderProcess
 from served import Server
 

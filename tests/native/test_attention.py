@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from penstock.engine.kv_cache import ROUNDED_EXTRA_BYTES, round_heads
-from penstock.engine.native.ops import LayerCache, Rows, paged_attention
+from native_ops import Rows, paged_attention
+from penstock.engine.native.decoder import LayerCache
 
 DTYPES = [torch.bfloat16, torch.float32]
 

@@ -26,6 +26,7 @@ from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rowwise import rotary_angles
 from penstock.engine.native.library import (
     Epilogue,
+    KvCache,
     Layer,
     NativeLibrary,
     PsDecoder,
@@ -35,7 +36,6 @@ from penstock.engine.native.library import (
     PsWeight,
     Type,
 )
-from penstock.engine.native.ops import HEAD_DIM_MAX, LayerCache
 from penstock.engine.native.weights import (
     Matrix,
     NativeWeight,
@@ -48,12 +48,51 @@ from penstock.engine.native.weights import (
     quantized,
 )
 from penstock.engine.quantized import QuantizedMatrix, dense, stacked
-from penstock.models.spec import ActivationKind, DecoderSpec, RopeSpec
+from penstock.models.spec import ROUNDED_EXTRA_BYTES, ActivationKind, DecoderSpec, RopeSpec
 
+TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
+HEAD_DIM_MAX = 256
 Precision = Literal["native", "int8", "int4"]
 """`native` keeps the checkpoint's type; `int8` rounds weights once and inputs as they come (W8A8); `int4`
 rounds weights to four bits and inputs as they come to int8, with a scale per group, the head to eight
 bits."""
+
+
+class LayerCache:
+    """One layer of a KV cache [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], as the kernels
+    see it.
+
+    `block_size` is a multiple of 16, `head_dim` of 16 and at most 256; bfloat16 or float32. A rounded cache
+    is int8 and has `ROUNDED_EXTRA_BYTES` more in its last dimension (`KVCache`); `dtype` is then that of
+    queries.
+    """
+
+    def __init__(self, cache: torch.Tensor, layer: int, dtype: torch.dtype | None = None) -> None:
+        rounded = cache.dtype == torch.int8 and dtype is not None
+        self.dtype = cache.dtype if dtype is None else dtype
+        if (
+            cache.dim() != 6
+            or self.dtype not in TYPES
+            or not (rounded or cache.dtype == self.dtype)
+            or not cache.is_contiguous()
+            or cache.shape[2] != 2
+        ):
+            raise ValueError(f"not a KV cache: {list(cache.shape)} {cache.dtype}")
+        self.num_blocks, num_layers, _, self.block_size, self.num_kv_heads, head_size = cache.shape
+        self.head_dim = head_size - ROUNDED_EXTRA_BYTES if rounded else head_size
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"layer {layer} of {num_layers}")
+        if self.block_size % 16 or self.head_dim % 16 or not 16 <= self.head_dim <= HEAD_DIM_MAX:
+            raise ValueError(
+                f"block_size {self.block_size} and head_dim {self.head_dim} must be multiples of 16"
+            )
+        self._tensor = cache
+        self.struct = KvCache(
+            base=cache.data_ptr() + layer * cache.stride(1) * cache.element_size(),
+            block_stride=cache.stride(0), kv_stride=cache.stride(2), block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, type=int(TYPES[self.dtype]),
+            rounded=int(rounded),
+        )  # fmt: skip
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,4 +1,4 @@
-"""The kernels on torch tensors: every shape is checked here, before an address leaves Python.
+"""The native kernels one by one, on torch tensors, for tests and benches: every shape is checked here, before an address leaves Python.
 
 Tensors live on the CPU with unit inner stride; rows may lie further apart (views of a wider tensor are fine).
 Outputs are written into `out` when given. For any row of any operation the bits of the result depend on that
@@ -12,8 +12,8 @@ from typing import cast
 
 import torch
 
+from penstock.engine.native.decoder import TYPES, LayerCache
 from penstock.engine.native.library import (
-    KvCache,
     NativeLibrary,
     PsAttention,
     PsLinear,
@@ -23,10 +23,7 @@ from penstock.engine.native.library import (
     Type,
 )
 from penstock.engine.native.weights import NativeWeight
-from penstock.models.spec import ROUNDED_EXTRA_BYTES
 
-_TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
-HEAD_DIM_MAX = 256
 _INPUTS = {
     Type.F32: (Type.F32,),
     Type.BF16: (Type.BF16,),
@@ -116,43 +113,6 @@ def silu_mul(kernels: NativeLibrary, x: torch.Tensor) -> torch.Tensor:
         )
     )
     return out
-
-
-class LayerCache:
-    """One layer of a KV cache [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], as the kernels
-    see it.
-
-    `block_size` is a multiple of 16, `head_dim` of 16 and at most 256; bfloat16 or float32. A rounded cache
-    is int8 and has `ROUNDED_EXTRA_BYTES` more in its last dimension (`KVCache`); `dtype` is then that of
-    queries.
-    """
-
-    def __init__(self, cache: torch.Tensor, layer: int, dtype: torch.dtype | None = None) -> None:
-        rounded = cache.dtype == torch.int8 and dtype is not None
-        self.dtype = cache.dtype if dtype is None else dtype
-        if (
-            cache.dim() != 6
-            or self.dtype not in _TYPES
-            or not (rounded or cache.dtype == self.dtype)
-            or not cache.is_contiguous()
-            or cache.shape[2] != 2
-        ):
-            raise ValueError(f"not a KV cache: {list(cache.shape)} {cache.dtype}")
-        self.num_blocks, num_layers, _, self.block_size, self.num_kv_heads, head_size = cache.shape
-        self.head_dim = head_size - ROUNDED_EXTRA_BYTES if rounded else head_size
-        if not 0 <= layer < num_layers:
-            raise ValueError(f"layer {layer} of {num_layers}")
-        if self.block_size % 16 or self.head_dim % 16 or not 16 <= self.head_dim <= HEAD_DIM_MAX:
-            raise ValueError(
-                f"block_size {self.block_size} and head_dim {self.head_dim} must be multiples of 16"
-            )
-        self._tensor = cache
-        self.struct = KvCache(
-            base=cache.data_ptr() + layer * cache.stride(1) * cache.element_size(),
-            block_stride=cache.stride(0), kv_stride=cache.stride(2), block_size=self.block_size,
-            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, type=int(_TYPES[self.dtype]),
-            rounded=int(rounded),
-        )  # fmt: skip
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -277,7 +237,7 @@ def paged_attention(
     is the caller's to run once per step.
     """
     kind = _matrix("q", q, q.shape[1])
-    if kind is not _TYPES[cache.dtype] or q.shape[1] % (cache.num_kv_heads * cache.head_dim):
+    if kind is not TYPES[cache.dtype] or q.shape[1] % (cache.num_kv_heads * cache.head_dim):
         raise ValueError(
             f"q {list(q.shape)} {q.dtype} does not fit the cache: {cache.num_kv_heads} x {cache.head_dim}"
         )
@@ -298,7 +258,7 @@ def paged_attention(
 
 def _matrix(name: str, tensor: torch.Tensor, columns: int, rows: int | None = None) -> Type:
     """The type of a matrix that the kernels can read, or a refusal that names it."""
-    kind = _TYPES.get(tensor.dtype)
+    kind = TYPES.get(tensor.dtype)
     shape = tensor.shape
     if (
         kind is None
