@@ -4,7 +4,7 @@
     python -m bench.sim.goodput --clients --loads 5,20 --seeds 10 [--jobs 2]     by what refused clients do
 
 Goodput is requests per second that met both promises (TTFT and TPOT), and their output tokens per second
-(sim/scenarios/overload.py): mixed bands, tenants and lengths; loads are multiples of the knee and count first
+(tests/doubles/mixed_load.py): mixed bands, tenants and lengths; loads are multiples of the knee and count first
 attempts. Both sides are held against the same default promises. "no promises" sets `admission.ttft_target_ms`
 and `tpot_target_ms` to 0, as defaults were before. Clients either take no for an answer, or come again three
 times: half of them when they were told to, half after a second. With `--clients` only "defaults" is played,
@@ -22,7 +22,7 @@ from bench.harness import command_line, write_result
 
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
-from penstock.sim.scenarios.overload import drained_s, goodput_of, mixed
+from mixed_load import drained_s, goodput_of, mixed
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.workload import Chat
 

@@ -1,5 +1,7 @@
-"""A run as data: what is drawn from a seed, checked, and made smaller until only what makes it fail is
-left.
+"""A run as data: drawn from a seed, checked, and made smaller until only what makes it fail is left.
+
+Swarm testing (Groce et al., ISSTA 2012): every run draws first which kinds of faults may happen in it at all.
+Runs with few kinds find what is hidden when everything fails at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ from penstock.policy.resilience.worker_state import BreakerTerms
 from penstock.policy.tenant import Tenant
 from sim_checks import Checks, Recovery, Violation
 from penstock.sim.traffic.prompts import Segment, SimRequest
-from penstock.sim.world.faults import Chaos, FaultKind, InjectedFault, clock_skews_s, draw_faults
+from penstock.sim.world.faults import Chaos, FaultKind, InjectedFault, clock_skews_s
 from penstock.sim.world.run import PoolSpec, SimResult, SimWorkerSpec, WorldSpec
 from penstock.sim.world.world import World
 from penstock.types import TenantId
@@ -31,6 +33,33 @@ _COMMON = 99
 at."""
 _MODEL = "model"
 _Item = TypeVar("_Item")
+
+
+_AMOUNTS: dict[FaultKind, tuple[float, float]] = {
+    FaultKind.WORKER_SLOW: (2, 20),
+    FaultKind.LATE: (20, 2000),
+    FaultKind.STORE_LOSS: (0, 2),
+    FaultKind.BAD_ROLLOUT: (0, 4),
+    FaultKind.CLOCK_SKEW: (-3600, 3600),
+}
+
+
+def draw_faults(seed: int, *, until_ns: int, requests: int) -> tuple[InjectedFault, ...]:
+    """The faults of one run, in order of time: each kind with even chance, then up to three of it.
+
+    They begin in the first two thirds of the time until `until_ns`, and are over by then.
+    """
+    random, faults = rng.stream(seed, "sim/faults"), list[InjectedFault]()
+    for kind in FaultKind:
+        if random.random() < 0.5:
+            continue
+        low, high = _AMOUNTS.get(kind, (1.0, 1.0))
+        for _ in range(random.randint(1, 3)):
+            begin_ns = random.randrange(until_ns // 10, 2 * until_ns // 3)
+            end_ns = begin_ns + random.randrange(1, until_ns - begin_ns)
+            target = random.randrange(requests) if kind is FaultKind.POISON else random.randrange(1 << 16)
+            faults.append(InjectedFault(kind, begin_ns, end_ns, target, round(random.uniform(low, high), 3)))
+    return tuple(sorted(faults, key=lambda fault: (fault.at_ns, fault.kind, fault.target)))
 
 
 class CaseShape(msgspec.Struct, frozen=True, kw_only=True):

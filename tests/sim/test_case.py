@@ -7,8 +7,8 @@ import pytest
 
 from penstock.kv.cache.block_pool import BlockPool
 from penstock.policy.lifecycle.control import FlowControl
-from sim_case import Case, draw_case, failure, run_case, shrink
-from penstock.sim.world.faults import FaultKind, InjectedFault, draw_faults
+from sim_case import Case, draw_case, draw_faults, failure, run_case, shrink
+from penstock.sim.world.faults import FaultKind, InjectedFault
 
 
 @pytest.mark.parametrize("seed", [4, 6])

@@ -10,7 +10,7 @@ import pytest
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.policy.flow import Outcome
-from penstock.sim.scenarios.overload import (
+from mixed_load import (
     BANDS,
     DRAINED_S,
     LONG,
