@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from bench.harness import Spread, command_line, measured, table, write_result
-
 from penstock.engine.native import NativeLibrary
 
 QUESTIONS = {

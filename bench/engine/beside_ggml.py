@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 import torch
+from native_ops import linear
+
 from bench.harness import command_line, ratio, table, write_result
 from bench.peers.engines import LLAMA_CPP, OUT
-
 from penstock.engine.native import NativeLibrary
-from native_ops import linear
 from penstock.engine.native.weights import Matrix, exact, int4, int8, pack
 
 SOURCE = Path(__file__).parents[1] / "peers" / "ggml_products.cpp"

@@ -21,6 +21,9 @@ from pathlib import Path
 
 import msgspec
 import uvloop
+from rich.console import Console
+
+from bench.engine.scheduler_host_time import time_rows
 from bench.harness import command_line
 from bench.peers.engines import (
     OUT,
@@ -40,9 +43,6 @@ from bench.peers.servers import DidNotStart, Server, serving
 from bench.peers.shapes import SHAPES, make_model
 from bench.peers.tables import CAPTION, footprint_table, goal_table, level_table, run_line
 from bench.process import free_port
-from rich.console import Console
-from bench.engine.scheduler_host_time import time_rows
-
 from penstock.bench.report import Environment, cpu_info, read_environment, utc_stamp
 from penstock.errors import PenstockError
 

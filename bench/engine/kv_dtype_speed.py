@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 
 import torch
-from bench.harness import Spread, command_line, spread, write_result
+from native_ops import Rows, paged_attention
 
+from bench.harness import Spread, command_line, spread, write_result
 from penstock.engine.kv_cache import round_heads
 from penstock.engine.native import NativeLibrary
-from native_ops import Rows, paged_attention
 from penstock.engine.native.decoder import LayerCache
 from penstock.types import BLOCK_TOKENS
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench.harness import command_line, write_result
-from bench.engine.native_decoder import MODELS, Side
 
+from bench.engine.native_decoder import MODELS, Side
+from bench.harness import command_line, write_result
 from penstock.engine.adapters.files import AdapterWeights, LoraPart
 from penstock.engine.adapters.native_layout import NativePacked, NativePacker
 from penstock.engine.native import NativeLibrary

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+
+from bench.engine.sleep_wake import WORK, Process, submit
 from bench.harness import command_line, write_result
 from bench.peers.shapes import SHAPES, make_model
-from safetensors.torch import save_file
-from bench.engine.sleep_wake import WORK, Process, submit
-
 from penstock.models.registry import read_spec
 from penstock.models.spec import DecoderSpec
 from penstock.protocol.worker import StepOutput, WorkerAdapters

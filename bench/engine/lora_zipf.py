@@ -22,14 +22,13 @@ import time
 import urllib.request
 from pathlib import Path
 
-from bench.harness import REPOSITORY, command_line, write_result
+from free_port import free_port
+
 from bench.engine.lora_loading import make_adapter
 from bench.engine.lora_placement import ADAPTERS, POLICIES, SLOTS, WORKERS, RouteToLoaded
-
+from bench.harness import REPOSITORY, command_line, write_result
 from penstock.models.registry import read_spec
 from penstock.rng import stream
-
-from free_port import free_port
 
 MODEL = REPOSITORY / "models" / "penstock-demo-mini"
 DIRECTORIES, RANK = 4, 8
@@ -136,7 +135,7 @@ def run(policy: str, args: argparse.Namespace, seed: int) -> dict[str, float]:
         }
         with (place / "log").open("wb") as log:
             child = subprocess.Popen(
-                (sys.executable, "-m", "bench.engine.lora_zipf", "--serve", policy, str(written(place, port))),
+                (sys.executable, "-m", __spec__.name, "--serve", policy, str(written(place, port))),
                 env=environment, stdout=log, stderr=log,
             )  # fmt: skip
         try:

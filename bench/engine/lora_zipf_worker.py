@@ -1,5 +1,5 @@
-"""The worker of `lora_zipf.py`: ours, but to read an adapter again takes a fixed time at least, and what every
-request waited for its adapter is written down.
+"""The worker of `lora_zipf.py`: ours, but to read an adapter again takes a fixed time at least, and what
+every request waited for its adapter is written down.
 """
 
 import os

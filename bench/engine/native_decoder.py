@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from bench.harness import command_line
 
+from bench.harness import command_line
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.attention.base import AttentionBatch
 from penstock.engine.decoder import Decoder, DecoderLimits

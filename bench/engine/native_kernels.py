@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from bench.harness import Spread, command_line, spread, write_result
+from native_ops import linear
 from torch import Tensor
 
+from bench.harness import Spread, command_line, spread, write_result
 from penstock.engine.native import NativeLibrary
 from penstock.engine.native.library import Type
-from native_ops import linear
 from penstock.engine.native.weights import NativeWeight, exact, int4, int8, pack
 
 SHAPES = {

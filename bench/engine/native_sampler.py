@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 import torch
-from bench.harness import Spread, command_line, in_turns, ratio, spread, table, write_result
 
+from bench.harness import Spread, command_line, in_turns, ratio, spread, table, write_result
 from penstock.engine.native import NativeLibrary
 from penstock.engine.sampler import NativeSampler, Sampler, SampleRows, TokenSampler
 

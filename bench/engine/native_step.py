@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench.engine.native_decoder import MODELS, Side, spec
 
+from bench.engine.native_decoder import MODELS, Side, spec
 from penstock.engine.native import NativeLibrary
 from penstock.engine.native.build import compiler
 from penstock.engine.native.decoder import NativeDecoder

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import REPOSITORY, command_line, write_result
-
-
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, build_core

@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Callable
 
 from bench.harness import Spread, command_line, in_turns, ratio, write_result
-
 from penstock import rng
 from penstock.clock import NS_PER_MS, SystemClock
 from penstock.kv.cache.manager import KVManager, blocks_for

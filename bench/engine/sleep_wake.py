@@ -29,11 +29,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from bench.harness import REPOSITORY, command_line, write_result
-from bench.peers.shapes import SHAPES, make_model
-
 from raw_worker import REAL, Client, launch_line, submit
 
+from bench.harness import REPOSITORY, command_line, write_result
+from bench.peers.shapes import SHAPES, make_model
 from penstock.protocol.address import UnixAddress
 from penstock.protocol.worker import Asleep, Ready
 from penstock.protocol.worker_parts import Sleep, Wake

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.harness import command_line, write_result
-
 from penstock import rng
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.engine_settings import EngineSettings

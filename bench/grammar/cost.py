@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from bench.harness import command_line, write_result
 from bench.peers.engines import OUT
 from bench.peers.shapes import SHAPES, make_model
-
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, FollowsGrammars, build_core

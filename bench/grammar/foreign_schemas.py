@@ -1,8 +1,8 @@
 """Schemas that others wrote: how many are enforced, what refuses the others, and what compiling costs.
 
-`make bench-schemas`: the schemas of the packages of foreign/requirements.txt (configuration formats, OpenAPI's
-own, Kubernetes, typed models of clients), which are installed, not copied here. CPU time is that of this
-process, for an accepted schema.
+`make bench-schemas`: the schemas of the packages of foreign/requirements.txt (configuration formats,
+OpenAPI's own, Kubernetes, typed models of clients), which are installed, not copied here. CPU time is that of
+this process, for an accepted schema.
 """
 
 import json
@@ -13,8 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
-from bench.harness import command_line, write_result
 
+from bench.harness import command_line, write_result
 from penstock.engine.grammar.compiler import GrammarCompiler, GrammarTokens
 from penstock.errors import InvalidRequest
 from penstock.protocol.worker_parts import Grammar

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from bench.harness import command_line, write_result
 
+from bench.harness import command_line, write_result
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import build_core

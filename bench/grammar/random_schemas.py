@@ -23,8 +23,8 @@ from typing import Any
 
 import jsonschema
 import msgspec
-from bench.harness import command_line, write_result
 
+from bench.harness import command_line, write_result
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, FollowsGrammars, build_core

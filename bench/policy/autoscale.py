@@ -26,7 +26,6 @@ from statistics import mean, stdev
 from typing import Any
 
 from bench.harness import add_json_option, write_result
-
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig
 from penstock.policy.capacity.autoscaler import ScaleDecision

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from bench.harness import command_line
 
+from bench.harness import command_line
 from penstock.config.routing import AutoModel
 from penstock.policy.extras.complexity import ComplexityRouter, Features
 

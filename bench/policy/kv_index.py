@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-from bench.harness import Spread, command_line
 
+from bench.harness import Spread, command_line
 from penstock.kv.events import BlockStored, decode_batch, encode_batch, stored_event
 from penstock.kv.hashing import CanonicalHasher, PromptKeyMaker, own_keys, token_bytes
 from penstock.kv.index.prefix_index import PrefixIndex

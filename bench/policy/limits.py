@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 
 from bench.harness import Spread, command_line, in_turns, ratio, spread, table, write_result
-
 from penstock.clock import NS_PER_MS, NS_PER_US
 from penstock.config.flow import LimitsConfig, SharedConfig
 from penstock.config.ledger import BudgetsConfig

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from bench.harness import command_line, write_result
 
+from bench.harness import command_line, write_result
 from penstock.clock import NS_PER_S
 from penstock.policy.flow import Outcome
 from penstock.policy.rollout.cohorts import GROUPS, Cohort, bucket_of, cohort_of

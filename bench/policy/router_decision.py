@@ -16,7 +16,6 @@ from statistics import median
 from time import process_time_ns
 
 from bench.harness import Spread, command_line, in_turns, ratio, spread, table, write_result
-
 from penstock.config.tree import Config
 from penstock.kv.hashing import BlockHasher, PromptKeyMaker, PromptKeys
 from penstock.kv.index.block_names import Stored

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import uvloop
-from bench.harness import command_line, write_result
 
+from bench.harness import command_line, write_result
 from penstock.backends.base import BackendStatus, Delta, Finish, GenerateRequest, Phase, Sink, nothing
 from penstock.clock import SystemClock
 from penstock.config.ledger import LedgerConfig

@@ -33,11 +33,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bench.relay import cost as relay_cost
 import uvloop
-from bench.harness import command_line, write_result
-from bench.relay.cost import Load, run_client
 
+from bench.harness import command_line, write_result
+from bench.relay import cost as relay_cost
+from bench.relay.cost import Load, run_client
 from penstock.backends.base import Finish
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings

@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.harness import command_line, write_result
-from bench.relay.gateways import HERE, Place, command_of, versions_of
 from bench.process import Process, build, free_port
+from bench.relay.gateways import HERE, Place, command_of, versions_of
 from bench.relay.tables import FEATURE_VARIANTS, Results, feature_table, goal_table, peer_table
 
 KEY = "sk-benchbenchbe_0123456789abcdef0123456789abcdef0123456789a"

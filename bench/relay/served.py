@@ -101,7 +101,11 @@ def relay_cost(path: Path) -> dict | None:
     """CPU per relayed chunk, ours beside the baselines."""
     console.print("measuring the relay's CPU per chunk ...", style="dim")
     done = subprocess.run(
-        [sys.executable, "-m", "bench.relay.cost"], check=False, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+        [sys.executable, "-m", "bench.relay.cost"],
+        check=False,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
     )
     if done.returncode:
         console.print("bench.relay.cost failed", style="red")

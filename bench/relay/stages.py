@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.harness import command_line, table, write_result
+from bench.process import Process, build, free_port
 from bench.relay.gateways import HERE, OURS
 from bench.relay.peers import KEY, SHAPES, Shape, load, wait_answers
-from bench.process import Process, build, free_port
 
 STAGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reading the request, who asks": (("http/connection.py:data_received", "app.py:handle"), ()),

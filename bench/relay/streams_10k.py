@@ -26,10 +26,9 @@ import time
 from pathlib import Path
 
 from bench.harness import command_line, write_result
-from bench.relay.stand_in_worker import Steps
-from bench.relay.peers import Shape, request_bytes, wait_answers
 from bench.process import HERE, Process, build, free_port
-
+from bench.relay.peers import Shape, request_bytes, wait_answers
+from bench.relay.stand_in_worker import Steps
 from penstock.config.checkpoints import resolve
 from penstock.text.tokenizer import Tokenizer
 

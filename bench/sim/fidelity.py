@@ -29,10 +29,10 @@ from pathlib import Path
 
 import msgspec
 import uvloop
-from bench.harness import command_line
-from bench.sim.modelled_runner import VOCAB_SIZE, Modelled, OnDevice
-from bench.process import free_port
 
+from bench.harness import command_line
+from bench.process import free_port
+from bench.sim.modelled_runner import VOCAB_SIZE, Modelled, OnDevice
 from penstock import rng
 from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.load import LoadTally, Stopwatch
@@ -175,7 +175,7 @@ def real_stack(place: Path) -> Iterator[str]:
         stderr=(place / "worker.log").open("wb"),
     )  # fmt: skip
     gateway = subprocess.Popen(
-        [sys.executable, str(REPOSITORY / "bench" / "relay" / "gateway.py"), str(place / "worker.sock"), str(port),
+        [sys.executable, str(REPOSITORY / "bench/relay/gateway.py"), str(place / "worker.sock"), str(port),
         "access,auth"], env=environ, stderr=(place / "gateway.log").open("wb"),
     )  # fmt: skip
     try:

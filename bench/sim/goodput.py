@@ -4,12 +4,13 @@
     python -m bench.sim.goodput --clients --loads 5,20 --seeds 10 [--jobs 2]     by what refused clients do
 
 Goodput is requests per second that met both promises (TTFT and TPOT), and their output tokens per second
-(tests/doubles/mixed_load.py): mixed bands, tenants and lengths; loads are multiples of the knee and count first
-attempts. Both sides are held against the same default promises. "no promises" sets `admission.ttft_target_ms`
-and `tpot_target_ms` to 0, as defaults were before. Clients either take no for an answer, or come again three
-times: half of them when they were told to, half after a second. With `--clients` only "defaults" is played,
-once with clients that take no for an answer, once with such as all obey `Retry-After`, and once with such as
-all come again after a second whatever they were told; shares are of the mean goodput at the knee.
+(tests/doubles/mixed_load.py): mixed bands, tenants and lengths; loads are multiples of the knee and count
+first attempts. Both sides are held against the same default promises. "no promises" sets
+`admission.ttft_target_ms` and `tpot_target_ms` to 0, as defaults were before. Clients either take no for an
+answer, or come again three times: half of them when they were told to, half after a second. With `--clients`
+only "defaults" is played, once with clients that take no for an answer, once with such as all obey
+`Retry-After`, and once with such as all come again after a second whatever they were told; shares are of the
+mean goodput at the knee.
 """
 
 import statistics
@@ -18,11 +19,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import msgspec
-from bench.harness import command_line, write_result
+from mixed_load import drained_s, goodput_of, mixed
 
+from bench.harness import command_line, write_result
 from penstock.config.routing import AdmissionConfig
 from penstock.config.tree import Config
-from mixed_load import drained_s, goodput_of, mixed
 from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.workload import Chat
 

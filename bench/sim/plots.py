@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.sim.svg_plots import Axes, Series, bars, lines
-
 from penstock.clock import NS_PER_S
 from penstock.sim.report.figures import Spread
 from penstock.sim.scenarios.catalogue import SCENARIOS

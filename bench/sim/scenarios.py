@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from bench.harness import command_line
-
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import run_scenario

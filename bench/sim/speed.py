@@ -19,7 +19,6 @@ from heapq import heappop, heappush
 from time import process_time
 
 from bench.harness import command_line, write_result
-
 from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings

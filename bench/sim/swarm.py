@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from sim_case import Case, draw_case, failure, run_case, shrink
 
 from penstock.clock import NS_PER_S, SystemClock
-from sim_case import Case, draw_case, failure, run_case, shrink
 
 OUT = Path(__file__).parents[1] / "out"
 SLICE = 24

@@ -19,18 +19,17 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 import openai
 import uvloop
-from bench.harness import command_line
+from fault_proxy import fault_proxy
 
+from bench.harness import command_line
 from penstock.backends.base import Delta, Finish, GenerateRequest
 from penstock.backends.engine.backend import EngineBackend
 from penstock.cli.wiring.wire import Stack
@@ -53,8 +52,6 @@ from penstock.protocol.address import parse_address
 from penstock.rng import stream
 from penstock.telemetry.log import Log
 from penstock.types import RequestId, SamplingParams, Usage, WorkerId
-
-from fault_proxy import fault_proxy
 
 KEY = "sk-bench-failures-0123456789"
 PROMPTS = tuple(

@@ -2,7 +2,8 @@
 demo model, 16 rows unless said otherwise.
 
     python -m bench.sockets.isolation [--neighbours streams waves deaf crowd] [--rounds 3] [--seconds 10]
-                                      [--rows 16] [--processes 1] [--engine penstock] [--tree DIR ...] [--json FILE]
+                                      [--rows 16] [--processes 1] [--engine penstock] [--tree DIR ...]
+                                      [--json FILE]
 
 The polite tenant sends one short request after the other and records the time to each first token: alone, and
 beside a neighbour that keeps
@@ -37,7 +38,6 @@ from pathlib import Path
 
 from bench.harness import command_line, write_result
 from bench.process import free_port
-
 from penstock.bench.load import percentile
 
 NOISY, POLITE = "sk-noisy-neighbour-0001", "sk-polite-tenant-0002"

@@ -34,11 +34,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.sockets import live_totals
 import msgspec
 import psutil
-from bench.harness import command_line, write_result
 
+from bench.harness import command_line, write_result
+from bench.sockets import live_totals
 from penstock import rng
 from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimits, EndpointError
 from penstock.clock import NS_PER_S, SystemClock, sleep

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from bench.sim.modelled_runner import Linear, Modelled
 
+from bench.sim.modelled_runner import Linear, Modelled
 from penstock import rng
 from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.load import percentile

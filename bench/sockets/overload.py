@@ -45,9 +45,9 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+
 from bench.harness import command_line, write_result
 from bench.sockets.open_load import MANNERS, Asked, Kind, OpenLoad, Sender
-
 from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.bench.load import percentile
 from penstock.clock import NS_PER_MS, NS_PER_S, SystemClock

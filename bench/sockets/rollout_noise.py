@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.harness import command_line
-
 from penstock.rng import stream
 
 START_S = 90.0

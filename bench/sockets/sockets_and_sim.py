@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import sqlite3
-import sys
 import tempfile
 import threading
 import time
@@ -27,10 +26,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.sockets import load_and_sim
 import msgspec
-from bench.harness import command_line, write_result
+from provider_process import ProviderProcess
+from served import Server
 
+from bench.harness import command_line, write_result
+from bench.sockets import load_and_sim
 from penstock.clock import NS_PER_S
 from penstock.config.routing import ModelRoute, RoutingConfig
 from penstock.config.tree import Config
@@ -40,9 +41,6 @@ from penstock.sim.scenarios.setup import Knobs, play
 from penstock.sim.traffic.workload import Chat, LengthDistribution
 from penstock.sim.world.faults import FaultKind, InjectedFault
 from penstock.sim.world.run import RequestRecord
-
-from provider_process import ProviderProcess
-from served import Server
 
 BEGINS_S, ENDS_S, LASTS_S, EVERY_S = 10.0, 20.0, 45.0, 0.25
 """Of a route: when the trouble begins and ends, how long requests come, and how far apart."""

@@ -23,9 +23,10 @@ COMMANDS = (
     "serve", "worker", "chat", "top", "drain", "sleep", "wake", "explain", "alerts", "bench", "doctor",
     "rollout", "scale", "keys", "usage", "simulate", "plan", "quantize", "generate", "cache", "completion",
 )  # fmt: skip
-"""The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser, or is in
-one of `SHARED`."""
+"""The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser,
+but for those that"""
 SHARED = {"wake": "sleep"}
+"""are added by another one's."""
 
 DESCRIPTION = """\
 Serve language models behind the OpenAI API, on a laptop or a fleet.

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
 from penstock.config.cells import cell_problems, residency_problems
 from penstock.config.checkpoints import plain_name, served_name
 from penstock.config.fleet import WORKERS_MAX, discover_problems, worker_problems
@@ -13,8 +15,6 @@ from penstock.config.tenancy import access_problems, host_problems, tenant_probl
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.types import VERSIONED
-from urllib.parse import urlsplit
-
 
 _FORM = re.compile(r"https?://[^\s/?#@]+(/[!-~]*)?")
 """No user and password: they belong into a header. A host or path with other letters is written as browsers

@@ -13,6 +13,7 @@ cgroup that is killed means that the worker may be next: in a cgroup of its own 
 streams move before the kernel chooses; where other programs share the cgroup it is only reported.
 """
 
+import ctypes
 import enum
 import errno
 import logging
@@ -23,11 +24,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from penstock.config.machine import CgroupMemory
-import ctypes
-import msgspec
-from penstock.protocol.worker_parts import DeviceReadings, GpuReadings
 
+import msgspec
+
+from penstock.config.machine import CgroupMemory
+from penstock.protocol.worker_parts import DeviceReadings, GpuReadings
 
 EVERY_S = 5.0
 NVML = "libnvidia-ml.so.1"

@@ -50,6 +50,7 @@ from penstock.protocol.worker import (
     Output,
     Ping,
     Pong,
+    Proof,
     ProtocolError,
     Ready,
     RequestFinished,

@@ -6,26 +6,23 @@ which placement goes by (policy/queueing/cells.py): how long a message takes the
 long a request would wait there. A cell that is lost is no worker that a request has crashed.
 """
 
+import asyncio
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from penstock.backends.engine.link import WorkerKey
-from penstock.clock import Clock
+
+from penstock.backends.engine.backend import EngineBackend
+from penstock.backends.engine.link import WorkerKey, WorkerLink
+from penstock.clock import Clock, sleep
 from penstock.config.cells import CellConfig, CellsConfig
 from penstock.errors import ConfigError
 from penstock.fleet.registry import Registry, Worker
 from penstock.protocol.address import KEY_BYTES_MIN, NONCE_BYTES, parse_address
-from penstock.rng import fresh_key
-from penstock.text.tokenizer import Tokenizer
-from penstock.types import WorkerId
-import asyncio
-from penstock.backends.engine.backend import EngineBackend
-from penstock.backends.engine.link import WorkerKey, WorkerLink
-from penstock.clock import Clock, sleep
 from penstock.protocol.cells import CellPing, CellReport, OpenCell
 from penstock.protocol.worker import FromWorker
+from penstock.rng import fresh_key
 from penstock.text.tokenizer import Tokenizer, tokenizer_mark
-
+from penstock.types import WorkerId
 
 PING_S = 0.5
 _SMOOTH = 4

@@ -11,8 +11,7 @@ from penstock.config.scale import ScaleConfig
 from penstock.errors import InvalidRequest
 from penstock.fleet.scale_pools import ScalePool, SharedPool
 from penstock.fleet.scale_report import PoolReport, ScaleOrder, ScalePoint, ScaleReport
-from penstock.policy.capacity.autoscaler import pool_config
-from penstock.policy.capacity.autoscaler import Autoscaler, ScaleDecision, ScaleState
+from penstock.policy.capacity.autoscaler import Autoscaler, ScaleDecision, ScaleState, pool_config
 from penstock.policy.capacity.signals import Override, PoolState, Signals, work_of
 from penstock.telemetry.counts import Counts
 from penstock.types import WorkerId

@@ -7,19 +7,18 @@ decisions, on any machine: `replay` holds them against each other. Two files of 
 kept.
 """
 
-import msgspec
-from penstock.clock import NS_PER_MS
-from penstock.policy.capacity.autoscaler import ScaleDecision
-from penstock.policy.capacity.signals import Override, Signals
 import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from penstock.config.scale import ScaleConfig
-from penstock.policy.capacity.autoscaler import Autoscaler, ScaleDecision, ScaleBudget, ScaleState
-from penstock.policy.capacity.signals import Signals
-from penstock.telemetry.log import Log
 
+import msgspec
+
+from penstock.clock import NS_PER_MS
+from penstock.config.scale import ScaleConfig
+from penstock.policy.capacity.autoscaler import Autoscaler, ScaleBudget, ScaleDecision, ScaleState
+from penstock.policy.capacity.signals import Override, Signals
+from penstock.telemetry.log import Log
 
 FILE_BYTES_MAX = 8 * 1024 * 1024
 PENDING_MAX = 2000

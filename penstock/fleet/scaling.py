@@ -21,10 +21,8 @@ from penstock.fleet.kept_file import KeptFile
 from penstock.fleet.leadership import Leadership
 from penstock.fleet.registry import Registry
 from penstock.fleet.scale_model import AtWorkers, KeptScale, ModelScale, work_in
-from penstock.fleet.scale_report import ScaleAsk, ScaleReport, ScaleReports, point_of
-from penstock.fleet.scale_report import Trail
-from penstock.policy.capacity.autoscaler import per_hour, pool_config
-from penstock.policy.capacity.autoscaler import ScaleDecision, ScaleBudget
+from penstock.fleet.scale_report import ScaleAsk, ScaleReport, ScaleReports, Trail, point_of
+from penstock.policy.capacity.autoscaler import ScaleBudget, ScaleDecision, per_hour, pool_config
 from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import CATALOG
 from penstock.telemetry.counts import Counts, Series

@@ -12,18 +12,16 @@ publish them. No key says which tokens end an answer beside EOS; llama.cpp knows
 we.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-import msgspec
-from penstock.errors import CheckpointError
-from penstock.models.config import CONFIG_FILE, HfConfig, read_config_file
-from penstock.models.gguf_config import gguf_config, read_gguf
-from collections.abc import Sequence
-from penstock.models.config import SIZES_MAX
-from penstock.models.gguf_config import Gguf, gguf_architecture
 
+import msgspec
+
+from penstock.errors import CheckpointError
+from penstock.models.config import CONFIG_FILE, SIZES_MAX, HfConfig, read_config_file
+from penstock.models.gguf_config import Gguf, gguf_architecture, gguf_config, read_gguf
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 _NORMAL = 1

@@ -5,9 +5,13 @@ To add a family: write `models/families/<family>.py` with a function from `HfCon
 name it here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
+
+from penstock.config.checkpoints import BY_VLLM, WEIGHTS, first_match, has_any, json_object, path_of
+from penstock.config.tree import ModelConfig
 from penstock.errors import CheckpointError
 from penstock.models.config import CONFIG_FILE, HfConfig
 from penstock.models.families.gemma import GEMMA_ACTIVATION, GEMMA_NAMES, gemma2_spec, gemma3_spec
@@ -22,19 +26,11 @@ from penstock.models.families.multimodal import (
 from penstock.models.families.phi3 import PHI3_NAMES, phi3_spec
 from penstock.models.families.qwen import qwen2_spec, qwen3_moe_spec, qwen3_spec
 from penstock.models.files import is_gguf, read_config
-from penstock.models.gguf_config import gguf_has_biases, gguf_names, gguf_quantization, read_gguf
+from penstock.models.gguf_config import gguf_config, gguf_has_biases, gguf_names, gguf_quantization, read_gguf
 from penstock.models.names import CheckpointNames
-from penstock.models.vectors import PoolingSpec, read_pooling
 from penstock.models.quantization import Quantization, read_quantization
 from penstock.models.spec import DecoderSpec
-from collections.abc import Iterable
-from typing import Any, cast
-from penstock.config.checkpoints import BY_VLLM, WEIGHTS, first_match, has_any, json_object, path_of
-from penstock.config.tree import ModelConfig
-from penstock.models.config import CONFIG_FILE
-from penstock.models.files import is_gguf
-from penstock.models.gguf_config import gguf_config, read_gguf
-from penstock.models.quantization import read_quantization
+from penstock.models.vectors import PoolingSpec, read_pooling
 
 
 @dataclass(slots=True, frozen=True)

@@ -12,13 +12,13 @@ nothing of it is kept.
 
 from dataclasses import dataclass
 from pathlib import Path
-from penstock.errors import CheckpointError
-from penstock.models.config import CONFIG_FILE, HfConfig, positive
-from penstock.models.files import is_gguf, read_config
 from typing import Any, Literal
-import msgspec
-from penstock.models.config import CONFIG_BYTES_MAX, HfConfig
 
+import msgspec
+
+from penstock.errors import CheckpointError
+from penstock.models.config import CONFIG_BYTES_MAX, CONFIG_FILE, HfConfig, positive
+from penstock.models.files import is_gguf, read_config
 
 PoolingKind = Literal["last", "mean", "cls"]
 MODULES_FILE = "modules.json"

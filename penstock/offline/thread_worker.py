@@ -7,25 +7,25 @@ reported as a worker's failure; the program continues.
 """
 
 import asyncio
-from collections import deque
-from penstock.clock import Clock
-from penstock.errors import OperatorError
-from penstock.fleet.launchers.process import EXIT_CANNOT_SERVE
-from penstock.protocol.address import Address, WorkerLaunch, parse_address
 import logging
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
+
 import msgspec
+
+from penstock.clock import Clock
 from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
 from penstock.engine.mailbox import DrainAsked, Mailbox, StepWatch
 from penstock.engine.serve_socket import ServerLimits, WorkerServer
 from penstock.engine.worker import load, run_steps, take_adapters
-from penstock.protocol.address import WorkerLaunch, parse_address
+from penstock.errors import OperatorError
+from penstock.fleet.launchers.process import EXIT_CANNOT_SERVE
+from penstock.protocol.address import Address, WorkerLaunch, parse_address
 from penstock.protocol.worker import Ready, WorkerFailed
 from penstock.protocol.worker_parts import StaysAwake
-
 
 _log = logging.getLogger(__name__)
 

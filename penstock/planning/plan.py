@@ -147,7 +147,12 @@ def options(
 
 
 def cheapest(
-    model: ModelShape, demand: TrafficDemand, terms: Terms, devices: Sequence[Accelerator], *, dtype: str = "bf16"
+    model: ModelShape,
+    demand: TrafficDemand,
+    terms: Terms,
+    devices: Sequence[Accelerator],
+    *,
+    dtype: str = "bf16",
 ) -> Option:
     """The best of `options`.
 

@@ -173,8 +173,8 @@ class Doorkeeper:
         return encode(Challenge(self._nonce))
 
     def messages(self, data: bytes) -> Iterator[ToWorker | Welcome]:
-        """The messages that are complete with `data`. A `Welcome` stands for the other side's proof, and is to
-        be sent: from then on it is let in.
+        """The messages that are complete with `data`. A `Welcome` stands for the other side's proof, and is
+        to be sent: from then on it is let in.
 
         Raises:
             ProtocolError: it breaks the protocol, or its key is another one.

@@ -8,14 +8,19 @@ when it is old or too much: each loss is a line in the log, and `penstock alerts
 address may hold a secret, so nothing here writes it down.
 """
 
+import asyncio
+import hashlib
 import json
 import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from operator import itemgetter
+
 import msgspec
-from penstock.clock import NS_PER_S, Clock
+
+from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.tree import SloConfig
 from penstock.telemetry.alerts import (
     BURNS,
@@ -30,15 +35,9 @@ from penstock.telemetry.alerts import (
     targets,
 )
 from penstock.telemetry.history import SLO_S, History, Objective
-from penstock.telemetry.pages import SHARED
-import asyncio
-import hashlib
-from collections.abc import Sequence
-from datetime import UTC, datetime
-from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.telemetry.http_post import TRY_AGAIN, Poster
 from penstock.telemetry.log import Log
-
+from penstock.telemetry.pages import SHARED
 
 EVALUATE_S = 15.0
 SHORT_S = 15 * 60

@@ -217,7 +217,9 @@ class DecisionKeeper:
 
 
 def _entry_of(decided: Decision | DecisionEntry) -> DecisionEntry:
-    return decided if isinstance(decided, DecisionEntry) else DecisionEntry(decided.request_id, decision=decided)
+    return (
+        decided if isinstance(decided, DecisionEntry) else DecisionEntry(decided.request_id, decision=decided)
+    )
 
 
 def _matching(path: Path, wanted: AbstractSet[bytes]) -> list[DecisionEntry]:

@@ -13,18 +13,6 @@ makes them in a thread (gateway/models/prepare.py).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
-import jinja2
-import msgspec
-from penstock.errors import CheckpointError, InvalidRequest
-from penstock.models.files import has_file
-from penstock.text.sandbox import REQUEST_BYTES_MAX, MeteredTemplate, RanAway, compile_metered
-from penstock.text.template_tree import Unbounded
-from penstock.text.template_worker import MESSAGE_CHARS_MAX
-from penstock.text.tokenizer import read_optional_object, read_text, token_string
 import os
 import select
 import signal
@@ -32,9 +20,30 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from penstock.text.template_worker import BROKEN, FAILED, LENGTH, NO_MEMORY, OK, REFUSED, TOO_LONG
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+
+from penstock.errors import CheckpointError, InvalidRequest
+from penstock.models.files import has_file
+from penstock.text.sandbox import REQUEST_BYTES_MAX, MeteredTemplate, RanAway, compile_metered
+from penstock.text.template_tree import Unbounded
+from penstock.text.template_worker import (
+    BROKEN,
+    FAILED,
+    LENGTH,
+    MESSAGE_CHARS_MAX,
+    NO_MEMORY,
+    OK,
+    REFUSED,
+    TOO_LONG,
+)
+from penstock.text.tokenizer import read_optional_object, read_text, token_string
 
 
 @dataclass(slots=True, frozen=True)
@@ -218,7 +227,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         wall_ns: Callable[[], int],
         prompt_chars_max: int = PROMPT_CHARS_MAX,
-        child_limits: ChildLimits = ChildLimits(),  # noqa: B008 - it is frozen.
+        child_limits: ChildLimits = ChildLimits(),
     ) -> None:
         """Compile the named templates: "default", and perhaps "tool_use" for requests with tools.
 

@@ -17,22 +17,20 @@ whatever way, holds none.
 import contextlib
 import fcntl
 import hashlib
+import http.client
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-import msgspec
-from penstock.errors import CheckpointError, ConfigError
-from penstock.weight_cache.source import Listing, Source, SourceUnreachable, check_listing
-import http.client
-import threading
-from collections.abc import Callable
 from typing import Any
-from penstock.errors import CheckpointError
-from penstock.weight_cache.source import RemoteFile, Source, SourceUnreachable
 
+import msgspec
+
+from penstock.errors import CheckpointError, ConfigError
+from penstock.weight_cache.source import Listing, RemoteFile, Source, SourceUnreachable, check_listing
 
 CHUNK_BYTES = 1 << 20
 ATTEMPTS = 6

@@ -7,21 +7,18 @@ are for, and trouble has a type.
 
 import contextlib
 import fnmatch
-import os
-from collections.abc import Generator, Mapping, Sequence
-from pathlib import Path
-from typing import IO
-from urllib.parse import quote
-import msgspec
-from penstock.weight_cache.source import Digest, Listing, RemoteFile, SourceError, SourceUnreachable
 import http.client
+import os
 import urllib.error
 import urllib.request
-from collections.abc import Generator
-from typing import Any
-from urllib.parse import urlsplit
-from penstock.weight_cache.source import SourceError, SourceUnreachable
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import quote, urlsplit
 
+import msgspec
+
+from penstock.weight_cache.source import Digest, Listing, RemoteFile, SourceError, SourceUnreachable
 
 TIMEOUT_S = 30.0
 """Without a byte."""

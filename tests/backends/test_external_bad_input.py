@@ -22,8 +22,8 @@ from engine_stand_ins import (
 from test_external_conformance import opened, tools
 
 from penstock.backends.base import Finish
-from penstock.backends.http.terms import HttpBackendLimits, HttpLimits
 from penstock.backends.http.backend import HttpBackend
+from penstock.backends.http.terms import HttpBackendLimits, HttpLimits
 from penstock.errors import (
     ContextTooLong,
     InvalidRequest,

@@ -11,8 +11,8 @@ OLD = ("031-answered-questions.md",)
 PAGES = sorted(
     path
     for path in [
-        ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").rglob("*.py"),
-        *(ROOT / "scripts").iterdir(),
+        ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "bench").rglob("*.py"), *(ROOT / "scripts").iterdir(),
     ]
     if path.is_file() and path.name not in OLD and (ROOT / "bench" / "out") not in path.parents
 )  # fmt: skip
@@ -22,7 +22,7 @@ def test_a_named_script_is_there() -> None:
     missing: list[str] = []
     for page in PAGES:
         text = page.read_text()
-        named = re.findall(r"\bbench/(?!out/)[a-z_0-9/]+\.(?:py|sh|cpp?|json|txt)\b", text)
+        named = re.findall(r"(?<![\w/])bench/(?!out/|test_)[a-z_0-9/]+\.(?:py|sh|cpp?|json|txt)\b", text)
         named += [f"{name.replace('.', '/')}.py" for name in re.findall(r"-m (bench(?:\.[a-z_0-9]+)+)", text)]
         missing += [f"{page.relative_to(ROOT)}: {name}" for name in named if not (ROOT / name).is_file()]
     assert missing == []

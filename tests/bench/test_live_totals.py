@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from bench.sockets import ledger_crash
-from bench.sockets import live_totals
+from bench.sockets import ledger_crash, live_totals
 from bench.sockets.live_totals import Life
 
 

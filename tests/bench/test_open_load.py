@@ -5,13 +5,12 @@ how its clients behave.
 import asyncio
 from collections import Counter
 
-from bench.sockets import open_load
-from bench.sockets import overload
 import pytest
-from bench.sockets.open_load import Asked, Kind, OpenLoad, Sender
-
-from penstock.bench.client import ApiAddress, Client, ClientLimits
 from scripted_endpoint import Script, StandIn
+
+from bench.sockets import open_load, overload
+from bench.sockets.open_load import Asked, Kind, OpenLoad, Sender
+from penstock.bench.client import ApiAddress, Client, ClientLimits
 from penstock.clock import NS_PER_MS, SystemClock
 from penstock.config.routing import AdmissionConfig
 

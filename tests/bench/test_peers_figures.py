@@ -6,6 +6,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+
 from bench.peers.engines import VARIANTS
 from bench.peers.figures import (
     ARRIVAL,
@@ -27,7 +29,6 @@ from bench.peers.figures import (
 )
 from bench.peers.goals import goals, judge_host_time
 from bench.peers.tables import footprint_table, goal_table, level_table, run_line
-from rich.console import Console
 
 RATE = columns([8])[0]
 WAIT = columns([8])[1]

@@ -1,7 +1,8 @@
 """The relay bench's tables: medians, ratios round by round, verdicts, features with their own pair."""
 
-from bench import harness
 import pytest
+
+from bench import harness
 from bench.relay import tables as relay_tables
 
 Results = relay_tables.Results

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from bench.relay.stand_in_worker import Steps, Worker
 
 

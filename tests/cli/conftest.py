@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-
 from scripted_endpoint import Script, StandIn
 
 Scripted = Callable[[Script], tuple[str, StandIn]]

@@ -1,4 +1,5 @@
-"""The native kernels one by one, on torch tensors, for tests and benches: every shape is checked here, before an address leaves Python.
+"""The native kernels one by one, on torch tensors, for tests and benches: every shape is checked
+here, before an address leaves Python.
 
 Tensors live on the CPU with unit inner stride; rows may lie further apart (views of a wider tensor are fine).
 Outputs are written into `out` when given. For any row of any operation the bits of the result depend on that

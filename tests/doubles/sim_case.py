@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
+from sim_checks import Checks, Recovery, Violation
 
 from penstock import rng
 from penstock.clock import NS_PER_MS, NS_PER_S
@@ -19,7 +20,6 @@ from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.resilience.health import HealthTerms
 from penstock.policy.resilience.worker_state import BreakerTerms
 from penstock.policy.tenant import Tenant
-from sim_checks import Checks, Recovery, Violation
 from penstock.sim.traffic.prompts import Segment, SimRequest
 from penstock.sim.world.faults import Chaos, FaultKind, InjectedFault, clock_skews_s
 from penstock.sim.world.run import PoolSpec, SimResult, SimWorkerSpec, WorldSpec

@@ -31,12 +31,13 @@ nothing here trusts the engine's names of blocks, or knows them.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from sim_order_checks import ObservedStart, OrderChecks
+
 from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.policy.flow import Outcome, State, UsageRecord
 from penstock.policy.terms import queue_terms
 from penstock.schedule.request import Request, Status
-from sim_order_checks import ObservedStart, OrderChecks
 from penstock.sim.traffic.prompts import RequestRecord, Segment, SimRequest
 from penstock.sim.world.gateway import SimGateway
 from penstock.sim.world.messages import Began, Finished, Submission, WorkerMessage

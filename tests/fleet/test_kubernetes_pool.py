@@ -329,9 +329,7 @@ async def two_servers(replicas: int, *tokens: int) -> AsyncIterator[TwoServers]:
         cluster.add("river", replicas=replicas)
         one_leads, two_leads = (Leads(token) for token in tokens)
         url = str(server.url).rstrip("/")
-        one, two = (
-            Place(cluster, url, "deployment/river", leads, "") for leads in (one_leads, two_leads)
-        )
+        one, two = (Place(cluster, url, "deployment/river", leads, "") for leads in (one_leads, two_leads))
         for each in (one, two):
             await each.look()
         yield TwoServers(cluster, one, two, (one_leads, two_leads))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_ops import linear
 
 from penstock.engine.native import KernelsUnavailable, NativeLibrary, build
-from native_ops import linear
 from penstock.engine.native.weights import exact, pack
 
 

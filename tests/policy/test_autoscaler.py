@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig, ScalePoolConfig, parse_span
-from penstock.policy.capacity.autoscaler import grow, shrink, steady_workers
-from penstock.policy.capacity.autoscaler import Autoscaler, ScaleDecision, ScaleBudget, ScaleState
+from penstock.policy.capacity.autoscaler import (
+    Autoscaler,
+    ScaleBudget,
+    ScaleDecision,
+    ScaleState,
+    grow,
+    shrink,
+    steady_workers,
+)
 from penstock.policy.capacity.forecast import Demand
 from penstock.policy.capacity.learn import (
     COLD_START_S,
@@ -22,9 +29,8 @@ from penstock.policy.capacity.learn import (
     LateShares,
     ServiceRate,
 )
-from penstock.policy.capacity.opinions import keeps_enough
+from penstock.policy.capacity.opinions import is_within, keeps_enough, scheduled, spans_of
 from penstock.policy.capacity.signals import Override, PoolState, Signals, work_of
-from penstock.policy.capacity.opinions import is_within, scheduled, spans_of
 
 LOOK_S = 5
 PER_REQUEST = 100.0

@@ -87,7 +87,7 @@ def test_a_doorkeeper_lets_in_who_has_the_key_however_the_bytes_come(size: int) 
         (encode(Proof(THEIRS, worker_mac(KEY, OURS, THEIRS))), "another one"),
         (PROOF + PROOF, "unsolicited"),
         (b"x" * (PROOF_BYTES_MAX + 1), "much was said"),
-        (b"\0\0\0\2{}", "not a message"),
+        (b"\2\0\0\0{}", "not a message"),
     ],
 )
 def test_a_doorkeeper_lets_nobody_else_in(said: bytes, why: str) -> None:

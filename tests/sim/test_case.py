@@ -4,10 +4,10 @@ small.
 
 import msgspec
 import pytest
+from sim_case import Case, draw_case, draw_faults, failure, run_case, shrink
 
 from penstock.kv.cache.block_pool import BlockPool
 from penstock.policy.lifecycle.control import FlowControl
-from sim_case import Case, draw_case, draw_faults, failure, run_case, shrink
 from penstock.sim.world.faults import FaultKind, InjectedFault
 
 

@@ -6,10 +6,6 @@ import functools
 from collections import Counter
 
 import pytest
-
-from penstock.clock import NS_PER_S
-from penstock.config.flow import QueueConfig
-from penstock.policy.flow import Outcome
 from mixed_load import (
     BANDS,
     DRAINED_S,
@@ -20,6 +16,10 @@ from mixed_load import (
     goodput_of,
     mixed,
 )
+
+from penstock.clock import NS_PER_S
+from penstock.config.flow import QueueConfig
+from penstock.policy.flow import Outcome
 from penstock.sim.scenarios.setup import Knobs, Played, play
 
 SEEDS = (1, 2)

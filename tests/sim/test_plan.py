@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.cli.commands.plan import check_plan
 from penstock.errors import ConfigError
-from penstock.planning.plan import TrafficDemand, Terms, cheapest, options, sizing_example
+from penstock.planning.plan import Terms, TrafficDemand, cheapest, options, sizing_example
 from penstock.planning.roofline import ACCELERATORS, MODELS, accelerator
 
 DEVICES = [accelerator(name) for name in ("a100-80", "h100", "l40s")]
@@ -41,7 +41,8 @@ def test_every_option_keeps_its_terms(
 
 def test_more_traffic_or_longer_prompts_never_cost_less() -> None:
     prices = [
-        cheapest(MODELS["70b"], TrafficDemand(rps=rps), Terms(), DEVICES).price_per_hour for rps in (1, 10, 50, 200)
+        cheapest(MODELS["70b"], TrafficDemand(rps=rps), Terms(), DEVICES).price_per_hour
+        for rps in (1, 10, 50, 200)
     ]
     assert prices == sorted(prices)
     tokens = [

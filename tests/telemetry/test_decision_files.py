@@ -16,7 +16,7 @@ from penstock.policy.placement.pick import Choice, ComplexityChoice, Decision, e
 from penstock.policy.placement.score import ScoredRequest, WorkerFacts
 from penstock.policy.terms import PlacementTerms
 from penstock.telemetry import decision_files
-from penstock.telemetry.decision_files import KEPT_S, DecisionFiles, DecisionKeeper, DecisionEntry
+from penstock.telemetry.decision_files import KEPT_S, DecisionEntry, DecisionFiles, DecisionKeeper
 from penstock.telemetry.log import Log
 from penstock.types import RequestId, WorkerId
 

@@ -16,10 +16,9 @@ from penstock.config.load import parse_config
 from penstock.config.tree import Config, LogConfig, SloConfig
 from penstock.errors import ConfigError
 from penstock.telemetry import alerting
-from penstock.telemetry.alerting import Alert
+from penstock.telemetry.alerting import Alert, Webhook
 from penstock.telemetry.log import Log
 from penstock.telemetry.watch import Watch
-from penstock.telemetry.alerting import Webhook
 
 SECRET = "T0KEN-of-a-chat"
 

@@ -21,13 +21,17 @@ from typing import Any, cast
 
 import httptools
 
-from penstock.backends.http.terms import HttpAddress, HttpLimits, head_lines, reason_of, tls_context
 from penstock.backends.http.terms import (
     IGNORING_HANDLER,
     FailureKind,
+    HttpAddress,
     HttpFailure,
     HttpHandler,
+    HttpLimits,
     NoConnection,
+    head_lines,
+    reason_of,
+    tls_context,
 )
 from penstock.backends.silence import Gaps
 from penstock.clock import NS_PER_S, Clock

@@ -3,14 +3,15 @@ and connections (the section `backends`, and constants), the callbacks that an a
 which it fails or is odd.
 """
 
+import enum
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 from urllib.parse import urlsplit
+
 from penstock.config.fleet import BackendsConfig
 from penstock.errors import ConfigError
-import enum
-from typing import Protocol
 
 
 class FailureKind(enum.Enum):

@@ -16,7 +16,7 @@ from penstock.cli.flags import Commands, Help, number
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
-from penstock.planning.plan import TrafficDemand, Option, Sizing, Terms, cheapest, options, sizing_example
+from penstock.planning.plan import Option, Sizing, Terms, TrafficDemand, cheapest, options, sizing_example
 from penstock.planning.roofline import (
     ACCELERATORS,
     BYTES_PER_WEIGHT,

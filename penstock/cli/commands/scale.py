@@ -14,8 +14,7 @@ from penstock.cli.console import Column, Fitted, Row
 from penstock.cli.flags import Commands, Help, duration
 from penstock.clock import NS_PER_S
 from penstock.errors import ConfigError
-from penstock.fleet.scale_report import ScaleOrder, ScaleReport
-from penstock.fleet.scale_report import replay
+from penstock.fleet.scale_report import ScaleOrder, ScaleReport, replay
 from penstock.policy.capacity.autoscaler import ScaleDecision
 
 DESCRIPTION = """\

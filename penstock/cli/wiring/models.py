@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock import rng
-from penstock.backends.http.terms import HttpBackendLimits, HttpLimits
 from penstock.backends.http.backend import BackendDependencies
+from penstock.backends.http.terms import HttpBackendLimits, HttpLimits
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.checkpoints import resolve, served_name
 from penstock.config.tree import Config, ModelConfig

@@ -7,12 +7,17 @@ Importing this needs triton, which torch for CUDA brings along.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 from triton import next_power_of_2
+
 from penstock.engine.gpu.kernels import attention, layers, prepare, sampler
+from penstock.engine.gpu.kernels import packed as kernels
 from penstock.engine.gpu.ops import AttentionLayer, HeadRotation, Partials
-from penstock.engine.gpu.packed import MatrixOps
+from penstock.engine.gpu.packed import MatrixOps, PackedWeight
 from penstock.engine.gpu.step import (
     NUM_CHUNKS,
     NUM_COMBINES,
@@ -33,15 +38,10 @@ from penstock.engine.gpu.worklist import (
     SPLITS_MAX,
 )
 from penstock.engine.kv_cache import KVCache
+from penstock.engine.quantized import FLOAT8_BLOCK, Float8Matrix
 from penstock.engine.sampler import GREEDY_BELOW
 from penstock.models.spec import DecoderSpec
 from penstock.types import BLOCK_TOKENS
-from dataclasses import dataclass
-from typing import Any, cast
-from penstock.engine.gpu.kernels import packed as kernels
-from penstock.engine.gpu.packed import PackedWeight
-from penstock.engine.quantized import FLOAT8_BLOCK, Float8Matrix
-
 
 _torch = cast(Any, torch)  # `_scaled_mm` has no public name yet.
 _FLOAT8_CAPABILITY = (8, 9)

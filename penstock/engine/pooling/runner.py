@@ -9,9 +9,16 @@ long row of tokens, and only attention looks at texts one by one, those of equal
 may cut a text into chunks, for it plans by tokens; it is computed, as a whole, with its last chunk.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+from torch.nn import functional
+
 from penstock.clock import Clock
 from penstock.engine.arrays import as_tensor
 from penstock.engine.attention.base import AttentionBatch
@@ -19,19 +26,10 @@ from penstock.engine.inputs import RowTables, StepInputs
 from penstock.engine.memory import blocks_of, largest_step
 from penstock.engine.runner import RunnerParts
 from penstock.engine.weight_check import WeightCheck
-from penstock.models.vectors import PoolingSpec
+from penstock.models.vectors import EncoderSpec, PoolingSpec
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.batch import BatchLimits
 from penstock.schedule.plan import RowWork, Sampled, StepPlan, StepResult
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from torch import Tensor
-from torch.nn import functional
-from penstock.engine.memory import largest_step
-from penstock.models.vectors import EncoderSpec
-from penstock.schedule.plan import Sampled, StepPlan, StepResult
-
 
 _NORM_MIN = 1e-12
 """Of a vector that is scaled to length 1."""

@@ -10,25 +10,32 @@ machine is gone. Then the actor is asked, and if it does not answer in time it i
 and the worker starts on another machine. A worker whose process crashed starts again in the same actor, at
 the same address. Ray's client is imported when a launcher starts, so all of this is tested without it.
 """
+# ruff: noqa: ANN401 - Ray makes its methods while it runs, so there are no types to name.
 
 import asyncio
 import importlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
 import msgspec
+
 from penstock.backends.engine.backend import EngineBackend
 from penstock.clock import Clock
 from penstock.config.branch import extended
 from penstock.config.fleet import FleetConfig
 from penstock.errors import ConfigError, WorkerUnavailable
 from penstock.fleet.launchers.base import WorkerSpec
-from penstock.fleet.launchers.process import TAIL_LINES, WorkerLogs, describe_exit, stderr_line
+from penstock.fleet.launchers.process import (
+    TAIL_LINES,
+    ReservedPort,
+    WorkerLogs,
+    WorkerProcess,
+    describe_exit,
+    stderr_line,
+)
 from penstock.fleet.launchers.supervised import SupervisedWorker, SupervisingLauncher
 from penstock.protocol.address import Address, TcpAddress, WorkerLaunch, link_key_of, parse_address
-from penstock.fleet.launchers.process import ReservedPort, WorkerProcess
-from penstock.protocol.address import WorkerLaunch
-
 
 LINES_MAX = 1000
 """Lines that were not fetched; older ones go first."""

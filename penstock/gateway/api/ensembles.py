@@ -11,26 +11,33 @@ is started again by the next call.
 """
 
 import asyncio
+import os
+import sys
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
+
 import msgspec
+
 from penstock.config.routing import EnsembleConfig
 from penstock.config.tree import Config
-from penstock.errors import EnsembleFailed, PenstockError
+from penstock.errors import ConfigError, EnsembleFailed, InvalidRequest, Overloaded, PenstockError
+from penstock.gateway.api.ensemble_process import (
+    BROKEN,
+    FAILED,
+    FRAME_BYTES_MAX,
+    LENGTH,
+    NO_MEMORY,
+    OK,
+    REFUSED,
+)
 from penstock.gateway.http.errors import error_response
 from penstock.gateway.http.exchange import Exchange, Response, outcome_of
 from penstock.gateway.identity.tenants import Caller
 from penstock.policy.tenant import check_model
 from penstock.protocol.stream import DONE, ChatChunks, CompletionChunks, event
-import os
-import sys
-from collections import OrderedDict, deque
-from contextlib import suppress
-from typing import Any
-from penstock.errors import ConfigError, EnsembleFailed, InvalidRequest, Overloaded
-from penstock.gateway.api.ensemble_process import BROKEN, FAILED, FRAME_BYTES_MAX, LENGTH, NO_MEMORY, OK, REFUSED
-
 
 START_S_MAX = 120.0
 """For importing the steps, which may bring large packages."""

@@ -4,28 +4,27 @@ autoscalers to read), and rollouts: begin one, look at it, end it.
 """
 
 from typing import TypeVar
+from urllib.parse import unquote
+
 import msgspec
+
 from penstock.clock import sleep
 from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.adapters import AdapterKeeper, AdapterSource
+from penstock.fleet.rollouts import ProbeScore, RolloutLeader, RolloutOrder
+from penstock.fleet.scale_report import ScaleAsk, ScaleOrder, ScaleReports
+from penstock.fleet.scaling import ScaleLeader
 from penstock.fleet.sleep import Sleeper
 from penstock.gateway.api.inspect import answer, query_of
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.served import ServedModel
+from penstock.gateway.shared.peers import GatewayPeers
+from penstock.policy.rollout.rollout import RolloutPlan
 from penstock.protocol.fleet import LoadAdapterOrder, SleepOrderBody, SleepState, UnloadAdapterOrder
 from penstock.protocol.peers import AdapterOrder
 from penstock.types import ModelName
-from urllib.parse import unquote
-from penstock.fleet.rollouts import ProbeScore, RolloutLeader, RolloutOrder
-from penstock.gateway.api.inspect import query_of
-from penstock.gateway.shared.peers import GatewayPeers
-from penstock.policy.rollout.rollout import RolloutPlan
-from penstock.errors import InvalidRequest
-from penstock.fleet.scale_report import ScaleAsk, ScaleOrder, ScaleReports
-from penstock.fleet.scaling import ScaleLeader
-
 
 _orders = msgspec.json.Decoder(ScaleOrder)
 _reports = msgspec.json.Decoder(ScaleReports)

@@ -16,26 +16,26 @@ Spot workers are what is beyond that, so that all of them may go at once.
 Pure: the same state and the same signals give the same decision, which is how decisions are replayed.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Literal
+
 import msgspec
+
 from penstock.clock import NS_PER_S
-from penstock.config.scale import ScaleConfig
+from penstock.config.scale import ScaleConfig, ScalePoolConfig
 from penstock.policy.capacity.opinions import (
     Learned,
     Opinion,
     capacity,
     floor,
+    is_within,
     keeps_enough,
     lasting,
     reactive,
+    spans_of,
 )
-from penstock.policy.capacity.signals import Override, Signals
-from penstock.policy.capacity.opinions import is_within, spans_of
-import math
-from collections.abc import Sequence
-from penstock.config.scale import ScaleConfig, ScalePoolConfig
-from penstock.policy.capacity.signals import PoolState
-
+from penstock.policy.capacity.signals import Override, PoolState, Signals
 
 ONLY = ScalePoolConfig(name="only", max=256)
 """Of a model without pools; its `PoolState.name` is empty."""

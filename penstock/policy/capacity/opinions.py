@@ -9,15 +9,15 @@ The largest is what is wanted.
 """
 
 import math
+from collections.abc import Iterable
+
 import msgspec
+
 from penstock.clock import NS_PER_S
-from penstock.config.scale import ScaleConfig
+from penstock.config.scale import MINUTES, ScaleConfig, WeekSpan, parse_span
 from penstock.policy.capacity.forecast import Demand
 from penstock.policy.capacity.learn import LATE_MAX, ColdStartTimes, ServiceRate
 from penstock.policy.capacity.signals import Signals
-from collections.abc import Iterable
-from penstock.config.scale import MINUTES, WeekSpan, parse_span
-
 
 _THURSDAY = 3
 """The Unix epoch began on one."""

@@ -12,10 +12,11 @@ labelled requests. Pure.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
 import msgspec
+
 from penstock.config.routing import AutoModel
 from penstock.policy.placement.pick import ComplexityChoice
-from collections.abc import Sequence
 
 
 def _listed(words: str) -> frozenset[str]:
@@ -32,7 +33,18 @@ _CODE = _listed("""
     funktion datenbank fonction código servicio dienst api 代码 函数 数据 服务 コード 関数 код функция
 """)
 _CODE_SIGNS = (
-    "```", "def ", "();", "();\n", "Traceback", "Error:", "SELECT ", "#include", "=>", " = [", "){", ") {",
+    "```",
+    "def ",
+    "();",
+    "();\n",
+    "Traceback",
+    "Error:",
+    "SELECT ",
+    "#include",
+    "=>",
+    " = [",
+    "){",
+    ") {",
     "const ",
 )
 _REASONING = _listed("""

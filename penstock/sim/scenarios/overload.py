@@ -1,13 +1,11 @@
 """Scenarios of overload: spikes, tenants of unequal size, priority, quotas, downgrade, memory."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.clock import NS_PER_S
 from penstock.policy.flow import Outcome
 from penstock.policy.tenant import Tenant
-from penstock.schedule.fair_share import PROMPT_COST, cost
 from penstock.sim.report.figures import Objective
 from penstock.sim.scenarios.scenario import (
     ANSWER,
@@ -37,7 +35,6 @@ from penstock.sim.traffic.workload import (
     Poisson,
     Spike,
     Stampede,
-    TrafficSource,
     even,
 )
 from penstock.types import TenantId
