@@ -31,4 +31,9 @@ def test_a_named_script_is_there() -> None:
 @pytest.mark.parametrize("folder", ["relay", "engine", "grammar", "policy", "sim", "sockets", "gpu", "peers"])
 def test_a_part_is_described(folder: str) -> None:
     assert f"`{folder}/`" in (ROOT / "docs" / "bench.md").read_text()
-    assert {path.name for path in (ROOT / "bench").glob("*.py")} == {"harness.py", "process.py", "ratchet.py"}
+    assert {path.name for path in (ROOT / "bench").glob("*.py")} == {
+        "__init__.py",
+        "harness.py",
+        "process.py",
+        "ratchet.py",
+    }
