@@ -15,6 +15,11 @@ from penstock.clock import NS_PER_S, Clock
 from penstock.config.fleet import BackendsConfig
 from penstock.errors import ConfigError
 
+HEAD_BYTES_MAX = 64 * 1024
+"""Of an answer."""
+HEADS_MAX = 256
+"""Methods and paths whose beginning of a request is remembered."""
+
 
 class FailureKind(enum.Enum):
     """The kind of failure that an exchange met."""
