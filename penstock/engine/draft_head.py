@@ -32,8 +32,7 @@ from penstock.engine.attention.cpu import CpuAttention
 from penstock.engine.inputs import RowTables
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rowwise import RMSNorm, RotaryTable, RotaryWeights
-from penstock.engine.native.ops import linear as native_linear
-from penstock.engine.native.weights import exact, pack
+from penstock.engine.native.weights import exact, multiply, pack
 from penstock.engine.sampler import SampleRows, TokenSampler
 from penstock.engine.step_model import Computing
 from penstock.engine.weights import CPU, Weights
@@ -91,12 +90,12 @@ class _Layer:
     def __init__(self, parts: HeadParts) -> None:
         spec, weights, self._table, self._computing = parts.spec, parts.weights, parts.table, parts.computing
 
-        def multiply(key: str) -> _Product:
+        def taken(key: str) -> _Product:
             bias = weights.take(f"{key}_bias") if f"{key}_bias" in weights else None
             return self._product(weights.take(key), bias)
 
-        self._fc, self._qkv, self._o = multiply("fc"), multiply("0.qkv"), multiply("0.o")
-        self._gate_up, self._down = multiply("0.gate_up"), multiply("0.down")
+        self._fc, self._qkv, self._o = taken("fc"), taken("0.qkv"), taken("0.o")
+        self._gate_up, self._down = taken("0.gate_up"), taken("0.down")
         norm = weights.take("0.post_attention_norm")
         self._norm = RMSNorm(norm.float() + spec.norm_offset if spec.norm_offset else norm, spec.norm_eps)
         names = ("0.q_norm", "0.k_norm")
@@ -120,7 +119,13 @@ class _Layer:
         native, products = self._computing.native, self._computing.products
         if native is not None:
             packed = pack(native, exact(weight, bias))
-            return lambda x: native_linear(native, packed, x)
+
+            def natively(x: Tensor) -> Tensor:
+                out = x.new_empty(len(x), packed.n)
+                multiply(native, packed, x, out)
+                return out
+
+            return natively
         wide, added = weight.to(products), None if bias is None else bias.to(products)
         return lambda x: product(x.to(products), wide, added).to(x.dtype)
 

@@ -1,12 +1,12 @@
 """Weights in the order in which the kernels read them: packed once when a model is loaded.
 
-A `Matrix` is a weight in some precision; `pack` turns one, or a gate and an up, into a `PackedWeight`, which
+A `Matrix` is a weight in some precision; `pack` turns one, or a gate and an up, into a `NativeWeight`, which
 keeps a copy of its own so that the checkpoint's tensor can be freed. The same packing serves every
 instruction set and every number of rows; `kernels/pack.cpp` and `kernels/int4.h` tell the byte order.
 """
 
 from collections.abc import Sequence
-from ctypes import c_void_p
+from ctypes import c_void_p, pointer
 from dataclasses import dataclass
 from math import gcd
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.native.library import Epilogue, NativeLibrary, PsWeight, Type
+from penstock.engine.native.library import Epilogue, NativeLibrary, PsLinear, PsWeight, Type
 from penstock.engine.quantized import QuantizedMatrix
 
 PANEL = 32
@@ -80,7 +80,7 @@ class Matrix:
         return _TYPES[self.values.dtype]
 
 
-class PackedWeight:
+class NativeWeight:
     """W [n, k] ready to compute `x @ W.T`; a fused gate and up gives `act(x @ gate.T) * (x @ up.T)`."""
 
     def __init__(self, struct: PsWeight, kind: Type, tensors: tuple[Tensor, ...]) -> None:
@@ -94,6 +94,29 @@ class PackedWeight:
     def num_bytes(self) -> int:
         """Memory that the weight takes, which is what a product with one row reads."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def multiply(kernels: NativeLibrary, weight: NativeWeight, x: Tensor, out: Tensor) -> None:
+    """Write `x W^T + b`, rounded once, to `out`.
+
+    Args:
+        kernels: that packed the weight.
+        weight: `[n, k]`.
+        x: `[m, k]`, bfloat16 or float32 like the weight; either for rounded ones.
+        out: `[m, n]`, bfloat16 or float32.
+    """
+    m = len(x)
+    assert x.shape == (m, weight.k), (show(x), weight.k)
+    assert out.shape == (m, weight.n), (show(out), weight.n)
+    assert x.stride(1) == out.stride(1) == 1, "rows lie in one piece"
+    x_type, y_type = _TYPES[x.dtype], _TYPES[out.dtype]
+    assert x_type is weight.kind or weight.kind in (Type.I8, Type.I4), (show(x), weight.kind)
+    kernels.linear(
+        PsLinear(
+            weight=pointer(weight.struct), x=x.data_ptr(), y=out.data_ptr(), residual=None, m=m,
+            ldx=x.stride(0), ldy=out.stride(0), ldr=0, x_type=int(x_type), y_type=int(y_type),
+        )
+    )  # fmt: skip
 
 
 def exact(weight: Tensor, bias: Tensor | None = None) -> Matrix:
@@ -165,7 +188,7 @@ def can_stack(parts: Sequence[Tensor]) -> bool:
     return all(part.shape[0] % PANEL == 0 for part in parts[:-1])
 
 
-def pack_stacked(kernels: NativeLibrary, parts: Sequence[Matrix], bias: Tensor | None = None) -> PackedWeight:
+def pack_stacked(kernels: NativeLibrary, parts: Sequence[Matrix], bias: Tensor | None = None) -> NativeWeight:
     """Pack matrices of one kind that are stacked along n (`can_stack`), each from where it lies.
 
     Args:
@@ -201,7 +224,7 @@ def pack_stacked(kernels: NativeLibrary, parts: Sequence[Matrix], bias: Tensor |
 
 def pack(
     kernels: NativeLibrary, matrix: Matrix, up: Matrix | None = None, gate: Epilogue = Epilogue.SILU_MUL
-) -> PackedWeight:
+) -> NativeWeight:
     """Pack a weight, or the gate and up of an MLP as one weight whose product is act(gate) * up, [m, n].
 
     Args:
@@ -255,7 +278,7 @@ def _packed(
     sizes: tuple[int, int, int],
     columns: dict[str, Tensor | None],
     epilogue: Epilogue,
-) -> PackedWeight:
+) -> NativeWeight:
     n, k_padded, panels = sizes
     present = {name: column for name, column in columns.items() if column is not None}
     struct = PsWeight(
@@ -263,7 +286,7 @@ def _packed(
         type=int(like.kind), epilogue=int(epilogue), group=like.group,
         **{name: c_void_p(column.data_ptr()) for name, column in present.items()},
     )  # fmt: skip
-    return PackedWeight(struct, like.kind, (data, *present.values()))
+    return NativeWeight(struct, like.kind, (data, *present.values()))
 
 
 def _row_sums(values: Tensor) -> Tensor:
