@@ -137,7 +137,9 @@ def train(head: Head, model: CausalLM, plan: Plan) -> float:
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         agreements.append(taught.agreement)
-        bar.set_postfix(loss=f"{float(taught.loss):.3f}", agrees=f"{taught.agreement:.3f}", refresh=False)
+        bar.set_postfix(
+            loss=f"{float(taught.loss.detach()):.3f}", agrees=f"{taught.agreement:.3f}", refresh=False
+        )
     last = agreements[-max(1, num_steps // 10) :]
     return sum(last) / len(last)
 

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from engine_driver import Driver
 from tokenizers import Tokenizer
 
 from penstock.types import SamplingParams
-from training.data import chat_documents, make_plan
-from training.head import TOKENS_PER_BATCH, export_head, load_model, new_head, teach, train
+from training.data import Plan, chat_documents, pack
+from training.head import export_head, load_model, new_head, teach, train
 from training.settings import MINI
 from training.tasks.registry import LATER_SHARES
+
+LENGTH = 256
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that spin for each other take minutes where others want the processor."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_a_head_that_learned_a_little_guesses_for_its_model(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = load_model(MINI)
     tokenizer = Tokenizer.from_file(str(MINI.folder / "tokenizer.json"))
-    plan = make_plan(
-        chat_documents(tokenizer, MINI.persona, LATER_SHARES, 1, seed=5), TOKENS_PER_BATCH // 4, seed=5
-    )
+    documents = chat_documents(tokenizer, MINI.persona, LATER_SHARES, 1, seed=5)
+    rows = pack([each for each in documents if len(each.tokens) <= LENGTH], LENGTH)
+    plan = Plan([(rows[first : first + 4], LENGTH) for first in range(0, 48, 4)])
     head = new_head(model)
-    batch = plan.step(10, 1)[0]
+    batch = plan.step(11, 1)[0]
     before = teach(head, model, batch, None)
     train(head, model, plan.first(10))
     after = teach(head, model, batch, None)
     assert float(after.loss.detach()) < float(before.loss.detach())
-    assert after.agreement > max(before.agreement, 0.15)
+    assert after.agreement > before.agreement + 0.05
     export_head(head, model, tmp_path)
     prompts = [
         tokenizer.encode(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n").ids
