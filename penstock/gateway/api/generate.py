@@ -35,6 +35,7 @@ from penstock.gateway.api.job import (
     uses_tools,
 )
 from penstock.gateway.api.services import Services
+from penstock.gateway.api.shadow import copy_of
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (
@@ -245,6 +246,7 @@ class Generate:
                 services.wakes.wanted(model.name)
             diverted = services.dispatcher.submit(facts, reply, streams, fall_back)
             if diverted is None:
+                copy_of(services, job, facts, served, (hints, prepare))
                 return
             model = services.models.get(diverted.route)  # One that has the adapter, if one is asked for.
             served = _instead(served, model, adapter, diverted.why)
