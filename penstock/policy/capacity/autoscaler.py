@@ -5,9 +5,10 @@
 
 Out at once, as many as are wanted. In slowly: a worker goes when the smooth load wanted no more than the
 others for half of `in_after_s`, nothing joined within all of it, the last one that left has ended its
-requests, and those that stay keep enough room (`keeps_enough`). So a steady load sees at most one change of
-direction in `in_after_s`. Workers that start are never given up, and count as what they will be: nothing more
-is asked for in their place.
+requests, and those that stay keep enough room (`keeps_enough`). Within `in_after_s` of one that left a single
+one is not asked for again by what is thought of the load alone, only if requests suffer. So a steady load sees
+at most one change of direction in `in_after_s`. Workers that start are never given up, and count as what they
+will be: nothing more is asked for in their place.
 
 Pure: the same state and the same signals give the same decision, which is how decisions are replayed.
 """
@@ -27,6 +28,7 @@ from penstock.policy.capacity.opinions import (
     keeps_enough,
     lasting,
     reactive,
+    suffers,
 )
 from penstock.policy.capacity.signals import Override, Signals
 from penstock.policy.capacity.week import is_within, spans_of
@@ -120,6 +122,8 @@ class Autoscaler:
         ordered = seen.override is not None and seen.wall_ns < seen.override.until_ns
         if ordered and seen.override is not None:
             aim = min(scale.max, seen.override.workers)
+        if not ordered and aim > advice[2].workers and (rests := self._rests(seen, aim)):
+            aim, first = aim - 1, rests
         targets, move, why, held = self._plan(seen, aim, budget, ordered=ordered, steady=steady)
         why = _ordered_by(seen.override) if ordered and seen.override is not None else why or first.why
         if is_frozen and not ordered and move != "hold":
@@ -220,6 +224,15 @@ class Autoscaler:
             targets[dear] -= 1
         assert sum(targets.values()) == seen.ready + seen.pending - count, "each of them had a place"
         return targets, "in", "", ""
+
+    def _rests(self, seen: Signals, aim: int) -> Opinion | None:
+        """Why one worker more is not asked for now, although the load seems to want it; None: it is."""
+        after_ns = int(self.scale.in_after_s * NS_PER_S)
+        lately = self.state.in_ns and seen.now_ns - self.state.in_ns < after_ns
+        if not lately or aim - seen.ready - seen.pending != 1 or suffers(seen):
+            return None
+        words = f"one left within {self.scale.in_after_s:g} s, and nothing suffers without it"
+        return Opinion(of="rest", workers=aim - 1, why=words)
 
     def _stays(self, seen: Signals) -> str:
         """Why no worker leaves now; empty: one may."""

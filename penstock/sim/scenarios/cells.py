@@ -38,6 +38,7 @@ from penstock.sim.traffic.workload import (
     Spike,
     TrafficSource,
     even,
+    merged,
 )
 from penstock.sim.world.cells import MISSED_NS, Cells, CellsSpec
 from penstock.sim.world.faults import FaultKind, InjectedFault
@@ -127,19 +128,18 @@ def _bills(played: Played) -> Sequence[Finding]:
     )  # fmt: skip
 
 
-def _sent(played: Played, away: str) -> int:
-    return sum(num for (_, to), num in _of(played).num_sent.items() if to == away)
-
-
 def _check_spill(played: Played, baseline: Played | None) -> Sequence[Finding]:
     assert baseline is not None, "it is held against cells that know nothing of each other"
     away = [each for each in played.records if each.worker.startswith("cell:")]
-    us = [each for each in away if each.worker.startswith(f"cell:{WEST}/") and ".b" in each.tenant]
+    asked = merged(played.setup.sources, played.seed, played.setup.seconds)
+    bound = {request.id for request in asked if request.places}
+    us = [each for each in away if each.worker.startswith(f"cell:{WEST}/") and each.id in bound]
+    near = sum(each.worker.startswith(f"cell:{SOUTH}/") for each in away)
     quiet = [each for each in away if not _from(EAST)(each)]
     return (
         answered(played), no_failures(played), *_bills(played),
         at_least("requests that a peer answered", len(away), 20),
-        at_least("of these, the near cell's share", _sent(played, SOUTH) / max(1, len(away)), 0.5),
+        at_least("of these, the near cell's share", near / max(1, len(away)), 0.5),
         at_most("requests of other cells that were sent away", len(quiet), len(away) / 10),
         at_most("bound requests that left the EU", len(us), 0),
         at_least("good share of the cell with the load", good_share(played, _from(EAST)), 0.95),
