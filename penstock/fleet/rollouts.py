@@ -77,6 +77,8 @@ class RolloutReport(msgspec.Struct, frozen=True, kw_only=True):
     step_began_ms: int
     promotes: bool
     metrics: list[Reading]
+    trouble: str = ""
+    """Why the candidate can take no requests now; empty: it can, or the rollout is decided."""
 
 
 class RolloutReports(msgspec.Struct, frozen=True):

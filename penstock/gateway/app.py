@@ -193,7 +193,7 @@ class Gateway:
         adapters = AdaptersAdmin(services, self._adapters)
         answers = Answers(generate, self._responses, VectorEndpoints(services), self._ensembles.around)
         console, costs = self._console, CostsAdmin(services)
-        rollouts = RolloutsAdmin(self._leader, services.peers)
+        rollouts = RolloutsAdmin(services.models, self._leader, services.peers)
         orders = Orders(adapters, nights, costs, rollouts, ScaleAdmin(scaler, services.peers))
         return Routes(answers, self._inspect, admin, tenants, console, orders)
 

@@ -133,6 +133,8 @@ def show(reports: RolloutReports) -> None:
         elif each.why:
             head += f": {each.why}"
         out.print(head, markup=False, soft_wrap=True)
+        if each.trouble:
+            out.print(each.trouble, markup=False, soft_wrap=True)
         if each.model not in seen:
             out.print(_figures(each))
         seen.add(each.model)
