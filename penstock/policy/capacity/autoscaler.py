@@ -80,6 +80,8 @@ class ScaleState(msgspec.Struct, kw_only=True):
     out_ns: int = 0
     in_ns: int = 0
     """When the last worker was asked for, and told to leave."""
+    left: tuple[int, int] = (0, 0)
+    """When the last one left that nobody had ordered away, and how many stayed; 0: none has."""
     begun_ns: int | None = None
     """When it was first looked; None: it was not. How many were wanted before is not known."""
 
@@ -130,9 +132,7 @@ class Autoscaler:
             why = f"nothing is changed at this time (frozen); else: {why}"
         acts = ordered or (scale.mode == "act" and not is_frozen)
         if acts and move != "hold":
-            state.out_ns, state.in_ns = (
-                (seen.now_ns, state.in_ns) if move == "out" else (state.out_ns, seen.now_ns)
-            )
+            self._moved(seen.now_ns, move, 0 if ordered else sum(targets.values()))
         if wanted > scale.max and not held:
             held = f"max is {scale.max}"
         return Decision(
@@ -225,12 +225,22 @@ class Autoscaler:
         assert sum(targets.values()) == seen.ready + seen.pending - count, "each of them had a place"
         return targets, "in", "", ""
 
+    def _moved(self, now_ns: int, move: Move, stay: int) -> None:
+        """Remember it; `stay` is 0 if it was ordered."""
+        state = self.state
+        if move == "out":
+            state.out_ns = now_ns
+        else:
+            state.in_ns = now_ns
+            state.left = (now_ns, stay) if stay else (0, 0)
+
     def _rests(self, seen: Signals, aim: int) -> Opinion | None:
         """Why one worker more is not asked for now, although the load seems to want it; None: it is."""
-        after_ns = int(self.scale.in_after_s * NS_PER_S)
-        lately = self.state.in_ns and seen.now_ns - self.state.in_ns < after_ns
-        if not lately or aim - seen.ready - seen.pending != 1 or suffers(seen):
-            return None
+        when_ns, stayed = self.state.left
+        there, after_ns = seen.ready + seen.pending, int(self.scale.in_after_s * NS_PER_S)
+        is_recent = when_ns and seen.now_ns - when_ns < after_ns
+        if not is_recent or aim - there != 1 or there < stayed or suffers(seen):
+            return None  # With fewer than stayed one was lost since.
         words = f"one left within {self.scale.in_after_s:g} s, and nothing suffers without it"
         return Opinion(of="rest", workers=aim - 1, why=words)
 
