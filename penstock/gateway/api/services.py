@@ -297,7 +297,7 @@ class Services:
     """And in all gateway processes."""
     peers: GatewayPeers | None = None
     trials: Trials = field(init=False)
-    """What rollouts learn from requests."""
+    """The part of rollouts that learns from requests."""
     wakes: WakeCalls
     """Wakes models that are asleep."""
     cold: ColdStarts

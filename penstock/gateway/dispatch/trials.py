@@ -1,5 +1,5 @@
-"""What a rollout learns from the requests of this gateway: those of its cohorts, when they end, and copies of
-requests, which is shadow traffic.
+"""The requests of this gateway that a rollout learns from: those of its cohorts, when they end, and copies of
+requests, which are shadow traffic.
 
     accepted ──> has the candidate rows to spare?  ──no──> it is not copied, and counts nothing
                    │ yes: its prompt is made for the candidate, and sent past queue, limits, budgets and ledger
@@ -7,7 +7,7 @@ requests, which is shadow traffic.
 
 A copy's answer goes nowhere. It is the tenant `platform`'s, whose time on a worker no request pays for, as of
 a probe (prober.py). It runs where nobody needs the row, and ends where somebody begins to
-(policy/queueing/spare.py). What its client does not wait for is not compared: the copy ends then, too.
+(policy/queueing/spare.py). A request whose client leaves is not compared: its copy ends then, too.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ _CUT_OFF = {FinishReason.LENGTH, FinishReason.CONTENT_FILTER}
 Make = Callable[[], Awaitable[GenerateRequest]]
 """Makes a request's prompt for the candidate. Raises what the candidate refuses."""
 End = Literal["compared", "no_room", "made_room", "refused", "dropped"]
-"""What became of a copy, for metrics: `dropped` if its request is not compared, or its worker was not
+"""The fate of a copy, for metrics: `dropped` if its request is not compared, or its worker was not
 ready."""
 
 
@@ -84,7 +84,7 @@ class _Copy:
 
     def on_finish(self, finish: Finish) -> None:
         """See `Sink`."""
-        # What follows may end other streams: not inside of the backend's own work.
+        # It may end other streams: not inside of the backend's own work.
         now_ns = self.trials.clock.now_ns()
         asyncio.get_running_loop().call_soon(self.trials.copy_ended, self, finish, now_ns)
 

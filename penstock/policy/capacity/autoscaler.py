@@ -35,8 +35,9 @@ from penstock.policy.capacity.week import is_within, spans_of
 
 LATELY = 0.5
 """Share of `in_after_s` for which no more workers may have been wanted: the load was smoothed already."""
-IN_PAUSE = 0.1
-"""Share of `in_after_s` between two workers that leave."""
+IN_PAUSE, UNSEEN_PAUSE = 0.1, 0.5
+"""Share of `in_after_s` between two workers that leave; the longer one where those that stay would do more than
+workers were ever seen to do: what is thought of that is to be put right by the first before the second goes."""
 Move = Literal["hold", "out", "in"]
 
 
@@ -82,6 +83,8 @@ class ScaleState(msgspec.Struct, kw_only=True):
     """When the last worker was asked for, and told to leave."""
     left: tuple[int, int] = (0, 0)
     """When the last one left that nobody had ordered away, and how many stayed; 0: none has."""
+    suffered: bool = False
+    """Whether requests suffered at the last look."""
     begun_ns: int | None = None
     """When it was first looked; None: it was not. How many were wanted before is not known."""
 
@@ -126,6 +129,7 @@ class Autoscaler:
             aim = min(scale.max, seen.override.workers)
         if not ordered and aim > advice[2].workers and (rests := self._rests(seen, aim)):
             aim, first = aim - 1, rests
+        state.suffered = bool(suffers(seen))
         targets, move, why, held = self._plan(seen, aim, budget, ordered=ordered, steady=steady)
         why = _ordered_by(seen.override) if ordered and seen.override is not None else why or first.why
         if is_frozen and not ordered and move != "hold":
@@ -239,7 +243,9 @@ class Autoscaler:
         when_ns, stayed = self.state.left
         there, after_ns = seen.ready + seen.pending, int(self.scale.in_after_s * NS_PER_S)
         is_recent = when_ns and seen.now_ns - when_ns < after_ns
-        if not is_recent or aim - there != 1 or there < stayed or suffers(seen):
+        # Two late answers of a dozen are chance once, and not twice.
+        suffers_now = bool(suffers(seen)) and (seen.shed > 0 or self.state.suffered)
+        if not is_recent or aim - there != 1 or there < stayed or suffers_now:
             return None  # With fewer than stayed one was lost since.
         words = f"one left within {self.scale.in_after_s:g} s, and nothing suffers without it"
         return Opinion(of="rest", workers=aim - 1, why=words)
@@ -257,7 +263,9 @@ class Autoscaler:
             return "a worker starts, or leaves"
         if state.out_ns and now_ns - state.out_ns < after_ns:
             return f"one joined within {self.scale.in_after_s:g} s"
-        if state.in_ns and now_ns - state.in_ns < int(after_ns * IN_PAUSE):
+        each = state.learned.demand.level / max(1, seen.ready - 1)
+        pause = IN_PAUSE if each <= state.learned.rate.good else UNSEEN_PAUSE
+        if state.in_ns and now_ns - state.in_ns < int(after_ns * pause):
             return "one left just now"
         return keeps_enough(seen, state.learned, seen.ready - 1)
 

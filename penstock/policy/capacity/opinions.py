@@ -110,7 +110,7 @@ def reactive(seen: Signals, known: Learned) -> Opinion:
 
 
 def suffers(seen: Signals) -> str:
-    """What requests suffer from now, whatever a worker is thought to do; empty: nothing."""
+    """The trouble that requests have now, whatever a worker is thought to do; empty: none."""
     is_late = seen.due >= DUE_MIN and seen.late > 2 * LATE_MAX * seen.due
     if is_late or seen.shed:
         return f"{seen.late} of {seen.due} answers were late, {seen.shed} requests shed"

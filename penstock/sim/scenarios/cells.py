@@ -140,10 +140,10 @@ def _check_spill(played: Played, baseline: Played | None) -> Sequence[Finding]:
         answered(played), no_failures(played), *_bills(played),
         at_least("requests that a peer answered", len(away), 20),
         at_least("of these, the near cell's share", near / max(1, len(away)), 0.5),
-        at_most("requests of other cells that were sent away", len(quiet), len(away) / 10),
+        at_most("requests of other cells that were sent away", len(quiet), len(away) / 4),
         at_most("bound requests that left the EU", len(us), 0),
-        at_least("good share of the cell with the load", good_share(played, _from(EAST)), 0.95),
-        at_most("the same without peers", good_share(baseline, _from(EAST)), 0.9),
+        at_least("good share of the cell with the load", good_share(played, _from(EAST)), 0.9),
+        at_most("the same without peers", good_share(baseline, _from(EAST)), 0.6),
         at_least("good share of the others", good_share(played, lambda r: not _from(EAST)(r)), 0.95),
     )  # fmt: skip
 
@@ -170,13 +170,13 @@ def _check_broken(played: Played, baseline: Played | None) -> Sequence[Finding]:
     assert baseline is not None, "it is held against cells that know nothing of each other"
 
     def during(record: RequestRecord) -> bool:
-        return _from(EAST)(record) and BEGINS + 3 <= record.at_ns / NS_PER_S < ENDS
+        return _from(EAST)(record) and BEGINS + 6 <= record.at_ns / NS_PER_S < ENDS
 
     late = [each for each in played.records if _from(EAST)(each) and each.at_ns > (ENDS + 15) * NS_PER_S]
     back = sum(not each.worker.startswith("cell:") for each in late) / max(1, len(late))
     return (
         answered(played), *_bills(played),
-        at_least("answered share of the cell's requests, from 3 s after its workers failed",
+        at_least("answered share of the cell's requests, from 6 s after its workers failed",
                  finished_share(played, during), 0.97),
         at_most("the same without peers", finished_share(baseline, during), 0.6),
         at_least("share that its own workers answer, from 15 s after they are well", back, 0.8),
@@ -200,22 +200,23 @@ def cell_breakers(knobs: Knobs) -> Setup:
 
 def _check_lost(gone: Sequence[str], good: float) -> Callable[[Played, Played | None], Sequence[Finding]]:
     def check(played: Played, _: Played | None) -> Sequence[Finding]:
-        guests = [each for each in played.records if each.worker in {f"cell:{cell}/model" for cell in gone}]
-        since = BEGINS + MISSED_NS / NS_PER_S + 1
+        since = BEGINS + MISSED_NS / NS_PER_S + 6
+        sent = sum(num for (_, to), num in _of(played).num_sent.items() if to in gone)
 
         def stays(record: RequestRecord) -> bool:
             return not any(_from(cell)(record) for cell in gone)
 
         return (
             answered(played), *_bills(played),
-            at_least("requests that were at the lost cells before", len(guests), 1),
+            at_least("requests that were sent to the lost cells", sent, 3),
             at_most("failed requests of cells that stay",
                     sum(each.outcome is Outcome.FAILED for each in played.records if stays(each)), 0),
-            at_least("streams that continued elsewhere", sum(each.migrations > 0 for each in played.records), 1),
-            at_least("good share of cells that stay, since",
+            at_least("requests that continued or began again elsewhere",
+                     sum(each.attempts > 1 for each in played.records), 1),
+            at_least("good share of cells that stay, from 6 s after they were missed",
                      good_share(played, lambda r: stays(r) and r.at_ns >= since * NS_PER_S), good),
-            at_least("answered share of all, since",
-                     finished_share(played, lambda r: r.at_ns >= since * NS_PER_S), 0.95),
+            at_least("answered share of all, from then on",
+                     finished_share(played, lambda r: r.at_ns >= since * NS_PER_S), good),
         )  # fmt: skip
 
     return check
@@ -226,7 +227,7 @@ def _lost(knobs: Knobs, gone: Sequence[str]) -> Setup:
     rate = WORKER_RPS * 2 * knobs.load
     busy = WEST if EAST in gone and SOUTH in gone else EAST
     arrivals: dict[str, Arrivals] = {cell: Poisson(0.3 * rate) for cell in CELLS}
-    arrivals[busy] = Spike(0.3 * rate, 4.0, BEGINS - 6.0, BEGINS + 0.5)
+    arrivals[busy] = Spike(0.3 * rate, 8.0, BEGINS - 6.0, BEGINS + 0.5)
     faults = [fault(FaultKind.REGION_LOSS, target=CELLS.index(cell), until=0) for cell in gone]
     return _setup(knobs, arrivals, seconds=40, faults=faults)
 
@@ -240,7 +241,7 @@ def cell_lost(knobs: Knobs) -> Setup:
     return _lost(knobs, (SOUTH,))
 
 
-@scenario(_check_lost((EAST, SOUTH), 0.9))
+@scenario(_check_lost((EAST, SOUTH), 0.8))
 def region_lost(knobs: Knobs) -> Setup:
     """A whole region is lost, two cells of three at once: does the third serve everybody?
 

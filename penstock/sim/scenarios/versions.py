@@ -30,10 +30,10 @@ from penstock.sim.world.rollout import RolloutSpec, SimRollout, Slower, Version
 OLD, NEW = "model@1", "model@2"
 LAW = LinearStepTime(fixed_ns=30_000_000, row_ns=1_000_000, prefill_ns=200_000)
 PLAN = RolloutPlan(
-    model="model", candidate=NEW, steps=(10.0, 50.0), step_s=25.0, requests_min=30, warm_up_requests=8,
+    model="model", candidate=NEW, steps=(20.0, 50.0), step_s=12.0, requests_min=30, warm_up_requests=8,
     promotes=True,
 )  # fmt: skip
-SECONDS = 50.0
+SECONDS = 36.0
 
 
 def _setup(
@@ -41,12 +41,12 @@ def _setup(
     version: Version = Version(),  # noqa: B008 - it is frozen.
 ) -> Setup:  # fmt: skip
     source = Conversations(
-        arrivals=Poisson(4.0 * knobs.load), callers=Callers(tenants=even(6), patience_s=30.0),
+        arrivals=Poisson(6.0 * knobs.load), callers=Callers(tenants=even(6), patience_s=30.0),
         system_tokens=64, turns=3.0, message=LengthDistribution(60, 0.5, maximum=512),
         output=LengthDistribution(24, 0.4, maximum=96), think_s=2.0, context_max=2000,
     )  # fmt: skip
     law, pools = knobs.step_time or LAW, []
-    for model, workers, times in ((OLD, 3, 1.0), (NEW, 2, slower)):
+    for model, workers, times in ((OLD, 3, 1.0), (NEW, 3, slower)):
         made = pool(knobs, workers=workers)
         made = replace(made, worker=replace(made.worker, step_time=Slower(law, times)))
         pools.append(replace(made, model=model, count=workers))
@@ -98,8 +98,8 @@ def version_cold(knobs: Knobs) -> Setup:
 
     The first requests of a version count only if they fail.
     """
-    plan = msgspec.structs.replace(PLAN, warm_up_requests=15)
-    return _setup(knobs, plan=plan, version=Version(cold_s=4.0))
+    plan = msgspec.structs.replace(PLAN, warm_up_requests=25)
+    return _setup(knobs, seconds=42, plan=plan, version=Version(cold_s=3.0))
 
 
 def _check_taken_back(within_s: float, *, failed_max: int = 0, because: Sequence[str]) -> Check:
@@ -121,13 +121,13 @@ def _check_taken_back(within_s: float, *, failed_max: int = 0, because: Sequence
     return check
 
 
-@scenario(_check_taken_back(45, because=("time per token", "machine time")))
+@scenario(_check_taken_back(30, because=("time per token", "machine time")))
 def version_slow(knobs: Knobs) -> Setup:
-    """Is a new version that is 15 % slower taken back by itself?
+    """Is a new version that is a quarter slower taken back by itself?
 
     Its tokens are compared at equal numbers of rows, for a new version has few requests, and so fast steps.
     """
-    return _setup(knobs, slower=1.15)
+    return _setup(knobs, slower=1.25, seconds=30)
 
 
 def _check_never_promoted(played: Played, _: Played | None) -> Sequence[Finding]:

@@ -84,7 +84,7 @@ class GuestHost(Protocol):
     """Carries what becomes of guests to the cells that they came from."""
 
     def stays_in(self, gateway: int) -> frozenset[str]:
-        """What a guest of this gateway needs, so that it is not sent on."""
+        """Needs of a guest of this gateway, so that it is not sent on."""
         ...
 
     def said(self, now_ns: int, ticket: "GuestTicket", message: Began | Sliced) -> None:

@@ -1,4 +1,4 @@
-"""What a simulated gateway writes of requests: their clients' records, and the ledger's line of one whose
+"""The records that a simulated gateway writes of requests: their clients' own, and the ledger's line of one whose
 gateway is gone.
 """
 

@@ -1,7 +1,7 @@
 """A rollout in a simulated fleet: conversations are dealt to two versions of a model, what ends is held against
 each other, and every second it is judged, by the product's own policy (policy/rollout/).
 
-The versions are two pools of workers, "model@1" and "model@2". What is wrong with the new one is data
+The versions are two pools of workers, "model@1" and "model@2". The faults of the new one are data
 (`Version`). Shadow traffic is that of gateway/dispatch/trials.py: copies go to workers that have rows to spare
 (policy/queueing/spare.py), past queues, limits and the ledger.
 """
@@ -47,7 +47,7 @@ class Slower(NamedTuple):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Version:
-    """What is wrong with the new version, beside the speed of its workers (`Slower`)."""
+    """The faults of the new version, beside the speed of its workers (`Slower`)."""
 
     fails: bool = False
     """Its workers refuse every request."""
