@@ -243,7 +243,8 @@ class Request(Work):
     @property
     def longest_answer(self) -> int:
         """Tokens of the longest choice."""
-        return max((usage.completion_tokens for usage in self.used_by_choice.values()), default=0)
+        lengths = [usage.completion_tokens for usage in self.used_by_choice.values()]
+        return max(lengths) if lengths else 0
 
     def used(self) -> Usage:
         """Usage of all choices: every prompt once, every answer. Times are the first choice's."""
