@@ -162,7 +162,10 @@ def cells() -> dict[str, str]:
 
     played, alone = verdict.played, verdict.baseline
     axes = Axes(
-        title="A cell with five times its load (10 to 25 s)", x="virtual seconds", y="share of requests", y_max=1.0
+        title="A cell with five times its load (10 to 25 s)",
+        x="virtual seconds",
+        y="share of requests",
+        y_max=1.0,
     )
     series = [
         Series("answered as promised, with peers", line(played, lambda r: float(played.good(r))), 2),

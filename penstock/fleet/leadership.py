@@ -94,7 +94,7 @@ class BeatCall(NamedTuple):
     messages: Sequence[bytes]
 
 
-class LeaderStoreLost(Exception):  # noqa: N818 - that is how it is.
+class LeaderStoreLost(Exception):
     """The store did not answer; a message that was sent may or may not have arrived."""
 
 

@@ -401,8 +401,8 @@ CATALOG = (
     Metric(
         "penstock_shadow_requests_total",
         "counter",
-        "Copies of requests for a version that a rollout tries (model), by what became of them: compared, no_room "
-        "(not sent), made_room (ended for requests), refused, dropped.",
+        "Copies of requests for a version that a rollout tries (model), by what became of them: compared, "
+        "no_room (not sent), made_room (ended for requests), refused, dropped.",
         ("model", "outcome"),
     ),
     Metric("penstock_cell_round_trip_seconds", "gauge", "To a peer cell and back, as measured.", ("cell",)),

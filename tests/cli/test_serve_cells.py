@@ -86,8 +86,8 @@ class Cells:
             (place / name).mkdir()
         with ThreadPoolExecutor(len(names)) as threads:
             list(threads.map(self.start, names))
+        seen = 1 + len(names)  # Two workers, and the others.
         for name in names:
-            seen = 1 + len(names)  # Two workers, and the others.
             self.until(lambda name=name: len(self.ready(name)) == seen, f"{name} does not see all")
 
     def ledger(self, name: str) -> Path:

@@ -33,7 +33,7 @@ class Place:
     """A cluster of two nodes with room for two workers each, and a server before it."""
 
     def __init__(self, place: Path) -> None:
-        # Without this Ray takes the machine's first address, which need not be one that it can talk to itself on.
+        # Else Ray takes the machine's first address, which need not be one that it can talk to itself on.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
         for _ in range(2):
@@ -91,8 +91,9 @@ def test_one_worker_becomes_three_and_one_again_under_load(place: Place) -> None
     assert len(place.pids()) == 1
     report = place.place / "bench.json"
     command = [
-        sys.executable, "-m", "penstock", "bench", "--url", place.server.url, "--key", KEY, "--model", "river",
-        "--concurrency", "6", "--duration", "20", "--output-tokens", "64", "--json", str(report),
+        sys.executable, "-m", "penstock", "bench", "--url", place.server.url, "--key", KEY,
+        "--model", "river", "--concurrency", "6", "--duration", "20", "--output-tokens", "64",
+        "--json", str(report),
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as bench:
         try:

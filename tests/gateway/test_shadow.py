@@ -1,4 +1,4 @@
-"""Shadow traffic: a new version gets copies of requests, which nobody notices, and is judged by its answers."""
+"""Shadow traffic: a new version gets copies of requests, which nobody notices, and is judged by them."""
 
 import re
 import threading

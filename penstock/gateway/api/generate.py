@@ -249,7 +249,7 @@ class Generate:
             diverted = services.dispatcher.submit(facts, reply, streams, fall_back)
             if diverted is None:
                 copy_of(services, job, facts, served, (hints, prepare))
-                return
+                break
             model = services.models.get(diverted.route)  # One that has the adapter, if one is asked for.
             served = _instead(served, model, adapter, diverted.why)
 

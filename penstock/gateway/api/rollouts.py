@@ -28,9 +28,7 @@ _reports = msgspec.json.Decoder(RolloutReports)
 class RolloutsAdmin:
     """The endpoints. The deciding process is this one, or the parent of several."""
 
-    def __init__(
-        self, models: ModelTable, leader: RolloutLeader | None, peers: GatewayPeers | None
-    ) -> None:
+    def __init__(self, models: ModelTable, leader: RolloutLeader | None, peers: GatewayPeers | None) -> None:
         self._models, self._leader, self._peers = models, leader, peers
 
     async def show(self, exchange: Exchange, caller: Caller) -> None:

@@ -2,7 +2,7 @@
 requests, which are shadow traffic.
 
     accepted ──> has the candidate rows to spare?  ──no──> it is not copied, and counts nothing
-                   │ yes: its prompt is made for the candidate, and sent past queue, limits, budgets and ledger
+                   │ yes: its prompt is made for the candidate, and sent past queue, limits and ledger
                    └──> both have ended ──> both count: the copy for the canary, the request for the control
 
 A copy's answer goes nowhere. It is the tenant `platform`'s, whose time on a worker no request pays for, as of
@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import field
 from msgspec.structs import replace
 
 from penstock.backends.base import Delta, Finish, GenerateRequest, Generation
@@ -93,7 +94,7 @@ class _Running(Copies):
     """Those at one worker, the newest last."""
 
     route: str = ""
-    copies: dict[str, _Copy] = {}
+    copies: dict[str, _Copy] = field(default_factory=dict[str, _Copy])
 
 
 class Trials:

@@ -6,9 +6,9 @@
 Out at once, as many as are wanted. In slowly: a worker goes when the smooth load wanted no more than the
 others for half of `in_after_s`, nothing joined within all of it, the last one that left has ended its
 requests, and those that stay keep enough room (`keeps_enough`). Within `in_after_s` of one that left a single
-one is not asked for again by what is thought of the load alone, only if requests suffer. So a steady load sees
-at most one change of direction in `in_after_s`. Workers that start are never given up, and count as what they
-will be: nothing more is asked for in their place.
+one is not asked for again by what is thought of the load alone, only if requests suffer. So a steady load
+sees at most one change of direction in `in_after_s`. Workers that start are never given up, and count as what
+they will be: nothing more is asked for in their place.
 
 Pure: the same state and the same signals give the same decision, which is how decisions are replayed.
 """
@@ -36,8 +36,8 @@ from penstock.policy.capacity.week import is_within, spans_of
 LATELY = 0.5
 """Share of `in_after_s` for which no more workers may have been wanted: the load was smoothed already."""
 IN_PAUSE, UNSEEN_PAUSE = 0.1, 0.5
-"""Share of `in_after_s` between two workers that leave; the longer one where those that stay would do more than
-workers were ever seen to do: what is thought of that is to be put right by the first before the second goes."""
+"""Share of `in_after_s` between two workers that leave; the longer one where those that stay would do more
+than workers were ever seen to do: the first puts right what is thought of that, before a second one goes."""
 Move = Literal["hold", "out", "in"]
 
 

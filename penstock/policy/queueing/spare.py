@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from penstock.policy.queueing.capacity import CapacityTable, WorkerCapacity
+from penstock.policy.queueing.capacity import WorkerCapacity
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.types import WorkerId
 

@@ -1,5 +1,5 @@
-"""The version that a conversation gets while a rollout is active: what gateways, real and simulated, know of a
-rollout, and how each of them deals by it. All deal alike, for all know the same.
+"""The version that a conversation gets while a rollout is active: what gateways, real and simulated, know of
+a rollout, and how each of them deals by it. All deal alike, for all know the same.
 """
 
 from collections.abc import Callable
@@ -53,9 +53,7 @@ class ActiveRollout(msgspec.Struct, frozen=True):
         version = self.candidate if cohort is Cohort.CANARY else self.baseline
         copied_to = self.candidate if cohort is Cohort.SHADOW else ""
         is_measured = self.is_measured
-        return Assigned(
-            self.id, version, cohort if is_measured else Cohort.REST, bucket % GROUPS, copied_to
-        )
+        return Assigned(self.id, version, cohort if is_measured else Cohort.REST, bucket % GROUPS, copied_to)
 
 
 def active_of(rollout: Rollout) -> ActiveRollout | None:

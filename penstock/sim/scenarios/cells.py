@@ -42,6 +42,7 @@ from penstock.sim.traffic.workload import (
 )
 from penstock.sim.world.cells import MISSED_NS, Cells, CellsSpec
 from penstock.sim.world.faults import FaultKind, InjectedFault
+from penstock.sim.world.run import PoolSpec
 
 EAST, SOUTH, WEST = "east", "south", "west"
 CELLS = (EAST, SOUTH, WEST)
@@ -84,7 +85,7 @@ def _setup(
     knobs: Knobs, arrivals: dict[str, Arrivals], *, seconds: float, faults: Sequence[InjectedFault] = (),
     bound: str = "",
 ) -> Setup:  # fmt: skip
-    pools, sources = [], []
+    pools, sources = list[PoolSpec](), list[TrafficSource]()
     for cell in CELLS:
         made = pool(knobs, workers=2, cold_start_s=3)
         worker = replace(made.worker, step_time=knobs.step_time or LAW)
@@ -160,8 +161,8 @@ def _spill(knobs: Knobs) -> Setup:
 def cell_spill(knobs: Knobs) -> Setup:
     """Do other cells answer what one of them cannot, and only that?
 
-    A request waits here unless a peer would begin clearly sooner; the near one before the far one, and what is
-    bound to the EU stays there.
+    A request waits here unless a peer would begin clearly sooner; the near one before the far one, and what
+    is bound to the EU stays there.
     """
     return _spill(knobs)
 
@@ -193,7 +194,8 @@ def _broken(knobs: Knobs) -> Setup:
 def cell_breakers(knobs: Knobs) -> Setup:
     """Both workers of a cell fail every request: do peers answer, and does it take its work back?
 
-    Breakers that are open go before the rule that failing workers are better than none, where there is a peer.
+    Breakers that are open go before the rule that failing workers are better than none, where there is a
+    peer.
     """
     return _broken(knobs)
 

@@ -1,5 +1,5 @@
-"""Scenarios in which a new version of a model is tried: one that is equal, or equal and cold, one that is slow,
-slightly slower, fails, computes garbage or does not stop talking, and one that only gets copies of requests.
+"""Scenarios in which a new version of a model is tried: one that is equal, or equal and cold, one that is
+slow, slightly slower, fails, computes garbage or does not stop talking, and one that only gets copies.
 
 Steps are short, for there are few requests: `bench/rollout.py` has the plan that a server uses, with noise.
 """
@@ -26,6 +26,7 @@ from penstock.sim.scenarios.scenario import (
 from penstock.sim.scenarios.setup import Knobs, Played, Setup
 from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribution, Poisson, even
 from penstock.sim.world.rollout import RolloutSpec, SimRollout, Slower, Version
+from penstock.sim.world.run import PoolSpec
 
 OLD, NEW = "model@1", "model@2"
 LAW = LinearStepTime(fixed_ns=30_000_000, row_ns=1_000_000, prefill_ns=200_000)
@@ -45,7 +46,7 @@ def _setup(
         system_tokens=64, turns=3.0, message=LengthDistribution(60, 0.5, maximum=512),
         output=LengthDistribution(24, 0.4, maximum=96), think_s=2.0, context_max=2000,
     )  # fmt: skip
-    law, pools = knobs.step_time or LAW, []
+    law, pools = knobs.step_time or LAW, list[PoolSpec]()
     for model, workers, times in ((OLD, 3, 1.0), (NEW, 3, slower)):
         made = pool(knobs, workers=workers)
         made = replace(made, worker=replace(made.worker, step_time=Slower(law, times)))
@@ -115,7 +116,9 @@ def _check_taken_back(within_s: float, *, failed_max: int = 0, because: Sequence
             at_most("seconds until then", ended_ns / NS_PER_S, within_s),
             at_most("failed requests", _failed(played), failed_max),
             at_most("requests that it got after that", trial.versions_of(late).get(NEW, 0), 0),
-            at_least("good share of requests after that", sum(map(played.good, late)) / max(1, len(late)), 0.95),
+            at_least(
+                "good share of requests after that", sum(map(played.good, late)) / max(1, len(late)), 0.95
+            ),
         )
 
     return check

@@ -1,5 +1,5 @@
-"""The records that a simulated gateway writes of requests: their clients' own, and the ledger's line of one whose
-gateway is gone.
+"""The records that a simulated gateway writes of requests: their clients' own, and the ledger's line of one
+whose gateway is gone.
 """
 
 from penstock.clock import NS_PER_S

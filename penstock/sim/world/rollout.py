@@ -1,9 +1,9 @@
-"""A rollout in a simulated fleet: conversations are dealt to two versions of a model, what ends is held against
-each other, and every second it is judged, by the product's own policy (policy/rollout/).
+"""A rollout in a simulated fleet: conversations are dealt to two versions of a model, what ends is held
+against each other, and every second it is judged, by the product's own policy (policy/rollout/).
 
 The versions are two pools of workers, "model@1" and "model@2". The faults of the new one are data
-(`Version`). Shadow traffic is that of gateway/dispatch/trials.py: copies go to workers that have rows to spare
-(policy/queueing/spare.py), past queues, limits and the ledger.
+(`Version`). Shadow traffic is that of gateway/dispatch/trials.py: copies go to workers that have rows to
+spare (policy/queueing/spare.py), past queues, limits and the ledger.
 """
 
 from collections.abc import Sequence
