@@ -236,6 +236,7 @@ def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) ->
         max_tokens=max(job.max_tokens),
         choices=job.num_choices,
         choices_per_prompt=job.choices_per_prompt,
+        is_whole=not job.request.stream,
         num_bytes=body_bytes(job.exchange, job.body) + TOKEN_BYTES * sum(lengths),
         priority=getattr(job.request, "priority", None) or 0,
         first_token_ns=hints.max_wait_ns,

@@ -28,8 +28,12 @@ class GatewayRecords:
         self._ledger.open(opening_record(request.facts, self._clock.wall_ns()))
 
     def progressed(self, request: Request) -> None:
-        """See `driver.Records`. As a rule a short answer ends before this would be written."""
-        self._ledger.slice(request.facts.id, partial(self._progress, request))
+        """See `driver.Records`. As a rule a short answer ends before this would be written.
+
+        Of a whole answer its client has nothing before the end.
+        """
+        if not request.facts.is_whole:
+            self._ledger.slice(request.facts.id, partial(self._progress, request))
 
     def closed(self, request: Request, machine_micros: int) -> None:
         """See `driver.Records`."""

@@ -155,7 +155,7 @@ class FirstTokens:
         """
         size, windows = prompt_tokens.bit_length(), self._windows
         own = windows.get((route, worker, size))
-        if own is not None and len(own) >= SAMPLES_MIN:
+        if own is not None and own.count >= SAMPLES_MIN:
             return max(1, own.quantile(QUANTILE))
         found: list[int] = []
         for distance in range(_CLASSES):
@@ -244,8 +244,11 @@ class AttemptClock(Extra):
         if request.hedge is not None and worker == request.worker:
             self._watch(now_ns, request, request.hedge.worker, request.hedge.attempt)
 
-    def evictions(self, now_ns: int) -> Iterator[tuple[Request, str, PenstockError]]:
+    def evictions(self, now_ns: int) -> Iterable[tuple[Request, str, PenstockError]]:
         """See `Extra`: clients that do not wait any longer."""
+        return self._overdue(now_ns) if self._deadlines and self._deadlines[0][0] <= now_ns else ()
+
+    def _overdue(self, now_ns: int) -> Iterator[tuple[Request, str, PenstockError]]:
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             request = self._requests.get(heappop(self._deadlines)[1])
             if request is not None and _is_silent(request):

@@ -294,12 +294,7 @@ class Transitions:
         self._forget(request)
         if request.has_begun:  # Also if it waited for another worker to continue.
             request.counted_prompt_tokens = request.facts.prompt_tokens
-        used = Usage(
-            prompt_tokens=request.counted_prompt_tokens,
-            cached_tokens=request.counted_cached_tokens,
-            completion_tokens=request.completion_tokens,
-        )
-        request.cost_micros = self._accounts.settle(now_ns, request, used)
+        request.cost_micros = self._accounts.settle(now_ns, request, request.given())
         assert request.outcome is not None, "what has ended has an outcome"
         return Settled(request.id, request.outcome, request)
 

@@ -20,7 +20,7 @@ from penstock.policy.queueing.capacity import (
     WorkerView,
     uncached_tokens,
 )
-from penstock.policy.queueing.cells import Peers
+from penstock.policy.queueing.cells import PeerCells
 from penstock.policy.queueing.deployments import Deployments
 from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.policy.queueing.pace import Pace
@@ -69,7 +69,7 @@ class ModelQueue:
         """Requests that were tried before -> the workers where that failed."""
         self._deployments: Deployments | None = None
         """None until a worker has terms of its own."""
-        self.peers = Peers(self.queue, self.workers, lambda now: health.blocked(now, route, strict=True))
+        self.peers = PeerCells(self.queue, self.workers, lambda now: health.blocked(now, route, strict=True))
         self.leaving: set[RequestId] = set()
         """Requests whose prompt is being made for another model: they are started nowhere meanwhile."""
         self.timer_ns: int | None = None
@@ -292,14 +292,13 @@ class ModelQueue:
         """How the model stands for a request that does not wait here yet."""
         queue, workers = self.queue, self.workers
         level = queue.level_of(work.band)
-        above = queue.bands[:level]
         band = queue.bands[level]
         line = band.line(work.tenant)
         requests_ahead = ahead = 0
         # Else it is started beyond the slots.
         if not workers.has_room_beyond() or (line is not None and line.num_running + line.num_waiting):
             requests_ahead = band.ahead_of(work.tenant, work.weight)
-            ahead = sum(len(higher.waiting) for higher in above) + requests_ahead
+            ahead = sum([len(higher.waiting) for higher in queue.bands[:level]]) + requests_ahead
         tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
         # A protected band goes first, so it has the model's pace. Others have the rest, which is seen in
         # their own.
