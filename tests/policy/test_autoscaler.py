@@ -208,7 +208,7 @@ def a_fleet_that_one_has_just_left() -> Fleet:
     return fleet
 
 
-def wants_three(fleet: Fleet, **more: object) -> Decision:
+def wants_three(fleet: Fleet, **more: object) -> ScaleDecision:
     """It is thought a little less of a worker."""
     fleet.scaler.state.learned.rate = ServiceRate(full=70.0, good=60.0)
     return fleet.look(7, **more)

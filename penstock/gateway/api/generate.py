@@ -182,15 +182,9 @@ class Generate:
         await self._serve(exchange, body, caller, request, Endpoint.COMPLETIONS, prepare, _names(needs))
 
     async def _serve(
-        self,
-        exchange: Exchange,
-        body: bytes,
-        caller: Caller,
-        request: GenerationRequest,
-        endpoint: Endpoint,
-        prepare: Prepare,
-        needs: frozenset[str],
-    ) -> None:
+        self, exchange: Exchange, body: bytes, caller: Caller, request: GenerationRequest, endpoint: Endpoint,
+        prepare: Prepare, needs: frozenset[str],
+    ) -> None:  # fmt: skip
         """Submit the request to its model, and to whichever other one it is diverted to: each makes its own
         prompt.
         """
