@@ -14,8 +14,8 @@ of this script that takes everything, before the next wave begins.
 Prints one JSON object: of each round or turn both sides; the median of what instrumentation adds, and the
 best rounds. `--instructions` counts the processor's instructions per request too (valgrind's cachegrind, the
 difference of two numbers of streams): the same whatever else the machine does, where seconds are not.
-`--engine-instructions` does so for the engine's steps, of which valgrind knows AVX2 at most: what is added is
-exact, and the step that it is compared with is longer than with AVX-512.
+`--engine-instructions` does so for what an engine's step has of Python, with a runner that computes nothing:
+`added` is the number of instructions that the instruments take of each step.
 """
 
 import asyncio
@@ -35,8 +35,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+import modelled_runner
 import relay_cost
 import uvloop
 from harness import command_line, write_result
@@ -46,9 +47,11 @@ from penstock.backends.base import Finish
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import Config, EngineConfig, TracesConfig
+from penstock.engine.core import build_core
 from penstock.gateway.api.services import RecentRequests
 from penstock.gateway.tracing import RequestTraces
 from penstock.kv.hashing import token_bytes
+from penstock.planning.roofline import MODELS, CostFloor, Placed, accelerator
 from penstock.policy.admission.admit import Promises
 from penstock.policy.placement.pick import DecisionLog
 from penstock.protocol.worker import Stats, Submit
@@ -56,7 +59,7 @@ from penstock.telemetry.history import Recorder
 from penstock.telemetry.instruments import Counter, Gauge, Histogram
 from penstock.telemetry.metrics import Metrics, ModelMetrics
 from penstock.telemetry.traces import TraceKeeper
-from penstock.types import FinishReason, RequestId, SamplingParams, Usage
+from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, SamplingParams, Usage
 
 SIDES = ("with", "without")
 RATE = 50.0
@@ -67,7 +70,7 @@ and still has to send each token by itself.
 COUNTED_STREAMS = (20, 120)
 ROWS, RUN_STEPS, RUNS, WARM_STEPS = 16, 16, 16, 8
 """Steps are counted several at a time, so a run of them on one side is as long as a few of those times."""
-COUNTED_STEPS = (32, 160)
+COUNTED_STEPS = (64, 576)
 
 
 class NoMetrics:
@@ -343,19 +346,33 @@ class NoMeters:
         return 0
 
 
+def real_runner(model: Path, config: EngineConfig) -> Any:
+    """The runner of a checkpoint."""
+    from penstock.engine.runner import load_runner
+
+    return load_runner(model, config, lambda *_: None)
+
+
+def no_runner(config: EngineConfig) -> Any:
+    """A runner that takes no time, and knows the floor of a model as the real one does."""
+    speed = modelled_runner.Linear(fixed_ns=0, prefill_ns=0)
+    modelled = modelled_runner.Modelled(speed=speed, num_blocks=2048, max_model_len=4096)
+    runner = modelled_runner.ModelledRunner(modelled, config.max_running, SystemClock())
+    placed = Placed(model=MODELS["28m"], device=accelerator("cpu-2"))
+    cast(Any, runner).floor = CostFloor(placed, rows=ROWS, kv_tokens=2048 * BLOCK_TOKENS)
+    return runner
+
+
 class Engine:
-    """A real model with a full batch that decodes.
+    """A full batch that decodes.
 
     Instruments are exchanged in objects and not in classes: a class that changes makes the interpreter forget
     what it has learned about its methods, and both sides would pay for that.
     """
 
-    def __init__(self, model: Path) -> None:
-        from penstock.engine.core import build_core
-        from penstock.engine.runner import load_runner
-
+    def __init__(self, make_runner: Callable[[EngineConfig], Any]) -> None:
         config = EngineConfig(max_running=ROWS)
-        runner = load_runner(model, config, lambda *_: None)
+        runner = make_runner(config)
         runner.warm_up()
         self._core = build_core(runner, EngineSettings.of(config), b"k" * 32, SystemClock())
         self._prefill = self._core._scheduler._prefill
@@ -416,23 +433,22 @@ class Engine:
         self._end()
 
 
-def engine_instructions(model: Path) -> dict[str, Any]:
-    """The processor's instructions per step of both sides."""
+def engine_instructions() -> dict[str, float]:
+    """The processor's instructions per step of both sides, without a model."""
     found = dict[str, float]()
     for side in SIDES:
-        few, many = (counted_steps(model, side, num_steps) for num_steps in COUNTED_STEPS)
+        few, many = (counted_steps(side, num_steps) for num_steps in COUNTED_STEPS)
         found[side] = (many - few) / (COUNTED_STEPS[1] - COUNTED_STEPS[0])
-    return found | {"added": found["with"] / found["without"] - 1}
+    return found | {"added": found["with"] - found["without"]}
 
 
-def counted_steps(model: Path, side: str, num_steps: int) -> int:
-    """Instructions of a process that loads the model and computes so many steps."""
+def counted_steps(side: str, num_steps: int) -> int:
+    """Instructions of a process that does so many steps."""
     with tempfile.NamedTemporaryFile(prefix="instructions-") as out:
         subprocess.run(
             [
                 "valgrind", "--tool=cachegrind", "--cache-sim=no", f"--cachegrind-out-file={out.name}", "-q",
-                sys.executable, __file__, "--model", str(model), "--count-side", side,
-                "--count-steps", str(num_steps),
+                sys.executable, __file__, "--count-side", side, "--count-steps", str(num_steps),
             ],
             check=True, env=os.environ | {"PYTHONHASHSEED": "0"},
         )  # fmt: skip
@@ -484,18 +500,20 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[1] / "models" / "penstock-demo")
     args = parser.parse_args()
     if args.count_side:
-        Engine(args.model).steps(args.count_side, args.count_steps)
+        Engine(no_runner).steps(args.count_side, args.count_steps)
         return 0
     load, port = Load(args.streams, RATE, args.tokens / RATE), collector_port()
-    engine = Engine(args.model)
-    if args.engine_rounds:
+    engine = Engine(partial(real_runner, args.model)) if args.engine_rounds else None
+    if engine is not None:
         engine.block()
 
     def gateways(number: int) -> dict[str, float]:
         return gateways_us(load, port, SIDES if number % 2 else SIDES[::-1])
 
     result: dict[str, Any] = {
-        "engine_us_per_step": paired(args.engine_rounds, lambda _: engine.block()),
+        "engine_us_per_step": paired(
+            args.engine_rounds, lambda _: engine.block() if engine is not None else {}
+        ),
         "gateway_us_per_request": paired(args.rounds, gateways),
     }
     if args.turns > 1:
@@ -505,7 +523,7 @@ def main() -> int:
         added = {name: both["with"][name] / both["without"][name] - 1 for name in both["with"]}
         result["gateway_instructions_per_request"] = both | {"added": added}
     if args.engine_instructions:
-        result["engine_instructions_per_step"] = engine_instructions(args.model)
+        result["engine_instructions_per_step"] = engine_instructions()
     print(json.dumps(result))
     if args.json:
         write_result(args.json, result)

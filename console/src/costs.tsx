@@ -50,7 +50,7 @@ const SPANS: [string, string][] = [["1", "Today"], ["7", "7 days"], ["30", "30 d
 const FAR_OVER_FLOOR = 2;
 const PARTS = ["requests", "platform", "idle", "reserve"] as const;
 const COLOURS: Record<(typeof PARTS)[number], string> = { requests: "c-decode", platform: "c-violet", idle: "c-pale", reserve: "c-warn" };
-const NONE: Partial<Record<Group, string>> = { adapter: "no adapter" };
+const NONE: Partial<Record<Group, string>> = { adapter: "no adapter", tenant: "no tenant" };
 
 /** Units of the currency, to three figures: the floor of a million tokens may be a thousandth. */
 const amount = (value: number | null): string => (value === null ? "–" : value === 0 ? "0" : value >= 1 ? format.money(value * 1e6) : String(Number(value.toPrecision(3))));

@@ -314,6 +314,7 @@ const STARTERS = ["Who are you?", "Tell me a story.", "What is the capital of Fr
 function begin(text: string): void {
   draft.value = text;
   document.getElementById("ask")?.focus();
+  document.querySelector<HTMLFormElement>("form.ask")?.requestSubmit();
 }
 
 function Talk({ side, other }: { side: Side; other: boolean }): JSX.Element {
