@@ -1,15 +1,15 @@
-"""The cost of instrumentation: CPU of the gateway per request and of the engine's thread per step, with and
-without.
+"""The cost of instrumentation: CPU of the gateway per request and of the engine's thread per step, with it
+and without.
 
-    python bench/instrumentation.py [--streams 400] [--tokens 80] [--turns 30] [--rounds 5] [--engine-rounds 5]
-        [--instructions] [--engine-instructions] [--model DIR] [--json FILE]
+    python bench/instrumentation.py [--streams 400] [--tokens 80] [--turns 30] [--rounds 5]
+        [--engine-rounds 5] [--instructions] [--engine-instructions] [--model DIR] [--json FILE]
 
-Both sides run the same program: waves of requests of one gateway in turn, runs of steps of one batch in turn
-(with `--rounds`, two gateways at the same time besides, which differ by more than what is measured). "Without"
-replaces, in this process only, what is there to be looked at: metrics, history, recent requests, decisions
-and traces in the gateway; the shares of time, the cost floor and the sums of steps in the engine. Work that a
-request pays for or its answer needs stays: the ledger, limits, placement. Traces are exported to a collector
-of this script that takes everything, before the next wave begins.
+Both sides run the same program: waves of requests of one gateway in turn, runs of steps of one batch in
+turn (with `--rounds`, two gateways at the same time besides, which differ by more than what is measured).
+"Without" replaces, in this process only, what is there to be looked at: metrics, history, recent requests,
+decisions and traces in the gateway; the shares of time, the cost floor and the sums of steps in the engine.
+Work that a request pays for or its answer needs stays: the ledger, limits, placement. Traces are exported
+to a collector of this script that takes everything, before the next wave begins.
 
 Prints one JSON object: of each round or turn both sides; the median of what instrumentation adds, and the
 best rounds. `--instructions` counts the processor's instructions per request too (valgrind's cachegrind, the
@@ -47,7 +47,7 @@ from penstock.backends.base import Finish
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import Config, EngineConfig, TracesConfig
-from penstock.engine.core import build_core
+from penstock.engine.core import StepRunner, build_core
 from penstock.gateway.api.services import RecentRequests
 from penstock.gateway.tracing import RequestTraces
 from penstock.kv.hashing import token_bytes
@@ -346,14 +346,14 @@ class NoMeters:
         return 0
 
 
-def real_runner(model: Path, config: EngineConfig) -> Any:
+def real_runner(model: Path, config: EngineConfig) -> StepRunner:
     """The runner of a checkpoint."""
     from penstock.engine.runner import load_runner
 
     return load_runner(model, config, lambda *_: None)
 
 
-def no_runner(config: EngineConfig) -> Any:
+def no_runner(config: EngineConfig) -> StepRunner:
     """A runner that takes no time, and knows the floor of a model as the real one does."""
     speed = modelled_runner.Linear(fixed_ns=0, prefill_ns=0)
     modelled = modelled_runner.Modelled(speed=speed, num_blocks=2048, max_model_len=4096)
@@ -370,7 +370,7 @@ class Engine:
     what it has learned about its methods, and both sides would pay for that.
     """
 
-    def __init__(self, make_runner: Callable[[EngineConfig], Any]) -> None:
+    def __init__(self, make_runner: Callable[[EngineConfig], StepRunner]) -> None:
         config = EngineConfig(max_running=ROWS)
         runner = make_runner(config)
         runner.warm_up()
@@ -495,7 +495,9 @@ def main() -> int:
     parser.add_argument("--engine-rounds", type=int, default=5)
     parser.add_argument("--instructions", action="store_true", help="with valgrind: minutes")
     parser.add_argument("--engine-instructions", action="store_true", help="with valgrind: minutes")
-    parser.add_argument("--count-side", choices=SIDES, help="what a process in valgrind does, of --count-steps")
+    parser.add_argument(
+        "--count-side", choices=SIDES, help="what a process in valgrind does, of --count-steps"
+    )
     parser.add_argument("--count-steps", type=int, default=0)
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[1] / "models" / "penstock-demo")
     args = parser.parse_args()

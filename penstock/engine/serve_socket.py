@@ -209,9 +209,7 @@ class WorkerServer:
             self._announce(state)
         return self.num_requests
 
-    def _publish(
-        self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats | None
-    ) -> None:
+    def _publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats | None) -> None:
         for connection_id, found in outputs.items():
             if connection := self._connections.get(connection_id):
                 connection.send_outputs(step, found)

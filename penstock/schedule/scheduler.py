@@ -163,7 +163,9 @@ class Scheduler:
         return self._flights[0]
 
     def count_drafts(self, result: StepResult) -> None:
-        """Before the step is metered and `apply`: take in for which drafts of the oldest step there was a guess."""
+        """Before `apply`, and before the step is metered: take in for which drafts of the oldest step there
+        was a guess.
+        """
         self._flights[0].count_drafts(result.sampled)
 
     def apply(self, result: StepResult) -> StepOutcome:

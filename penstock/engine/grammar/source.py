@@ -127,7 +127,9 @@ def contradiction(schema: dict[str, Any]) -> list[str]:
     if len(places) > _TRIED_MAX:
         return []
     found = [path for path in places if not _is_unsatisfiable(_without(schema, path))]
-    return [path for path in found if not any(other.startswith(f"{path}/") for other in found)][:_NAMED_MAX]
+    inner = [path for path in found if not any(other.startswith(f"{path}/") for other in found)]
+    # Without its type nearly any schema is matched by something: others say more.
+    return sorted(inner, key=lambda path: path.endswith("/type"))[:_NAMED_MAX]
 
 
 def _is_unsatisfiable(schema: dict[str, Any]) -> bool:
