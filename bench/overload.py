@@ -86,8 +86,9 @@ GOALS = {2: 0.95, 5: 0.90, 20: 0.85}
 class Stack:
     """A server process, which runs its engine, and the keys of its tenants."""
 
-    def __init__(self, place: Path, python: str, model: str) -> None:
-        self._place, self._python, self._model = place, python, model
+    def __init__(self, place: Path, python: str, model: str, processes: int = 1) -> None:
+        """`processes`: of the gateway."""
+        self._place, self._python, self._model, self._processes = place, python, model, processes
         self._process: subprocess.Popen[bytes] | None = None
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
@@ -105,7 +106,7 @@ class Stack:
             "models": [
                 {"path": self._model, "name": MODEL, "engine": {"threads": 1, "kv_memory_bytes": 512 << 20}}
             ],
-            "server": {"port": self.port, "drain_timeout_s": 1},
+            "server": {"port": self.port, "drain_timeout_s": 1, "processes": self._processes},
             "auth": {"keys_file": str(file)},
             "tenants": [{"id": sender.name, "band": sender.band} for sender in SENDERS],
             "log": {"access": False},

@@ -158,6 +158,14 @@ class Admission(Protocol):
         """`look(route)` tells how a model stands for this request. Nothing is booked yet."""
         ...
 
+    def refuses_any(
+        self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]
+    ) -> Refused | None:
+        """The refusal of a request whose prompt is not known yet, if `decide` would refuse it whatever its
+        prompt is; None: make its prompt, then ask.
+        """
+        ...
+
     def elsewhere(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> str:
         """Another model that may answer this request in time, since its own cannot; empty: none."""
         ...

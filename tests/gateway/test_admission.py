@@ -86,9 +86,10 @@ class World:
         self.running = start(config, step_s=NEVER_S, max_running=1, small=True, clock=self.clock)
         self._all: list[Pending] = []
 
-    def send(self, tenant: str, *, model: str = LARGE, **headers: object) -> Pending:
+    def send(self, tenant: str, *, model: str = LARGE, prompt: str = "", **headers: object) -> Pending:
         """A request that is decided about when this returns."""
-        body = {"model": model, "prompt": f"{len(self._all):06}", "max_tokens": ANSWER_TOKENS}
+        prompt = prompt or f"{len(self._all):06}"
+        body = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS}
         lines = [f"x-penstock-{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         data = self._kit.post("/v1/completions", body, "Connection: close", *lines, key=self.keys[tenant])
         accepted = self.running.gateway.num_accepted
@@ -196,6 +197,26 @@ def test_prefer_takes_the_small_model_when_that_is_much_sooner(world) -> None:
     idle = world.send("pro", degrade="prefer")
     world.step(ANSWER_TOKENS)
     assert idle.answer()[2]["model"] == LARGE, "it starts at once"
+
+
+def test_a_refusal_under_overload_does_not_make_the_prompt(world) -> None:
+    """A prompt that no context holds is told so on an idle machine; under overload its size is not known
+    before it is refused, as everybody is.
+    """
+    world.learn()
+    too_long = {"prompt": "a " * 60_000, "degrade": "never"}
+    status, _, body = world.send("pro", **too_long).answer()
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    world.saturate(14)
+    began_ns = world.clock.now_ns()
+    refused = [world.send("pro", degrade="never"), world.send("pro", **too_long)]
+    assert world.clock.now_ns() == began_ns
+    for each in refused:
+        status, headers, body = each.answer()
+        assert (status, body["error"]["code"]) == (429, "overloaded")
+        assert int(headers["retry-after"]) >= 1
+    status, _, body = world.send("pro", prompt="a " * 60_000, degrade="allow").answer()
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded"), "a fallback is idle"
 
 
 @pytest.mark.parametrize("header", [{"degrade": "perhaps"}, {"max_wait_ms": "soon"}, {"max_wait_ms": 0}])

@@ -3,6 +3,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.routing import AdmissionConfig, ModelRoute, TtftTarget
@@ -379,3 +380,86 @@ def test_a_prompt_and_answer_that_fill_a_fallbacks_context_fit_it() -> None:
     assert decide(admission(), at("large", ahead_s=3), candidate=full) == Divert("medium", "slo")
     over = lookup(at("medium", max_model_len=599), at("small"))
     assert decide(admission(), at("large", ahead_s=3), candidate=over) == Divert("small", "slo")
+
+
+TIMES = st.integers(0, 4 * NS_PER_S)
+
+
+@st.composite
+def known_and_whole(draw) -> tuple[AdmitFacts, AdmitFacts]:
+    """A request before its prompt is made, and with its prompt: that adds to its own computation, and may not
+    fit a model's context.
+    """
+    models = [at(name, **draw(load)) for name in ("large", "medium", "small")]
+    longer = [
+        replace(
+            each,
+            start_ns=each.start_ns + draw(TIMES),
+            idle_ttft_ns=each.idle_ttft_ns + draw(TIMES),
+            context_tokens=draw(st.integers(1, 5000)),
+        )
+        for each in models
+    ]
+    facts = draw(
+        st.fixed_dictionaries(
+            {
+                "tenant": st.sampled_from([ANONYMOUS, Tenant(id=TenantId("t"), degrade="never")]),
+                "is_protected": st.booleans(),
+                "degrade": st.sampled_from([None, "never", "allow", "prefer"]),
+                "max_wait_ns": st.sampled_from([0, NS_PER_S // 2, 3 * NS_PER_S]),
+                "queue_wait_max_ns": st.sampled_from([0, NS_PER_S]),
+                "waits_for_worker": st.booleans(),
+            }
+        )
+    )
+    empty, whole = (
+        AdmitFacts(requested=found[0], candidate=lookup(*found[1:]), **facts)
+        for found in ([replace(each, context_tokens=0) for each in models], longer)
+    )
+    return empty, whole
+
+
+load = st.fixed_dictionaries(
+    {
+        "ahead_s": st.floats(0, 4),
+        "is_late": st.booleans(),
+        "is_full": st.booleans(),
+        "ready": st.integers(0, 1),
+        "start_ns": TIMES,
+        "idle_ttft_ns": TIMES,
+        "backlog_ns": TIMES,
+        "first_ns": TIMES,
+        "max_model_len": st.sampled_from([0, 1000]),
+        "wake_ns": st.sampled_from([0, NS_PER_S]),
+    }
+)
+
+
+@given(known_and_whole())
+@settings(max_examples=500)
+def test_a_request_that_is_refused_before_its_prompt_is_made_is_refused_with_any_prompt(both) -> None:
+    empty, whole = both
+    before = admission().refuses_any(0, empty)
+    decided = admission().decide(0, whole)
+    if before is not None:
+        assert isinstance(decided, Shed)
+        assert (decided.status, decided.why) == (before.status, before.why)
+        assert decided.retry_after_ns >= before.retry_after_ns, (
+            "it may wait less long, so it comes back later"
+        )
+    same = admission().decide(0, empty)
+    troubled = empty.requested.ready == 0
+    assert troubled or (before is not None) == isinstance(same, Shed), "nobody pays for a prompt in vain"
+
+
+def test_a_request_that_may_be_let_in_leaves_no_trace_before_its_prompt_is_made() -> None:
+    asked, deciding = admission(chain=()), admission(chain=())
+    protected = {"band": "priority", "is_protected": True}
+    for _ in range(20):
+        decide(asked, at("large", ahead_s=9), **protected)
+        decide(deciding, at("large", ahead_s=9), **protected)
+    free = AdmitFacts(tenant=ANONYMOUS, requested=at("large"), candidate=FREE, **protected)
+    for _ in range(50):
+        assert asked.refuses_any(0, free) is None
+    between = at("large", ahead_s=PROTECTED_SHARE - CROWDED_SHARE / 8)
+    assert decide(asked, between, **protected) == decide(deciding, between, **protected)

@@ -1,9 +1,14 @@
-"""Callbacks of an HTTP exchange (backends/http/client.py), and what may be odd about its answer."""
+"""Callbacks of an HTTP exchange (backends/http/client.py), what may be odd about its answer, and the timer of
+all exchanges with one address.
+"""
 
+import asyncio
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+from penstock.clock import NS_PER_S, Clock
 
 
 class FailureKind(enum.Enum):
@@ -80,3 +85,61 @@ IGNORING_HANDLER = _Nobody()
 
 class NoConnection(Exception):
     """Every connection that the configuration allows is in use."""
+
+
+class Timed(Protocol):
+    """Something that fails if nothing happens in time."""
+
+    @property
+    def until_ns(self) -> int:
+        """When, as things stand."""
+        ...
+
+    def look(self, now_ns: int) -> None:
+        """Fail it if its time is over."""
+        ...
+
+
+LOOK_NS = NS_PER_S // 10
+"""Between two looks at everything, unless something begins or goes on that has less time."""
+_NEVER = 1 << 62
+
+
+class Deadlines:
+    """One timer for many deadlines that hardly ever come: each would be set and cancelled for nothing.
+
+    Progress moves a deadline and leaves the timer alone: when it fires there is mostly nothing to do but to
+    set it again.
+    """
+
+    __slots__ = ("_all", "_clock", "_timer", "looks_ns")
+
+    def __init__(self, clock: Clock, all_of_them: Collection[Timed]) -> None:
+        """`all_of_them`: those that have not ended, by reference."""
+        self._clock, self._all = clock, all_of_them
+        self._timer: asyncio.TimerHandle | None = None
+        self.looks_ns = _NEVER
+        """When the timer fires: a deadline that is later need not be told."""
+
+    def look_by(self, now_ns: int, until_ns: int) -> None:
+        """Look at all of them then, or sooner."""
+        if until_ns < self.looks_ns:
+            self.stop()
+            delay_s, self.looks_ns = max(0, until_ns - now_ns) / NS_PER_S, until_ns
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
+
+    def stop(self) -> None:
+        """Do not look any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self.looks_ns = None, _NEVER
+
+    def _look(self) -> None:
+        """However many deadlines are near, this is called some ten times a second."""
+        self._timer, self.looks_ns = None, _NEVER
+        now_ns = self._clock.now_ns()
+        for each in list(self._all):
+            each.look(now_ns)
+        if self._all:
+            next_ns = min([each.until_ns for each in self._all])
+            self.look_by(now_ns, max(next_ns, now_ns + LOOK_NS))

@@ -202,7 +202,7 @@ class HttpStream:
 
     def on_response(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         """See `HttpHandler`."""
-        self._status, self._headers = status, dict(headers)
+        self._status, self._headers = status, headers
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if status != 200 or kind != b"text/event-stream":
             self._body = bytearray()

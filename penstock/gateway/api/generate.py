@@ -24,6 +24,7 @@ from penstock.gateway.api.job import (
     answer_parser,
     body_bytes,
     check_places,
+    facts_before,
     facts_of,
     forwards,
     is_prose,
@@ -221,6 +222,7 @@ class Generate:
         first_error: ContextTooLong | None = None
         while exchange.is_open:
             exchange.serve(served)
+            services.dispatcher.check_crowd(exchange, partial(facts_before, exchange, hints, request, needs))
             try:
                 job, begin = await prepare(model, adapter)
             except ContextTooLong as error:

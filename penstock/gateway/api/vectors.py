@@ -152,22 +152,14 @@ class VectorEndpoints:
         info = model.info()
         _check_able(model, kind)
         check_places(model, bound := places(tenant, hints))
-        texts = await services.tokenize.run(max(num_bytes, num_chars), lambda: prepare(model, info))
-        check_tokens(tenant, max(len(each.ids) for each in texts.tokens), None, param="input")
         answer_id = IdSource.renamed(exchange.id, kind.id_prefix)
-        reply = VectorReply(self._context(exchange, model, answer_id), len(texts.tokens), texts.wording)
-        lengths = [len(each.ids) for each in texts.tokens]
-        facts = RequestFacts(
+        known = RequestFacts(
             id=RequestId(answer_id),
             tenant=tenant,
             route=model.name,
             requested_model=request.model,
-            prompt_tokens=sum(lengths),
-            held_tokens=sum(sorted(lengths)[-BATCH_TEXTS_MAX:]),
-            prompts=[each.ids for each in texts.tokens],
-            context_tokens=max(lengths),
+            prompt_tokens=0,
             max_tokens=1,
-            num_bytes=num_bytes + TOKEN_BYTES * sum(lengths),
             priority=request.priority or 0,
             first_token_ns=hints.max_wait_ns,
             degrade="never",
@@ -175,6 +167,19 @@ class VectorEndpoints:
             endpoint=kind.endpoint.value,
             key_prefix=caller.key_prefix,
             user=request.user[:USER_CHARS_MAX] if isinstance(request.user, str) else "",
+        )
+        services.dispatcher.check_crowd(exchange, lambda: known)
+        texts = await services.tokenize.run(max(num_bytes, num_chars), lambda: prepare(model, info))
+        check_tokens(tenant, max(len(each.ids) for each in texts.tokens), None, param="input")
+        reply = VectorReply(self._context(exchange, model, answer_id), len(texts.tokens), texts.wording)
+        lengths = [len(each.ids) for each in texts.tokens]
+        facts = msgspec.structs.replace(
+            known,
+            prompt_tokens=sum(lengths),
+            held_tokens=sum(sorted(lengths)[-BATCH_TEXTS_MAX:]),
+            prompts=[each.ids for each in texts.tokens],
+            context_tokens=max(lengths),
+            num_bytes=num_bytes + TOKEN_BYTES * sum(lengths),
         )
         exchange.limits_ns = services.clock.now_ns()
         if services.ask_store is not None:

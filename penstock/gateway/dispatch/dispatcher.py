@@ -115,6 +115,19 @@ class Dispatcher:
         self._dispatch_soon()
         return None
 
+    def check_crowd(self, exchange: Exchange, facts: Callable[[], RequestFacts]) -> None:
+        """Refuse a request under overload before its prompt is rendered and tokenized, which is most of the
+        work on a request that is refused; `facts` are those that are known before.
+
+        Raises:
+            PenstockError: it would be refused with any prompt.
+        """
+        assert exchange.served is not None, "its model is known"
+        now_ns, served = self._clock.now_ns(), exchange.served
+        if (error := self._driver.refuse_any(now_ns, served.counted_model, facts)) is not None:
+            exchange.headers = self._limiter.headers(now_ns, served.tenant)
+            raise error
+
     def move(self, request: Request, facts: RequestFacts, start: Callable[[], tuple[Reply, Streams]]) -> bool:
         """Let a request that waits for a model without workers wait for another one; `start` makes its reply.
 
@@ -237,8 +250,8 @@ class Dispatcher:
             trace.end_attempt(self._clock.now_ns(), request.attempt, reply.error)
         cancelled = label is Answer.ABORT
         outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if reply.error else Outcome.FINISHED
-        reason = label.value if label else ""
-        self._driver.ended(self._clock.now_ns(), request, outcome, finish_reason=reason, error=reply.error)
+        now_ns, reason = self._clock.now_ns(), label or ""
+        self._driver.ended(now_ns, request, outcome, finish_reason=reason, error=reply.error)
         self._dispatch_soon()
 
     # --- for the driver: see `driver.Workers` and `driver.Clients` --------------------------------

@@ -209,8 +209,6 @@ class AdmissionControl:
             if found:
                 return Divert(found.model, why)
             if verdict.is_proven:
-                if facts.is_protected:
-                    self._count(facts, refused=1.0)
                 return self._shed(now_ns, facts, verdict)
         if facts.is_protected and self._refused:
             self._count(facts, refused=0.0)
@@ -222,6 +220,25 @@ class AdmissionControl:
         # Rather another model than a worker that fails, where there is one: the panic rule is for the rest.
         is_strict = route.trouble is not None and may_divert and self._first_that_fits(facts) is not None
         return Admit(expected_ns, verdict.promised_ns, verdict.start_by_ns, is_strict)
+
+    def refuses_any(self, now_ns: int, facts: AdmitFacts) -> Shed | None:
+        """The refusal of a request whose prompt is not known yet (`facts` say that it has none), if `decide`
+        refuses it with any prompt; else None, and nothing has changed.
+
+        A longer prompt is never let in where a shorter one is refused: what goes before it, and what it is
+        compared with, are the same, or its own computation makes them worse. So a refusal under overload
+        needs no prompt to be rendered and tokenized, which costs more than everything else about it.
+        """
+        route = facts.requested
+        is_troubled = route.trouble is not None and route.trouble.why
+        if not route.ready or is_troubled or facts.is_cheaper is not None:
+            return None
+        verdict = self._judge(facts, route)
+        if verdict.fits or not verdict.is_proven:
+            return None
+        if _degrade_of(facts) != "never" and self._first_that_fits(facts):
+            return None
+        return self._shed(now_ns, facts, verdict)
 
     def _count(self, facts: AdmitFacts, *, refused: float) -> None:
         key = facts.requested.model, facts.band
@@ -264,7 +281,9 @@ class AdmissionControl:
         wait that is let in.
         """
         promise = self._promises.of(tier=facts.tenant.tier, band=facts.band)
-        due_ns = facts.max_wait_ns or promise.on(IDLE_FACTOR, route.idle_ttft_ns, 0).ttft_ns
+        due_ns = facts.max_wait_ns
+        if not due_ns and promise.ttft_ns:  # `promise.on`, without a struct for each request.
+            due_ns = max(promise.ttft_ns, round(IDLE_FACTOR * route.idle_ttft_ns))
         if not due_ns:
             return 0, 0, facts.queue_wait_max_ns
         if facts.max_wait_ns:
@@ -354,6 +373,8 @@ class AdmissionControl:
 
     def _shed(self, now_ns: int, facts: AdmitFacts, verdict: _Verdict) -> Shed:
         route = facts.requested
+        if facts.is_protected:
+            self._count(facts, refused=1.0)
         each_ns = route.each_ns or round(RETRY_AFTER_DEFAULT_S * NS_PER_S)
         wait_ns = max(each_ns, route.wait_ns - verdict.wait_max_ns)
         at_ns = self._comebacks.book(now_ns, (route.model, facts.tenant.id), wait_ns, each_ns)

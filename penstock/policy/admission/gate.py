@@ -116,6 +116,13 @@ class Gate:
             return Diverted(facts.id, decision.model, decision.why)
         return Refused(facts.id, "admission", _error(decision, facts.route))
 
+    def refuses_any(
+        self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]
+    ) -> Refused | None:
+        """See `contracts.Admission`."""
+        shed = self._admission.refuses_any(now_ns, self._admit_facts(now_ns, facts, look))
+        return None if shed is None else Refused(facts.id, "admission", _error(shed, facts.route))
+
     def elsewhere(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> str:
         """See `contracts.Admission`."""
         return self._admission.elsewhere(self._admit_facts(now_ns, facts, look))

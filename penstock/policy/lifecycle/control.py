@@ -19,7 +19,7 @@ from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Evicted, PenstockError, WorkerUnavailable
 from penstock.policy.contracts import Pass, RouteLoad
 from penstock.policy.extras.hedging import MARK, Hedging
-from penstock.policy.extras.hooks import AttemptClock, Extra
+from penstock.policy.extras.hooks import AttemptClock, Extra, Hooks
 from penstock.policy.extras.quarantine import CrashQuarantine
 from penstock.policy.flow import (
     Abort,
@@ -47,12 +47,14 @@ from penstock.types import RequestId, Usage, WorkerId
 _DECIDED = {Outcome.CANCELLED: Event.CANCEL, Outcome.EVICTED: Event.EVICT}
 """Events that decide an outcome before the worker's final report ends the request."""
 
+_EXPIRED = {"timeout": " without a turn", "late": ", and could not be answered in time any more"}
+
 
 class FlowControl:
     """See the module. One per gateway process, or per simulated gateway."""
 
     __slots__ = (
-        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_extras", "_fallbacks", "_model_queues",
+        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_fallbacks", "_hooks", "_model_queues",
         "_pending", "_policies", "_quarantine", "_requests", "_timers", "_timers_set", "_transitions",
         "hedging",
     )  # fmt: skip
@@ -67,8 +69,7 @@ class FlowControl:
         self._model_queues: dict[str, ModelQueue] = {}
         self._dirty: dict[str, ModelQueue] = {}
         self._timers: list[tuple[int, int, ModelQueue]] = []
-        self._timers_set = 0
-        self._pending: list[Action] = []
+        self._timers_set, self._pending = 0, list[Action]()
         self._drain_ns: int | None = None
         self.hedging: Hedging | None = None
         """For the driver, which says which of two attempts won; None if requests are never hedged."""
@@ -86,12 +87,12 @@ class FlowControl:
                 on_change=self._touch,
             )
             extras.append(self.hedging)
-        self._extras = tuple(extras)
+        self._hooks = Hooks(extras)
         self._transitions = Transitions(
             self._policies,
             self._accounts,
             self._requests,
-            self._extras,
+            self._hooks,
             on_change=self._touch,
             on_dropped=self._drop_for_room,
         )
@@ -103,13 +104,23 @@ class FlowControl:
         """Whether the store of shared limits is asked before this request arrives; see `TokenSource`."""
         return self._accounts.lacks(now_ns, facts)
 
+    def refuses_any(self, now_ns: int, route: str, facts: Callable[[], RequestFacts]) -> Refused | None:
+        """The refusal of a request that `arrive` would refuse with any prompt; `facts` are those that are
+        known before its prompt is made. None: nothing has changed. O(1) unless others come too late here.
+        """
+        model_queue = self._model_queues.get(route)
+        if model_queue is None or not model_queue.pace.is_any_late(now_ns):
+            return None
+        known = facts()
+        return self._policies.admission.refuses_any(now_ns, known, self._look(now_ns, known))
+
     def arrive(self, now_ns: int, facts: RequestFacts) -> Queued | Diverted | Refused:
         """Accept a request into the queue, or say why not. Its id must not be in use."""
         assert facts.id not in self._requests, f"{facts.id} is here already"
         if self._drain_ns is not None:
             return Refused(facts.id, "draining", Draining("this server is going away"))
-        for extra in self._extras:
-            if (error := extra.refusal(now_ns, facts)) is not None:
+        for refusal in self._hooks.refusal:
+            if (error := refusal(now_ns, facts)) is not None:
                 return Refused(facts.id, "quarantine", error)
         model_queue = self._model_queue(now_ns, facts.route)
         verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
@@ -127,8 +138,8 @@ class FlowControl:
         self._requests[facts.id] = request
         if facts.adapter:
             model_queue.placement.asked(now_ns, request, model_queue.workers)
-        for extra in self._extras:
-            extra.queued(now_ns, request)
+        for queued in self._hooks.queued:
+            queued(now_ns, request)
         self._touch(model_queue)
         self._drop_for_room(now_ns, dropped)
         return Queued(facts.id, facts.route, verdict.predicted_ns)
@@ -145,8 +156,7 @@ class FlowControl:
 
     def move(self, now_ns: int, facts: RequestFacts) -> bool:
         """Let a request that waits for a model without workers wait for another one, with a prompt made for
-        that; the id stays. False: it has a worker by now or has ended, or is not let in there; nothing has
-        changed then.
+        that; its id stays. False: it has a worker by now, has ended or is not let in there; nothing changed.
         """
         if self._drain_ns is not None:
             return False
@@ -167,9 +177,7 @@ class FlowControl:
             self._touch(request.model_queue)
 
     def drain(self, now_ns: int, deadline_ns: int) -> None:
-        """Refuse what is new from now on; accepted requests may run until the deadline, then they are
-        evicted.
-        """
+        """Refuse new requests; accepted ones may run until the deadline, then they are evicted."""
         self._drain_ns = max(now_ns, deadline_ns)
 
     # --- from the workers -------------------------------------------------------------------------
@@ -193,8 +201,8 @@ class FlowControl:
         if request.state is State.STARTED:
             model_queue = request.model_queue
             model_queue.begin(now_ns, request.worker, request.booked)
-            for extra in self._extras:
-                extra.first_output(now_ns, request)
+            for first_output in self._hooks.first_output:
+                first_output(now_ns, request)
             took_ns = now_ns - request.dispatched_ns
             self._policies.health.began(now_ns, model_queue.route, request.worker, took_ns)
             self._touch(model_queue)
@@ -240,9 +248,7 @@ class FlowControl:
         error: str = "",
         fault: PenstockError | None = None,
     ) -> Settled | None:
-        """The worker's final report: how it ended and what it used, all choices together.
-
-        None if it had ended.
+        """The worker's final report: how it ended and what it used, all choices together; None: it had ended.
 
         An outcome that was decided before (cancelled, evicted, out of budget) stays. Without usage what was
         reported counts. `fault` is what failed it, if it may be the worker's.
@@ -257,7 +263,9 @@ class FlowControl:
         request.finish_reason = request.finish_reason or finish_reason
         request.error = request.error or error
         event = Event.FAIL if outcome is Outcome.FAILED else Event.FINISH
-        return _settled(self._advance(now_ns, request, event, Change(usage=usage, error=fault)))
+        answer = self._advance(now_ns, request, event, Change(usage=usage, error=fault))
+        assert isinstance(answer, Settled), answer
+        return answer
 
     def failed(
         self,
@@ -285,8 +293,8 @@ class FlowControl:
         if event is Event.FAIL:
             request.error = request.error or type(error).__name__
         answer = self._advance(now_ns, request, event, Change(usage=usage, error=error))
-        if event is Event.FAIL:
-            return _settled(answer)
+        if isinstance(answer, Settled):
+            return answer
         if leaves is not None:
             self._pending.append(leaves)
         return Requeued(request_id, request.attempts, request.has_begun)
@@ -295,8 +303,8 @@ class FlowControl:
 
     def dispatch(self, now_ns: int) -> Sequence[Action]:
         """The actions that are due now, in order."""
-        for extra in self._extras:
-            for request, reason, error in extra.evictions(now_ns):
+        for evictions in self._hooks.evictions:
+            for request, reason, error in evictions(now_ns):
                 self._evict(now_ns, request, reason, error, self._pending)
         actions, self._pending = self._pending, []
         if self._drain_ns is not None and now_ns >= self._drain_ns:
@@ -311,8 +319,8 @@ class FlowControl:
             dirty, self._dirty = self._dirty, {}
             for model_queue in dirty.values():
                 self._serve(now_ns, model_queue, actions)
-        for extra in self._extras:
-            actions += extra.due(now_ns)
+        for due in self._hooks.due:
+            actions += due(now_ns)
         return actions
 
     def shed(self, now_ns: int, route: str) -> Sequence[Action]:
@@ -345,7 +353,7 @@ class FlowControl:
         while timers and timers[0][2].timer_ns != timers[0][0]:
             heappop(timers)
         times = [timers[0][0]] if timers else []
-        times += [due_ns for extra in self._extras if (due_ns := extra.next_ns()) is not None]
+        times += [due_ns for next_ns in self._hooks.next_ns if (due_ns := next_ns()) is not None]
         if self._pending or self._dirty:
             times.append(now_ns)
         if self._drain_ns is not None and any(
@@ -408,15 +416,10 @@ class FlowControl:
             if reason == "late" and (leaves := self._fallbacks.too_late(now_ns, self._requests[work.id])):
                 actions.append(leaves)
                 continue
-            waited_s = (now_ns - work.queued_ns) / NS_PER_S
             error: PenstockError = _no_worker(model_queue.route)
-            if reason == "timeout":
-                error = Evicted(
-                    f"waited {waited_s:.1f} s without a turn", retry_after_s=model_queue.retry_after_s()
-                )
-            elif reason == "late":
-                why = f"waited {waited_s:.1f} s, and could not be answered in time any more"
-                error = Evicted(why, retry_after_s=model_queue.retry_after_s())
+            if (said := _EXPIRED.get(reason)) is not None:
+                waited = f"waited {(now_ns - work.queued_ns) / NS_PER_S:.1f} s{said}"
+                error = Evicted(waited, retry_after_s=model_queue.retry_after_s())
             self._evict(now_ns, self._requests[work.id], reason, error, actions)
         if model_queue.queue.num_waiting and not model_queue.wake_ns:
             self._look_elsewhere(now_ns, model_queue, actions)
@@ -479,21 +482,16 @@ class FlowControl:
         error: PenstockError | None,
         usage: Usage | None = None,
     ) -> None:
-        for extra in self._extras:
-            extra.attempt_lost(now_ns, request, worker, error, usage)
+        for attempt_lost in self._hooks.attempt_lost:
+            attempt_lost(now_ns, request, worker, error, usage)
 
     def _end_extras(self, now_ns: int, request: Request, actions: list[Action]) -> None:
         """An event of a request concerns all of its attempts: a second one ends first."""
-        aborts = [extra.ending(now_ns, request) for extra in self._extras]
-        actions.extend(abort for abort in aborts if abort is not None)
+        aborts = [ending(now_ns, request) for ending in self._hooks.ending]
+        actions += [abort for abort in aborts if abort is not None]
 
     def _touch(self, model_queue: ModelQueue) -> None:
         self._dirty[model_queue.route] = model_queue
-
-
-def _settled(answer: Settled | Abort | Start | None) -> Settled:
-    assert isinstance(answer, Settled), answer
-    return answer
 
 
 def _no_worker(route: str) -> WorkerUnavailable:

@@ -12,6 +12,7 @@ counts. The ports are small: the gateway implements them over streams, replies a
 come back here before it returns.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerEjected
@@ -165,6 +166,13 @@ class Driver:
                 self.control.failed(now_ns, facts.id, error, retry=False)
                 raise
         return answer
+
+    def refuse_any(self, now_ns: int, route: str, facts: Callable[[], RequestFacts]) -> PenstockError | None:
+        """Refuse a request before its prompt is made, if it would be refused with any prompt."""
+        if (refused := self.control.refuses_any(now_ns, route, facts)) is None:
+            return None
+        self._records.refused(route, refused.reason)
+        return refused.error
 
     def move(self, now_ns: int, facts: RequestFacts, why: str) -> bool:
         """Let a request that waits for a model without workers wait for another one. False: it stays."""

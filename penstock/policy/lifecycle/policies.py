@@ -132,6 +132,10 @@ class AdmitAll:
         del now_ns, facts, look
         return _PASS
 
+    def refuses_any(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> None:
+        """No."""
+        del now_ns, facts, look
+
     def elsewhere(self, now_ns: int, facts: RequestFacts, look: Callable[[str], RouteLoad]) -> str:
         """Nowhere."""
         del now_ns, facts, look
