@@ -36,14 +36,12 @@ from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.ensembles import Ensembles
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect, model_numbers
+from penstock.gateway.api.orders import AdaptersAdmin, RolloutsAdmin, ScaleAdmin, SleepAdmin
 from penstock.gateway.api.responses import Responses
-from penstock.gateway.api.rollouts import RolloutsAdmin
 from penstock.gateway.api.routes import Answers, Handler, Orders, Route, Routes, is_poll
-from penstock.gateway.api.scaling import ScaleAdmin
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
-from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
 from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
 from penstock.gateway.cells.server import cells_of
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
