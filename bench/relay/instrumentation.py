@@ -448,7 +448,8 @@ def counted_steps(side: str, num_steps: int) -> int:
         subprocess.run(
             [
                 "valgrind", "--tool=cachegrind", "--cache-sim=no", f"--cachegrind-out-file={out.name}", "-q",
-                sys.executable, "-m", "bench.relay.instrumentation", "--count-side", side, "--count-steps", str(num_steps),
+                sys.executable, "-m", "bench.relay.instrumentation", "--count-side", side,
+                "--count-steps", str(num_steps),
             ],
             check=True, env=os.environ | {"PYTHONHASHSEED": "0"},
         )  # fmt: skip
