@@ -139,11 +139,11 @@ def _is_unsatisfiable(schema: dict[str, Any]) -> bool:
 
 def _without(schema: dict[str, Any], path: str) -> dict[str, Any]:
     """A copy without the keyword at a JSON pointer."""
-    copy = json.loads(json.dumps(schema))
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
     node: Any = copy
     *outer, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/")[1:])
     for part in outer:
-        node = node[int(part)] if isinstance(node, list) else node[part]
+        node = cast(Any, node[int(part)] if isinstance(node, list) else node[part])
     del node[last]
     return copy
 
