@@ -31,13 +31,11 @@ class SystemClock:
 
     __slots__ = ()
 
-    def now_ns(self) -> int:
-        """Read the monotonic clock."""
-        return time.monotonic_ns()
-
-    def wall_ns(self) -> int:
-        """Read the wall clock."""
-        return time.time_ns()
+    # The machine's own functions: a request reads the clock some thirty times.
+    now_ns = staticmethod(time.monotonic_ns)
+    """Read the monotonic clock."""
+    wall_ns = staticmethod(time.time_ns)
+    """Read the wall clock."""
 
 
 class ManualClock:

@@ -5,8 +5,10 @@ the only one that asks the machine for entropy. Streams with different names are
 """
 
 import hashlib
+import os
 import random
 import secrets
+import struct
 
 Stream = random.Random
 """The type of a stream, for signatures."""
@@ -19,9 +21,20 @@ def stream(seed: int, name: str) -> Stream:
     return random.Random(int.from_bytes(digest, "big"))
 
 
+_seeds: list[int] = []
+_SEEDS = struct.Struct("256Q")
+os.register_at_fork(after_in_child=_seeds.clear)  # Two processes share none.
+
+
 def fresh_seed() -> int:
-    """A 63-bit seed from the machine's entropy, for requests and runs that were given none."""
-    return secrets.randbits(SEED_BITS)
+    """A 63-bit seed from the machine's entropy, for requests and runs that were given none; the machine is
+    asked for many at once.
+    """
+    try:
+        return _seeds.pop() >> 64 - SEED_BITS
+    except IndexError:
+        _seeds.extend(_SEEDS.unpack(secrets.token_bytes(_SEEDS.size)))
+        return secrets.randbits(SEED_BITS)
 
 
 def choice_seed(seed: int, choice: int) -> int:

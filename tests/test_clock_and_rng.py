@@ -1,3 +1,5 @@
+import os
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,3 +43,22 @@ def test_entropy_has_the_promised_sizes() -> None:
     assert len(rng.fresh_key(32)) == 32
     assert 0 <= rng.fresh_seed() < 2**63
     assert rng.fresh_token() != rng.fresh_token()
+
+
+def test_fresh_seeds_never_repeat_nor_are_shared_with_a_forked_process() -> None:
+    seeds = {rng.fresh_seed() for _ in range(1000)}
+    assert len(seeds) == 1000
+    assert max(seeds) < 2**63
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writer, b"".join(rng.fresh_seed().to_bytes(8, "big") for _ in range(100)))
+        os._exit(0)
+    mine = {rng.fresh_seed() for _ in range(100)}
+    assert os.waitpid(child, 0)[1] == 0
+    reported = os.read(reader, 800)
+    os.close(reader)
+    os.close(writer)
+    theirs = {int.from_bytes(reported[i : i + 8], "big") for i in range(0, 800, 8)}
+    assert len(theirs) == 100
+    assert not theirs & (mine | seeds)

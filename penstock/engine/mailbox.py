@@ -32,8 +32,6 @@ STATS_INTERVAL_S = 0.5
 """`Stats` go out this often while they change, and not at all while nothing does."""
 PROOF_TIMEOUT_S = 5.0
 """Where a key is wanted, a connection without a proof is cut after this long,"""
-PROOF_BYTES_MAX = 1024
-"""or after so many bytes,"""
 UNPROVEN_MAX = 64
 """and of more than so many at once the oldest one of the address with the most is cut: newcomers may be
 gateways."""

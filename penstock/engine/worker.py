@@ -37,9 +37,8 @@ from penstock.config.machine import CgroupMemory
 from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.adapters.manager import AdapterManager, AdapterRead
 from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_core
-from penstock.engine.device_readings import watch_device
-from penstock.engine.fault_watch import FaultWatch, Remedy
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
+from penstock.engine.machine_watch import FaultWatch, Remedy, watch_device
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Ordered, StepWatch, Submitted
 from penstock.engine.memory import settle_malloc
 from penstock.engine.pooling.core import build_vector_core

@@ -121,7 +121,7 @@ class Attached:
             # Once it has shown that it has this key, its blocks go by what is derived from it
             # (`penstock worker`).
             worker.shares_key, worker.hash_key = True, hash_key_of(key.encode())
-        worker.terms = _terms_of(self.config)
+        worker.terms = terms_of(self.config)
         worker.kv_events = zmq_address(self.config.url, self.config.kv_events)
         worker.kv_replay = zmq_address(self.config.url, self.config.kv_replay)
         if self.config.engine == "penstock":
@@ -186,7 +186,8 @@ def _key_of(config: WorkerConfig) -> str:
     return key
 
 
-def _terms_of(config: WorkerConfig) -> DeploymentTerms | None:
+def terms_of(config: WorkerConfig) -> DeploymentTerms | None:
+    """Its place and its limits among the workers of its model; None: it is as all others."""
     terms = DeploymentTerms(order=config.order, weight=config.weight, rpm=config.rpm, tpm=config.tpm)
     return None if terms == DeploymentTerms() else terms
 

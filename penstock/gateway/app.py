@@ -36,14 +36,12 @@ from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.ensembles import Ensembles
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect, model_numbers
+from penstock.gateway.api.orders import AdaptersAdmin, RolloutsAdmin, ScaleAdmin, SleepAdmin
 from penstock.gateway.api.responses import Responses
-from penstock.gateway.api.rollouts import RolloutsAdmin
 from penstock.gateway.api.routes import Answers, Handler, Orders, Route, Routes, is_poll
-from penstock.gateway.api.scaling import ScaleAdmin
 from penstock.gateway.api.services import Services
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
-from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
 from penstock.gateway.api.worker_trails import LeftAlone, WorkerTrails
 from penstock.gateway.cells.server import cells_of
 from penstock.gateway.dispatch.assemble import GatewayTools, StretchedPromises, make_policies
@@ -330,7 +328,6 @@ class Gateway:
                 return
         task = asyncio.get_running_loop().create_task(self._run(handler, exchange, caller))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def finished(self, exchange: Exchange) -> None:
         """Count and log an exchange that is over."""
@@ -388,6 +385,8 @@ class Gateway:
             self._failed(exchange, error)
         finally:
             exchange.forget_request()
+            if (task := asyncio.current_task()) is not None:
+                self._tasks.discard(task)  # Here and not as a callback, which would be a turn of its own.
 
     def _failed(self, exchange: Exchange, error: Exception) -> None:
         exchange.error = error
@@ -475,7 +474,7 @@ def _access_line(exchange: Exchange, record: RequestMeasurement | None, now_ns: 
         request_id=exchange.id or None,
         trace_id=exchange.trace and exchange.trace.trace_id,
         model=served and served.counted_model,
-        outcome=record and record.outcome.value,
+        outcome=record and record.outcome,
         ttft_ns=record and record.ttft_ns,
         prompt_tokens=record and record.prompt_tokens,
         cached_tokens=record and record.cached_tokens,

@@ -378,13 +378,17 @@ class _Kind:
                 service_s = min(service_s, _SERVICE_MAX * self._service_s)
             assert service_s > 0, service_s
             self._service_s += max(_SERVICE_PACE, 1 / self._num_ended) * (service_s - self._service_s)
-        if self._learned_ns is not None and ran.at_ns < self._learned_ns + _LEARN_EVERY_NS:
+        if not self.learns_at(ran.at_ns):
             return
         self._learned_ns = ran.at_ns
         self._learn_prefill(ran)
         if ran.step_ns:
             self._step.observe((1.0, ran.step_streams), ran.step_ns)
         self.speed = self._read()
+
+    def learns_at(self, at_ns: int) -> bool:
+        """Whether times of a request that ended then would be learned from."""
+        return self._learned_ns is None or at_ns >= self._learned_ns + _LEARN_EVERY_NS
 
     def _learn_prefill(self, ran: Ran) -> None:
         if ran.first_ns <= 0 or ran.waited:
@@ -426,6 +430,11 @@ class Speeds:
     def learn(self, kind: str, ran: Ran) -> None:
         """A request of a worker of this kind has ended."""
         (self._kinds.get(kind) or self._enter(kind)).learn(ran)
+
+    def learns_at(self, kind: str, at_ns: int) -> bool:
+        """Whether it would learn of a request that has begun then, whose `service_ns` is not known."""
+        found = self._kinds.get(kind)
+        return found is None or found.learns_at(at_ns)
 
     def _enter(self, kind: str) -> _Kind:
         if len(self._kinds) >= _KINDS_MAX:

@@ -171,6 +171,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Capabilities that its worker must have (`types.Capability`)."""
     context_tokens: int = 0
     """Of one choice: its prompt and the answer that the client asks for; 0 is the prompt alone."""
+    is_whole: bool = False
+    """Its answer is given when all of it is there: until then its client has nothing."""
     endpoint: str = "chat"
     adapter: str = ""
     session: str = ""

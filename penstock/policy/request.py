@@ -240,10 +240,19 @@ class Request(Work):
         """Usage of one choice; None while its stream runs."""
         return self.used_by_choice.get(choice)
 
+    def given(self) -> Usage:
+        """The tokens that its client got and pays for: none of a whole answer that did not reach its end."""
+        if self.facts.is_whole and self.outcome in (Outcome.FAILED, Outcome.EVICTED):
+            return _NOTHING
+        prompt, cached = self.counted_prompt_tokens, self.counted_cached_tokens
+        answer = self.completion_tokens
+        return Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=answer)
+
     @property
     def longest_answer(self) -> int:
         """Tokens of the longest choice."""
-        return max((usage.completion_tokens for usage in self.used_by_choice.values()), default=0)
+        lengths = [usage.completion_tokens for usage in self.used_by_choice.values()]
+        return max(lengths) if lengths else 0
 
     def used(self) -> Usage:
         """Usage of all choices: every prompt once, every answer. Times are the first choice's."""
@@ -275,7 +284,7 @@ class Request(Work):
         The share of the accelerators' cost is not here: the caller that knows it adds it. Times are the
         worker's own where it tells them.
         """
-        facts, usage = self.facts, self.usage or Usage()
+        facts, usage, given = self.facts, self.usage or Usage(), self.given()
         assert self.state is State.ENDED, f"{facts.id} has not ended"
         assert self.outcome is not None, "the event that ended it decided how"
         started, first = self.dispatched_ns, self.first_output_ns
@@ -304,9 +313,9 @@ class Request(Work):
             finish_reason=self.finish_reason,
             error=self.error,
             choices=facts.choices,
-            prompt_tokens=self.counted_prompt_tokens,
-            cached_tokens=self.counted_cached_tokens,
-            completion_tokens=self.completion_tokens,
+            prompt_tokens=given.prompt_tokens,
+            cached_tokens=given.cached_tokens,
+            completion_tokens=given.completion_tokens,
             attempts=self.attempts,
             queue_us=(self.queue_ns + usage.queue_ns) // 1000,
             prefill_us=(usage.prefill_ns or prefill_ns) // 1000,

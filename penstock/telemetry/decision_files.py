@@ -3,7 +3,8 @@
     DIRECTORY/TIME-INSTANCE.dec     one process appends to one file at a time; all processes read all of them
 
 A file is a row of batches: length, number of entries, eight bytes of hash for each request, and the entries
-(msgpack, compressed). A search for a request reads the hashes, and of the rest only the lines that it wants.
+(msgpack, compressed), with the settings that they were decided by once for all of them. A search for a
+request reads the hashes, and of the rest only the lines that it wants.
 Old files are removed by whichever process begins a new one: `BYTES_MAX` bounds the directory, so a fleet that
 decides faster than some hundred times a second remembers less than an hour.
 
@@ -23,7 +24,9 @@ from pathlib import Path
 import msgspec
 
 from penstock.clock import NS_PER_MS, NS_PER_S, Clock, sleep
-from penstock.policy.placement.pick import ComplexityChoice, Decision
+from penstock.policy.placement.pick import Choice, ComplexityChoice, Decision
+from penstock.policy.placement.score import ScoredRequest, WorkerFacts
+from penstock.policy.terms import PlacementTerms
 from penstock.telemetry.log import Log
 from penstock.types import RequestId
 
@@ -54,7 +57,7 @@ class Failure(msgspec.Struct, frozen=True):
     """Empty where it may repeat what the client wrote."""
 
 
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+class DecisionEntry(msgspec.Struct, frozen=True):
     """One thing that was decided about a request."""
 
     request_id: RequestId
@@ -64,7 +67,35 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: Failure | None = None
 
 
-_entries = msgspec.msgpack.Decoder(list[Entry])
+class _Written(msgspec.Struct, frozen=True, array_like=True):
+    """A decision in a batch, without its settings."""
+
+    route: str
+    at_ns: int
+    config: int
+    """Which of the batch's settings it was made by."""
+    request: ScoredRequest
+    candidates: tuple[WorkerFacts, ...]
+    draws: tuple[int, ...]
+    choice: Choice
+    looked_up: bool
+
+
+class _Item(msgspec.Struct, frozen=True, array_like=True):
+    """An entry in a batch."""
+
+    request_id: RequestId
+    decision: _Written | None
+    choice: ComplexityChoice | None
+    failure: Failure | None
+
+
+class _Batch(msgspec.Struct, frozen=True, array_like=True):
+    configs: list[PlacementTerms]
+    items: list[_Item]
+
+
+_decode = msgspec.msgpack.Decoder(_Batch).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -77,14 +108,14 @@ class DecisionFiles:
         self._file: int | None = None
         self._since_ns = self._num_bytes = 0
 
-    def append(self, entries: list[Entry]) -> None:
+    def append(self, entries: list[DecisionEntry]) -> None:
         """Write a batch.
 
         Raises:
             OSError: it cannot be written.
         """
-        hashes = b"".join(_hash(entry.request_id) for entry in entries)
-        body = hashes + zlib.compress(_encode(entries), 1)
+        hashes = b"".join([_hash(entry.request_id) for entry in entries])
+        body = hashes + zlib.compress(_encode(_batch_of(entries)), 1)
         with self._one_at_a_time:
             written = os.write(self._current(), _HEAD.pack(len(body), len(entries)) + body)
             self._num_bytes += written
@@ -94,9 +125,9 @@ class DecisionFiles:
                 self._close()
                 raise OSError("a batch of decisions was not written whole")
 
-    def find(self, *names: RequestId) -> list[Entry]:
+    def find(self, *names: RequestId) -> list[DecisionEntry]:
         """The decisions about a request, by any of its names, oldest first."""
-        wanted, found = {_hash(name) for name in names}, list[Entry]()
+        wanted, found = {_hash(name) for name in names}, list[DecisionEntry]()
         for path in sorted(self._directory.glob("*.dec")):
             try:
                 found += [entry for entry in _matching(path, wanted) if entry.request_id in names]
@@ -146,7 +177,7 @@ class DecisionKeeper:
 
     def __init__(self, files: DecisionFiles, log: Log) -> None:
         self._files, self._log = files, log
-        self._pending: deque[Decision | Entry] = deque(maxlen=PENDING_MAX)
+        self._pending: deque[Decision | DecisionEntry] = deque(maxlen=PENDING_MAX)
         """Decisions; the entry of a decision is made when it is written, by that thread."""
         self._one_writer = threading.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -159,13 +190,13 @@ class DecisionKeeper:
 
     def chose(self, request_id: RequestId, choice: ComplexityChoice) -> None:
         """A model was chosen."""
-        self._pending.append(Entry(request_id, choice=choice))
+        self._pending.append(DecisionEntry(request_id, choice=choice))
 
     def failed(self, request_id: RequestId, failure: Failure) -> None:
         """A request was refused, or failed."""
         if self._num_failures < FAILURES_MAX:
             self._num_failures += 1
-            self._pending.append(Entry(request_id, failure=failure))
+            self._pending.append(DecisionEntry(request_id, failure=failure))
 
     def start(self) -> None:
         """Begin to write."""
@@ -179,7 +210,7 @@ class DecisionKeeper:
             await asyncio.to_thread(self._write)
             await asyncio.to_thread(self._files.close)
 
-    async def find(self, *names: RequestId) -> list[Entry]:
+    async def find(self, *names: RequestId) -> list[DecisionEntry]:
         """The decisions about a request, in whichever process; another one may have yet to write it."""
         await asyncio.to_thread(self._write)
         found = await asyncio.to_thread(self._files.find, *names)
@@ -216,13 +247,15 @@ class DecisionKeeper:
             self._is_failing = False
 
 
-def _entry_of(decided: Decision | Entry) -> Entry:
-    return decided if isinstance(decided, Entry) else Entry(decided.request_id, decision=decided)
+def _entry_of(decided: Decision | DecisionEntry) -> DecisionEntry:
+    return (
+        decided if isinstance(decided, DecisionEntry) else DecisionEntry(decided.request_id, decision=decided)
+    )
 
 
-def _matching(path: Path, wanted: AbstractSet[bytes]) -> list[Entry]:
+def _matching(path: Path, wanted: AbstractSet[bytes]) -> list[DecisionEntry]:
     """The entries of those batches that may have the request."""
-    found = list[Entry]()
+    found = list[DecisionEntry]()
     with path.open("rb") as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             size, count = _HEAD.unpack(head)
@@ -230,11 +263,50 @@ def _matching(path: Path, wanted: AbstractSet[bytes]) -> list[Entry]:
             places = range(0, len(hashes), _HASH_BYTES)
             if any(hashes[i : i + _HASH_BYTES] in wanted for i in places):
                 try:
-                    found += _entries.decode(zlib.decompress(file.read(size - len(hashes))))
+                    found += _entries_of(_decode(zlib.decompress(file.read(size - len(hashes)))))
                 except (zlib.error, msgspec.MsgspecError):  # Half written, or by another version.
                     return found
             else:
                 file.seek(size - len(hashes), os.SEEK_CUR)
+    return found
+
+
+def _batch_of(entries: list[DecisionEntry]) -> _Batch:
+    """As it is written."""
+    configs, places, items = list[PlacementTerms](), dict[int, int](), list[_Item]()
+    for entry in entries:
+        written = None
+        if (made := entry.decision) is not None:
+            place = places.get(id(made.config))
+            if place is None:
+                place = places[id(made.config)] = len(configs)
+                configs.append(made.config)
+            written = _Written(
+                made.route, made.at_ns, place, made.request, made.candidates, made.draws, made.choice,
+                made.looked_up,
+            )  # fmt: skip
+        items.append(_Item(entry.request_id, written, entry.choice, entry.failure))
+    return _Batch(configs, items)
+
+
+def _entries_of(batch: _Batch) -> list[DecisionEntry]:
+    """As it was given to `append`."""
+    found = list[DecisionEntry]()
+    for item in batch.items:
+        decision = None
+        if (made := item.decision) is not None:
+            decision = Decision(
+                request_id=item.request_id,
+                route=made.route,
+                at_ns=made.at_ns,
+                config=batch.configs[made.config],
+                request=made.request,
+                candidates=made.candidates,
+                draws=made.draws,
+                choice=made.choice,
+                looked_up=made.looked_up,
+            )
+        found.append(DecisionEntry(item.request_id, decision, item.choice, item.failure))
     return found
 
 

@@ -5,7 +5,7 @@ ledger = Ledger(config.ledger, clock, log)
 await ledger.start()        # recovers what dead processes left
 ledger.open(record)         # accepted: raises Overloaded if it cannot be written down
 ledger.flush()              # before anything is started or the last byte is sent
-ledger.slice(progress)      # at every slice boundary
+ledger.slice(id, make)      # at every slice boundary; `make` is called when it is written
 ledger.close(record)        # over: exactly once for each that was opened
 await ledger.stop()         # writes and delivers all
 """
@@ -13,6 +13,7 @@ await ledger.stop()         # writes and delivers all
 import asyncio
 import contextlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,10 +158,10 @@ class Ledger:
             self._journal.open(_bounded(record))
             self._flush_soon()
 
-    def slice(self, progress: Progress) -> None:
-        """It has used this much until now."""
+    def slice(self, request_id: str, make: Callable[[], Progress]) -> None:
+        """It has used more; `make` says how much until now, and is called when that is written."""
         if self._journal is not None:
-            self._journal.slice(progress)
+            self._journal.slice(request_id, make)
             self._flush_soon()
 
     def close(self, record: UsageRecord) -> None:

@@ -104,8 +104,8 @@ class Journal:
         self._num_appended = self._num_written = 0
         self._unpins: deque[tuple[int, int]] = deque()
         self._live: dict[str, _Live] = {}
-        self._slices: dict[str, Progress] = {}
-        """Not written yet: the last of each request."""
+        self._slices: dict[str, Callable[[], Progress]] = {}
+        """Not written yet: what makes the last of each request."""
         self._unkept: set[str] = set()
         self._pins: dict[int, int] = {}
         self._sealed: list[_Segment] = []
@@ -144,12 +144,12 @@ class Journal:
         self._pins[sequence] = self._pins.get(sequence, 0) + 1
         self._append(frame)
 
-    def slice(self, progress: Progress) -> None:
-        """A running request has used this much until now. It is written with what else this turn of the event
-        loop says, unless that is the request's end.
+    def slice(self, request_id: str, make: Callable[[], Progress]) -> None:
+        """A running request has used more. It is written with what else this turn of the event loop says, and
+        made then; never, if that is the request's end.
         """
-        if progress.request_id not in self._unkept:
-            self._slices[progress.request_id] = progress
+        if request_id not in self._unkept:
+            self._slices[request_id] = make
 
     def close(self, record: UsageRecord) -> None:
         """A request is over. `record` is what stays of it."""
@@ -169,9 +169,9 @@ class Journal:
 
     def flush(self) -> None:
         """Hand everything to the operating system: from here a dead process loses none of it."""
-        for progress in self._slices.values():
-            frame = to_frame(_SLICE, encode(progress))
-            self._live[progress.request_id].progress = frame
+        for request_id, make in self._slices.items():
+            frame = to_frame(_SLICE, encode(make()))
+            self._live[request_id].progress = frame
             self._append(frame)
         self._slices.clear()
         if not self._frames:

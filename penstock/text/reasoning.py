@@ -70,6 +70,11 @@ class AnswerParser:
         """White space that comes next is dropped."""
         self._counts = counts
 
+    @property
+    def passes_on(self) -> bool:
+        """Whether all text is prose, which goes on as it comes: there are neither marks nor calls."""
+        return self.marks is None and self._tools is None and self._counts is None and self._shows
+
     def num_thoughts(self, token_ids: Sequence[int], thought: str = "") -> int:
         """How many of the tokens up to these are now found to be reasoning, and were not before; `thought`:
         what the worker told apart of them.

@@ -22,8 +22,9 @@ from engine_stand_ins import (
 from test_external_conformance import opened, tools
 
 from penstock.backends.base import Finish
-from penstock.backends.http.address import HttpBackendLimits, HttpLimits
 from penstock.backends.http.backend import HttpBackend
+from penstock.backends.http.dialects.base import retry_after_s
+from penstock.backends.http.terms import HttpBackendLimits, HttpLimits
 from penstock.errors import (
     ContextTooLong,
     InvalidRequest,
@@ -145,6 +146,35 @@ def test_a_status_becomes_the_right_error(
         assert made.counted("penstock_backend_requests_total", engine="vllm", outcome=outcome) == 1
 
     bench(check)
+
+
+NOW = b"Fri, 27 Nov 2026 10:00:00 GMT"
+
+
+@pytest.mark.parametrize(
+    ("headers", "wait_s"),
+    [
+        ({b"retry-after": b"7"}, 7),
+        ({b"retry-after": b" 1.5 "}, 1.5),
+        ({b"retry-after": b"86400"}, 3600),
+        ({b"retry-after": b"Fri, 27 Nov 2026 10:01:30 GMT", b"date": NOW}, 90),
+        ({b"retry-after": b"Friday, 27-Nov-26 10:00:30 GMT", b"date": NOW}, 30),
+        ({b"retry-after": NOW, b"date": b"Fri, 27 Nov 2026 11:00:00 GMT"}, 0),
+        ({b"retry-after": b"Fri, 27 Nov 2026 10:01:30 GMT"}, None),
+        ({b"retry-after-ms": b"250", b"retry-after": b"1"}, 0.25),
+        ({b"retry-after-ms": b"soon", b"retry-after": b"1"}, 1),
+        *(
+            ({b"retry-after": value, b"date": NOW}, None)
+            for value in (b"", b"-1", b"nan", b"inf", b"5, 5", b"9" * 99)
+        ),
+        ({b"retry-after": b"Fri, 27 Foo 2026 10:01:30 GMT", b"date": NOW}, None),
+        ({}, None),
+    ],
+)
+def test_a_worker_says_in_several_ways_when_to_come_again(
+    headers: dict[bytes, bytes], wait_s: float | None
+) -> None:
+    assert retry_after_s(headers) == wait_s
 
 
 def test_an_endless_error_page_is_not_read_to_its_end() -> None:

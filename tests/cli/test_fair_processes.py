@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from engine_stand_ins import StandIn
+from raw_worker import RawWorker
 from redis_process import RedisProcess
-from stand_in_thread import MODEL, Serve, stand_in_engine
+from stand_in_thread import MODEL, Serve, shared_engine, stand_in_engine
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -109,13 +111,13 @@ def port_of(gateway: Serve) -> int:
     return int(gateway.server.url.rpartition(":")[2].split("/")[0])
 
 
-def served(place: Path, engine: StandIn | None, *sections: str, processes: int = 1) -> Serve:
+def served(place: Path, engine: StandIn | RawWorker | None, *sections: str, processes: int = 1) -> Serve:
     """An engine of ours runs `SLOTS` streams in all, and processes take them as they come free."""
-    rows = SLOTS * processes if engine is not None else SLOTS
+    rows = SLOTS * processes if isinstance(engine, StandIn) else SLOTS
     return Serve(
         place, engine, dict.fromkeys(WANTED, "weight: 1"),
         "admission: {ttft_target_ms: 0, tpot_target_ms: 0}", *sections,
-        processes=processes, worker=f"max_running: {rows}",
+        processes=processes, worker="" if isinstance(engine, RawWorker) else f"max_running: {rows}",
     )  # fmt: skip
 
 
@@ -160,18 +162,26 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
     process.kill()
 
 
+@pytest.mark.parametrize(
+    ("make_engine", "max_tokens"),
+    [(lambda: shared_engine(SLOTS), 24), (lambda: stand_in_engine(step_s=0.02), 8)],
+    ids=["ours", "another's"],
+)
 def test_machines_that_share_a_redis_share_as_one_and_go_on_when_it_freezes(
-    tmp_path: Path, redis: RedisProcess
+    tmp_path: Path,
+    redis: RedisProcess,
+    make_engine: Callable[[], AbstractContextManager[StandIn | RawWorker]],
+    max_tokens: int,
 ) -> None:
     async def main(gateways: list[Serve]) -> float:
         with contextlib.ExitStack() as stack:
             askers = await at_machines(gateways, stack)
-            share = await share_of(askers)
+            share = await share_of(askers, max_tokens)
             redis.freeze()
             await asyncio.gather(*(asker.ask(1) for _, asker in askers))
             return share
 
-    with stand_in_engine(step_s=0.02) as engine:
+    with make_engine() as engine:
         shared = f"shared: {{url: '{redis.url}', prefix: fair, gateways: 2}}"
         gateways = [served(tmp_path / name, engine, shared) for name in ("one", "two")]
         try:

@@ -9,20 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import load_and_sim
-import overload
 import pytest
 
+from bench.sockets import load_and_sim, overload
+
 TIMES, RATE_MIN, SECONDS, DRAIN_S = 6, 20.0, 8.0, 10.0
+PROCESSES = 2
 pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(scope="module")
 def overloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """A real server and engine, under six times what it answers to a closed loop."""
+    """Two gateway processes and our engine, under six times what they answer to a closed loop."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overload, "CLOSED_S", 5.0)
-        stack = overload.Stack(tmp_path_factory.mktemp("overload"), sys.executable, "penstock-demo")
+        place = tmp_path_factory.mktemp("overload")
+        stack = overload.Stack(place, sys.executable, "penstock-demo", processes=PROCESSES)
 
         async def measure() -> SimpleNamespace:
             measurement = overload.Measurement(stack, SimpleNamespace(), 1)
@@ -69,7 +71,7 @@ def test_two_processes_let_in_what_one_worker_can_do_and_share_it_among_tenants(
     """Twice what it can do, at a worker whose steps take as long as they are told: a busy machine changes
     little of what is decided.
     """
-    scenario = dataclasses.replace(load_and_sim.overload(processes=2), seconds=SECONDS)
+    scenario = dataclasses.replace(load_and_sim.overload(processes=PROCESSES), seconds=SECONDS)
     found = load_and_sim.counted(scenario, load_and_sim.served(scenario, tmp_path, seed=1))
     assert found["neither answered nor refused"] == 0
     assert found["first: answered, share"] >= 0.8, "its band goes first"

@@ -1,4 +1,6 @@
-"""Limits that gateways share, over HTTP: real `penstock serve` processes, a real Redis, kill -9 of either."""
+"""Limits that gateways share, over HTTP: `penstock serve` processes in front of a worker of ours, a real
+Redis, and kill -9 of either.
+"""
 
 import asyncio
 import contextlib
@@ -10,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from redis_process import RedisProcess
-from stand_in_thread import MODEL, Serve, serve_with, stand_in_engine
+from stand_in_thread import MODEL, Serve, serve_with, shared_engine
 
 from penstock.bench.client import Client
 
@@ -131,7 +133,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     path = tmp_path_factory.mktemp("world")
     redis = RedisProcess(path)
     redis.start()
-    with stand_in_engine() as engine:
+    with shared_engine() as engine:
         made = World(path, redis, engine)
         yield made
         for one in made.all:

@@ -10,84 +10,20 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from free_port import free_port
+from http_answers import begin, talk
 from served import PATIENCE_S, Server
 from stand_in_thread import MODEL, Serve, stand_in_engine
 
 pytestmark = pytest.mark.timeout(240)
 
 KEY, OTHER_KEY = "sk-of-this-test-0123", "sk-of-another-tenant-4567"
-
-
-@dataclass(slots=True)
-class Answer:
-    """What a client saw of one request."""
-
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    body: bytes = b""
-    tokens: int = 0
-    """Of a stream, by its log-probabilities: each token has one."""
-    last: str = ""
-    """The last event of a stream."""
-    asks_again: bool = False
-    """When the stream has ended, on the same connection."""
-    next: int = 0
-    """The status of that."""
-    begun: threading.Event = field(default_factory=threading.Event)
-    ended: threading.Event = field(default_factory=threading.Event)
-
-
-def talk(
-    port: int, path: str, body: dict | None = None, key: str = "", answer: Answer | None = None
-) -> Answer:
-    """One request on a connection of its own."""
-    answer = answer or Answer()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-    try:
-        connection.request(
-            "GET" if body is None else "POST", path, json.dumps(body) if body else None, headers
-        )
-        response = connection.getresponse()
-        answer.status, answer.headers = response.status, {k.lower(): v for k, v in response.getheaders()}
-        if body is None or not body.get("stream"):
-            answer.body = response.read()
-        else:
-            read_events(response, answer)
-            if answer.asks_again:
-                connection.request(
-                    "POST", path, json.dumps(body | {"stream": False, "max_tokens": 2}), headers
-                )
-                answer.next = connection.getresponse().status
-    finally:
-        connection.close()
-        answer.ended.set()
-    return answer
-
-
-def read_events(response: http.client.HTTPResponse, answer: Answer) -> None:
-    for line in response:
-        if not line.startswith(b"data: "):
-            continue
-        answer.last = line.removeprefix(b"data: ").decode().strip()
-        if answer.last != "[DONE]":
-            for choice in json.loads(answer.last).get("choices", ()):
-                answer.tokens += len((choice.get("logprobs") or {}).get("content") or ())
-        answer.begun.set()
-
-
-def begin(port: int, path: str, body: dict, key: str, *, asks_again: bool = False) -> Answer:
-    """A stream that is read by a thread; returns when it has begun."""
-    answer = Answer(asks_again=asks_again)
-    threading.Thread(target=talk, args=(port, path, body, key, answer), daemon=True).start()
-    assert answer.begun.wait(PATIENCE_S)
-    return answer
+LONG = 1200
+"""Tokens of answers of which several take our engine some seconds."""
 
 
 def completion(**fields: object) -> dict:
@@ -144,49 +80,46 @@ class Storm:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_sigterm_serves_then_refuses_while_streams_end(tmp_path: Path, processes: int) -> None:
-    with stand_in_engine(step_s=0.05) as engine:
-        gateway = Serve(
-            tmp_path / "gateway",
-            engine,
-            {"acme": "weight: 1", "umbrella": "weight: 1"},
-            processes=processes,
-            port=(port := free_port()),
-            lameduck_s=2.5,
-            drain_timeout_s=30,
-        )
-        server, key = gateway.server, gateway.keys["acme"]
-        try:
-            server.wait_ready()
-            assert talk(port, "/ready").status == 200
-            body = completion(stream=True, max_tokens=140)
-            other = begin(port, "/v1/completions", body, gateway.keys["umbrella"])
-            stream = begin(port, "/v1/completions", body, key)
-            server.process.send_signal(signal.SIGTERM)
-            server.wait_said("requests are served for 2.5 s more")
-            server.until(lambda: talk(port, "/ready").status == 503, "still ready")
-            assert b'"draining"' in talk(port, "/ready").body
-            served = talk(port, "/v1/completions", completion(), key)
-            assert (served.status, served.headers["connection"]) == (200, "close")
-            statuses, deadline = [served.status], time.monotonic() + PATIENCE_S
-            while statuses[-1] == 200:
-                assert time.monotonic() < deadline
-                refused = talk(port, "/v1/completions", completion(), key)
-                statuses.append(refused.status)
-            assert not stream.ended.is_set(), "the stream goes on while new requests are refused"
-            assert (refused.status, refused.headers["connection"]) == (503, "close")
-            assert int(refused.headers["retry-after"]) >= 1
-            assert json.loads(refused.body)["error"]["code"] == "draining"
-            storm = Storm(port, key, stream.ended)
+    gateway = Serve(
+        tmp_path / "gateway",
+        None,
+        {"acme": "weight: 1", "umbrella": "weight: 1"},
+        processes=processes,
+        port=(port := free_port()),
+        lameduck_s=1.0,
+        drain_timeout_s=90,
+    )
+    server, key = gateway.server, gateway.keys["acme"]
+    try:
+        server.wait_ready()
+        assert talk(port, "/ready").status == 200
+        body = completion(stream=True, max_tokens=LONG, ignore_eos=True)
+        streams = [begin(port, "/v1/completions", body, each) for each in [*gateway.keys.values()] * 3]
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_said("requests are served for 1 s more")
+        server.until(lambda: talk(port, "/ready").status == 503, "still ready")
+        assert b'"draining"' in talk(port, "/ready").body
+        served = talk(port, "/v1/completions", completion(), key)
+        assert (served.status, served.headers["connection"]) == (200, "close")
+        statuses, deadline = [served.status], time.monotonic() + PATIENCE_S
+        while statuses[-1] == 200:
+            assert time.monotonic() < deadline
+            refused = talk(port, "/v1/completions", completion(), key)
+            statuses.append(refused.status)
+        assert not streams[-1].ended.is_set(), "streams go on while new requests are refused"
+        assert (refused.status, refused.headers["connection"]) == (503, "close")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert json.loads(refused.body)["error"]["code"] == "draining"
+        storm = Storm(port, key, streams[-1].ended)
+        for stream in streams:
             assert stream.ended.wait(PATIENCE_S)
             assert stream.last == "[DONE]"
-            assert other.ended.wait(PATIENCE_S)
-            assert other.last == "[DONE]"
-            assert server.wait_ended() == 0
-            # One process may serve until the end of its own lame-duck time while the other refuses already.
-            assert storm.end() - ({"200"} if processes > 1 else set()) == {"503", "refused"}, storm.answers
-            assert "Traceback" not in server.err.read_text()
-        finally:
-            server.close()
+        assert server.wait_ended() == 0
+        # One process may serve until the end of its own lame-duck time while the other refuses already.
+        assert storm.end() - ({"200"} if processes > 1 else set()) == {"503", "refused"}, storm.answers
+        assert "Traceback" not in server.err.read_text()
+    finally:
+        server.close()
 
 
 # --- the second signal --------------------------------------------------------------------------------
@@ -265,8 +198,8 @@ def listens(port: int) -> bool:
 def asking() -> Iterator[Callable[..., "Askers"]]:
     made: list[Askers] = []
 
-    def start(port: int, key: str) -> Askers:
-        made.append(Askers(port, key))
+    def start(port: int, keys: Sequence[str]) -> Askers:
+        made.append(Askers(port, keys))
         return made[-1]
 
     yield start
@@ -275,32 +208,48 @@ def asking() -> Iterator[Callable[..., "Askers"]]:
 
 
 class Askers:
-    """Clients that ask one request after the other: on a new connection each, and on one that is kept."""
+    """Clients that ask one request after the other: on a new connection each, on one that is kept, and on one
+    that is kept for long streams.
+    """
 
-    def __init__(self, port: int, key: str) -> None:
-        self.port, self.key = port, key
+    def __init__(self, port: int, keys: Sequence[str]) -> None:
+        self.port = port
         self.statuses: list[int] = []
         self.errors: list[str] = []
+        self.num_streams = 0
+        """Those that came to their end."""
         self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(kept,)) for kept in (False, False, True)]
+        short, long = completion(), completion(stream=True, max_tokens=LONG, ignore_eos=True)
+        asked = [(False, short), (False, short), (True, short), (True, long)]
+        self._threads = [
+            threading.Thread(target=self._ask, args=(keys[number % len(keys)], kept, body))
+            for number, (kept, body) in enumerate(asked)
+        ]
         for thread in self._threads:
             thread.start()
 
-    def _ask(self, kept: bool) -> None:
+    def _ask(self, key: str, kept: bool, body: dict) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
-        headers = {"authorization": f"Bearer {self.key}"}
+        headers = {"authorization": f"Bearer {key}"}
         while not self._is_over.is_set():
             try:
-                connection.request("POST", "/v1/completions", json.dumps(completion()), headers)
+                connection.request("POST", "/v1/completions", json.dumps(body), headers)
                 response = connection.getresponse()
-                response.read()
-                self.statuses.append(response.status)
+                self._take(response, body)
             except (OSError, http.client.HTTPException) as error:
                 self.errors.append(repr(error))
                 connection.close()
             if not kept:
                 connection.close()  # `http.client` connects anew, as after an answer that says close.
         connection.close()
+
+    def _take(self, response: http.client.HTTPResponse, body: dict) -> None:
+        data = response.read()
+        self.statuses.append(response.status)
+        if "stream" in body:
+            self.num_streams += 1
+            if not data.endswith(b"data: [DONE]\n\n"):
+                self.errors.append(f"a stream ends with {data[-200:]!r}")
 
     def more(self, count: int) -> None:
         """Wait for so many more answers."""
@@ -317,47 +266,43 @@ class Askers:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_another_server_takes_over_without_a_gap(
-    tmp_path: Path, processes: int, asking: Callable[[int, str], Askers]
+    tmp_path: Path, processes: int, asking: Callable[[int, Sequence[str]], Askers]
 ) -> None:
-    with stand_in_engine(step_s=0.002) as engine:
-        gateway = Serve(
-            tmp_path / "gateway",
-            engine,
-            {"acme": "weight: 1"},
-            "admission: {ttft_target_ms: 0, tpot_target_ms: 0, targets: []}",  # However busy the machine is.
-            processes=processes,
-            port=(port := free_port()),
-            lameduck_s=20,  # It ends with the last connection.
-            drain_timeout_s=30,
-        )
-        key, old = gateway.keys["acme"], gateway.server
-        try:
-            old.wait_ready()
-            askers = asking(port, key)
-            askers.more(20)
-            body = completion(stream=True, max_tokens=1500)
-            stream = begin(port, "/v1/completions", body, key, asks_again=True)
-            (tmp_path / "gateway" / "out").rename(tmp_path / "out")
-            (tmp_path / "gateway" / "err").rename(tmp_path / "err")
-            old.out, old.err = tmp_path / "out", tmp_path / "err"
-            gateway.start("--take-over")
-            gateway.server.wait_ready()
-            old.wait_said("another server has taken over")
-            askers.more(50)
-            assert stream.ended.wait(PATIENCE_S)
-            assert stream.last == "[DONE]"
-            assert stream.next == 200, "its connection was not closed behind the client's back"
-            assert old.wait_ended() == 0
-            askers.more(50)
-            askers.stop()
-            assert askers.errors == []
-            assert set(askers.statuses) == {200}, Counter(askers.statuses)
-            assert gateway.server.process.poll() is None
-            gateway.server.process.send_signal(signal.SIGINT)
-            assert gateway.server.wait_ended() == 0
-        finally:
-            old.close()
-            gateway.server.close()
+    """Each with workers of its own."""
+    gateway = Serve(
+        tmp_path / "gateway",
+        None,
+        {"acme": "weight: 1", "umbrella": "weight: 1"},
+        "admission: {ttft_target_ms: 0, tpot_target_ms: 0, targets: []}",  # However busy the machine is.
+        processes=processes,
+        port=(port := free_port()),
+        lameduck_s=20,  # It ends with the last connection.
+        drain_timeout_s=30,
+    )
+    old = gateway.server
+    try:
+        old.wait_ready()
+        askers = asking(port, [*gateway.keys.values()])
+        askers.more(20)
+        (tmp_path / "gateway" / "out").rename(tmp_path / "out")
+        (tmp_path / "gateway" / "err").rename(tmp_path / "err")
+        old.out, old.err = tmp_path / "out", tmp_path / "err"
+        gateway.start("--take-over")
+        gateway.server.wait_ready()
+        old.wait_said("another server has taken over")
+        askers.more(50)
+        assert old.wait_ended() == 0
+        askers.more(50)
+        askers.stop()
+        assert askers.errors == []
+        assert set(askers.statuses) == {200}, Counter(askers.statuses)
+        assert askers.num_streams > 2, "some stream ended before, and some after it"
+        assert gateway.server.process.poll() is None
+        gateway.server.process.send_signal(signal.SIGINT)
+        assert gateway.server.wait_ended() == 0
+    finally:
+        old.close()
+        gateway.server.close()
 
 
 def test_nothing_to_take_over_is_a_plain_start(tmp_path: Path) -> None:

@@ -172,6 +172,7 @@ def launch_line(
     address: Address,
     *,
     model_path: str = "scripted",
+    model_name: str = "scripted",
     runner: str = SCRIPTED,
     key: bytes = b"",
     asleep: bool = False,
@@ -179,7 +180,7 @@ def launch_line(
 ) -> bytes:
     launch = WorkerLaunch(
         model_path=model_path,
-        model_name="scripted",
+        model_name=model_name,
         address=str(address),
         hash_key=b"secret" * 4,
         key=key,
@@ -199,6 +200,7 @@ def raw_worker(
     *,
     step_s: float = 0.0,
     model_path: str = "scripted",
+    model_name: str = "scripted",
     runner: str = SCRIPTED,
     tcp: bool = False,
     key: bytes = b"",
@@ -215,8 +217,9 @@ def raw_worker(
         try:
             assert process.stdin is not None
             line = launch_line(
-                address, model_path=model_path, runner=runner, key=key, asleep=asleep, **engine
-            )
+                address, model_path=model_path, model_name=model_name, runner=runner, key=key, asleep=asleep,
+                **engine,
+            )  # fmt: skip
             process.stdin.write(line)
             process.stdin.flush()
             yield worker

@@ -1,5 +1,5 @@
-"""`penstock serve` processes in front of our engine, or of a stand-in on a thread of its own, with which a
-gateway is up within a second.
+"""`penstock serve` processes in front of our engine, launched by each or shared by all, or of a stand-in on a
+thread of its own, with which a gateway is up within a second.
 """
 
 import asyncio
@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from engine_stand_ins import StandIn, VllmStandIn
+from raw_worker import REAL, RawWorker, raw_worker
 from served import COMMAND, Server
 from tenant_keys import add
 
 from penstock.bench.client import ApiAddress, Client, ClientLimits
+from penstock.config.checkpoints import resolve
+from penstock.protocol.worker import Ready
 
 MODEL = "m"
 
@@ -36,6 +39,22 @@ def stand_in_engine(step_s: float = 0.0) -> Iterator[StandIn]:
         loop.close()
 
 
+@contextlib.contextmanager
+def shared_engine(rows: int = 0) -> Iterator[RawWorker]:
+    """A worker of ours that is ready, at an address, for several servers: our engine with a demo model, in a
+    process of its own. `rows`: so many answers at once; 0: its default.
+    """
+    bounds = {"max_running": rows} if rows else {}
+    with raw_worker(
+        model_path=str(resolve("penstock-demo-mini")), model_name=MODEL, runner=REAL,
+        threads=1, kv_memory_bytes=1 << 26, **bounds,
+    ) as worker:  # fmt: skip
+        looks = worker.connect()
+        looks.until_kind(Ready)
+        looks.close()  # Else what it says to everybody would wait here, unread.
+        yield worker
+
+
 async def _rest() -> None:
     """Wait for whatever ends because its connection did."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -54,14 +73,14 @@ def serve_with(constants: Mapping[str, float]) -> Sequence[str]:
 
 
 class Serve:
-    """`penstock serve`, started and killed as often as wanted; all tenants have a key. `engine`: a stand-in;
-    None: a worker of ours.
+    """`penstock serve`, started and killed as often as wanted; all tenants have a key. `engine`: a stand-in,
+    or a worker of ours that others use too; None: it launches one.
     """
 
     def __init__(
         self,
         place: Path,
-        engine: StandIn | None,
+        engine: StandIn | RawWorker | None,
         tenants: dict[str, str],
         *sections: str,
         port: int = 0,
@@ -80,7 +99,9 @@ class Serve:
         keys = place / "keys.jsonl"
         self.keys = {name: add(keys, tenant=name).key for name in tenants}
         serves = f"engine: {{threads: 1, kv_memory_bytes: 33554432, {worker}}}"
-        if engine is not None:
+        if isinstance(engine, RawWorker):
+            serves = f"replicas: 0, workers: [{{url: '{engine.address}', engine: penstock, {worker}}}]"
+        elif engine is not None:
             worker = f"{{url: '{engine.url}', engine: vllm, served_model: {engine.MODEL}, {worker}}}"
             serves = f"replicas: 0, workers: [{worker}]"
         times = f"lameduck_s: {lameduck_s}, drain_timeout_s: {drain_timeout_s}"

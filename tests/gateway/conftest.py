@@ -20,9 +20,9 @@ from fleets import fleet_of
 from redis_process import RedisProcess
 from test_external_conformance import tools
 
-from penstock.backends.http.address import HttpBackendLimits
 from penstock.backends.http.backend import ExternalWorker
 from penstock.backends.http.external import make_backend
+from penstock.backends.http.terms import HttpBackendLimits
 from penstock.clock import Clock, SystemClock
 from penstock.config.flow import LimitsConfig
 from penstock.config.tree import AuthConfig, Config, LogConfig, ServerConfig

@@ -11,20 +11,26 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig, ScalePoolConfig, parse_span
-from penstock.policy.capacity.allot import grow, shrink, steady_workers
-from penstock.policy.capacity.autoscaler import Autoscaler, Decision, ScaleBudget, ScaleState
+from penstock.policy.capacity.autoscaler import (
+    Autoscaler,
+    ScaleBudget,
+    ScaleDecision,
+    ScaleState,
+    grow,
+    shrink,
+    steady_workers,
+)
 from penstock.policy.capacity.forecast import Demand
 from penstock.policy.capacity.learn import (
     COLD_START_S,
     SAFE,
     SAFE_MAX,
-    ColdStarts,
+    ColdStartTimes,
     LateShares,
     ServiceRate,
 )
-from penstock.policy.capacity.opinions import keeps_enough
+from penstock.policy.capacity.opinions import is_within, keeps_enough, scheduled, spans_of
 from penstock.policy.capacity.signals import Override, PoolState, Signals, work_of
-from penstock.policy.capacity.week import is_within, scheduled, spans_of
 
 LOOK_S = 5
 PER_REQUEST = 100.0
@@ -42,14 +48,14 @@ class Fleet:
     now_s: int = 0
     ready: int = 1
     starting: list[int] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[ScaleDecision] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.scaler = Autoscaler("m", self.scale)
 
     def look(
         self, arrived: int, *, wall_s: int = 0, budget: ScaleBudget = NO_BUDGET, **more: object
-    ) -> Decision:
+    ) -> ScaleDecision:
         self.now_s += LOOK_S
         came = [each for each in self.starting if each <= self.now_s]
         self.starting = [each for each in self.starting if each > self.now_s]
@@ -248,7 +254,7 @@ def test_when_all_spot_is_revoked_the_steady_pool_carries_what_goes_first() -> N
     full = ServiceRate(full=100.0, good=80.0)
     scaler.state.learned.rate = full
 
-    def look(now_s: int, firm: int, spot: int, trouble: str = "") -> Decision:
+    def look(now_s: int, firm: int, spot: int, trouble: str = "") -> ScaleDecision:
         return scaler.decide(
             Signals(
                 now_ns=now_s * NS_PER_S, wall_ns=now_s * NS_PER_S, window_s=5,
@@ -283,7 +289,7 @@ def test_what_cold_workers_do_is_no_sample() -> None:
 
 
 def test_cold_starts_are_those_that_were_measured() -> None:
-    cold = ColdStarts()
+    cold = ColdStartTimes()
     assert cold.expected_s == COLD_START_S
     cold.take((30.0, 90.0, 40.0, 50.0))
     assert 50 <= cold.expected_s <= 90

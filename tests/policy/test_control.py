@@ -191,6 +191,30 @@ def test_after_the_first_output_nothing_is_begun_again() -> None:
     assert settled.request.record(0).prompt_tokens == 32
 
 
+@pytest.mark.parametrize(
+    ("outcome", "paid"),
+    [(Outcome.FAILED, 0), (Outcome.EVICTED, 0), (Outcome.CANCELLED, 36), (Outcome.FINISHED, 36)],
+)
+def test_a_whole_answer_that_does_not_come_to_its_end_costs_its_client_nothing(
+    outcome: Outcome, paid: int
+) -> None:
+    limiter = Limiter(LimitsConfig())
+    made = control(parts=Policies(limits=LimitLevels(limiter)), running=2)
+    for name, is_whole in (("whole", True), ("streamed", False)):
+        accept(made, name, tenant=limited(tokens_per_minute=1000), is_whole=is_whole)
+    started(made)
+    before = 0
+    for name, expected in (("whole", paid), ("streamed", 36)):
+        made.first_output(0, RequestId(name))
+        settled = made.ended(0, RequestId(name), outcome, so_far(4))
+        assert settled is not None
+        record = settled.request.record(0)
+        assert record.prompt_tokens + record.completion_tokens == expected
+        assert limiter.settled - before == expected
+        before = limiter.settled
+    assert limiter.outstanding == 0
+
+
 def so_far(tokens: int) -> Usage:
     return Usage(prompt_tokens=32, completion_tokens=tokens)
 

@@ -121,3 +121,12 @@ def test_a_worker_that_rests_is_told_of_where_that_is_asked_for() -> None:
     fail(made, IDS[0], WorkerUnavailable("gone"))
     assert made.left_alone(0, "m").keys() == {IDS[0], IDS[1]}
     assert made.left_alone(0, "m", rests=False).keys() == {IDS[0]}
+
+
+def test_a_worker_is_not_asked_before_the_time_that_it_named() -> None:
+    made = health()
+    made.ended(0, "m", IDS[1], WorkerBusy("full", retry_after_s=600.0))
+    assert made.blocked(599 * S, "m") == {IDS[1]}
+    assert made.blocked(600 * S, "m") == frozenset()
+    made.ended(600 * S, "m", IDS[1], WorkerBusy("full", retry_after_s=1e6))
+    assert made.due_ns("m") == 4200 * S, "an hour is long enough to believe it"

@@ -12,9 +12,12 @@ from penstock.clock import NS_PER_MS
 from penstock.policy.admission import admit
 from penstock.policy.admission.admit import AdmissionControl, Promises
 from penstock.policy.admit_facts import Admit, AdmitFacts, Candidate, Divert, Shed
+from penstock.policy.flow import Refused, RequestFacts, Start
+from penstock.policy.lifecycle.control import FlowControl
+from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import QueueTerms, band_terms
-from penstock.types import TenantId
+from penstock.types import RequestId, TenantId, WorkerId
 
 PAGE = pages.text_of("overload")
 (CONFIG,) = pages.configs("overload", "large", "medium", "small")
@@ -44,6 +47,31 @@ def test_every_number_in_the_prose_is_the_default_of_its_setting() -> None:
     queue = QueueTerms()
     assert f"more than {queue.shed_kv_above:.0%} full" in PAGE
     assert f"until {queue.shed_kv_to:.0%}" in PAGE
+
+
+def started(control: FlowControl, tenant: str, count: int) -> int:
+    """So many requests of a tenant come: how many start at once."""
+    for number in range(count):
+        facts = RequestFacts(
+            id=RequestId(f"{tenant}-{number}"), route="m", tenant=Tenant(id=TenantId(tenant)),
+            prompt_tokens=20, max_tokens=2000,
+        )  # fmt: skip
+        assert not isinstance(control.arrive(0, facts), Refused)
+    return sum(isinstance(action, Start) for action in control.dispatch(0))
+
+
+def test_rows_that_are_kept_free_of_external_workers_are_as_the_table_says() -> None:
+    rows = pages.table("overload", "`max_running`")
+    assert len(rows) == 4
+    for said, own, kept, bound in rows:
+        max_running = 0 if said == "left out" else pages.number(said)
+        control = FlowControl(QueueTerms())
+        view = WorkerView(max_running=max_running, is_external=True)
+        control.set_worker(0, "m", WorkerId("w"), view)
+        assert started(control, "flood", 2 * pages.number(own)) == pages.number(own)
+        others = [started(control, f"t{number}", 2) for number in range(pages.number(kept.split()[0]) + 1)]
+        assert others == [1] * (len(others) - 1) + [0], "as many tenants as rows are kept free"
+        assert pages.number(own) + sum(others) == pages.number(bound)
 
 
 def test_the_table_of_targets_is_read_from_the_page() -> None:

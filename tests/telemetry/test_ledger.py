@@ -44,7 +44,7 @@ def test_a_request_reaches_the_database(tmp_path: Path) -> None:
         ledger = Ledger(config(tmp_path), CLOCK, LOG, sink=sink, limits=SMALL)
         await ledger.start()
         ledger.open(opened("a"))
-        ledger.slice(progress("a", 4))
+        ledger.slice("a", lambda: progress("a", 4))
         assert ledger.statistics().open == 1
         ledger.close(closed("a"))
         ledger.open(opened("b"))
@@ -130,7 +130,7 @@ def test_without_a_ledger_nothing_is_written(tmp_path: Path) -> None:
         ledger = Ledger(config(tmp_path / "none", enabled=False), CLOCK, LOG, limits=SMALL)
         await ledger.start()
         ledger.open(opened("a"))
-        ledger.slice(progress("a", 1))
+        ledger.slice("a", lambda: progress("a", 1))
         ledger.close(closed("a"))
         ledger.flush()
         await ledger.stop()
@@ -215,7 +215,7 @@ def test_what_was_spent_is_known_after_a_crash(tmp_path: Path) -> None:
         for name in "cde":
             dead.open(opened(name, ended_ns=now_ns))
         dead.close(closed("c", ended_ns=now_ns, cost_micros=500))
-        dead.slice(progress("d", 4, at_ns=now_ns))
+        dead.slice("d", lambda: progress("d", 4, at_ns=now_ns))
         dead.flush()
         os.close(claim.lock)
         second = Ledger(config(tmp_path), CLOCK, LOG, limits=SMALL)

@@ -7,6 +7,7 @@ cut     a run of bytes is missing           double  a run of bytes is there twic
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -99,7 +100,7 @@ def write_journal(directory: Path, seed: int) -> tuple[Path, list[Written]]:
         for name in random.sample(sorted(running), min(2, len(running))):
             running[name] += random.randint(1, 50)
             if random.random() < 0.5:
-                journal.slice(progress(name, running[name]))
+                journal.slice(name, partial(progress, name, running[name]))
             else:
                 journal.close(closed(name, completion_tokens=running.pop(name)))
         journal.flush()

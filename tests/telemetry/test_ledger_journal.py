@@ -2,6 +2,7 @@ import contextlib
 import errno
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from penstock.policy.flow import Outcome
 from penstock.telemetry import ledger_journal, ledger_segment
 from penstock.telemetry.ledger_journal import Journal
 from penstock.telemetry.ledger_recovery import CRASHED, read_journal, recover_abandoned
-from penstock.telemetry.ledger_segment import Kind, LedgerLimits
+from penstock.telemetry.ledger_segment import Kind, LedgerLimits, Progress
 from penstock.telemetry.ledger_sink import Follower, SinkError
 from penstock.telemetry.log import Log
 
@@ -81,7 +82,7 @@ class Rig:
 def test_what_was_closed_is_delivered_and_the_journal_removed_at_a_clean_end(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.journal.open(opened("a"))
-    rig.journal.slice(progress("a", 3))
+    rig.journal.slice("a", lambda: progress("a", 3))
     rig.journal.close(closed("a"))
     rig.journal.flush()
     rig.deliver_all()
@@ -100,12 +101,30 @@ def test_nothing_is_on_disk_before_the_flush_and_all_of_it_after(tmp_path: Path)
     assert [frame.kind for frame in read_journal(rig.claim.directory)] == [Kind.OPEN]
 
 
+def test_the_slice_of_an_answer_that_ends_before_it_is_written_is_never_made(tmp_path: Path) -> None:
+    rig, made = Rig(tmp_path), list[str]()
+
+    def make(name: str) -> Progress:
+        made.append(name)
+        return progress(name, 3)
+
+    for name in "ab":
+        rig.journal.open(opened(name))
+        rig.journal.slice(name, partial(make, name))
+    rig.journal.close(closed("a"))
+    rig.journal.flush()
+    rig.journal.flush()
+    assert made == ["b"]
+    kinds = [frame.kind for frame in read_journal(rig.claim.directory)]
+    assert kinds == [Kind.OPEN, Kind.OPEN, Kind.CLOSE, Kind.SLICE]
+
+
 def test_a_request_that_was_cut_off_gets_the_record_of_its_last_slice(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     for name in "abc":
         rig.journal.open(opened(name))
-    rig.journal.slice(progress("b", 3))
-    rig.journal.slice(progress("b", 9))
+    rig.journal.slice("b", lambda: progress("b", 3))
+    rig.journal.slice("b", lambda: progress("b", 9))
     rig.journal.close(closed("c"))
     rig.journal.flush()
     rig.crash()
@@ -124,8 +143,8 @@ def test_a_slice_whose_end_follows_before_the_flush_is_not_written(tmp_path: Pat
     rig = Rig(tmp_path)
     for name in "ab":
         rig.journal.open(opened(name))
-        rig.journal.slice(progress(name, 3))
-    rig.journal.slice(progress("b", 4))
+        rig.journal.slice(name, partial(progress, name, 3))
+    rig.journal.slice("b", lambda: progress("b", 4))
     rig.journal.close(closed("a"))
     rig.journal.flush()
     kinds = [frame.kind for frame in read_journal(rig.claim.directory)]
@@ -209,7 +228,7 @@ def test_segments_rotate_by_age(tmp_path: Path) -> None:
 def test_a_running_request_keeps_its_segments_until_it_is_written_down_again(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.journal.open(opened("long"))
-    rig.journal.slice(progress("long", 4))
+    rig.journal.slice("long", lambda: progress("long", 4))
     for i in range(400):
         rig.journal.open(opened(f"r{i}"))
         rig.journal.close(closed(f"r{i}"))
@@ -338,10 +357,10 @@ def test_cut_at_every_byte_each_request_has_exactly_the_record_it_should(tmp_pat
     """
     rig = Rig(tmp_path)
     journal, ends, path = rig.journal, [], ledger_segment.segment_path(rig.claim.directory, 1)
-    steps = [lambda: journal.open(opened("a")), lambda: journal.slice(progress("a", 2)),
+    steps = [lambda: journal.open(opened("a")), lambda: journal.slice("a", lambda: progress("a", 2)),
         lambda: journal.open(opened("b")),
-             lambda: journal.slice(progress("a", 5)), lambda: journal.close(closed("a")),
-             lambda: journal.slice(progress("b", 1))]  # fmt: skip
+             lambda: journal.slice("a", lambda: progress("a", 5)), lambda: journal.close(closed("a")),
+             lambda: journal.slice("b", lambda: progress("b", 1))]  # fmt: skip
     for step in steps:
         step()
         journal.flush()
@@ -440,7 +459,7 @@ def test_any_course_of_events_and_any_moment_of_death(
             name = data.draw(st.sampled_from(sorted(running)))
             running[name] += data.draw(st.integers(1, 300))
             pending[name] = running[name]
-            rig.journal.slice(progress(name, running[name]))
+            rig.journal.slice(name, partial(progress, name, running[name]))
         elif kind == "close" and running:
             name = data.draw(st.sampled_from(sorted(running)))
             total = running.pop(name)

@@ -21,19 +21,24 @@ from typing import Any, cast
 
 import httptools
 
-from penstock.backends.http.address import HttpAddress, HttpLimits, head_lines, reason_of, tls_context
-from penstock.backends.http.handler import (
+from penstock.backends.http.terms import (
+    HEAD_BYTES_MAX,
+    HEADS_MAX,
     IGNORING_HANDLER,
+    Deadlines,
     FailureKind,
+    HttpAddress,
     HttpFailure,
     HttpHandler,
+    HttpLimits,
     NoConnection,
+    head_lines,
+    reason_of,
+    tls_context,
 )
 from penstock.backends.silence import Gaps
 from penstock.clock import NS_PER_S, Clock
 
-HEAD_BYTES_MAX = 64 * 1024
-"""Of an answer."""
 _STALE_NS = NS_PER_S
 """A connection that ends within this time of a request, unheard, was closed by its peer while it was idle."""
 _END_TIMEOUT_NS = 2 * NS_PER_S
@@ -44,9 +49,8 @@ class HttpExchange:
     """One request and its answer, as its caller sees them."""
 
     __slots__ = (
-        "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fires_ns", "_fresh",
-        "_held_since_ns", "_over", "_sent_ns", "_timer", "_touched_ns", "_what", "handler", "held_ns",
-        "num_bytes", "request",
+        "_client", "_connecting", "_connection", "_deadline_ns", "_ends_ns", "_fresh", "_held_since_ns",
+        "_over", "_sent_ns", "_touched_ns", "_what", "handler", "held_ns", "num_bytes", "request",
     )  # fmt: skip
 
     def __init__(self, client: "HttpClient", request: bytes, handler: HttpHandler) -> None:
@@ -55,18 +59,13 @@ class HttpExchange:
         """Of the answer, so far."""
         self.held_ns = 0
         """How long it was held, in all."""
-        self._held_since_ns = self._touched_ns = self._fires_ns = 0
-        self._client = client
+        self._client, self._held_since_ns, self._touched_ns = client, 0, 0
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._sent_ns = 0
-        self._fresh = False
-        self._over = False
-        self._what = ""
-        self._timer: asyncio.TimerHandle | None = None
+        self._sent_ns, self._fresh, self._over, self._what = 0, False, False, ""
         now_ns = client.clock.now_ns()
         self._deadline_ns = now_ns
-        self._ends_ns = now_ns + int(client.config.request_timeout_s * NS_PER_S)
+        self._ends_ns = now_ns + client.request_ns
 
     def touch(self, num_events: int = 1) -> None:
         """There was progress, so many events at once: the wait for the next begins now."""
@@ -74,9 +73,10 @@ class HttpExchange:
         gap_ns = now_ns - self._touched_ns if self._touched_ns else 0
         num_events -= not self._touched_ns
         self._touched_ns = now_ns
-        self._deadline_ns = now_ns + client.gaps.after(now_ns, gap_ns, num_events, client.idle_ns)
-        if self._fires_ns > self._deadline_ns:
-            self._arm()  # Streams may be silent for less long than when it was set.
+        deadline_ns = now_ns + client.gaps.after(now_ns, gap_ns, num_events, client.idle_ns)
+        self._deadline_ns = deadline_ns
+        if deadline_ns < client.deadlines.looks_ns:
+            client.deadlines.look_by(now_ns, deadline_ns)
 
     @property
     def is_whole(self) -> bool:
@@ -94,13 +94,13 @@ class HttpExchange:
         if not self._over and not self._held_since_ns and self._connection is not None:
             self._held_since_ns = self._client.clock.now_ns()
             self._connection.read(on=False)
-            self._arm()
 
     def resume_reading(self) -> None:
         """Read again, if it was held."""
         if not self._held_since_ns:
             return
-        held_ns = self._client.clock.now_ns() - self._held_since_ns
+        now_ns = self._client.clock.now_ns()
+        held_ns = now_ns - self._held_since_ns
         self._held_since_ns = 0
         self.held_ns += held_ns
         self._touched_ns = 0  # It was not the worker who was silent.
@@ -108,7 +108,7 @@ class HttpExchange:
         if self._connection is not None:
             self._connection.read(on=True)
         if not self._over:
-            self._arm()
+            self._client.deadlines.look_by(now_ns, self.until_ns)
 
     def abort(self) -> None:
         """Close the connection, so that the peer sees that the answer is not wanted.
@@ -132,17 +132,19 @@ class HttpExchange:
                 return  # It ends as soon as what was read has been passed on.
             self.resume_reading()
             self._touched_ns = 0
-            self._deadline_ns = self._client.clock.now_ns() + _END_TIMEOUT_NS
-            self._arm()
+            now_ns = self._client.clock.now_ns()
+            self._deadline_ns = now_ns + _END_TIMEOUT_NS
+            self._client.deadlines.look_by(now_ns, self._deadline_ns)
 
     # --- from the client and the connection ----------------------------------------------------------
 
     def wait(self, what: str, timeout_s: float) -> None:
         """From now on it waits for `what`."""
-        self._what = what
-        self._deadline_ns = self._client.clock.now_ns() + int(timeout_s * NS_PER_S)
-        if self._timer is None or self._fires_ns > self._deadline_ns:
-            self._arm()
+        self._what, client = what, self._client
+        now_ns = client.clock.now_ns()
+        self._deadline_ns = deadline_ns = now_ns + int(timeout_s * NS_PER_S)
+        if deadline_ns < client.deadlines.looks_ns:
+            client.deadlines.look_by(now_ns, deadline_ns)
 
     def connecting(self, task: "asyncio.Task[None]") -> None:
         """A connection is being made for it."""
@@ -209,22 +211,16 @@ class HttpExchange:
         self._over = True
         self.resume_reading()  # Another answer may come over this connection.
         self._client.ended(self)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
-    def _arm(self) -> None:
-        """Progress moves the deadline and leaves the timer alone: it looks again when it fires."""
-        if self._timer is not None:
-            self._timer.cancel()
-        now_ns = self._client.clock.now_ns()
-        until_ns = self._ends_ns if self._held_since_ns else min(self._deadline_ns, self._ends_ns)
-        delay_s, self._fires_ns = max(0, until_ns - now_ns) / NS_PER_S, until_ns
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+    @property
+    def until_ns(self) -> int:
+        """When `look` fails it, if nothing happens until then."""
+        return self._ends_ns if self._held_since_ns else min(self._deadline_ns, self._ends_ns)
 
-    def _on_timer(self) -> None:
-        self._timer = None
-        now_ns = self._client.clock.now_ns()
+    def look(self, now_ns: int) -> None:
+        """Fail it if its time is over. Called now and then."""
+        if self._over:
+            return
         if now_ns >= self._ends_ns:
             kind = FailureKind.HELD if self._held_since_ns else FailureKind.TOO_LONG
             self.fail(HttpFailure(kind, f"no end within {self._client.config.request_timeout_s:g} s"))
@@ -233,8 +229,6 @@ class HttpExchange:
             if self._touched_ns:
                 self._client.gaps.timed_out(now_ns, now_ns - self._touched_ns)
             self.fail(HttpFailure(kind, f"timed out waiting for {self._what}"))
-        else:
-            self._arm()
 
 
 class HttpClient:
@@ -258,8 +252,13 @@ class HttpClient:
         self.gaps = Gaps()
         self._ssl = tls_context(config) if address.scheme == "https" else None
         self._idle: list[_Connection] = []
-        self._exchanges: set[HttpExchange] = set()
+        self._exchanges: dict[HttpExchange, None] = {}
+        self.deadlines = Deadlines(clock, self._exchanges)
         self._headers = head_lines(address, headers or {})
+        self._heads: dict[tuple[str, str], bytes] = {}
+        """Beginnings of requests, by method and path."""
+        self._keepalive_ns = int(config.keepalive_s * NS_PER_S)
+        self.request_ns = int(config.request_timeout_s * NS_PER_S)
 
     @property
     def num_exchanges(self) -> int:
@@ -288,15 +287,19 @@ class HttpClient:
         """
         if len(self._exchanges) >= self.config.connections_max:
             raise NoConnection(f"all {self.config.connections_max} connections to {self.address} are in use")
-        is_json = body and not any(name == "content-type" for name, _ in headers)
-        kind = "content-type: application/json\r\n" if is_json else ""
-        kind += "".join(f"{name}: {value}\r\n" for name, value in headers)
-        head = (
-            f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._headers}{kind}content-length: "
-            f"{len(body)}\r\n\r\n"
-        )
-        exchange = HttpExchange(self, head.encode("ascii") + body, handler)
-        self._exchanges.add(exchange)
+        head = self._heads.get((method, path))
+        if head is None:
+            if len(self._heads) >= HEADS_MAX:
+                self._heads.clear()
+            line = f"{method} {self.address.base}{path} HTTP/1.1\r\n{self._headers}"
+            head = self._heads[method, path] = line.encode("ascii")
+        more = b"content-type: application/json\r\n" if body else b""
+        if headers:
+            lines = "".join([f"{name}: {value}\r\n" for name, value in headers]).encode("ascii")
+            more = lines if any(name == "content-type" for name, _ in headers) else more + lines
+        request = b"%b%bcontent-length: %d\r\n\r\n%b" % (head, more, len(body), body)
+        exchange = HttpExchange(self, request, handler)
+        self._exchanges[exchange] = None
         connection = self._take_idle()
         if connection is not None:
             exchange.run_on(connection)
@@ -310,6 +313,7 @@ class HttpClient:
             exchange.abort()
         while self._idle:
             self._idle.pop().close()
+        self.deadlines.stop()
 
     # --- from exchanges and connections --------------------------------------------------------------
 
@@ -320,7 +324,7 @@ class HttpClient:
 
     def ended(self, exchange: HttpExchange) -> None:
         """It is over."""
-        self._exchanges.discard(exchange)
+        self._exchanges.pop(exchange, None)
 
     def put_back(self, connection: "_Connection") -> None:
         """A connection may be used again."""
@@ -339,7 +343,7 @@ class HttpClient:
         """The one that was used last, unless it has been idle for so long that the peer is about to close
         it.
         """
-        oldest_ns = self.clock.now_ns() - int(self.config.keepalive_s * NS_PER_S)
+        oldest_ns = self.clock.now_ns() - self._keepalive_ns
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed and connection.idle_since_ns >= oldest_ns:
@@ -468,8 +472,9 @@ class _Connection(asyncio.Protocol):
         self._exchange.on_head(status, self._headers)
 
     def _pass_body(self) -> None:
-        data = b"".join(self._bodies)
-        self._bodies.clear()
+        bodies = self._bodies
+        data = bodies.pop() if len(bodies) == 1 else b"".join(bodies)
+        bodies.clear()
         if data and self._exchange is not None:
             self._exchange.on_data(data)
 

@@ -40,7 +40,7 @@ from penstock.telemetry.ledger import USER_CHARS_MAX
 from penstock.text.reasoning import AnswerParser, ThoughtCount
 from penstock.text.tool_formats import ForcedCalls
 from penstock.text.tools import FirstCallOnly, ToolParser
-from penstock.types import PLACE, Capability, RequestId, places_of
+from penstock.types import PLACE, Capability, RequestId, SamplingParams, places_of
 
 _DEGRADE: Mapping[bytes, Degrade] = {word.encode(): word for word in get_args(Degrade)}
 _MIGRATION: Mapping[bytes, bool] = {b"any": False, b"exact": True}
@@ -236,13 +236,14 @@ def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) ->
         max_tokens=max(job.max_tokens),
         choices=job.num_choices,
         choices_per_prompt=job.choices_per_prompt,
+        is_whole=not job.request.stream,
         num_bytes=body_bytes(job.exchange, job.body) + TOKEN_BYTES * sum(lengths),
         priority=getattr(job.request, "priority", None) or 0,
         first_token_ns=hints.max_wait_ns,
         degrade=hints.degrade,
         needs_tools=uses_tools(job.request),
         needs=needs | bound if bound else needs,
-        endpoint=served.endpoint.value,
+        endpoint=served.endpoint,
         key_prefix=job.caller.key_prefix,
         user=user[:USER_CHARS_MAX] if isinstance(user, str) else "",
         keys=keys,
@@ -283,31 +284,34 @@ def _session(tenant: Tenant, hints: Hints) -> str:
 def requests_of(job: Job, hints: Hints, piece_tokens: int) -> list[GenerateRequest]:
     """One stream for each choice of each prompt, in the order of their indexes."""
     request, stop, found = job.request, _stops(job), list[GenerateRequest]()
-    is_chat = isinstance(request, ChatRequest)
-    shared = sampling(
-        job.model,
-        request,
-        max_tokens=job.max_tokens[0],
-        logprobs=job.logprobs,
-        prompt_logprobs=job.prompt_logprobs,
-        seed=0,
-    )
+    is_chat, has_tools = isinstance(request, ChatRequest), uses_tools(request)
+    first: SamplingParams | None = None
     for prompt, max_tokens in zip(job.prompts, job.max_tokens, strict=True):
         seed = fresh_seed() if request.seed is None else request.seed
         public_tokens = job.model.public_prefixes.num_tokens_of(prompt)
         for choice in range(job.choices_per_prompt):
+            own_seed = choice_seed(seed, choice)
+            if first is None:  # Most requests have one choice.
+                params = first = sampling(
+                    job.model,
+                    request,
+                    max_tokens=max_tokens,
+                    logprobs=job.logprobs,
+                    prompt_logprobs=job.prompt_logprobs,
+                    seed=own_seed,
+                )
+            else:
+                params = msgspec.structs.replace(first, max_tokens=max_tokens, seed=own_seed)
             found.append(
                 GenerateRequest(
                     request_id=RequestId(f"{job.answer_id}-{len(found)}"),
                     prompt_token_ids=prompt,
-                    sampling=msgspec.structs.replace(
-                        shared, max_tokens=max_tokens, seed=choice_seed(seed, choice)
-                    ),
+                    sampling=params,
                     stop=stop,
                     include_stop=bool(request.include_stop_str_in_output),
                     # The tags around a tool call are special tokens in some vocabularies.
                     skip_special_tokens=request.skip_special_tokens is not False
-                    and not uses_tools(request)
+                    and not has_tools
                     and not (is_chat and job.model.has_special_marks),
                     adapter=job.adapter,
                     adapter_digest=job.model.workers.adapter_digests.get(job.adapter, ""),

@@ -250,8 +250,8 @@ class Dispatcher:
             trace.end_attempt(self._clock.now_ns(), request.attempt, reply.error)
         cancelled = label is Answer.ABORT
         outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED if reply.error else Outcome.FINISHED
-        reason = label.value if label else ""
-        self._driver.ended(self._clock.now_ns(), request, outcome, finish_reason=reason, error=reply.error)
+        now_ns, reason = self._clock.now_ns(), label or ""
+        self._driver.ended(now_ns, request, outcome, finish_reason=reason, error=reply.error)
         self._dispatch_soon()
 
     # --- for the driver: see `driver.Workers` and `driver.Clients` --------------------------------

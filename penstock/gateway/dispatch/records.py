@@ -1,5 +1,7 @@
 """Records and counts of requests: the driver's `Records`, over the ledger and the metrics."""
 
+from functools import partial
+
 from msgspec.structs import replace
 
 from penstock.clock import Clock
@@ -26,24 +28,12 @@ class GatewayRecords:
         self._ledger.open(opening_record(request.facts, self._clock.wall_ns()))
 
     def progressed(self, request: Request) -> None:
-        """See `driver.Records`."""
-        facts = request.facts
-        usage = Usage(
-            prompt_tokens=facts.prompt_tokens,
-            cached_tokens=request.counted_cached_tokens,
-            completion_tokens=request.completion_tokens,
-        )
-        self._ledger.slice(
-            Progress(
-                request_id=facts.id,
-                at_ns=self._clock.wall_ns(),
-                prompt_tokens=usage.prompt_tokens,
-                cached_tokens=usage.cached_tokens,
-                completion_tokens=usage.completion_tokens,
-                cost_micros=self._prices.cost_micros(facts.route, usage),
-                worker=request.worker,
-            )
-        )
+        """See `driver.Records`. As a rule a short answer ends before this would be written.
+
+        Of a whole answer its client has nothing before the end.
+        """
+        if not request.facts.is_whole:
+            self._ledger.slice(request.facts.id, partial(self._progress, request))
 
     def closed(self, request: Request, machine_micros: int) -> None:
         """See `driver.Records`."""
@@ -56,6 +46,23 @@ class GatewayRecords:
     def flush(self) -> None:
         """Write what was opened, before any of it is started."""
         self._ledger.flush()
+
+    def _progress(self, request: Request) -> Progress:
+        facts = request.facts
+        usage = Usage(
+            prompt_tokens=facts.prompt_tokens,
+            cached_tokens=request.counted_cached_tokens,
+            completion_tokens=request.completion_tokens,
+        )
+        return Progress(
+            request_id=facts.id,
+            at_ns=self._clock.wall_ns(),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            cost_micros=self._prices.cost_micros(facts.route, usage),
+            worker=request.worker,
+        )
 
     def predicted(self, request: Request, error: float) -> None:
         """See `driver.Records`."""

@@ -97,7 +97,7 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_body", "_client", "_deadline_ns", "_exchange", "_head_bytes", "_headers", "_looked_at",
         "_num_sent", "_num_written", "_parser", "_raw_bytes", "_server", "_state", "_stuck_ns", "_transport",
-        "_upgrades", "_url", "paused",
+        "_upgrades", "_url", "_whole", "paused",
     )  # fmt: skip
 
     def __init__(self, server: ServerContext) -> None:
@@ -109,6 +109,7 @@ class Connection(asyncio.Protocol):
         self._deadline_ns: int | None = None
         self._num_written = self._num_sent = self._stuck_ns = 0
         self._looked_at: RequestHead | None = None  # By the application, in this turn of the event loop.
+        self._whole: Exchange | None = None  # A request that is complete, until the parser has returned.
         self._reset()
 
     def _reset(self) -> None:
@@ -157,6 +158,9 @@ class Connection(asyncio.Protocol):
                 self._malformed(error)
         if was_idle:
             self._within_bounds(len(data))  # The head may have begun in these bytes.
+        whole, self._whole = self._whole, None
+        if whole is not None and whole.is_open:
+            self._server.app.handle(whole)
 
     def eof_received(self) -> bool:
         """The client sends nothing more.
@@ -236,7 +240,7 @@ class Connection(asyncio.Protocol):
         """The head is complete: refuse it now, or continue with the body."""
         if self._state is not ConnectionState.HEAD:
             return
-        size = len(self._url) + sum(len(k) + len(v) + 4 for k, v in self._headers.items())
+        size = sum(map(len, (self._url, *self._headers, *self._headers.values()))) + 4 * len(self._headers)
         self._head_bytes = max(self._head_bytes, size)
         if self._head_over():
             return
@@ -277,7 +281,7 @@ class Connection(asyncio.Protocol):
         exchange.body = bytes(self._body)
         self._body, self._headers = bytearray(), {}  # The exchange has them, for as long as it needs them.
         # Not now: the parser is still in the middle of its input, where a pipelined request may show up.
-        asyncio.get_running_loop().call_soon(self._handle, exchange)
+        self._whole = exchange
 
     # --- what an exchange asks of its wire -------------------------------------------------------
 
@@ -357,10 +361,6 @@ class Connection(asyncio.Protocol):
 
     def _wait(self, seconds: float) -> None:
         self._deadline_ns = self._server.clock.now_ns() + int(seconds * NS_PER_S)
-
-    def _handle(self, exchange: Exchange) -> None:
-        if exchange.is_open:
-            self._server.app.handle(exchange)
 
     def _head(self) -> RequestHead:
         method = self._parser.get_method().decode("ascii", "replace")

@@ -20,7 +20,8 @@ chunk.
 
 import enum
 import http
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Protocol
 from urllib.parse import quote
 
@@ -450,35 +451,32 @@ class Exchange:
             )
         )
 
-    def _served_headers(self, served: Served) -> Iterator[tuple[bytes, bytes]]:
-        """The same as headers, as far as it is known."""
-        yield b"model", _value(served.model)
+    def _add_served(self, served: Served, lines: list[bytes]) -> None:
+        """The same as lines of a head, as far as it is known."""
+        lines.append(b"x-penstock-model: " + _value(served.model))
         if served.requested != served.model:
-            yield b"requested-model", _value(served.requested)
+            lines.append(b"x-penstock-requested-model: " + _value(served.requested))
         if served.downgrade:
-            yield b"downgrade", served.downgrade.encode()
+            lines.append(b"x-penstock-downgrade: " + served.downgrade.encode())
         if served.route:
-            yield b"route", served.route.encode()
+            lines.append(b"x-penstock-route: " + served.route.encode())
         if self.queue_ns is not None:
-            yield b"queue-ms", b"%d" % round(self.queue_ns / NS_PER_MS)
+            lines.append(b"x-penstock-queue-ms: %d" % round(self.queue_ns / NS_PER_MS))
         if self.migration:
-            yield b"migration", self.migration.encode()
+            lines.append(b"x-penstock-migration: " + self.migration.encode())
         if self.migrated:
-            yield b"migrated", self.migrated.encode()
+            lines.append(b"x-penstock-migrated: " + self.migrated.encode())
         if self.cell:
-            yield b"cell", self.cell.encode()
+            lines.append(b"x-penstock-cell: " + self.cell.encode())
 
     def _head(self, status: int, content_type: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
-        lines = [b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"Unknown"))]
-        if status != 204:
-            lines.append(b"content-type: " + content_type)
+        lines = [_first_lines(status, content_type)]
         if self.id:
             lines.append(b"x-request-id: " + self.id.encode())
-        lines.extend(b"%b: %b" % header for header in self.cors)
-        lines.extend(b"%b: %b" % header for header in self.headers)
-        lines.extend(b"%b: %b" % header for header in headers)
+        if fields := self.cors + self.headers + headers:
+            lines += [b"%b: %b" % field for field in fields]
         if self.served is not None:
-            lines.extend(b"x-penstock-%b: %b" % each for each in self._served_headers(self.served))
+            self._add_served(self.served, lines)
         if not self._keep_alive:
             lines.append(b"connection: close")
         elif self.version != "1.1":
@@ -488,3 +486,9 @@ class Exchange:
 
 
 _PHRASES = {status.value: status.phrase.encode() for status in http.HTTPStatus}
+
+
+@lru_cache(maxsize=256)
+def _first_lines(status: int, content_type: bytes) -> bytes:
+    line = b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"Unknown"))
+    return line if status == 204 else b"%b\r\ncontent-type: %b" % (line, content_type)

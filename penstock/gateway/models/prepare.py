@@ -84,6 +84,8 @@ class TokenizePool:
         template = model.template
         if template.runs_here(with_tools):
             try:
+                if num_bytes <= INLINE_BYTES:
+                    return work(False)
                 return await self.run(num_bytes, lambda: work(False))
             except RanAway:
                 pass
@@ -335,8 +337,10 @@ def check_sampling(request: GenerationRequest, max_tokens: int, info: ModelInfo)
             param="min_tokens",
             code="invalid_value",
         )
-    check_token_ids([int(key) for key in request.logit_bias or ()], info.vocab_size, "logit_bias")
-    _check_bad_words(getattr(request, "bad_words", None) or ())
+    if request.logit_bias:
+        check_token_ids([int(key) for key in request.logit_bias], info.vocab_size, "logit_bias")
+    if bad_words := getattr(request, "bad_words", None):
+        _check_bad_words(bad_words)
     allowed: list[int] | None = getattr(request, "allowed_token_ids", None)
     if allowed is not None:
         if not 0 < len(allowed) <= info.vocab_size:
@@ -400,7 +404,9 @@ def sampling(
 
 
 def _logit_bias(request: GenerationRequest) -> tuple[tuple[int, float], ...]:
-    return tuple((int(key), bias) for key, bias in (request.logit_bias or {}).items() if bias)
+    if not request.logit_bias:
+        return ()
+    return tuple((int(key), bias) for key, bias in request.logit_bias.items() if bias)
 
 
 def _room(asked: int | None, num_prompt: int, info: ModelInfo, tenant: Tenant, param: str) -> int:

@@ -11,6 +11,7 @@ whatever a caller sends.
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -80,7 +81,9 @@ class PublicPrefixes:
 
     def num_tokens_of(self, prompt: Sequence[int]) -> int:
         """How many leading tokens of `prompt` are public."""
-        return max((_num_common(prefix, prompt) for prefix in self._prefixes), default=0)
+        if not self._prefixes:
+            return 0
+        return max(_num_common(prefix, prompt) for prefix in self._prefixes)
 
 
 NO_PUBLIC_PREFIXES = PublicPrefixes(())
@@ -176,8 +179,14 @@ class ServedModel:
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: changes when the same seed may give another answer."""
         info = self.workers.info
-        what = f"{self.name}/{info.architecture}/{info.dtype}/{info.num_parameters}" if info else self.name
-        return "fp_" + hashlib.blake2b(what.encode(), digest_size=5).hexdigest()
+        return _fingerprint(
+            f"{self.name}/{info.architecture}/{info.dtype}/{info.num_parameters}" if info else self.name
+        )
+
+
+@lru_cache(maxsize=1024)
+def _fingerprint(what: str) -> str:
+    return "fp_" + hashlib.blake2b(what.encode(), digest_size=5).hexdigest()
 
 
 class Resolved(NamedTuple):

@@ -155,14 +155,16 @@ class CollectSink:
     """Keeps one choice's output. Bounded by the request's max_tokens."""
 
     __slots__ = (
-        "_began", "_index", "_parser", "_reply", "events", "logprobs", "passed_calls", "prompt_logprobs",
-        "reason", "token_ids",
+        "_began", "_index", "_parser", "_prose", "_reply", "events", "logprobs", "passed_calls",
+        "prompt_logprobs", "reason", "token_ids",
     )  # fmt: skip
 
     def __init__(self, reply: Reply, index: int, parser: AnswerParser, *, keeps_ids: bool = False) -> None:
         self._reply = reply
         self._index = index
-        self._parser = parser
+        self._parser: AnswerParser | None = None if parser.passes_on else parser
+        self._prose: list[str] = []
+        """The text, where there is nothing to look for in it."""
         self._began = False
         self.events: list[ToolEvent] = []
         self.logprobs: list[TextLogprob] = []
@@ -176,6 +178,8 @@ class CollectSink:
     @property
     def text(self) -> str:
         """The text so far."""
+        if self._parser is None:
+            return "".join(self._prose)
         return "".join(item.text for item in self.events if isinstance(item, Text))
 
     def on_delta(self, delta: Delta) -> None:
@@ -186,12 +190,18 @@ class CollectSink:
         if not self._began:
             self._began = True
             self._reply.first_output()
-        events = self._reply.guarded(self._parser.push, delta.text, delta.thought)
-        if events is None:
+        if self._parser is None:
+            self._prose.append(delta.text)
+            if delta.thought:
+                self.events.append(Thought(delta.thought))
+                self._reply.thought(len(delta.token_ids))
+        elif (events := self._reply.guarded(self._parser.push, delta.text, delta.thought)) is not None:
+            self.events += events
+            self._reply.thought(self._parser.num_thoughts(delta.token_ids, delta.thought))
+        else:
             return
-        self.events += events
-        self._reply.thought(self._parser.num_thoughts(delta.token_ids, delta.thought))
-        self.logprobs.extend(delta.logprobs)
+        if delta.logprobs:
+            self.logprobs.extend(delta.logprobs)
         if self.token_ids is not None:
             self.token_ids += delta.token_ids
         for piece in delta.tool_calls:
@@ -203,7 +213,8 @@ class CollectSink:
         finish = self._reply.ended(finish)
         self.reason = finish.reason
         if finish.reason not in (FinishReason.ERROR, FinishReason.ABORT):  # Another attempt may continue.
-            self.events += self._reply.guarded(self._parser.finish) or ()
+            if self._parser is not None:
+                self.events += self._reply.guarded(self._parser.finish) or ()
         elif not self._began:
             self.prompt_logprobs.clear()  # Another attempt tells them again.
         self._reply.choice_finished(self._index, finish)
@@ -291,9 +302,8 @@ class WholeChat(WholeReply):
         )
 
     def _choice(self, index: int, sink: CollectSink) -> ChatChoice:
-        events = joined(sink.events)
-        text = sink.text
-        thought = "".join(item.text for item in events if isinstance(item, Thought)) or None
+        text, events = sink.text, joined(sink.events) if sink.events else ()
+        thought = "".join([item.text for item in events if isinstance(item, Thought)]) or None
         calls = [
             AnswerToolCall(
                 id=self.ids.take("call"),
@@ -303,7 +313,8 @@ class WholeChat(WholeReply):
             for item in events
             if isinstance(item, ParsedToolCall)
         ]
-        calls += [call.whole() for _, call in sorted(sink.passed_calls.items())]
+        if sink.passed_calls:
+            calls += [call.whole() for _, call in sorted(sink.passed_calls.items())]
         called = bool(calls) and sink.reason is FinishReason.STOP
         return ChatChoice(
             index=index,
@@ -315,7 +326,7 @@ class WholeChat(WholeReply):
                 reasoning=thought,
             ),
             logprobs=chat_logprobs(sink.logprobs) if self._with_logprobs else None,
-            finish_reason=(FinishReason.TOOL_CALLS if called else sink.reason).value,
+            finish_reason=FinishReason.TOOL_CALLS if called else sink.reason,
             token_ids=sink.token_ids,
         )
 
@@ -358,7 +369,7 @@ class WholeCompletion(WholeReply):
             index=index,
             text=echo.text + sink.text,
             logprobs=completion_logprobs(shown, 0) if self._with_logprobs else None,
-            finish_reason=sink.reason.value,
+            finish_reason=sink.reason,
             prompt_logprobs=_shown_prompt(sink, self._num_prompt_top),
             token_ids=sink.token_ids,
             prompt_token_ids=self._prompt_ids[index] if self._prompt_ids else None,

@@ -191,9 +191,8 @@ class PrefixIndex:
         shard_max = self._shard_max
         for key in keys:
             shard = shards[key & low_bits]
-            mask = shard.get(key)
-            if mask is None:
-                shard[key] = bit  # The one object for all blocks that only this worker has.
+            # The one object for all blocks that only this worker has: a new key costs one look.
+            if (mask := shard.setdefault(key, bit)) is bit:
                 if len(shard) > shard_max:
                     self._thin(shard)
             elif not mask & bit:
@@ -483,14 +482,14 @@ class PrefixIndex:
             heappush(self._due, (next(iter(holder.predicted.values())), self._num_due, holder))
 
     def _drop(self, shards: _Shards, keys: Sequence[int], bit: int) -> None:
-        low_bits, others = self._low_bits, ~bit
+        low_bits = self._low_bits
         for key in keys:
             shard = shards[key & low_bits]
-            if mask := shard.get(key):
-                if left := mask & others:
-                    shard[key] = left
-                else:
-                    del shard[key]
+            mask = shard.get(key, 0)
+            if mask is bit or mask == bit:  # As a rule: no other worker has it.
+                del shard[key]
+            elif mask & bit:
+                shard[key] = mask ^ bit
 
 
 def _run_of(runs: Sequence[tuple[int, int]], bit: int) -> int:

@@ -22,7 +22,7 @@ Of a worker of ours more is known (heartbeats, its queue, how fast it computes),
 configuration's bounds (section `backends`) hold in any case, where the connection is read.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 
 from penstock.clock import NS_PER_MS, NS_PER_S
@@ -87,6 +87,34 @@ class Extra:
 
     def next_ns(self) -> int | None:
         """When `due` must be called if nothing happens until then; None: not at all."""
+
+
+class Hooks:
+    """The hooks of some plug-ins that do something, by name: half of all would be calls of nothing, for each
+    request.
+    """
+
+    __slots__ = (
+        "attempt_lost", "due", "ending", "evictions", "finished", "first_output", "left", "next_ns", "queued",
+        "refusal", "started",
+    )  # fmt: skip
+
+    def __init__(self, extras: Sequence[Extra]) -> None:
+        self.refusal = [each.refusal for each in extras if _does(each, Extra.refusal)]
+        self.queued = [each.queued for each in extras if _does(each, Extra.queued)]
+        self.started = [each.started for each in extras if _does(each, Extra.started)]
+        self.first_output = [each.first_output for each in extras if _does(each, Extra.first_output)]
+        self.attempt_lost = [each.attempt_lost for each in extras if _does(each, Extra.attempt_lost)]
+        self.ending = [each.ending for each in extras if _does(each, Extra.ending)]
+        self.left = [each.left for each in extras if _does(each, Extra.left)]
+        self.finished = [each.finished for each in extras if _does(each, Extra.finished)]
+        self.evictions = [each.evictions for each in extras if _does(each, Extra.evictions)]
+        self.due = [each.due for each in extras if _does(each, Extra.due)]
+        self.next_ns = [each.next_ns for each in extras if _does(each, Extra.next_ns)]
+
+
+def _does(extra: Extra, hook: Callable[..., object]) -> bool:
+    return getattr(type(extra), hook.__name__) is not hook
 
 
 FACTOR, QUANTILE = 4, 0.95
@@ -216,8 +244,11 @@ class AttemptClock(Extra):
         if request.hedge is not None and worker == request.worker:
             self._watch(now_ns, request, request.hedge.worker, request.hedge.attempt)
 
-    def evictions(self, now_ns: int) -> Iterator[tuple[Request, str, PenstockError]]:
+    def evictions(self, now_ns: int) -> Iterable[tuple[Request, str, PenstockError]]:
         """See `Extra`: clients that do not wait any longer."""
+        return self._overdue(now_ns) if self._deadlines and self._deadlines[0][0] <= now_ns else ()
+
+    def _overdue(self, now_ns: int) -> Iterator[tuple[Request, str, PenstockError]]:
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             request = self._requests.get(heappop(self._deadlines)[1])
             if request is not None and _is_silent(request):

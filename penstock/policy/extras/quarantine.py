@@ -314,10 +314,11 @@ class CrashQuarantine(Extra):
         """See `Extra`."""
         self._quarantine.ended_well(facts)
 
-    def evictions(self, now_ns: int) -> Iterator[tuple[Request, str, PenstockError]]:
+    def evictions(self, now_ns: int) -> Iterable[tuple[Request, str, PenstockError]]:
         """See `Extra`: a request that crashed a worker is not sent to the next one."""
-        if not self._crashes:
-            return
+        return self._judge(now_ns) if self._crashes else ()
+
+    def _judge(self, now_ns: int) -> Iterator[tuple[Request, str, PenstockError]]:
         crashes, self._crashes = self._crashes, {}
         for at_ns, in_flight_at_crash in crashes.values():
             self._quarantine.died(at_ns, [found for _, found in in_flight_at_crash])

@@ -19,7 +19,7 @@ from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Evicted, PenstockError, WorkerUnavailable
 from penstock.policy.contracts import Pass, RouteLoad
 from penstock.policy.extras.hedging import MARK, Hedging
-from penstock.policy.extras.hooks import AttemptClock, Extra
+from penstock.policy.extras.hooks import AttemptClock, Extra, Hooks
 from penstock.policy.extras.quarantine import CrashQuarantine
 from penstock.policy.flow import (
     Abort,
@@ -54,7 +54,7 @@ class FlowControl:
     """See the module. One per gateway process, or per simulated gateway."""
 
     __slots__ = (
-        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_extras", "_fallbacks", "_model_queues",
+        "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_fallbacks", "_hooks", "_model_queues",
         "_pending", "_policies", "_quarantine", "_requests", "_timers", "_timers_set", "_transitions",
         "hedging",
     )  # fmt: skip
@@ -69,8 +69,7 @@ class FlowControl:
         self._model_queues: dict[str, ModelQueue] = {}
         self._dirty: dict[str, ModelQueue] = {}
         self._timers: list[tuple[int, int, ModelQueue]] = []
-        self._timers_set = 0
-        self._pending: list[Action] = []
+        self._timers_set, self._pending = 0, list[Action]()
         self._drain_ns: int | None = None
         self.hedging: Hedging | None = None
         """For the driver, which says which of two attempts won; None if requests are never hedged."""
@@ -88,12 +87,12 @@ class FlowControl:
                 on_change=self._touch,
             )
             extras.append(self.hedging)
-        self._extras = tuple(extras)
+        self._hooks = Hooks(extras)
         self._transitions = Transitions(
             self._policies,
             self._accounts,
             self._requests,
-            self._extras,
+            self._hooks,
             on_change=self._touch,
             on_dropped=self._drop_for_room,
         )
@@ -120,8 +119,8 @@ class FlowControl:
         assert facts.id not in self._requests, f"{facts.id} is here already"
         if self._drain_ns is not None:
             return Refused(facts.id, "draining", Draining("this server is going away"))
-        for extra in self._extras:
-            if (error := extra.refusal(now_ns, facts)) is not None:
+        for refusal in self._hooks.refusal:
+            if (error := refusal(now_ns, facts)) is not None:
                 return Refused(facts.id, "quarantine", error)
         model_queue = self._model_queue(now_ns, facts.route)
         verdict = self._policies.admission.decide(now_ns, facts, self._look(now_ns, facts))
@@ -139,8 +138,8 @@ class FlowControl:
         self._requests[facts.id] = request
         if facts.adapter:
             model_queue.placement.asked(now_ns, request, model_queue.workers)
-        for extra in self._extras:
-            extra.queued(now_ns, request)
+        for queued in self._hooks.queued:
+            queued(now_ns, request)
         self._touch(model_queue)
         self._drop_for_room(now_ns, dropped)
         return Queued(facts.id, facts.route, verdict.predicted_ns)
@@ -202,8 +201,8 @@ class FlowControl:
         if request.state is State.STARTED:
             model_queue = request.model_queue
             model_queue.begin(now_ns, request.worker, request.booked)
-            for extra in self._extras:
-                extra.first_output(now_ns, request)
+            for first_output in self._hooks.first_output:
+                first_output(now_ns, request)
             took_ns = now_ns - request.dispatched_ns
             self._policies.health.began(now_ns, model_queue.route, request.worker, took_ns)
             self._touch(model_queue)
@@ -304,8 +303,8 @@ class FlowControl:
 
     def dispatch(self, now_ns: int) -> Sequence[Action]:
         """The actions that are due now, in order."""
-        for extra in self._extras:
-            for request, reason, error in extra.evictions(now_ns):
+        for evictions in self._hooks.evictions:
+            for request, reason, error in evictions(now_ns):
                 self._evict(now_ns, request, reason, error, self._pending)
         actions, self._pending = self._pending, []
         if self._drain_ns is not None and now_ns >= self._drain_ns:
@@ -320,8 +319,8 @@ class FlowControl:
             dirty, self._dirty = self._dirty, {}
             for model_queue in dirty.values():
                 self._serve(now_ns, model_queue, actions)
-        for extra in self._extras:
-            actions += extra.due(now_ns)
+        for due in self._hooks.due:
+            actions += due(now_ns)
         return actions
 
     def shed(self, now_ns: int, route: str) -> Sequence[Action]:
@@ -354,7 +353,7 @@ class FlowControl:
         while timers and timers[0][2].timer_ns != timers[0][0]:
             heappop(timers)
         times = [timers[0][0]] if timers else []
-        times += [due_ns for extra in self._extras if (due_ns := extra.next_ns()) is not None]
+        times += [due_ns for next_ns in self._hooks.next_ns if (due_ns := next_ns()) is not None]
         if self._pending or self._dirty:
             times.append(now_ns)
         if self._drain_ns is not None and any(
@@ -483,13 +482,13 @@ class FlowControl:
         error: PenstockError | None,
         usage: Usage | None = None,
     ) -> None:
-        for extra in self._extras:
-            extra.attempt_lost(now_ns, request, worker, error, usage)
+        for attempt_lost in self._hooks.attempt_lost:
+            attempt_lost(now_ns, request, worker, error, usage)
 
     def _end_extras(self, now_ns: int, request: Request, actions: list[Action]) -> None:
         """An event of a request concerns all of its attempts: a second one ends first."""
-        aborts = [extra.ending(now_ns, request) for extra in self._extras]
-        actions.extend(abort for abort in aborts if abort is not None)
+        aborts = [ending(now_ns, request) for ending in self._hooks.ending]
+        actions += [abort for abort in aborts if abort is not None]
 
     def _touch(self, model_queue: ModelQueue) -> None:
         self._dirty[model_queue.route] = model_queue

@@ -23,7 +23,7 @@ import msgspec
 from penstock.errors import AttemptTimeout, PenstockError, WorkerBusy
 from penstock.policy.admit_facts import DowngradeReason
 from penstock.policy.contracts import Health, Pass, Refusal, RouteLoad, TokenHold
-from penstock.policy.extras.hooks import Extra
+from penstock.policy.extras.hooks import Hooks
 from penstock.policy.flow import (
     Abort,
     Diverted,
@@ -169,14 +169,14 @@ def _error_of(answer: object) -> PenstockError | None:
 class Transitions:
     """One for each flow control."""
 
-    __slots__ = ("_accounts", "_extras", "_on_change", "_on_dropped", "_policies", "_requests", "_steps")
+    __slots__ = ("_accounts", "_hooks", "_on_change", "_on_dropped", "_policies", "_requests", "_steps")
 
     def __init__(
         self,
         policies: Policies,
         accounts: Accounts,
         requests: MutableMapping[RequestId, Request],
-        extras: Sequence[Extra],
+        hooks: Hooks,
         *,
         on_change: Callable[[ModelQueue], None],
         on_dropped: Callable[[int, Sequence[Work]], None],
@@ -185,7 +185,7 @@ class Transitions:
         called for a model whose queue must be looked at again, `on_dropped` for what a queue dropped to make
         room.
         """
-        self._policies, self._accounts, self._requests, self._extras = policies, accounts, requests, extras
+        self._policies, self._accounts, self._requests, self._hooks = policies, accounts, requests, hooks
         self._on_change, self._on_dropped = on_change, on_dropped
         self._steps: dict[Step, Callable[[int, Request, Change], Answer | None]] = {
             Step.ENQUEUE: self._enqueue,
@@ -212,8 +212,8 @@ class Transitions:
         if change.moved is not None:
             dropped = model_queue.queue.push(now_ns, request)
             assert not isinstance(dropped, Full), "it was asked"
-            for extra in self._extras:
-                extra.queued(now_ns, request)
+            for queued in self._hooks.queued:
+                queued(now_ns, request)
             self._on_change(model_queue)
             self._on_dropped(now_ns, dropped)
             return
@@ -239,8 +239,8 @@ class Transitions:
     def _start(self, now_ns: int, request: Request, change: Change) -> Start:
         model_queue = request.model_queue
         request.attempt = request.attempts
-        for extra in self._extras:
-            extra.started(now_ns, request)
+        for started in self._hooks.started:
+            started(now_ns, request)
         self._policies.health.started(now_ns, model_queue.route, request.worker)
         if request.matched_tokens:
             charge_matched(request)
@@ -269,8 +269,8 @@ class Transitions:
             model_queue.queue.charge(request, 0)
         if request.outcome is Outcome.FINISHED:
             self._policies.health.succeeded()
-            for extra in self._extras:
-                extra.finished(facts)
+            for finished in self._hooks.finished:
+                finished(facts)
         model_queue.queue.end(request)
 
     def _release(self, now_ns: int, request: Request, change: Change) -> None:
@@ -285,8 +285,8 @@ class Transitions:
 
     def _forget(self, request: Request) -> None:
         request.model_queue.forget(request)
-        for extra in self._extras:
-            extra.left(request)
+        for left in self._hooks.left:
+            left(request)
 
     def _settle(self, now_ns: int, request: Request, change: Change) -> Settled:
         """Exactly once for each accepted request: it is out of the queue and off its worker."""
@@ -294,12 +294,7 @@ class Transitions:
         self._forget(request)
         if request.has_begun:  # Also if it waited for another worker to continue.
             request.counted_prompt_tokens = request.facts.prompt_tokens
-        used = Usage(
-            prompt_tokens=request.counted_prompt_tokens,
-            cached_tokens=request.counted_cached_tokens,
-            completion_tokens=request.completion_tokens,
-        )
-        request.cost_micros = self._accounts.settle(now_ns, request, used)
+        request.cost_micros = self._accounts.settle(now_ns, request, request.given())
         assert request.outcome is not None, "what has ended has an outcome"
         return Settled(request.id, request.outcome, request)
 

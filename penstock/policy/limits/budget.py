@@ -267,6 +267,7 @@ class TenantBudgets:
         assert account.live, "renewed after its end"
         if total <= held:
             return True
+        self._enter(now_ns, account)
         if self._over(now_ns, account, total - held) is not None:
             return False
         account.hold(total - held)
@@ -342,7 +343,8 @@ class TenantBudgets:
 
     def _over(self, now_ns: int, account: _Account, micros: int) -> _Period | None:
         """The budget that `micros` more do not fit; the month before the day, since it holds longer."""
-        self._enter(now_ns, account)
+        if not (account.month.limit or account.day.limit):
+            return None
         for period in (account.month, account.day):
             lease = period.lease
             if lease is not None:
@@ -360,15 +362,15 @@ class TenantBudgets:
         self._enter(now_ns, account)
         assert micros >= 0, "what was spent stays spent"
         self.settled_micros += micros
-        for period in account.periods:
+        for period in (account.day, account.month):
             period.spent += micros
             if period.lease is not None:
                 period.lease.settled(micros)
-            if micros:
+            if micros and period.limit:
                 self._warn_of_reached(account, period)
 
     def _warn_of_reached(self, account: _Account, period: _Period) -> None:
-        if period.limit and (total := period.total) >= WARN_AT[0] * period.limit:
+        if (total := period.total) >= WARN_AT[0] * period.limit:
             self._warn(account, period, max(share for share in WARN_AT if total >= share * period.limit))
 
     def _warn(self, account: _Account, period: _Period, share: float) -> None:
@@ -387,7 +389,7 @@ class TenantBudgets:
         )
 
     def _enter(self, now_ns: int, account: _Account) -> None:
-        day = day_of(now_ns + self._wall_offset_ns)
+        day = (now_ns + self._wall_offset_ns) // DAY_NS
         if day != account.day.number:
             account.day.enter(day)
             account.month.enter(month_of(day))

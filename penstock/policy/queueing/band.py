@@ -21,7 +21,7 @@ _PACE = 16
 """The mean time between two starts follows the last so many."""
 _BATCH = 4
 """Starts that come together, as far as the time since the last one is concerned."""
-_RECENT = 64
+RECENT_STARTS = 64
 """A band's part of the starts is its part of about the last so many of its queue."""
 _OWED = 1 - 1e-9
 """A band that has exactly its part is owed nothing, however its sums were rounded."""
@@ -216,11 +216,6 @@ class Band:
         """
         assert recent >= self.recent, "its own starts are of all bands' starts"
         return self.config.floor < 1 and self.recent < self.config.floor * recent * _OWED
-
-    def count_start(self, *, own: bool) -> None:
-        """The queue starts something, of this band or of another one."""
-        self.recent += own - self.recent / _RECENT
-        assert self.recent >= 0, "starts are counted, and forgotten in part"
 
     def come_back(self, recent: float) -> None:
         """It begins to wait: for what started while it did not it is owed nothing."""

@@ -23,7 +23,7 @@ import msgspec
 
 from penstock.clock import NS_PER_S
 from penstock.config.flow import BandConfig, QueueConfig
-from penstock.policy.queueing.band import Band, Work
+from penstock.policy.queueing.band import RECENT_STARTS, Band, Work
 from penstock.policy.terms import BandTerms, band_terms, queue_terms
 from penstock.types import TenantId
 
@@ -292,8 +292,8 @@ class FairQueue:
         self.num_bytes -= work.num_bytes
         assert self.num_waiting >= 0 <= self.num_bytes, "more started than came"
         work.owed = band.is_owed(self._recent())
-        for each in self.bands:
-            each.count_start(own=each is band)
+        for each in self.bands:  # Older starts count less.
+            each.recent += (each is band) - each.recent / RECENT_STARTS
         band.start(now_ns, work)
         for passed in self.bands[
             : band.level + 1

@@ -20,7 +20,7 @@ from penstock.policy.queueing.capacity import (
     WorkerView,
     uncached_tokens,
 )
-from penstock.policy.queueing.cells import Peers
+from penstock.policy.queueing.cells import PeerCells
 from penstock.policy.queueing.deployments import Deployments
 from penstock.policy.queueing.fair_queue import FairQueue, Full
 from penstock.policy.queueing.pace import Pace
@@ -69,7 +69,7 @@ class ModelQueue:
         """Requests that were tried before -> the workers where that failed."""
         self._deployments: Deployments | None = None
         """None until a worker has terms of its own."""
-        self._peers = Peers(self.queue, self.workers, lambda now: health.blocked(now, route, strict=True))
+        self._peers = PeerCells(self.queue, self.workers, lambda now: health.blocked(now, route, strict=True))
         self.leaving: set[RequestId] = set()
         """Requests whose prompt is being made for another model: they are started nowhere meanwhile."""
         self.timer_ns: int | None = None

@@ -23,8 +23,8 @@ otherwise one long prompt would keep a worker from all others for seconds.
 Pure and deterministic: gateway and simulator use the same object.
 """
 
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.clock import NS_PER_S
@@ -95,9 +95,9 @@ class Pace:
         `_overdue`."""
         self._overdue: dict[WorkerId, set[RequestId]] = {}
         """Those that have waited at their worker for longer than its prompts may take."""
-        self._ratios: deque[float] = deque(maxlen=_SCORED)
+        self._ratios = _Latest()
         self._margin = 1.0
-        self._firsts_ns: deque[int] = deque(maxlen=_SCORED)
+        self._firsts_ns = _Latest()
         self._late_ns: dict[int, int] = {}
         """By band: when a request of it last left the queue because it was too late to start it."""
         self._kinds: dict[str, None] = {}
@@ -126,7 +126,7 @@ class Pace:
         """The time that nine of the last ten requests took from their start to their first token; a worker's
         whole backlog while none is known.
         """
-        return round(_p90(self._firsts_ns)) if self._firsts_ns else self.backlog_ns
+        return round(self._firsts_ns.p90()) if self._firsts_ns.ordered else self.backlog_ns
 
     def is_late(self, now_ns: int, level: int) -> bool:
         """Whether requests of this band were too late a short while ago."""
@@ -181,8 +181,11 @@ class Pace:
                 del self._overdue[worker]
 
     def _slowest_ns(self, tokens: int, prompt_tokens: int, streams: float) -> int:
-        times = (self._speeds.of(kind).prefill_s(tokens, prompt_tokens, streams) for kind in self._kinds)
-        return round(max(times, default=0.0) * NS_PER_S)
+        slowest_s = 0.0
+        for kind in self._kinds:
+            took_s = self._speeds.of(kind).prefill_s(tokens, prompt_tokens, streams)
+            slowest_s = max(slowest_s, took_s)
+        return round(slowest_s * NS_PER_S)
 
     # --- what it learns from ------------------------------------------------------------------------
 
@@ -209,10 +212,12 @@ class Pace:
         self._kinds[kind] = None
         first_ns = now_ns - sent.at_ns
         assert first_ns >= 0, "no output comes before its start"
-        self._firsts_ns.append(first_ns)
-        self._ratios.append(first_ns / NS_PER_S / max(sent.said_s, _SHORTEST_S))
-        if len(self._ratios) >= _SCORED_MIN:
-            self._margin = min(_MARGIN_MAX, max(1.0, _p90(self._ratios)))
+        self._firsts_ns.add(first_ns)
+        self._ratios.add(first_ns / NS_PER_S / max(sent.said_s, _SHORTEST_S))
+        if len(self._ratios.ordered) >= _SCORED_MIN:
+            self._margin = min(_MARGIN_MAX, max(1.0, self._ratios.p90()))
+        if not self._speeds.learns_at(kind, now_ns):
+            return
         self._speeds.learn(
             kind,
             Ran(
@@ -238,7 +243,26 @@ def _first_s(speed: Speed, work: Work, backlog: int, streams: int) -> float:
     return speed.prefill_s(uncached_tokens(work), prompt, streams) + speed.backlog_s(backlog, streams)
 
 
-def _p90(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    assert ordered, "nothing has no quantile"
-    return ordered[(9 * len(ordered) - 1) // 10]
+class _Latest:
+    """The last `_SCORED` values, which stay sorted: nothing is sorted when a request asks."""
+
+    __slots__ = ("_values", "ordered")
+
+    def __init__(self) -> None:
+        self._values = deque[float]()
+        self.ordered: list[float] = []
+
+    def add(self, value: float) -> None:
+        """The oldest makes room."""
+        values, ordered = self._values, self.ordered
+        if len(values) >= _SCORED:
+            del ordered[bisect_left(ordered, values.popleft())]
+        values.append(value)
+        insort(ordered, value)
+        assert len(ordered) == len(values), "both hold the same values"
+
+    def p90(self) -> float:
+        """The value that nine of ten do not exceed; there must be one."""
+        ordered = self.ordered
+        assert ordered, "nothing has no quantile"
+        return ordered[(9 * len(ordered) - 1) // 10]

@@ -85,7 +85,7 @@ class RetryBudget:
 
 
 _NONE: frozenset[WorkerId] = frozenset()
-REST_S, REST_MAX_S = 1.0, 60.0
+REST_S, REST_MAX_S = 1.0, 3600.0
 """How long a worker that has no room is given nothing: if it does not say, and at most."""
 SLOW_ALONE_NS = NS_PER_S
 """An external worker without peers is held against its own history alone, and only over this: what runs

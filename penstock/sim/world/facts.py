@@ -148,7 +148,7 @@ class Member:
 
 
 class Watcher(Protocol):
-    """An observer that checks: see checks.py."""
+    """An observer that checks: see tests/doubles/sim_checks.py."""
 
     def asked(self, request: SimRequest) -> None:
         """A client asks."""

@@ -22,6 +22,7 @@ Once output has come every error but the request's own is a `StreamBroken`: the 
 
 import re
 from collections.abc import Mapping
+from email.utils import mktime_tz, parsedate_tz
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -344,7 +345,7 @@ def error_of(said: SaidError, *, headers: Mapping[bytes, bytes], has_output: boo
         return TooLarge("The request is larger than the model's worker takes.")
     if has_output:
         return StreamBroken(f"the worker broke off: {shown or status}")
-    wait_s = retry_after_s(headers.get(b"retry-after", b""))
+    wait_s = retry_after_s(headers)
     if (
         status == 429
         or (status == 503 and wait_s is not None)
@@ -361,16 +362,35 @@ def error_of(said: SaidError, *, headers: Mapping[bytes, bytes], has_output: boo
     )
 
 
-def retry_after_s(value: bytes) -> float | None:
-    """Seconds of a `Retry-After` header; dates are not read (RFC 9110, section 10.2.3)."""
+def retry_after_s(headers: Mapping[bytes, bytes]) -> float | None:
+    """How long a worker asks to be left alone: OpenAI's `retry-after-ms`, or `Retry-After` in seconds or as a
+    date (RFC 9110, section 10.2.3), which counts from the answer's own `Date`: its clock is not ours.
+    """
+    value = headers.get(b"retry-after", b"").strip()
+    wait_s = _number(headers.get(b"retry-after-ms", b""))
+    if wait_s is not None:
+        wait_s /= 1e3
+    elif (wait_s := _number(value)) is None:
+        until_s, now_s = _date_s(value), _date_s(headers.get(b"date", b""))
+        wait_s = max(0.0, until_s - now_s) if until_s is not None and now_s is not None else None
+    return min(wait_s, RETRY_AFTER_MAX_S) if wait_s is not None else None
+
+
+def _number(value: bytes) -> float | None:
     text = value.strip()
-    if not text or len(text) > 12:
-        return None
     try:
-        wait_s = float(text)
+        return float(text) if text[:1].isdigit() and len(text) <= 12 else None
     except ValueError:
         return None
-    return min(wait_s, RETRY_AFTER_MAX_S) if wait_s >= 0 else None
+
+
+def _date_s(value: bytes) -> float | None:
+    """Seconds since 1970; None: it is no date of HTTP."""
+    found = parsedate_tz(value.decode("latin-1")) if len(value) <= 40 else None
+    try:
+        return mktime_tz(found) if found is not None else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def shown_of(message: str) -> str:
