@@ -10,8 +10,8 @@ from penstock.planning.step_time import StepShape
 from penstock.schedule.step import Flight, share_times
 
 NOTED_MAX = 8
-"""Steps that only decode and are not counted yet. What a stream has cost is known so many steps later: one
-that its gateway ends meanwhile does not pay for the last of them.
+"""Steps that only decode and are not counted yet. The cost of a stream is known so many steps later: one that
+its gateway ends meanwhile does not pay for the last of them.
 """
 
 
