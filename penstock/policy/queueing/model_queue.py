@@ -292,14 +292,13 @@ class ModelQueue:
         """How the model stands for a request that does not wait here yet."""
         queue, workers = self.queue, self.workers
         level = queue.level_of(work.band)
-        above = queue.bands[:level]
         band = queue.bands[level]
         line = band.line(work.tenant)
         requests_ahead = ahead = 0
         # Else it is started beyond the slots.
         if not workers.has_room_beyond() or (line is not None and line.num_running + line.num_waiting):
             requests_ahead = band.ahead_of(work.tenant, work.weight)
-            ahead = sum(len(higher.waiting) for higher in above) + requests_ahead
+            ahead = sum([len(higher.waiting) for higher in queue.bands[:level]]) + requests_ahead
         tokens, prompt = uncached_tokens(work), work.prompt_tokens + work.cached_tokens
         # A protected band goes first, so it has the model's pace. Others have the rest, which is seen in
         # their own.
