@@ -7,7 +7,8 @@ Shares of the main thread's time in Python and in what Python calls, by cProfile
 than they are: shares tell where to look, and `calls` (of functions, C's included) for each request are the
 same on every machine. The kernel's part, in `write` and in the event loop, is not told apart.
 
-With `--tree` the last one is what the first is held against: CPU time of all threads, in short bursts that
+With `--tree` the last one is what the others are held against; `PYTHON@TREE` runs one with another Python of
+the same version. CPU time of all threads, in short bursts that
 go to one and the other in turns (median of the ratios, with quartiles), and with `--instructions` those of
 the processor (valgrind's callgrind), which are the same however busy the machine is. Under valgrind requests
 come so slowly that what is done by the clock (learning, the pulse) counts with each, in both trees.
@@ -20,6 +21,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from argparse import Namespace
@@ -108,15 +110,17 @@ def stages_of(stats: pstats.Stats, requests: int) -> dict[str, float]:
 
 
 @contextmanager
-def serving(tree: Path, shape: Shape, place: Path, *before: str) -> Generator[tuple[int, Process]]:
+def serving(tree: str, shape: Shape, place: Path, *before: str) -> Generator[tuple[int, Process]]:
     """A tree's `penstock serve` in front of an upstream, which has answered: its port."""
     port, upstream_port = free_port(), free_port()
     log, config = place / f"{port}.log", place / f"{port}.yaml"
     chunks, period = str(shape.chunks or 1), str(shape.period_us)
     upstream = Process(str(place / "upstream"), str(upstream_port), chunks, period, log=log)
     config.write_text(OURS.format(port=port, upstream=upstream_port, place=place, key=KEY, processes=1))
-    environment = {"PENSTOCK_STATE_DIR": str(place / f"state-{port}"), "PYTHONPATH": str(tree.resolve())}
-    command = (*before, sys.executable, "-P", "-m", "penstock", "serve", "-c", str(config))
+    python, _, path = tree.rpartition("@")
+    where = f"{Path(path).resolve()}:{sysconfig.get_paths()['purelib']}"
+    environment = {"PENSTOCK_STATE_DIR": str(place / f"state-{port}"), "PYTHONPATH": where}
+    command = (*before, python or sys.executable, "-P", "-m", "penstock", "serve", "-c", str(config))
     process = Process(*command, log=log, **environment)
     try:
         wait_answers(place, port, process, PATIENCE_S if before else START_S)
@@ -127,7 +131,7 @@ def serving(tree: Path, shape: Shape, place: Path, *before: str) -> Generator[tu
         upstream.end()
 
 
-def instructions(tree: Path, shape: Shape, requests: int, place: Path) -> float:
+def instructions(tree: str, shape: Shape, requests: int, place: Path) -> float:
     """Of the processor, in all threads, for each request."""
     out = place / "callgrind"
     tool = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}")
@@ -145,7 +149,7 @@ def instructions(tree: Path, shape: Shape, requests: int, place: Path) -> float:
 
 
 def in_bursts(
-    trees: Sequence[Path], shape: Shape, requests: int, turns: int, place: Path
+    trees: Sequence[str], shape: Shape, requests: int, turns: int, place: Path
 ) -> list[list[float]]:
     """CPU microseconds of all threads for each request: a row for each turn, a column for each tree."""
     rows: list[list[float]] = []
@@ -173,12 +177,14 @@ def beside(shape: Shape, requests: int, place: Path, args: Namespace) -> dict[st
         print(f"{shape.name}: {shown}, ratio {counts[0] / counts[-1]:.3f}", flush=True)
     if args.turns:
         rows = in_bursts(trees, shape, requests, args.turns, place)
-        ratios = [row[0] / row[-1] for row in rows]
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-        found |= {"cpu_us": [round(each, 1) for each in medians], "ratio": [low, middle, high]}
+        quartiles = [
+            [round(each, 3) for each in statistics.quantiles([row[i] / row[-1] for row in rows], n=4)]
+            for i in range(len(trees) - 1)
+        ]
+        found |= {"cpu_us": [round(each, 1) for each in medians], "ratio_quartiles": quartiles}
         shown = f"{', '.join(f'{each:.0f}' for each in medians)} us of CPU a request"
-        print(f"{shape.name}: {shown}, ratio {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
+        print(f"{shape.name}: {shown}; ratios, in quartiles, {quartiles}", flush=True)
     return found
 
 
@@ -187,7 +193,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--shapes", default="whole,paced")
     parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--tree", nargs="*", type=Path, default=[], help="the last is held against")
+    parser.add_argument("--tree", nargs="*", default=[], help="the last is held against")
     parser.add_argument("--turns", type=int, default=0, help="bursts of CPU time")
     parser.add_argument("--instructions", action="store_true", help="with valgrind: a minute for each tree")
     args = parser.parse_args()
@@ -199,7 +205,7 @@ def main() -> None:
                 requests = max(shape.connections, args.requests if not shape.period_us else 0)
                 short = replace(shape, chunks=min(shape.chunks, 64))
                 costs[shape.name] = beside(short, requests, Path(name), args)
-        write_result(args.json, {"trees": costs})
+        write_result(args.json, {"trees": args.tree, "costs": costs})
         return
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="relay-profile-") as name:
