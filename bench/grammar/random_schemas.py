@@ -45,7 +45,7 @@ DRAWN_AT_ONCE = 2500
 BATCH, MAX_TOKENS, ROOT_DEPTH = 32, 1024, 3
 HANG_S = 300
 """An answer that takes longer counts as hanging; all of a batch share the time."""
-_KEYWORD = re.compile(r'Unimplemented keys: \["(\w+)"|\bat (?:/\S*/)?(\w+):|\'(\w+)\' at /')
+_KEYWORD = re.compile(r'Unimplemented keys: \["(\w+)"|\bat /(?:\S*/)?([\w$]+):|\'(\w+)\' at /')
 _WORDS = ("name", "id", "count", "tags", "owner", "price", "a", "b", "value", "kind")
 _PATTERNS = ("^[a-z]+$", "^[A-Z]{2,4}$", "[0-9]{3}", "^(red|green)$", "^a.{0,8}z$", "x", "^\\d{4}-\\d{2}$")
 _FORMATS = ("date", "time", "date-time", "uuid", "email", "ipv4", "hostname", "duration", "uri")

@@ -1,26 +1,30 @@
-"""The cost of instrumentation: CPU of the gateway per request and of the engine's thread per step, with and
-without.
+"""The cost of instrumentation: CPU of the gateway per request and of the engine's thread per step, with it
+and without.
 
     python -m bench.relay.instrumentation [--streams 400] [--tokens 80] [--turns 30] [--rounds 5]
-        [--instructions] [--model DIR] [--json FILE]
+        [--engine-rounds 5] [--instructions] [--engine-instructions] [--model DIR] [--json FILE]
 
-Both sides run the same program: waves of requests of one gateway in turn, steps of one batch in turn (with
-`--rounds`, two gateways at the same time besides, which differ by more than what is measured). "Without"
-replaces, in this process only, what is there to be looked at: metrics, history, recent requests, decisions
-and traces in the gateway; the shares of time, the cost floor and the sums of steps in the engine. Work that a
-request pays for or its answer needs stays: the ledger, limits, placement. Traces are exported to a collector
-of this script that takes everything, before the next wave begins.
+Both sides run the same program: waves of requests of one gateway in turn, runs of steps of one batch in
+turn (with `--rounds`, two gateways at the same time besides, which differ by more than what is measured).
+"Without" replaces, in this process only, what is there to be looked at: metrics, history, recent requests,
+decisions and traces in the gateway; the shares of time, the cost floor and the sums of steps in the engine.
+Work that a request pays for or its answer needs stays: the ledger, limits, placement. Traces are exported
+to a collector of this script that takes everything, before the next wave begins.
 
 Prints one JSON object: of each round or turn both sides; the median of what instrumentation adds, and the
 best rounds. `--instructions` counts the processor's instructions per request too (valgrind's cachegrind, the
 difference of two numbers of streams): the same whatever else the machine does, where seconds are not.
+`--engine-instructions` does so for what an engine's step has of Python, with a runner that computes nothing:
+`added` is the number of instructions that the instruments take of each step.
 """
 
 import asyncio
 import inspect
 import json
 import multiprocessing
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -31,30 +35,31 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import uvloop
 
 from bench.harness import command_line, write_result
 from bench.relay import cost as relay_cost
 from bench.relay.cost import Load, run_client
+from bench.sim import modelled_runner
 from penstock.backends.base import Finish
 from penstock.clock import SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import Config, EngineConfig, TracesConfig
+from penstock.engine.core import StepRunner, build_core
 from penstock.gateway.api.services import RecentRequests
 from penstock.gateway.tracing import RequestTraces
 from penstock.kv.hashing import token_bytes
-from penstock.planning.roofline import CostFloor
+from penstock.planning.roofline import MODELS, CostFloor, Placed, accelerator
 from penstock.policy.admission.admit import Promises
 from penstock.policy.placement.pick import DecisionLog
 from penstock.protocol.worker import Stats, Submit
-from penstock.schedule.step import Flight
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.instruments import Counter, Gauge, Histogram
 from penstock.telemetry.metrics import Metrics, ModelMetrics
 from penstock.telemetry.traces import TraceKeeper
-from penstock.types import FinishReason, RequestId, SamplingParams, Usage
+from penstock.types import BLOCK_TOKENS, FinishReason, RequestId, SamplingParams, Usage
 
 SIDES = ("with", "without")
 RATE = 50.0
@@ -63,7 +68,9 @@ COUNTED_RATE = 4.0
 and still has to send each token by itself.
 """
 COUNTED_STREAMS = (20, 120)
-ROWS, STEPS, WARM_STEPS = 16, 60, 4
+ROWS, RUN_STEPS, RUNS, WARM_STEPS = 16, 16, 16, 8
+"""Steps are counted several at a time, so a run of them on one side is as long as a few of those times."""
+COUNTED_STEPS = (64, 576)
 
 
 class NoMetrics:
@@ -329,49 +336,124 @@ def collector_port() -> int:
 # --- the engine ----------------------------------------------------------------------------------
 
 
+class NoMeters:
+    """Stands for an engine's meters and sums of steps, and counts nothing."""
+
+    memory_ns = floor_ns = kv_held_tokens = 0
+    step_over = count = add = staticmethod(nothing)
+
+    def __getattr__(self, name: str) -> int:
+        return 0
+
+
+def real_runner(model: Path, config: EngineConfig) -> StepRunner:
+    """The runner of a checkpoint."""
+    from penstock.engine.runner import load_runner
+
+    return load_runner(model, config, lambda *_: None)
+
+
+def no_runner(config: EngineConfig) -> StepRunner:
+    """A runner that takes no time, and knows the floor of a model as the real one does."""
+    speed = modelled_runner.Linear(fixed_ns=0, prefill_ns=0)
+    modelled = modelled_runner.Modelled(speed=speed, num_blocks=2048, max_model_len=4096)
+    runner = modelled_runner.ModelledRunner(modelled, config.max_running, SystemClock())
+    placed = Placed(model=MODELS["28m"], device=accelerator("cpu-2"))
+    cast(Any, runner).floor = CostFloor(placed, rows=ROWS, kv_tokens=2048 * BLOCK_TOKENS)
+    return runner
+
+
 class Engine:
-    """A real model with a full batch that decodes."""
+    """A full batch that decodes.
 
-    def __init__(self, model: Path) -> None:
-        from penstock.engine.core import build_core
-        from penstock.engine.runner import load_runner
+    Instruments are exchanged in objects and not in classes: a class that changes makes the interpreter forget
+    what it has learned about its methods, and both sides would pay for that.
+    """
 
+    def __init__(self, make_runner: Callable[[EngineConfig], StepRunner]) -> None:
         config = EngineConfig(max_running=ROWS)
-        runner = load_runner(model, config, lambda *_: None)
+        runner = make_runner(config)
         runner.warm_up()
         self._core = build_core(runner, EngineSettings.of(config), b"k" * 32, SystemClock())
+        self._prefill = self._core._scheduler._prefill
+        self._instruments = {
+            "with": (self._core._meters, self._prefill.sums), "without": (NoMeters(), NoMeters()),
+        }  # fmt: skip
         self._number = 0
 
-    def block(self) -> dict[str, float]:
-        """The tenth percentile of the CPU microseconds of the engine's own thread per step, of steps with
-        and without in turn.
-        """
-        core = self._core
+    def _use(self, side: str) -> None:
+        self._core._meters, self._prefill.sums = self._instruments[side]
+
+    def _begin(self, num_steps: int) -> None:
         for _ in range(ROWS):
             self._number += 1
             prompt = token_bytes([100 + (self._number * 7 + i) % 800 for i in range(48)])
-            sampling = SamplingParams(max_tokens=STEPS + 2 * WARM_STEPS, temperature=0.0)
+            sampling = SamplingParams(max_tokens=num_steps + 2 * WARM_STEPS, temperature=0.0)
             message = Submit(request_id=RequestId(f"r{self._number}"), prompt=prompt, sampling=sampling)
-            core.submit(1, message, time.monotonic_ns())
-        real, empty = (Flight.share, CostFloor.count, type(core).stats), core.stats()
-        took: dict[str, list[float]] = {side: [] for side in SIDES}
-        for step in range(WARM_STEPS + STEPS):
-            side = SIDES[step % 2]
-            if side == "without":
-                Flight.share = CostFloor.count = nothing
-                type(core).stats = lambda self: empty
-            started_ns = time.thread_time_ns()
+            self._core.submit(1, message, time.monotonic_ns())
+        self._use("with")
+        self._run("with", WARM_STEPS)
+
+    def _run(self, side: str, num_steps: int) -> None:
+        """As a worker does: what it publishes now and then is made by the side with instruments."""
+        core = self._core
+        for _ in range(num_steps):
             core.step()
-            core.stats()
-            used_ns = time.thread_time_ns() - started_ns
-            Flight.share, CostFloor.count, type(core).stats = real
-            if step >= WARM_STEPS:
-                took[side].append(used_ns / 1000)
+            if side == "with":
+                core.due_stats()
+
+    def _end(self) -> None:
+        core = self._core
+        self._use("with")
         core.abort(1, tuple(RequestId(f"r{self._number - i}") for i in range(ROWS)))
         while core.has_work:
             core.step()
         assert isinstance(core.stats(), Stats)
-        return {side: statistics.quantiles(each, n=10)[0] for side, each in took.items()}
+
+    def block(self) -> dict[str, float]:
+        """CPU microseconds of the engine's own thread per step, the median of the runs of each side. Runs
+        come in the order A B B A: contexts grow, and steps with them.
+        """
+        self._begin(RUN_STEPS * RUNS)
+        took: dict[str, list[float]] = {side: [] for side in SIDES}
+        for number in range(RUNS):
+            side = SIDES[(number + 1) // 2 % 2]
+            self._use(side)
+            started_ns = time.thread_time_ns()
+            self._run(side, RUN_STEPS)
+            took[side].append((time.thread_time_ns() - started_ns) / RUN_STEPS / 1000)
+        self._end()
+        return {side: statistics.median(each) for side, each in took.items()}
+
+    def steps(self, side: str, num_steps: int) -> None:
+        """So many steps on one side, to be counted."""
+        self._begin(num_steps)
+        self._use(side)
+        self._run(side, num_steps)
+        self._end()
+
+
+def engine_instructions() -> dict[str, float]:
+    """The processor's instructions per step of both sides, without a model."""
+    found = dict[str, float]()
+    for side in SIDES:
+        few, many = (counted_steps(side, num_steps) for num_steps in COUNTED_STEPS)
+        found[side] = (many - few) / (COUNTED_STEPS[1] - COUNTED_STEPS[0])
+    return found | {"added": found["with"] - found["without"]}
+
+
+def counted_steps(side: str, num_steps: int) -> int:
+    """Instructions of a process that does so many steps."""
+    with tempfile.NamedTemporaryFile(prefix="instructions-") as out:
+        subprocess.run(
+            [
+                "valgrind", "--tool=cachegrind", "--cache-sim=no", f"--cachegrind-out-file={out.name}", "-q",
+                sys.executable, "-m", "bench.relay.instrumentation", "--count-side", side,
+                "--count-steps", str(num_steps),
+            ],
+            check=True, env=os.environ | {"PYTHONHASHSEED": "0"},
+        )  # fmt: skip
+        return int(Path(out.name).read_text().rstrip().rpartition("summary:")[2])
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -413,18 +495,28 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--engine-rounds", type=int, default=5)
     parser.add_argument("--instructions", action="store_true", help="with valgrind: minutes")
+    parser.add_argument("--engine-instructions", action="store_true", help="with valgrind: minutes")
+    parser.add_argument(
+        "--count-side", choices=SIDES, help="what a process in valgrind does, of --count-steps"
+    )
+    parser.add_argument("--count-steps", type=int, default=0)
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[2] / "models" / "penstock-demo")
     args = parser.parse_args()
+    if args.count_side:
+        Engine(no_runner).steps(args.count_side, args.count_steps)
+        return 0
     load, port = Load(args.streams, RATE, args.tokens / RATE), collector_port()
-    engine = Engine(args.model)
-    if args.engine_rounds:
+    engine = Engine(partial(real_runner, args.model)) if args.engine_rounds else None
+    if engine is not None:
         engine.block()
 
     def gateways(number: int) -> dict[str, float]:
         return gateways_us(load, port, SIDES if number % 2 else SIDES[::-1])
 
     result: dict[str, Any] = {
-        "engine_us_per_step": paired(args.engine_rounds, lambda _: engine.block()),
+        "engine_us_per_step": paired(
+            args.engine_rounds, lambda _: engine.block() if engine is not None else {}
+        ),
         "gateway_us_per_request": paired(args.rounds, gateways),
     }
     if args.turns > 1:
@@ -433,6 +525,8 @@ def main() -> int:
         both = {side: gateway_instructions(side, args.tokens, port) for side in SIDES}
         added = {name: both["with"][name] / both["without"][name] - 1 for name in both["with"]}
         result["gateway_instructions_per_request"] = both | {"added": added}
+    if args.engine_instructions:
+        result["engine_instructions_per_step"] = engine_instructions()
     print(json.dumps(result))
     if args.json:
         write_result(args.json, result)

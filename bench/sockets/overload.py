@@ -314,7 +314,7 @@ class Measurement:
 
     async def run(self) -> None:
         """Idle, peak, overload."""
-        self._judge = await self.idle()
+        await self.idle()
         capacity = await self.closed()
         self.found["closed_loop_rps"] = capacity
         search: list[Point] = []
@@ -322,13 +322,13 @@ class Measurement:
         self.found["search"] = tried
 
         async def measure(rate: float) -> Point:
-            tried.append(found := await self._load("search", rate, "leaves", self._args.seconds * 0.6))
+            tried.append(found := await self.stretch("search", rate, "leaves", self._args.seconds * 0.6))
             search.append(Point(rate, float(str(found["good_of_offered"])), float(str(found["goodput_rps"]))))
             return search[-1]
 
         knee = await find_knee(measure, SEARCH_FROM * capacity)
         limit = max(search, key=lambda each: each.goodput)
-        best = await self._load("peak", limit.rate, "leaves", self._args.seconds * 1.5)
+        best = await self.stretch("peak", limit.rate, "leaves", self._args.seconds * 1.5)
         self.found |= {"knee_rps": knee, "best_of_search_rps": limit.goodput, "peak": best}
         say(
             f"knee: {knee:.2f} requests/s; peak: {best['goodput_rps']:.2f} requests/s met both promises "
@@ -338,7 +338,7 @@ class Measurement:
         self.found["overload"] = points
         for load in self._args.loads:
             for manners in MANNERS if load == 5 else ("obeys",):
-                result = await self._load(f"{load:g}x", load * knee, manners, self._args.seconds)
+                result = await self.stretch(f"{load:g}x", load * knee, manners, self._args.seconds)
                 result["share_of_peak"] = {
                     name: float(str(result[name])) / max(1e-9, float(str(best[name])))
                     for name in ("goodput_rps", "goodput_tps")
@@ -351,8 +351,8 @@ class Measurement:
                 )
         self.found["complete"] = True
 
-    async def idle(self) -> Judge:
-        """The times of requests alone, and so the promises here."""
+    async def idle(self) -> None:
+        """Find the times of requests alone, and so the promises here, by which `stretch` judges."""
         admission = AdmissionConfig()
         idle = {kind.name: await self._alone(kind) for kind in KINDS}
         tpot_ns = round(statistics.median(each.tpot_ns for found in idle.values() for each in found))
@@ -377,7 +377,7 @@ class Measurement:
             f"idle: TTFT {', '.join(f'{name} {ns / NS_PER_MS:.0f}' for name, ns in ttft_ns.items())} ms, "
             f"TPOT {tpot_ns / NS_PER_MS:.1f} ms"
         )
-        return judge
+        self._judge = judge
 
     async def close(self) -> None:
         """Close the clients' connections."""
@@ -419,12 +419,13 @@ class Measurement:
         say(f"closed loop of {CALLERS}: {rate:.2f} requests/s")
         return max(rate, 0.1)
 
-    async def _load(self, name: str, rate: float, manners: str, seconds: float) -> dict[str, Any]:
+    async def stretch(self, name: str, rate: float, manners: str, seconds: float) -> dict[str, Any]:
+        """The results of so many seconds of load; after `idle`."""
         load, cpu = self.new_load(), (time.process_time(), self._stack.cpu_s())
         began_s, run = time.monotonic(), f"{name} {manners} {rate:.2f}"
         await load.run(run, seed=self._seed, rate=rate, seconds=seconds, manners=manners, drain_s=DRAIN_S)
         spent_s = time.monotonic() - began_s
-        assert self._judge is not None
+        assert self._judge is not None, "promises are known"
         result = figures(load, self._judge, rate)
         result["generator_cpu"] = round((time.process_time() - cpu[0]) / spent_s, 3)
         result["gateway_cpu"] = round((self._stack.cpu_s() - cpu[1]) / spent_s, 3)

@@ -30,6 +30,7 @@ from penstock.types import FinishReason, RequestId, Usage
 
 STATS_INTERVAL_S = 0.5
 """`Stats` go out this often while they change, and not at all while nothing does."""
+STATS_INTERVAL_NS = round(STATS_INTERVAL_S * NS_PER_S)
 PROOF_TIMEOUT_S = 5.0
 """Where a key is wanted, a connection without a proof is cut after this long,"""
 UNPROVEN_MAX = 64

@@ -97,6 +97,7 @@ class WorkerServer:
         self._readings: DeviceReadings | None = None
         self._adapters = WorkerAdapters()
         self._stats_timer: asyncio.TimerHandle | None = None
+        self._stats_sent_s = -STATS_INTERVAL_S
         self._connections: dict[ConnectionId, _Connection] = {}
         self._next_id: ConnectionId = 0
         self._loop = uvloop.new_event_loop()
@@ -133,8 +134,10 @@ class WorkerServer:
         """Compile the grammars that requests bring. Before the worker is ready."""
         self.grammars = compiler
 
-    def publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats) -> None:
-        """Send one step's outputs: one frame and one write for each connection."""
+    def publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats | None) -> None:
+        """Send one step's outputs: one frame and one write for each connection. And the figures, if they are
+        given, as soon as the last ones are `STATS_INTERVAL_S` old.
+        """
         self._loop.call_soon_threadsafe(self._publish, step, outputs, stats)
 
     def publish_readings(self, readings: DeviceReadings) -> None:
@@ -202,14 +205,17 @@ class WorkerServer:
             self._announce(state)
         return self.num_requests
 
-    def _publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats) -> None:
-        readings = self._readings
-        self._stats = stats if readings is None else msgspec.structs.replace(stats, readings=readings)
+    def _publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats | None) -> None:
         for connection_id, found in outputs.items():
             if connection := self._connections.get(connection_id):
                 connection.send_outputs(step, found)
+        if stats is None:
+            return
+        readings = self._readings
+        self._stats = stats if readings is None else msgspec.structs.replace(stats, readings=readings)
         if self._stats_timer is None:
-            self._stats_timer = self._loop.call_later(STATS_INTERVAL_S, self._send_stats)
+            due_s = max(0.0, self._stats_sent_s + STATS_INTERVAL_S - self._loop.time())
+            self._stats_timer = self._loop.call_later(due_s, self._send_stats)
 
     def _publish_adapters(self, adapters: WorkerAdapters) -> None:
         self._adapters = adapters
@@ -234,8 +240,8 @@ class WorkerServer:
                 connection.send(encode(each))
 
     def _send_stats(self) -> None:
-        """Send the latest figures. The next step arms the timer again: an idle worker never wakes."""
-        self._stats_timer = None
+        """Send the latest figures. The next ones arm the timer again: an idle worker never wakes."""
+        self._stats_timer, self._stats_sent_s = None, self._loop.time()
         if self._stats is not None:
             self._send_to_all(self._stats)
 

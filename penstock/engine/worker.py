@@ -320,11 +320,11 @@ def run_steps(
             continue  # More may come, until a time.
         if core.has_work or core.sleep_s == 0:
             outputs = core.step()
-            stats = core.stats()
-            if stats.step != step or not core.has_work:
+            if core.num_steps != step or not core.has_work:
                 watch.advanced()
-            step = stats.step
-            server.publish(step, outputs, stats)
+            step, stats = core.num_steps, core.due_stats()
+            if outputs or stats is not None:
+                server.publish(step, outputs, stats)
         _tell_kv_events(server, feed)
     return False
 

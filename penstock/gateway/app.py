@@ -162,7 +162,7 @@ class Gateway:
             services, metrics = self._services, self._metrics
             scaler.notes, scaler.publish = self.notes, self.expect
             scaler.waiting = lambda: {k: v.waiting for k, v in model_numbers(services, metrics).items()}
-            self._watch.history.on_rows = scaler.received
+            self._watch.history.on_rows = scaler.received if scaler else None
             self._inspect.measure = lambda: scaler.measure(metrics.scale_wanted)
         return scaler
 

@@ -178,7 +178,8 @@ class GatewayProcesses:
         )  # fmt: skip
         self._scaler, self._to_come = scaler, dict[str, float]()
         scaler.notes, scaler.publish, scaler.waiting = self.notes, self._publish_to_come, self._waiting
-        self._watch.history.on_rows, self._stats.own = scaler.received, scaler.page
+        self._watch.history.on_rows = scaler.received if scaler else None
+        self._stats.own = scaler.page
         self._listeners: list[socket.socket] = []
         self._workers: tuple[WorkerAt, ...] = ()
         self._held: dict[str, float] = {}
