@@ -77,7 +77,7 @@ test-transformers:  ## what `penstock quantize` writes, in transformers beside o
 bench-schemas:  ## compile schemas that others wrote, of packages that it installs first (ARGS="--json FILE --show"; minutes)
 	@$(DEV)
 	@scripts/install_foreign_schemas.sh
-	@$(BIN)/python bench/foreign_schemas.py --python $(VENV)/foreign/bin/python $(ARGS)
+	@$(BIN)/python -m bench.grammar.foreign_schemas --python $(VENV)/foreign/bin/python $(ARGS)
 
 test-wheel:  ## build the wheel, install it with its engine into a new environment, serve and ask there, without a compiler (minutes)
 	@$(DEV)
@@ -117,41 +117,41 @@ format:  ## rewrite the sources in the house format, and the pages of configurat
 
 bench:  ## TTFT, TPOT and throughput of the demo model at concurrency 1, 8, 32, and the relay's CPU per chunk
 	@$(DEV)
-	@$(BIN)/python bench/serve_bench.py $(ARGS)
+	@$(BIN)/python -m bench.relay.served $(ARGS)
 
 bench-relay:  ## the gateway's CPU per 1,000 requests beside smg, vllm-router, Envoy, nginx, LiteLLM (installs them; ARGS=--quick, ARGS=--features)
 	@$(DEV)
 	@bench/relay/install_peers.sh
-	@$(BIN)/python bench/relay_peers.py $(ARGS)
+	@$(BIN)/python -m bench.relay.peers $(ARGS)
 
 bench-ratchet:  ## ratios that were reached once, measured again: a worse one fails (a minute or two; ARGS="--update" records)
 	@$(DEV)
-	@$(BIN)/python bench/ratchet.py $(ARGS)
+	@$(BIN)/python -m bench.ratchet $(ARGS)
 
 soak:  ## ten thousand paced streams for half an hour: errors, delay per chunk, memory
 	@$(DEV)
-	@$(BIN)/python bench/streams_10k.py --seconds 1800 --out bench/out/soak.json $(ARGS)
+	@$(BIN)/python -m bench.relay.streams_10k --seconds 1800 --out bench/out/soak.json $(ARGS)
 
 bench-engine:  ## our engine beside vLLM and llama.cpp on the same models (installs both; about an hour; ARGS=--quick for ten minutes)
 	@$(DEV)
 	@bench/peers/install_vllm.sh || echo "vLLM could not be installed: its rows will be missing" >&2
 	@bench/peers/install_llama_cpp.sh || echo "llama.cpp could not be built: its rows will be missing" >&2
-	@$(BIN)/python bench/engine_bench.py $(ARGS)
+	@$(BIN)/python -m bench.engine.beside_peers $(ARGS)
 
 simulate:  ## the policy gate: fixed scenarios and seeds on virtual time against the recorded baseline (a minute or two; ARGS=--update)
 	@$(DEV)
-	@$(BIN)/python bench/sim_gate.py $(ARGS)
+	@$(BIN)/python -m bench.sim.gate $(ARGS)
 
 simulate-record:  ## after a policy changed: the gate's baseline, the figures and plots of docs/testing-overload.md (minutes)
 	@$(DEV)
-	@$(BIN)/python bench/sim_gate.py --update
-	@$(BIN)/python bench/sim_scenarios.py --json docs/results/sim-scenarios.json
-	@$(BIN)/python bench/sim_plots.py
+	@$(BIN)/python -m bench.sim.gate --update
+	@$(BIN)/python -m bench.sim.scenarios --json docs/results/sim-scenarios.json
+	@$(BIN)/python -m bench.sim.plots
 
 simulate-nightly:  ## two thousand seeds with drawn failures, each checked, and every scenario on 50 seeds (hours)
 	@$(DEV)
-	@$(BIN)/python bench/sim_swarm.py --seeds 2000
-	@$(BIN)/python bench/sim_gate.py --seeds 50
+	@$(BIN)/python -m bench.sim.swarm --seeds 2000
+	@$(BIN)/python -m bench.sim.gate --seeds 50
 
 train-demo:  ## make the demo models again from nothing (two cores: under two hours; a GPU is used if there is one)
 	@$(DEV)

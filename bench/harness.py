@@ -39,7 +39,7 @@ def measured(versions: Mapping[str, str] | None = None) -> dict[str, object]:
     took part.
     """
     return {
-        "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": " ".join(["python", *_script(), *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "load_average": [round(each, 2) for each in os.getloadavg()],
         "commit": commit(),
@@ -47,6 +47,12 @@ def measured(versions: Mapping[str, str] | None = None) -> dict[str, object]:
         "python_build": python_build(),
         **({"versions": dict(versions)} if versions is not None else {}),
     }
+
+
+def _script() -> tuple[str, ...]:
+    """As it was called: `-m bench.sim.speed`, or a file."""
+    spec = sys.modules["__main__"].__spec__
+    return (os.path.relpath(sys.argv[0]),) if spec is None else ("-m", spec.name)
 
 
 def python_build(

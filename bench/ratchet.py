@@ -1,6 +1,6 @@
 """The ratchet: ratios that were reached once, measured again. A worse one fails.
 
-    python bench/ratchet.py [--rounds 7] [--only NAME] [--update] [--json FILE]
+    python -m bench.ratchet [--rounds 7] [--only NAME] [--update] [--json FILE]
 
 Every question below is a bench whose `measure(rounds)` gives ratios to a baseline of the same round, in CPU
 time; lower is better. A ratio is worse when its least round is above the highest recorded one by more than
@@ -13,20 +13,19 @@ import json
 import sys
 from pathlib import Path
 
-from harness import Spread, command_line, measured, table, write_result
-
+from bench.harness import Spread, command_line, measured, table, write_result
 from penstock.engine.native import NativeLibrary
 
 QUESTIONS = {
-    "limits": "a request's limits and budget over a bare loop",
-    "router_decision": "a placement and an admission over all that a request costs at the least loaded",
-    "kv_index": "a prompt's look-up in the KV index over a naive index",
-    "scheduler_host_time": "a scheduler's step over appending to arrays",
-    "native_kernels": "a layer's product, native over torch",
-    "native_sampler": "drawing a token, native over torch",
-    "kv_dtype_speed": "attention over a KV cache in int8, over bfloat16",
+    "policy.limits": "a request's limits and budget over a bare loop",
+    "policy.router_decision": "placement and admission over all that a request costs at the least loaded",
+    "policy.kv_index": "a prompt's look-up in the KV index over a naive index",
+    "engine.scheduler_host_time": "a scheduler's step over appending to arrays",
+    "engine.native_kernels": "a layer's product, native over torch",
+    "engine.native_sampler": "drawing a token, native over torch",
+    "engine.kv_dtype_speed": "attention over a KV cache in int8, over bfloat16",
 }
-ON_KERNELS = ("native_kernels", "native_sampler", "kv_dtype_speed")
+ON_KERNELS = ("engine.native_kernels", "engine.native_sampler", "engine.kv_dtype_speed")
 TOLERANCE = 0.1
 RECORD = Path(__file__).parent / "data" / "ratchet.json"
 
@@ -49,7 +48,7 @@ def main() -> int:
     for name in args.only or QUESTIONS:
         print(f"{name}: {QUESTIONS[name]}", file=sys.stderr, flush=True)
         key = f"{name}, {isa}" if name in ON_KERNELS else name
-        figures: dict[str, Spread] = importlib.import_module(name).measure(args.rounds)
+        figures: dict[str, Spread] = importlib.import_module(f"bench.{name}").measure(args.rounds)
         found[key] = {figure: now.rounded() for figure, now in figures.items()}
         for figure, now in figures.items():
             before = record.get("ratios", {}).get(key, {}).get(figure)

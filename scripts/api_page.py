@@ -20,13 +20,11 @@ from penstock.gateway.api.console import Console
 from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
+from penstock.gateway.api.orders import AdaptersAdmin, RolloutsAdmin, ScaleAdmin, SleepAdmin
 from penstock.gateway.api.responses import Responses
-from penstock.gateway.api.rollouts import RolloutsAdmin
 from penstock.gateway.api.routes import Answers, Handler, Orders, Routes
-from penstock.gateway.api.scaling import ScaleAdmin
 from penstock.gateway.api.tenants import TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
-from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
 from penstock.gateway.identity.tenancy import Access
 from penstock.protocol.parameters import CHAT, COMPLETION, Fate, Parameter
 from penstock.protocol.responses import CHAT_WORDS, RESPONSES, SHARED

@@ -1,7 +1,8 @@
 """Write what the evaluation found into the documentation: `python -m training.report`.
 
 Fills the part of `docs/demo-models.md` between its markers, and each model's card, from `scores.json`, from
-the facts that training left in `training/facts.json`, and from what `bench/quantized_demo.py` measured last.
+the facts that training left in `training/facts.json`, and from the last figures of
+`bench/engine/quantized_demo.py`.
 """
 
 from __future__ import annotations

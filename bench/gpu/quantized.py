@@ -1,6 +1,6 @@
 """Products with quantized weights: each kernel against its twin, then its time by rows, beside the dense
 product and the weight made dense first. With TILES=1 in the environment also by tile shape, which takes a
-minute: that is how `gpu/triton_packed.py` came to its own.
+minute: that is how `gpu/triton_ops.py` came to its own.
 """
 
 import os
@@ -23,7 +23,7 @@ from penstock.engine.gpu.packed import (
     packed,
     rounded,
 )
-from penstock.engine.gpu.triton_packed import Tiles, TritonMatrixOps
+from penstock.engine.gpu.triton_ops import Tiles, TritonMatrixOps
 from penstock.engine.quantized import Float8Matrix, QuantizedMatrix
 
 FLOAT8 = torch.float8_e4m3fn

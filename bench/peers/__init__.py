@@ -1,3 +1,3 @@
 """Our engine beside other people's: model directories, servers, measurements and tables for
-`engine_bench.py`.
+`bench/engine/beside_peers.py`.
 """

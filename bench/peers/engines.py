@@ -188,7 +188,7 @@ def make_gguf(model: Path, variant: Variant) -> None:
     Raises:
         subprocess.CalledProcessError: the quantizer failed.
     """
-    from peers.gguf import convert
+    from bench.peers.gguf import convert
 
     base, target = gguf_path(model, "bf16"), gguf_path(model, variant.precision)
     base.parent.mkdir(parents=True, exist_ok=True)

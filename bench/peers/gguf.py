@@ -13,7 +13,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from peers.vocabulary import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL, TURN_END
+from bench.peers.vocabulary import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL, TURN_END
 
 BF16 = gguf.GGMLQuantizationType.BF16
 _NAMES = {

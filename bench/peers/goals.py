@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from peers.figures import ARRIVAL, LOADED, MEMORY, PREFIX, READY, Goal, Verdict, spread
+from bench.peers.figures import ARRIVAL, LOADED, MEMORY, PREFIX, READY, Goal, Verdict, spread
 
 SIXTEEN_BITS = ("vllm bf16", "llama.cpp bf16", "llama.cpp f16")
 VLLM = ("vllm bf16",)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from peers.figures import Arrival, Level, PrefixTimes
+from bench.peers.figures import Arrival, Level, PrefixTimes
 from penstock.bench.client import ApiAddress, ApiResponse, Client
 from penstock.bench.load import Level as LoadLevel
 from penstock.bench.load import LoadRun, RequestShape, percentile, probe

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from peers.engines import Launch
+from bench.peers.engines import Launch
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from peers.engines import VARIANTS
-from peers.figures import (
+from bench.peers.engines import VARIANTS
+from bench.peers.figures import (
     ARRIVAL,
     MEMORY,
     PREFIX,

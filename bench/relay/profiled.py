@@ -1,7 +1,7 @@
 """`penstock` under Python's profiler: python bench/relay/profiled.py OUT ARGUMENTS...
 
 The profile of what runs between SIGUSR1 and SIGUSR2, in CPU time of the main thread, is written to OUT; for
-bench/relay_profile.py.
+bench/relay/stages.py.
 """
 
 import cProfile

@@ -5,6 +5,7 @@ import * as format from "./format";
 import { usePolled } from "./poll";
 import { go, href, place } from "./route";
 import { Runbook } from "./runbook";
+import { models } from "./store";
 import { Empty, Page, Problem, Skeleton } from "./ui";
 
 interface Alert {
@@ -119,7 +120,12 @@ function Left({ share }: { share: number | null }): JSX.Element {
   return <td class={`right num ${share < 0 ? "bad-text" : share < 0.25 ? "warn-text" : ""}`}>{left(share)}</td>;
 }
 
-function Budgets({ rows }: { rows: SloRow[] }): JSX.Element {
+/** Of models that are served. History is kept for days, and by servers before this one. */
+export const ofServed = (rows: SloRow[]): SloRow[] => (models.value.length ? rows.filter((row) => models.value.some((each) => each.name === row.model)) : rows);
+
+function Budgets({ rows: all }: { rows: SloRow[] }): JSX.Element {
+  const rows = ofServed(all);
+  const gone = new Set(all.filter((row) => !rows.includes(row)).map((row) => row.model)).size;
   const windows = rows[0]?.windows.map((each) => each.window) ?? [];
   return (
     <section class="card">
@@ -157,6 +163,7 @@ function Budgets({ rows }: { rows: SloRow[] }): JSX.Element {
           </tbody>
         </table>
       </div>
+      {gone > 0 && <p class="soft small">{format.plural(gone, "model")} that had requests in the last three days {gone === 1 ? "is" : "are"} no longer served, and left out.</p>}
     </section>
   );
 }

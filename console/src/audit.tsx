@@ -37,7 +37,7 @@ function Row({ event }: { event: AuditEvent }): JSX.Element {
         </span>
       </td>
       <th scope="row">{event.what}</th>
-      <td>{event.kind === "worker" && event.about ? <a href={href("fleet", event.about)}>{event.about}</a> : event.about}</td>
+      <td class="wrap">{event.kind === "worker" && event.about ? <a href={href("fleet", event.about)}>{event.about}</a> : event.about}</td>
       <td class="mono">{event.by}</td>
       <td class="wrap soft">{event.why}</td>
     </tr>
@@ -90,7 +90,7 @@ export function Trail(): JSX.Element {
       {found && events.length === 0 && <Empty title="Nothing of the kind has happened" />}
       {events.length > 0 && (
         <div class="scroll" tabIndex={0} role="region" aria-label="The audit trail">
-          <table>
+          <table class="trail">
             <thead>
               <tr>
                 <th scope="col">When</th>

@@ -50,10 +50,10 @@ const SPANS: [string, string][] = [["1", "Today"], ["7", "7 days"], ["30", "30 d
 const FAR_OVER_FLOOR = 2;
 const PARTS = ["requests", "platform", "idle", "reserve"] as const;
 const COLOURS: Record<(typeof PARTS)[number], string> = { requests: "c-decode", platform: "c-violet", idle: "c-pale", reserve: "c-warn" };
-const NONE: Partial<Record<Group, string>> = { adapter: "no adapter" };
+const NONE: Partial<Record<Group, string>> = { adapter: "no adapter", tenant: "no tenant" };
 
 /** Units of the currency, to three figures: the floor of a million tokens may be a thousandth. */
-const amount = (value: number | null): string => (value === null ? "–" : value === 0 ? "0" : value >= 100 ? format.money(value * 1e6) : String(Number(value.toPrecision(3))));
+const amount = (value: number | null): string => (value === null ? "–" : value === 0 ? "0" : value >= 1 ? format.money(value * 1e6) : String(Number(value.toPrecision(3))));
 const times = (value: number | null): string => (value === null ? "–" : `${value >= 100 ? Math.round(value) : value.toFixed(1)}×`);
 const isFarOver = (found: Account): boolean => found.over_floor !== null && found.over_floor > FAR_OVER_FLOOR;
 

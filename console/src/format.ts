@@ -51,7 +51,7 @@ export const date = (at: number): string => dateFormat.format(at);
 export function money(micros: number): string {
   const value = micros / 1e6;
   if (value === 0) return "0";
-  return value.toLocaleString("en", { maximumFractionDigits: value < 0.01 ? 6 : value < 1 ? 4 : 2 });
+  return value.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: value < 0.01 ? 6 : value < 1 ? 4 : 2 });
 }
 
 export const plural = (n: number, one: string, many = `${one}s`): string => `${count(n)} ${n === 1 ? one : many}`;

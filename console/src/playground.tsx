@@ -24,6 +24,8 @@ interface Call {
 interface Turn {
   role: "user" | "assistant" | "tool";
   pieces: Piece[];
+  /** Its reasoning, which is no part of the answer. */
+  thought?: Piece[];
   calls?: Call[];
   /** Of a tool's result: which call it answers. */
   answers?: Call;
@@ -44,6 +46,7 @@ interface Settings {
 const chatKey = signal("");
 const names = signal<string[]>([]);
 const problem = signal("");
+const draft = signal("");
 const settings = signal<Settings>({ system: "", temperature: "", maxTokens: "256", logprobs: true, schema: "", tools: "" });
 
 class Side {
@@ -96,7 +99,8 @@ class Side {
         if (choice.finish_reason) facts.finish = choice.finish_reason;
         const calls = withCalls(answer.calls ?? [], choice.delta?.tool_calls ?? []);
         const told = choice.logprobs?.content;
-        const said = choice.delta?.content ?? choice.delta?.reasoning_content ?? "";
+        const thinks = !!choice.delta?.reasoning_content;
+        const said = choice.delta?.content || choice.delta?.reasoning_content || "";
         const fresh = told?.length ? told.map((each) => ({ text: each.token, logprob: each.logprob, others: othersOf(each) })) : said ? [{ text: said, logprob: null, others: "" }] : [];
         if (!fresh.length && !choice.delta?.tool_calls?.length) continue;
         if (!first) first = performance.now();
@@ -104,7 +108,7 @@ class Side {
         facts.ttftMs = first - began;
         facts.seconds = (performance.now() - first) / 1000;
         if (!chunk.usage) facts.tokens = tokens;
-        show({ pieces: [...answer.pieces, ...fresh], calls, facts: { ...facts } });
+        show({ ...(thinks ? { thought: [...(answer.thought ?? []), ...fresh] } : { pieces: [...answer.pieces, ...fresh] }), calls, facts: { ...facts } });
       }
       show({ facts: { ...facts } });
     } catch (error) {
@@ -247,6 +251,21 @@ const SPEAKERS = { user: "You", assistant: "The model", tool: "A tool" };
 const sides = [new Side(), new Side()];
 const pair = signal(false);
 
+const Pieces = ({ of }: { of: Piece[] }): JSX.Element => (
+  <>
+    {of.map((piece, i) => {
+      const tone = toneOf(piece.logprob);
+      return tone || piece.others ? (
+        <span key={i} class={tone} title={piece.others || undefined}>
+          {piece.text}
+        </span>
+      ) : (
+        piece.text
+      );
+    })}
+  </>
+);
+
 function Bubble({ turn }: { turn: Turn }): JSX.Element {
   const { facts } = turn;
   const rate = facts && facts.tokens > 1 && facts.seconds > 0 ? (facts.tokens - 1) / facts.seconds : 0;
@@ -254,18 +273,17 @@ function Bubble({ turn }: { turn: Turn }): JSX.Element {
     <li class={`turn ${turn.role}`}>
       <span class="hidden">{SPEAKERS[turn.role]}:</span>
       {turn.answers && <p class="soft small">Result of {turn.answers.name}</p>}
+      {turn.thought && (
+        <details class="thought" open={turn.pieces.length === 0}>
+          <summary>Reasoning</summary>
+          <p class="said soft">
+            <Pieces of={turn.thought} />
+          </p>
+        </details>
+      )}
       <p class="said">
-        {turn.pieces.map((piece, i) => {
-          const tone = toneOf(piece.logprob);
-          return tone || piece.others ? (
-            <span key={i} class={tone} title={piece.others || undefined}>
-              {piece.text}
-            </span>
-          ) : (
-            piece.text
-          );
-        })}
-        {turn.role === "assistant" && turn.pieces.length === 0 && !turn.calls?.length && !turn.problem && <span class="soft">…</span>}
+        <Pieces of={turn.pieces} />
+        {turn.role === "assistant" && turn.pieces.length === 0 && !turn.thought && !turn.calls?.length && !turn.problem && <span class="soft">…</span>}
       </p>
       {turn.calls?.map((call, i) => (
         <div class="call" key={i}>
@@ -290,6 +308,15 @@ function Bubble({ turn }: { turn: Turn }): JSX.Element {
   );
 }
 
+/** For who only wants to see it work. */
+const STARTERS = ["Who are you?", "Tell me a story.", "What is the capital of France?"];
+
+function begin(text: string): void {
+  draft.value = text;
+  document.getElementById("ask")?.focus();
+  document.querySelector<HTMLFormElement>("form.ask")?.requestSubmit();
+}
+
 function Talk({ side, other }: { side: Side; other: boolean }): JSX.Element {
   const list = useRef<HTMLOListElement>(null);
   useEffect(() => {
@@ -302,7 +329,20 @@ function Talk({ side, other }: { side: Side; other: boolean }): JSX.Element {
         <Select label="Model" value={side.model.value} options={names.value.map((each) => [each, each])} onChange={(value) => (side.model.value = value)} />
       </header>
       <ol class="turns" ref={list} aria-live="polite" aria-busy={side.busy.value} tabIndex={0} aria-label="The conversation">
-        {side.turns.value.length === 0 && <li class="hint soft">Ask something. Unlikely tokens are shaded: the darker, the less likely.</li>}
+        {side.turns.value.length === 0 && (
+          <li class="hint soft">
+            <p>Ask something. Unlikely tokens are shaded: the darker, the less likely.</p>
+            {!other && (
+              <p class="starters">
+                {STARTERS.map((each) => (
+                  <button type="button" key={each} onClick={() => begin(each)}>
+                    {each}
+                  </button>
+                ))}
+              </p>
+            )}
+          </li>
+        )}
         {side.turns.value.map((turn, i) => (
           <Bubble key={i} turn={turn} />
         ))}
@@ -424,7 +464,7 @@ function NeedsKey(): JSX.Element {
 }
 
 export function Playground(): JSX.Element {
-  const text = useSignal("");
+  const text = draft;
   const trouble = useSignal("");
   const list = served.value.map((each) => each.name).join() + (own.value?.models.length ?? "");
   useEffect(() => void lookForModels(), [list, key.value]);

@@ -126,10 +126,10 @@ export function Requests(): JSX.Element {
                 <col class="w-how" />
                 <col class="w-name" />
                 {isAdmin && <col class="w-name" />}
-                <col class="w-in" />
+                <col class="w-in in-out" />
                 <col class="w-num" />
                 <col class="w-num" />
-                <col />
+                <col class="w-shape" />
               </colgroup>
               <thead>
                 <tr>
@@ -138,7 +138,7 @@ export function Requests(): JSX.Element {
                   <th scope="col">How</th>
                   <th scope="col">Model</th>
                   {isAdmin && <th scope="col">Tenant</th>}
-                  <th scope="col" class="right">In → out</th>
+                  <th scope="col" class="right in-out">In → out</th>
                   <th scope="col" class="right">Total</th>
                   <th scope="col" class="right">TTFT</th>
                   <th scope="col" class="shape-head">
@@ -168,7 +168,7 @@ export function Requests(): JSX.Element {
                     </td>
                     <td>{each.model}</td>
                     {isAdmin && <td>{each.tenant || "–"}</td>}
-                    <td class="right num">
+                    <td class="right num in-out">
                       {format.count(each.prompt_tokens ?? 0)} → {format.count(each.generated_tokens ?? 0)}
                     </td>
                     <td class="right num">{time(each.total_ms)}</td>

@@ -3,7 +3,7 @@
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { Chart, type Line } from "./chart";
-import { type SloRow, left } from "./alerts";
+import { type SloRow, left, ofServed } from "./alerts";
 import * as format from "./format";
 import { usePolled } from "./poll";
 import { hello } from "./store";
@@ -68,7 +68,7 @@ const BUDGETS_EVERY_MS = 30_000;
 
 /** The objective of what is shown whose error budget of three days is nearest to its end. */
 function worst(rows: SloRow[], pair: string): SloRow | undefined {
-  const counted = rows.filter((each) => each.budget_left !== null && (!pair || `${each.model}\n${each.band}` === pair));
+  const counted = ofServed(rows).filter((each) => each.budget_left !== null && (!pair || `${each.model}\n${each.band}` === pair));
   return counted.sort((one, other) => one.budget_left! - other.budget_left!)[0];
 }
 

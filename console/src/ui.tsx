@@ -199,9 +199,23 @@ export function Facts({ rows }: { rows: [string, ComponentChildren][] }): JSX.El
   );
 }
 
+const SPARK_POINTS = 30;
+
+/** Means of values that follow one another: a hand's breadth of line has room for no more. */
+function thinned(values: number[]): number[] {
+  const each = Math.ceil(values.length / SPARK_POINTS);
+  if (each < 2) return values;
+  const found: number[] = [];
+  for (let end = values.length; end > 0; end -= each) {
+    const some = values.slice(Math.max(0, end - each), end);
+    found.unshift(some.reduce((sum, value) => sum + value, 0) / some.length);
+  }
+  return found;
+}
+
 /** A line without axes: the shape of the last values. */
 export function Spark({ values: all, max, area = true }: { values: number[]; max?: number; area?: boolean }): JSX.Element {
-  const values = all.filter(Number.isFinite);
+  const values = thinned(all.filter(Number.isFinite));
   const width = 100;
   const height = 28;
   const top = Math.max(max ?? 0, ...values, 1e-9);

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 from urllib.parse import urlsplit
 
-from penstock.backends.http.address import HttpAddress, HttpLimits
 from penstock.backends.http.client import HttpClient
-from penstock.backends.http.handler import FailureKind, HttpFailure
+from penstock.backends.http.terms import FailureKind, HttpAddress, HttpFailure, HttpLimits
 from penstock.clock import SystemClock
 from penstock.errors import ConfigError, PenstockError
 

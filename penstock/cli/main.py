@@ -23,7 +23,10 @@ COMMANDS = (
     "serve", "worker", "chat", "top", "drain", "sleep", "wake", "explain", "alerts", "bench", "doctor",
     "rollout", "scale", "keys", "usage", "simulate", "plan", "quantize", "generate", "cache", "completion",
 )  # fmt: skip
-"""The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser."""
+"""The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser,
+but for those that"""
+SHARED = {"wake": "sleep"}
+"""are added by another one's."""
 
 DESCRIPTION = """\
 Serve language models behind the OpenAI API, on a laptop or a fleet.
@@ -58,7 +61,8 @@ def build_parser(only: str = "") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in [only] if only in COMMANDS else COMMANDS:
+    wanted = [only] if only in COMMANDS else COMMANDS
+    for module in dict.fromkeys(SHARED.get(name, name) for name in wanted):
         import_module(f"penstock.cli.commands.{module}").add_parser(commands)
     return parser
 

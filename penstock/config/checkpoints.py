@@ -1,7 +1,7 @@
 """Which directory or GGUF file a model argument means: a built-in demo model, a path, a hub id or `s3://`;
 and what lies there that holds no model.
 
-Looks at names, at `config.json` and at the first bytes of a file, never at weights. `models/loadable.py` says
+Looks at names, at `config.json` and at the first bytes of a file, never at weights. `models/registry.py` says
 whether the engine reads the weights of one that passes.
 """
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
 
 from penstock.config.cells import cell_problems, residency_problems
 from penstock.config.checkpoints import plain_name, served_name
@@ -12,9 +13,25 @@ from penstock.config.routing import AUTO, ensemble_problems, routing_problems
 from penstock.config.scale import scale_problems, workload_problems
 from penstock.config.tenancy import access_problems, host_problems, tenant_problems
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, ModelConfig
-from penstock.config.web_address import is_address
 from penstock.errors import ConfigError
 from penstock.types import VERSIONED
+
+_FORM = re.compile(r"https?://[^\s/?#@]+(/[!-~]*)?")
+"""No user and password: they belong into a header. A host or path with other letters is written as browsers
+send it (xn--, %C3%A4)."""
+
+
+def is_address(url: str) -> bool:
+    """Whether something can be posted there."""
+    if not (url.isascii() and _FORM.fullmatch(url) and "#" not in url):
+        return False
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")  # As sockets do: a part of a name has 1 to 63 letters.
+    except ValueError:  # Also a port that is none, and brackets around what is no address.
+        return False
+    return bool(host) and port != 0
 
 
 def check(config: Config) -> None:

@@ -11,17 +11,19 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from msgspec.structs import replace
+
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.adapters.manager import AdapterManager, AdapterRead, Reads, Released
-from penstock.engine.mailbox import failed_by, request_of
+from penstock.engine.mailbox import STATS_INTERVAL_NS, failed_by, request_of
+from penstock.engine.step_meters import StepMeters
 from penstock.engine.steps import Prepares, wire_steps
 from penstock.errors import Draining, InvalidRequest, PenstockError, WorkerUnavailable
 from penstock.kv.cache.host_tier import HostLimits
 from penstock.kv.cache.manager import KVManager
 from penstock.kv.hashing import BlockHasher
 from penstock.planning.roofline import CostFloor
-from penstock.planning.step_time import StepShape
 from penstock.protocol.worker import ModelInfo, Output, RequestFinished, Stats, Submit
 from penstock.protocol.worker_parts import KeepAdapters, LoadAdapter, UnloadAdapter
 from penstock.schedule.adapters import PooledAdapter
@@ -31,7 +33,6 @@ from penstock.schedule.prefill_budget import LatencyTargets, PrefillBudget
 from penstock.schedule.queue import waiting_queue
 from penstock.schedule.request import Request
 from penstock.schedule.scheduler import Scheduler
-from penstock.schedule.step import Flight
 from penstock.types import PLATFORM, FinishReason, RequestId, Usage
 
 _log = logging.getLogger(__name__)
@@ -141,7 +142,8 @@ class EngineCore:
         self._steps, self._depth = wire_steps(runner, runner.run, config.overlap)
         self._prepares = runner if isinstance(runner, Prepares) else None
         self._check = runner.weight_check(clock) if isinstance(runner, HoldsWeights) else None
-        self._floor = runner.floor if isinstance(runner, KnowsFloor) else None
+        floor = runner.floor if isinstance(runner, KnowsFloor) else None
+        self._meters = StepMeters(floor, runner.info.block_tokens)
         self._in_flight = 0
         self.adapters: AdapterManager | None = None
         """Set by `use_adapters`."""
@@ -150,10 +152,8 @@ class EngineCore:
         self._draining = False
         self._step_ns = self._waited_ns = self._busy_ns = self._num_ended = 0
         self._busy_since_ns = 0
-        """While there is a request: up to when that time was counted and shared out."""
-        self._unshared_ns = 0
-        self._kv_held_tokens, self._block_tokens = 0, self._runner.info.block_tokens
-        """The first is summed over steps."""
+        """While there is a request: up to when that time was counted."""
+        self._stats_due_ns = 0
 
     @property
     def info(self) -> ModelInfo:
@@ -323,10 +323,7 @@ class EngineCore:
             self._waited_ns += now_ns - waiting_ns
             self._in_flight -= 1
             self._scheduler.count_drafts(result)
-            self._kv_held_tokens += self._scheduler.kv.pool.num_used * self._block_tokens
-            if self._floor is not None:
-                self._floor.count(_shape(self._scheduler.oldest))
-            self._share_time(now_ns)
+            self._meter(now_ns)
             if result.out_of_memory is not None:
                 _log.warning("a step ran out of memory and is done again in parts: %s", result.out_of_memory)
             for output in self._scheduler.apply(result).outputs:
@@ -335,9 +332,24 @@ class EngineCore:
         self._step_ns += self._clock.now_ns() - started_ns
         return outputs
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that were planned since the start."""
+        return self._scheduler.num_steps
+
+    def due_stats(self) -> Stats | None:
+        """`stats`, if the last ones are old or there is nothing left to do; else None: nobody would see
+        them.
+        """
+        if self.has_work and self._clock.now_ns() < self._stats_due_ns:
+            return None
+        return self.stats()
+
     def stats(self) -> Stats:
         """Gauges and counters, as gateways see them."""
-        now = self._scheduler.statistics()
+        now, meters, now_ns = self._scheduler.statistics(), self._meters, self._clock.now_ns()
+        self._stats_due_ns = now_ns + STATS_INTERVAL_NS
+        meters.count()
         return Stats(
             step=now.step,
             running=now.running,
@@ -360,35 +372,33 @@ class EngineCore:
             rows_max=now.rows_max,
             step_ns=self._step_ns,
             host_ns=self._step_ns - self._waited_ns,
-            busy_ns=self._busy_ns + (self._clock.now_ns() - self._busy_since_ns if self._live else 0),
-            memory_ns=int(self._floor.memory_ns) if self._floor is not None else 0,
-            floor_ns=int(self._floor.floor_ns) if self._floor is not None else 0,
+            busy_ns=self._busy_ns + (now_ns - self._busy_since_ns if self._live else 0),
+            memory_ns=meters.memory_ns,
+            floor_ns=meters.floor_ns,
             timed_steps=now.sums.steps,
             timed_tokens=now.sums.tokens,
             timed_sequences=now.sums.sequences,
             timed_kv_read=now.sums.kv_read,
             timed_pairs=now.sums.pairs,
             timed_ns=now.sums.ns,
-            kv_held_tokens=self._kv_held_tokens,
+            kv_held_tokens=meters.kv_held_tokens,
         )
 
-    def _share_time(self, now_ns: int) -> None:
-        """A step is over: those in it share the time since the last one that computed anything."""
-        if not self._live:
-            self._unshared_ns = 0  # They left while it ran: that time is charged to no request.
-            return
-        spent_ns, self._busy_since_ns = now_ns - self._busy_since_ns, now_ns
-        self._busy_ns += spent_ns
-        self._unshared_ns += spent_ns
-        if self._scheduler.share_time(self._unshared_ns):
-            self._unshared_ns = 0
+    def _meter(self, now_ns: int) -> None:
+        """The oldest step is over."""
+        spent_ns = None  # They left while it ran: that time is charged to no request.
+        if self._live:
+            spent_ns, self._busy_since_ns = now_ns - self._busy_since_ns, now_ns
+            self._busy_ns += spent_ns
+        self._meters.step_over(self._scheduler.oldest, spent_ns, self._scheduler.kv.pool.num_used)
 
     def _tell(self, output: RequestOutput) -> None:
         """Put one request's news into the outbox, with the usage when it is the first or the last."""
         live = self._live[output.request_id]
         finish, usage = None, None
         if output.finish is not None:
-            finish = _finish(output)
+            self._meters.count()
+            finish = _finish(output, live.request.device_ns)
             del self._live[output.request_id]
             self._num_ended += live.request.fairness_key != PLATFORM
             if not self._live:
@@ -452,18 +462,12 @@ def _host_limits(info: ModelInfo, config: EngineSettings) -> HostLimits:
     )
 
 
-def _shape(flight: Flight) -> StepShape:
-    load, decoding = flight.load, flight.num_decoding + sum(flight.drafted)
-    prompts = (load.num_sequences - decoding, load.num_tokens - decoding)
-    return StepShape(decoding, *prompts, load.kv_read, load.chunk_pairs)
-
-
-def _finish(output: RequestOutput) -> RequestFinished:
+def _finish(output: RequestOutput, device_ns: int) -> RequestFinished:
     assert output.finish is not None
     assert output.usage is not None
     return RequestFinished(
         reason=output.finish,
-        usage=output.usage,
+        usage=replace(output.usage, device_ns=device_ns),
         stop_token_id=output.stop_token_id,
         error=output.error,
         error_kind=None if output.error is None else "EngineFault",

@@ -30,10 +30,9 @@ from penstock.types import FinishReason, RequestId, Usage
 
 STATS_INTERVAL_S = 0.5
 """`Stats` go out this often while they change, and not at all while nothing does."""
+STATS_INTERVAL_NS = round(STATS_INTERVAL_S * NS_PER_S)
 PROOF_TIMEOUT_S = 5.0
 """Where a key is wanted, a connection without a proof is cut after this long,"""
-PROOF_BYTES_MAX = 1024
-"""or after so many bytes,"""
 UNPROVEN_MAX = 64
 """and of more than so many at once the oldest one of the address with the most is cut: newcomers may be
 gateways."""

@@ -154,7 +154,7 @@ class Runner:
         edits = tables.adjust(logits, rows, positions, masks)
         token_ids = self._sampler.draw(logits, SampleRows.of(tables, rows, positions, masks))
         drawn = token_ids.numpy()
-        if grammars is not None and (again := grammars.refused(rows, positions, drawn)) is not None:
+        if grammars is not None and (again := grammars.refused(drawn)) is not None:
             index, masks = again
             how = SampleRows.of(tables, rows[index], positions[index], masks)
             drawn[index] = self._sampler.draw(logits[as_tensor(index)], how).numpy()

@@ -22,7 +22,6 @@ import uvloop
 from penstock.clock import Clock
 from penstock.engine.mailbox import (
     FLUSH_TIMEOUT_S,
-    PROOF_BYTES_MAX,
     PROOF_TIMEOUT_S,
     STATS_INTERVAL_S,
     UNPROVEN_MAX,
@@ -38,15 +37,13 @@ from penstock.engine.mailbox import (
     failed_by,
 )
 from penstock.errors import EngineFault, InvalidRequest, Overloaded, PenstockError, WorkerUnavailable
-from penstock.protocol.address import NONCE_BYTES, Address, UnixAddress, gateway_mac, is_same, worker_mac
+from penstock.protocol.address import NONCE_BYTES, Address, Doorkeeper, UnixAddress
 from penstock.protocol.cells import CellPing, OpenCell
 from penstock.protocol.worker import (
     AbortRequest,
-    Challenge,
     Condition,
     Drain,
     Fault,
-    FrameDecoder,
     FromWorker,
     KVEvents,
     Loading,
@@ -63,7 +60,6 @@ from penstock.protocol.worker import (
     SubscribeKVEvents,
     ToWorker,
     Welcome,
-    decode_to_worker,
     encode,
 )
 from penstock.protocol.worker_parts import DeviceReadings, StaysAwake, WorkerAdapters
@@ -101,6 +97,7 @@ class WorkerServer:
         self._readings: DeviceReadings | None = None
         self._adapters = WorkerAdapters()
         self._stats_timer: asyncio.TimerHandle | None = None
+        self._stats_sent_s = -STATS_INTERVAL_S
         self._connections: dict[ConnectionId, _Connection] = {}
         self._next_id: ConnectionId = 0
         self._loop = uvloop.new_event_loop()
@@ -137,8 +134,10 @@ class WorkerServer:
         """Compile the grammars that requests bring. Before the worker is ready."""
         self.grammars = compiler
 
-    def publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats) -> None:
-        """Send one step's outputs: one frame and one write for each connection."""
+    def publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats | None) -> None:
+        """Send one step's outputs: one frame and one write for each connection. And the figures, if they are
+        given, as soon as the last ones are `STATS_INTERVAL_S` old.
+        """
         self._loop.call_soon_threadsafe(self._publish, step, outputs, stats)
 
     def publish_readings(self, readings: DeviceReadings) -> None:
@@ -206,14 +205,17 @@ class WorkerServer:
             self._announce(state)
         return self.num_requests
 
-    def _publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats) -> None:
-        readings = self._readings
-        self._stats = stats if readings is None else msgspec.structs.replace(stats, readings=readings)
+    def _publish(self, step: int, outputs: Mapping[ConnectionId, list[Output]], stats: Stats | None) -> None:
         for connection_id, found in outputs.items():
             if connection := self._connections.get(connection_id):
                 connection.send_outputs(step, found)
+        if stats is None:
+            return
+        readings = self._readings
+        self._stats = stats if readings is None else msgspec.structs.replace(stats, readings=readings)
         if self._stats_timer is None:
-            self._stats_timer = self._loop.call_later(STATS_INTERVAL_S, self._send_stats)
+            due_s = max(0.0, self._stats_sent_s + STATS_INTERVAL_S - self._loop.time())
+            self._stats_timer = self._loop.call_later(due_s, self._send_stats)
 
     def _publish_adapters(self, adapters: WorkerAdapters) -> None:
         self._adapters = adapters
@@ -238,8 +240,8 @@ class WorkerServer:
                 connection.send(encode(each))
 
     def _send_stats(self) -> None:
-        """Send the latest figures. The next step arms the timer again: an idle worker never wakes."""
-        self._stats_timer = None
+        """Send the latest figures. The next ones arm the timer again: an idle worker never wakes."""
+        self._stats_timer, self._stats_sent_s = None, self._loop.time()
         if self._stats is not None:
             self._send_to_all(self._stats)
 
@@ -308,12 +310,9 @@ class _Connection(asyncio.Protocol):
         self._asked_kv_events = False
         self._compiling: dict[RequestId, Submit] = {}
         """Requests whose grammars are not ready yet."""
-        self._is_proven = False
-        self._unproven_bytes = 0
-        self._nonce = b""
         self._deadline: asyncio.TimerHandle | None = None
         self._server = server
-        self._decoder = FrameDecoder()
+        self._door = Doorkeeper(server.limits.key, fresh_key(NONCE_BYTES))
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -325,9 +324,8 @@ class _Connection(asyncio.Protocol):
         peer: tuple[object, ...] | str | None = transport.get_extra_info("peername")
         self.peer = str(peer[0]) if isinstance(peer, tuple) and peer else ""  # A Unix socket has no address.
         self._server.knocks(self)
-        self._nonce = fresh_key(NONCE_BYTES)
         self._deadline = asyncio.get_running_loop().call_later(PROOF_TIMEOUT_S, self._transport.abort)
-        self._transport.write(encode(Challenge(self._nonce)))
+        self._transport.write(self._door.challenge())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop, for either side's reasons."""
@@ -344,16 +342,9 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Called by the loop. A gateway that breaks the protocol loses its connection; others do not."""
         try:
-            if self._server.limits.key and not self._is_proven:
-                self._unproven_bytes += len(data)
-                if self._unproven_bytes > PROOF_BYTES_MAX:
-                    raise ProtocolError("much was said before it was shown who says it")
-            for body in self._decoder.feed(data):
-                message = decode_to_worker(body)
-                if isinstance(message, Proof):
-                    self._check(message)
-                elif self._server.limits.key and not self._is_proven:
-                    raise ProtocolError("it did not prove that it has the key")
+            for message in self._door.messages(data):
+                if isinstance(message, Welcome):
+                    self._enter(message)
                 else:
                     self._handle(message)
         except ProtocolError as error:
@@ -388,17 +379,11 @@ class _Connection(asyncio.Protocol):
                 self._server.num_requests -= 1
         self.send(encode(StepOutput(step, tuple(outputs))))
 
-    def _check(self, proof: Proof) -> None:
-        key = self._server.limits.key
-        if not key or self._is_proven:
-            raise ProtocolError("an unsolicited proof")
-        if not is_same(proof.mac, gateway_mac(key, self._nonce, proof.nonce)):
-            raise ProtocolError("its key is another one")
-        self._is_proven = True
+    def _enter(self, welcome: Welcome) -> None:
         self._server.proved(self)
         if self._deadline is not None:
             self._deadline.cancel()
-        self.send(encode(Welcome(worker_mac(key, self._nonce, proof.nonce))))
+        self.send(encode(welcome))
         self._server.joined(self)
 
     def _handle(self, message: ToWorker) -> None:

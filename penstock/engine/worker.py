@@ -37,9 +37,8 @@ from penstock.config.machine import CgroupMemory
 from penstock.engine.adapters.fetch import AdapterFetcher
 from penstock.engine.adapters.manager import AdapterManager, AdapterRead
 from penstock.engine.core import EngineCore, FollowsGrammars, StepRunner, build_core
-from penstock.engine.device_readings import watch_device
-from penstock.engine.fault_watch import FaultWatch, Remedy
 from penstock.engine.kv_event_publisher import KVEventPublisher, open_publisher
+from penstock.engine.machine_watch import FaultWatch, Remedy, watch_device
 from penstock.engine.mailbox import Aborted, DrainAsked, KVEventsAsked, Mailbox, Ordered, StepWatch, Submitted
 from penstock.engine.memory import settle_malloc
 from penstock.engine.pooling.core import build_vector_core
@@ -321,11 +320,11 @@ def run_steps(
             continue  # More may come, until a time.
         if core.has_work or core.sleep_s == 0:
             outputs = core.step()
-            stats = core.stats()
-            if stats.step != step or not core.has_work:
+            if core.num_steps != step or not core.has_work:
                 watch.advanced()
-            step = stats.step
-            server.publish(step, outputs, stats)
+            step, stats = core.num_steps, core.due_stats()
+            if outputs or stats is not None:
+                server.publish(step, outputs, stats)
         _tell_kv_events(server, feed)
     return False
 

@@ -148,7 +148,7 @@ class SrvLookup:
         )
 
 
-class Source(Protocol):
+class WorkerSource(Protocol):
     """Looks for workers."""
 
     async def run(self) -> None:
@@ -212,7 +212,7 @@ class Discovery:
 
     def _source(
         self, name: str, route: str, config: DiscoverConfig, tokenizer: Tokenizer, tools: BackendDependencies
-    ) -> Source:
+    ) -> WorkerSource:
         def make(worker: WorkerConfig) -> Attached:
             worker_id = worker_id_at(route, worker)
             return Attached(id=worker_id, route=route, config=worker, tokenizer=tokenizer, tools=tools)

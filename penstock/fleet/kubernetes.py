@@ -24,10 +24,9 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from penstock.backends.http.address import HttpAddress, HttpLimits
 from penstock.backends.http.client import HttpClient, HttpExchange
-from penstock.backends.http.handler import HttpFailure, NoConnection
 from penstock.backends.http.small_answer import ProbeFailed, fetch
+from penstock.backends.http.terms import HttpAddress, HttpFailure, HttpLimits, NoConnection
 from penstock.clock import Clock, sleep
 from penstock.config.fleet import KubernetesConfig
 from penstock.errors import ConfigError

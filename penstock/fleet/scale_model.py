@@ -11,8 +11,7 @@ from penstock.config.scale import ScaleConfig
 from penstock.errors import InvalidRequest
 from penstock.fleet.scale_pools import ScalePool, SharedPool
 from penstock.fleet.scale_report import PoolReport, ScaleOrder, ScalePoint, ScaleReport
-from penstock.policy.capacity.allot import pool_config
-from penstock.policy.capacity.autoscaler import Autoscaler, Decision, ScaleState
+from penstock.policy.capacity.autoscaler import Autoscaler, ScaleDecision, ScaleState, pool_config
 from penstock.policy.capacity.signals import Override, PoolState, Signals, work_of
 from penstock.telemetry.counts import Counts
 from penstock.types import WorkerId
@@ -51,9 +50,9 @@ class ModelScale:
         self.override: Override | None = None
         self.counts, self.protected_work = Counts(), 0.0
         self.in_system, self.looked_ns = 0, 0
-        self.decision: Decision | None = None
+        self.decision: ScaleDecision | None = None
         self.seen: Signals | None = None
-        self.moves: deque[Decision] = deque(maxlen=MOVES_MAX)
+        self.moves: deque[ScaleDecision] = deque(maxlen=MOVES_MAX)
         self.points: deque[ScalePoint] = deque(maxlen=KEPT_MAX)
         self._elsewhere: dict[str, tuple[int, int]] = {}
         """Requests that wait at other servers, and when that was heard."""

@@ -1,10 +1,131 @@
-"""Capacity as operators see it, and their orders: `GET` and `POST /admin/scale`."""
+"""Capacity as it is reported: to operators (`GET` and `POST /admin/scale`), and to a file from which every
+decision can be made again.
+
+The file has a line of JSON for each decision, with all that it was made from. It begins, for each model, with
+the configuration and the state before its first decision. From there on the same signals give the same
+decisions, on any machine: `replay` holds them against each other. Two files of at most `FILE_BYTES_MAX` are
+kept.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
 from penstock.clock import NS_PER_MS
-from penstock.policy.capacity.autoscaler import Decision
+from penstock.config.scale import ScaleConfig
+from penstock.policy.capacity.autoscaler import Autoscaler, ScaleBudget, ScaleDecision, ScaleState
 from penstock.policy.capacity.signals import Override, Signals
+from penstock.telemetry.log import Log
+
+FILE_BYTES_MAX = 8 * 1024 * 1024
+PENDING_MAX = 2000
+LINE_BYTES_MAX = 4 * 1024 * 1024
+
+
+class TrailBegin(msgspec.Struct, frozen=True, kw_only=True, tag="begin"):
+    """The state before a model's first decision in the file."""
+
+    model: str
+    scale: ScaleConfig
+    state: msgspec.Raw
+    """JSON of a `ScaleState`."""
+
+
+class TrailLine(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
+    """One decision."""
+
+    seen: Signals
+    budget: ScaleBudget
+    decision: ScaleDecision
+
+
+_lines = msgspec.json.Decoder(TrailBegin | TrailLine)
+_states = msgspec.json.Decoder(ScaleState)
+_encode = msgspec.json.Encoder().encode
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision that comes out otherwise than it is on record."""
+
+    line: int
+    recorded: ScaleDecision
+    again: ScaleDecision
+
+
+class Trail:
+    """Writes the file. All but `write` belong to the owner's event loop."""
+
+    def __init__(self, path: Path | None, log: Log) -> None:
+        """Without `path` nothing is kept."""
+        self._path, self._log = path, log
+        self._pending: deque[bytes] = deque(maxlen=PENDING_MAX)
+        self._begun: set[str] = set()
+        self._is_failing = False
+
+    def begin(self, scaler: Autoscaler) -> None:
+        """Before a decision: where it begins, if the file does not have that yet."""
+        if self._path is not None and scaler.model not in self._begun:
+            self._begun.add(scaler.model)
+            state = msgspec.Raw(_encode(scaler.state))
+            self._pending.append(_encode(TrailBegin(model=scaler.model, scale=scaler.scale, state=state)))
+
+    def restart(self, model: str) -> None:
+        """The model's state is another one now."""
+        self._begun.discard(model)
+
+    def keep(self, seen: Signals, budget: ScaleBudget, decision: ScaleDecision) -> None:
+        """It was decided."""
+        if self._path is not None:
+            self._pending.append(_encode(TrailLine(seen=seen, budget=budget, decision=decision)))
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether there is something to write."""
+        return bool(self._pending)
+
+    def write(self) -> None:
+        """Write down what is kept. Blocks on the disk; trouble is said once."""
+        lines = [self._pending.popleft() for _ in range(len(self._pending))]
+        if self._path is None or not lines:
+            return
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            with os.fdopen(os.open(self._path, flags, 0o600), "ab") as file:
+                file.write(b"\n".join(lines) + b"\n")
+                is_full = file.tell() > FILE_BYTES_MAX
+            if is_full:
+                self._path.replace(self._path.with_suffix(".1.jsonl"))
+                self._begun.clear()
+        except OSError as error:
+            if not self._is_failing:
+                self._log.warning("decisions about capacity cannot be written down", error=error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+
+def replay(path: Path) -> Iterator[tuple[int, Difference | None]]:
+    """Make every decision of a file again: its line, and how it differs from the record; None: it does not.
+
+    Raises:
+        OSError: it cannot be read.
+        msgspec.DecodeError: a line is not of such a file.
+    """
+    scalers: dict[str, Autoscaler] = {}
+    with path.open("rb") as file:
+        for number, text in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), 1):
+            line = _lines.decode(text)
+            if isinstance(line, TrailBegin):
+                state = _states.decode(line.state)
+                scalers[line.model] = Autoscaler(line.model, line.scale, state)
+            elif (scaler := scalers.get(line.decision.model)) is not None:
+                again = scaler.decide(line.seen, line.budget)
+                same = again == line.decision
+                yield number, None if same else Difference(line=number, recorded=line.decision, again=again)
 
 
 class ScaleOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,11 +197,11 @@ class ScaleReport(msgspec.Struct, frozen=True, kw_only=True):
     leader: str = ""
     """The server that has it, if several share the model's workers."""
     override: Override | None
-    decision: Decision | None
+    decision: ScaleDecision | None
     """The last one; None: there was none yet."""
     signals: Signals | None
     """The facts that it was made from."""
-    moves: list[Decision]
+    moves: list[ScaleDecision]
     """The last ones that changed something, or would have; the newest first."""
     points: list[ScalePoint]
     """The last quarter of an hour, the oldest first."""
@@ -92,7 +213,7 @@ class ScaleReports(msgspec.Struct, frozen=True):
     models: list[ScaleReport]
 
 
-def point_of(seen: Signals, decision: Decision) -> ScalePoint:
+def point_of(seen: Signals, decision: ScaleDecision) -> ScalePoint:
     """One look, for a plot."""
     return ScalePoint(
         at_ms=seen.wall_ns // NS_PER_MS,

@@ -3,7 +3,7 @@
 One for each server: in the gateway that is alone, or in the parent of several gateway processes. A server
 decides for the workers that it launches. Replicas of a Kubernetes workload are there for all servers that
 share a store: one of these decides (leadership.py), and the others tell it what came to them. Every
-decision, with all that it was made from, is on record (scale_trail.py); changes are in the audit trail too.
+decision, with all that it was made from, is on record (scale_report.py); changes are in the audit trail too.
 The learned state (the rate of a worker, its cold start, the times at which work comes) is kept over a
 restart.
 """
@@ -21,10 +21,8 @@ from penstock.fleet.kept_file import KeptFile
 from penstock.fleet.leadership import Leadership
 from penstock.fleet.registry import Registry
 from penstock.fleet.scale_model import AtWorkers, KeptScale, ModelScale, work_in
-from penstock.fleet.scale_report import ScaleAsk, ScaleReport, ScaleReports, point_of
-from penstock.fleet.scale_trail import Trail
-from penstock.policy.capacity.allot import per_hour, pool_config
-from penstock.policy.capacity.autoscaler import Decision, ScaleBudget
+from penstock.fleet.scale_report import ScaleAsk, ScaleReport, ScaleReports, Trail, point_of
+from penstock.policy.capacity.autoscaler import ScaleBudget, ScaleDecision, per_hour, pool_config
 from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import CATALOG
 from penstock.telemetry.counts import Counts, Series
@@ -404,5 +402,5 @@ class ScaleLeader:
 _encode = msgspec.json.Encoder().encode
 
 
-def _said(decision: Decision) -> str:
+def _said(decision: ScaleDecision) -> str:
     return f"{decision.ready} ready and {decision.pending} starting -> {decision.workers}: {decision.why}"

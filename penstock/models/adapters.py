@@ -168,7 +168,10 @@ def adapter_targets(spec: DecoderSpec, names: CheckpointNames) -> dict[str, Adap
     return found
 
 
-_TENSOR = re.compile(r"base_model\.model\.(?P<root>[\w.]*?)layers\.(?P<layer>\d{1,5})\.(?P<module>[\w.]+)\.lora_(?P<side>[AB])\.weight")  # fmt: skip  # noqa: E501
+_TENSOR = re.compile(
+    r"base_model\.model\.(?P<root>[\w.]*?)layers\.(?P<layer>\d{1,5})\.(?P<module>[\w.]+)"
+    r"\.lora_(?P<side>[AB])\.weight"
+)
 _ROOTS = ("", "model.", "language_model.model.", "model.language_model.", "language_model.")
 """The prefixes before the decoder's layers: in it alone, and where it is a part of a larger model."""
 

@@ -7,7 +7,7 @@
 
 A header is data of strangers: every count, length and offset is compared with what the file has before it is
 followed. Arrays stay bytes until they are asked for, so that a vocabulary of 300,000 tokens costs its length
-in time, not in objects. The meaning of keys for a model is in `gguf_config.py` and `gguf_tokenizer.py`, and
+in time, not in objects. The meaning of keys for a model is in `gguf_config.py` and `files.py`, and
 that of a tensor's bytes in `engine/gguf.py`. Why no library: docs/design/022-gguf.md.
 """
 

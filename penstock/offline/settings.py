@@ -18,7 +18,7 @@ from penstock.config.checkpoints import json_object, resolve, served_name
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import MODEL_LEN_MIN, EngineConfig, ModelConfig
 from penstock.errors import ConfigError
-from penstock.models.loadable import check_loads
+from penstock.models.registry import check_loads
 from penstock.types import ModelName
 
 _SAME = {

@@ -57,7 +57,7 @@ KV_SHARE = 0.9
 IDEAL = Efficiency(memory=1.0, compute=1.0, link=1.0, all_reduce_ns=0)
 
 
-class Demand(msgspec.Struct, frozen=True, kw_only=True):
+class TrafficDemand(msgspec.Struct, frozen=True, kw_only=True):
     """The demand on one model."""
 
     rps: float
@@ -129,7 +129,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def options(
-    model: ModelShape, demand: Demand, terms: Terms, devices: Iterable[Accelerator], *,
+    model: ModelShape, demand: TrafficDemand, terms: Terms, devices: Iterable[Accelerator], *,
     dtype: str = "bf16", tps: Sequence[int] = TP,
 ) -> list[Option]:  # fmt: skip
     """Every way that keeps the terms, cheapest first; of two that cost the same the one with fewer
@@ -147,7 +147,12 @@ def options(
 
 
 def cheapest(
-    model: ModelShape, demand: Demand, terms: Terms, devices: Sequence[Accelerator], *, dtype: str = "bf16"
+    model: ModelShape,
+    demand: TrafficDemand,
+    terms: Terms,
+    devices: Sequence[Accelerator],
+    *,
+    dtype: str = "bf16",
 ) -> Option:
     """The best of `options`.
 
@@ -182,7 +187,7 @@ def _fits(placed: Placed) -> bool:
         return False
 
 
-def _option(placed: Placed, demand: Demand, terms: Terms) -> Option | None:
+def _option(placed: Placed, demand: TrafficDemand, terms: Terms) -> Option | None:
     if not _fits(placed):
         return None
     law = Roofline(placed)
@@ -224,7 +229,7 @@ def _lacks(placed: Placed) -> tuple[str, ...]:
     return tuple(found)
 
 
-def least(placed: Placed, demand: Demand) -> float:
+def least(placed: Placed, demand: TrafficDemand) -> float:
     """The least that a million output tokens can cost on this placement: see the module."""
     law = Roofline(placed, IDEAL)
     rows = max(1, int(placed.num_blocks * BLOCK_TOKENS / demand.context))
@@ -247,7 +252,7 @@ def _largest(limit: int, refused: Callable[[int], str]) -> tuple[int, str]:
     return low, why
 
 
-def _step(batch: int, demand: Demand) -> StepShape:
+def _step(batch: int, demand: TrafficDemand) -> StepShape:
     """A steady step: `batch` rows decode while the prompts of those that follow them are computed."""
     prompts = batch * demand.prompt_per_output
     rows = ceil(prompts / max(1.0, (1 - demand.hit_rate) * demand.prompt_tokens)) if prompts else 0
@@ -257,7 +262,7 @@ def _step(batch: int, demand: Demand) -> StepShape:
     )
 
 
-def _ttft_ms(law: Roofline, batch: int, demand: Demand, terms: Terms) -> float:
+def _ttft_ms(law: Roofline, batch: int, demand: TrafficDemand, terms: Terms) -> float:
     """The step under way, then the prompt's chunks, each beside the rows that decode."""
     own = max(1, round((1 - demand.hit_rate) * demand.prompt_tokens))
     chunk = max(1, terms.step_tokens - batch)
@@ -322,7 +327,7 @@ def sizing_example(terms: Terms, *, prompt_tokens: int = 1000, device: Accelerat
     ]  # fmt: skip
     chosen: list[Option] = []
     for name, share, _, _ in SHARES:
-        demand = Demand(
+        demand = TrafficDemand(
             rps=at_pace * share / ANSWER_TOKENS, prompt_tokens=prompt_tokens, output_tokens=ANSWER_TOKENS
         )
         chosen.append(cheapest(MODELS[name], demand, terms, [device]))

@@ -403,18 +403,20 @@ class CostFloor:
         self._roofline = Roofline(placed, Efficiency(memory=1.0, compute=1.0))
         self._rows, self._kv_tokens = rows, kv_tokens
         self._full = self._roofline.parts_ns(StepShape(rows, 0, 0, 0))[0]
+        self._kv_ns = placed.kv_bytes_per_token * NS_PER_S / (placed.tp * placed.device.bandwidth)
         self.memory_ns = self.floor_ns = 0.0
         """Of all steps so far."""
 
     def count(self, shape: StepShape) -> None:
         """A step is over."""
-        if not shape.decode_rows + shape.prefill_rows:
+        decode_rows, prefill_rows, _, kv_tokens, _ = shape
+        num_rows, rows = decode_rows + prefill_rows, self._rows
+        if not num_rows:
             return  # It waited for copies.
         memory, compute, _ = self._roofline.parts_ns(shape)
-        weights = self._roofline.parts_ns(shape._replace(kv_tokens=0))[0]
-        num_rows, rows = shape.decode_rows + shape.prefill_rows, self._rows
-        if shape.kv_tokens * rows > self._kv_tokens * num_rows:
-            rows = max(num_rows, self._kv_tokens * num_rows // shape.kv_tokens)
-        share = min(weights, self._full * shape.decode_rows / rows)
+        kv = self._kv_ns * kv_tokens
+        if kv_tokens * rows > self._kv_tokens * num_rows:
+            rows = max(num_rows, self._kv_tokens * num_rows // kv_tokens)
+        weights = min(memory - kv, self._full * decode_rows / rows)
         self.memory_ns += memory
-        self.floor_ns += max(share + memory - weights, compute)
+        self.floor_ns += max(weights + kv, compute)

@@ -38,26 +38,26 @@ class QuantileWindow:
     An amount is added in O(log size) and a copy of at most the window.
     """
 
-    __slots__ = ("_next", "_ring", "_size", "_sorted")
+    __slots__ = ("_next", "_ring", "_size", "_sorted", "count")
 
     def __init__(self, size: int) -> None:
         self._size, self._next = size, 0
         self._ring, self._sorted = array("I"), array("I")
-
-    def __len__(self) -> int:
-        return len(self._ring)
+        self.count = 0
+        """How many amounts it has."""
 
     def add(self, amount: int) -> None:
         """From 0 to `AMOUNT_MAX`; the oldest makes room."""
-        if len(self._ring) < self._size:
+        if self.count < self._size:
             self._ring.append(amount)
+            self.count += 1
         else:
             oldest = self._ring[self._next]
             del self._sorted[bisect_left(self._sorted, oldest)]
             self._ring[self._next] = amount
             self._next = (self._next + 1) % self._size
         insort(self._sorted, amount)
-        assert len(self._sorted) == len(self._ring) <= self._size, "both hold the same amounts"
+        assert len(self._sorted) == self.count, "both hold the same amounts"
 
     def quantile(self, share: float) -> int:
         """The smallest amount that at least `share` of the window does not exceed (nearest rank).
@@ -111,9 +111,9 @@ class OutputLengths:
         """Tokens to reserve for one answer of at most `max_tokens`; at least 1."""
         assert max_tokens >= 1, max_tokens
         window = self._windows.get((tenant, model))
-        if window is None or len(window) < _SAMPLES_MIN:
+        if window is None or window.count < _SAMPLES_MIN:
             window = self._windows.get((_EVERYBODY, model))
-        if window is None or len(window) < _SAMPLES_MIN:
+        if window is None or window.count < _SAMPLES_MIN:
             return min(max_tokens, self._config.output_tokens_default)
         return max(1, min(max_tokens, window.quantile(self._config.output_quantile)))
 

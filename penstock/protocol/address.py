@@ -18,16 +18,27 @@ How a worker and a gateway show each other that they have the same key, without 
 
 Nonces are fresh on both sides, so nothing that was overheard is of use again. The rest is neither encrypted
 nor signed: the port belongs on a private network or into a tunnel. The key keeps out programs that can reach
-the port and should not.
+the port and should not. `Doorkeeper` is the side that accepts a connection, without its socket.
 """
 
 import hashlib
 import hmac
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from penstock.config.engine_settings import EngineSettings
+from penstock.protocol.worker import (
+    Challenge,
+    FrameDecoder,
+    Proof,
+    ProtocolError,
+    ToWorker,
+    Welcome,
+    decode_to_worker,
+    encode,
+)
 
 UNIX_PATH_BYTES_MAX = 107
 """The longest path that fits a Linux `sockaddr_un` with its final zero."""
@@ -104,6 +115,8 @@ class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 NONCE_BYTES = 32
 KEY_BYTES_MIN = 16
+PROOF_BYTES_MAX = 1024
+"""A connection that has sent so much without a proof is closed."""
 _GATEWAY, _WORKER, _HASHES, _LINK = b"penstock gateway", b"penstock worker", b"penstock kv", b"penstock link"
 
 
@@ -136,3 +149,53 @@ def link_key_of(hash_key: bytes) -> bytes:
 
 def _mac(key: bytes, side: bytes, worker_nonce: bytes, gateway_nonce: bytes) -> bytes:
     return hmac.digest(key, side + worker_nonce + gateway_nonce, hashlib.sha256)
+
+
+class Doorkeeper:
+    """One connection of a worker, or of a cell, as it accepts it: bytes in, messages of who has the key out.
+
+    Without a key everybody is let in.
+    """
+
+    __slots__ = ("_decoder", "_key", "_nonce", "_num_bytes", "is_proven")
+
+    def __init__(self, key: bytes, nonce: bytes) -> None:
+        """`nonce`: fresh, of `NONCE_BYTES`."""
+        assert len(nonce) == NONCE_BYTES, "a nonce of any other length is none of ours"
+        self._key, self._nonce = key, nonce
+        self._decoder, self._num_bytes = FrameDecoder(), 0
+        self.is_proven = not key
+        """Whether the other side has shown that it has the key, if there is one."""
+
+    def challenge(self) -> bytes:
+        """The first frame, where there is a key."""
+        assert self._key, "nobody has to prove anything"
+        return encode(Challenge(self._nonce))
+
+    def messages(self, data: bytes) -> Iterator[ToWorker | Welcome]:
+        """The messages that are complete with `data`. A `Welcome` stands for the other side's proof, and is
+        to be sent: from then on it is let in.
+
+        Raises:
+            ProtocolError: it breaks the protocol, or its key is another one.
+        """
+        if not self.is_proven:
+            self._num_bytes += len(data)
+            if self._num_bytes > PROOF_BYTES_MAX:
+                raise ProtocolError("much was said before it was shown who says it")
+        for body in self._decoder.feed(data):
+            message = decode_to_worker(body)
+            if isinstance(message, Proof):
+                yield self._welcome(message)
+            elif not self.is_proven:
+                raise ProtocolError("it did not prove that it has the key")
+            else:
+                yield message
+
+    def _welcome(self, proof: Proof) -> Welcome:
+        if self.is_proven:
+            raise ProtocolError("an unsolicited proof")
+        if not is_same(proof.mac, gateway_mac(self._key, self._nonce, proof.nonce)):
+            raise ProtocolError("its key is another one")
+        self.is_proven = True
+        return Welcome(worker_mac(self._key, self._nonce, proof.nonce))

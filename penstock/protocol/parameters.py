@@ -243,7 +243,7 @@ def repeated_key(body: bytes, values_max: int) -> str | None:
     if num_objects <= 2 and num_at_most < _FEW:
         # A single message, or a plain prompt: if no key occurs twice anywhere, none does in one object.
         keys = [text for text, colon in _TOKEN.findall(body) if colon]
-        if len(set(keys)) == len(keys) and not any(b"\\" in key for key in keys):
+        if len(set(keys)) == len(keys) and b"\\" not in b"".join(keys):
             return None
     try:
         _DECODER.decode(body.decode())

@@ -163,19 +163,10 @@ class Scheduler:
         return self._flights[0]
 
     def count_drafts(self, result: StepResult) -> None:
-        """Before `share_time` and `apply`: take in for which drafts of the oldest step there was a guess."""
-        self._flights[0].count_drafts(result.sampled)
-
-    def share_time(self, time_ns: int) -> bool:
-        """Before `apply`: share out the time that the oldest step in flight took.
-
-        False: it computed nothing that could pay for it.
+        """Before `apply`, and before the step is metered: take in for which drafts of the oldest step there
+        was a guess.
         """
-        flight = self._flights[0]
-        if not flight.plan.work:
-            return False
-        flight.share(time_ns)
-        return True
+        self._flights[0].count_drafts(result.sampled)
 
     def apply(self, result: StepResult) -> StepOutcome:
         """Take in what the oldest step in flight computed: tokens, ends, blocks that may be hit from now
@@ -264,6 +255,11 @@ class Scheduler:
         None for never.
         """
         return self._manager.host.due_ns
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were planned since the start."""
+        return self._step
 
     def statistics(self) -> SchedulerStatistics:
         """Gauges and counters, O(1)."""

@@ -1,6 +1,6 @@
 """A plan in the making: what the step has taken of its budget so far."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -66,11 +66,13 @@ class Flight:
             if num_drafts:
                 self.load = self.load.with_drafts(work.num_computed, num_drafts)
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each of its rows computes one token and nothing else."""
+        return not self.num_drafts and self.num_decoding == len(self.requests)
+
     def share(self, time_ns: int) -> None:
-        """Divide the time that this step took among its requests, by the work in it: tokens run through the
-        model, and for each of them the tokens that its attention read. The remainder of the division, fewer
-        nanoseconds than requests, is dropped.
-        """
+        """Divide the time that this step took among its requests: see `share_times`."""
         num_decoding, load = self.num_decoding, self.load
         rows, works = self.requests, self.plan.work
         total = TOKEN_WEIGHT * load.num_tokens + load.kv_read  # As if all decoded: each token reads its row.
@@ -92,6 +94,56 @@ class Flight:
         for request, work, num_drafts in zip(rows[:num_decoding], works, drafted, strict=False):
             if not num_drafts:
                 request.device_ns += time_ns * (TOKEN_WEIGHT + 1 + work.num_computed) // total
+
+
+_SHARE_BITS, _ROUNDING_BITS = 64, 40
+"""Behind the point, of the time of one token in a step; the second is what the rest may be short of, so that
+rounding loses no whole nanosecond."""
+
+
+def share_times(steps: Iterable[tuple[Flight, int]]) -> None:
+    """Divide the time that each of these steps took among its requests, by the work in it: tokens run through
+    the model, and for each of them the tokens that its attention read. The remainder of the division, fewer
+    nanoseconds than requests, is dropped.
+
+    The steps are in their order and have work; those that decode the same rows one after the other are
+    divided at once.
+    """
+    run: list[tuple[Flight, int]] = []
+    for flight, time_ns in steps:
+        if run and not _follows(flight, run[-1][0]):
+            _share_run(run)
+            run = []
+        if flight.only_decodes:
+            run.append((flight, time_ns))
+        else:
+            flight.share(time_ns)
+    if run:
+        _share_run(run)
+
+
+def _follows(flight: Flight, before: Flight) -> bool:
+    """Whether it decodes the same rows as `before` does, each one token further."""
+    rows = flight.requests
+    if not flight.only_decodes or flight.load.kv_read != before.load.kv_read + len(rows):
+        return False  # The second: one of them was void, and its rows are where they were.
+    return rows == before.requests
+
+
+def _share_run(run: Sequence[tuple[Flight, int]]) -> None:
+    """`share_times` of steps of which each follows the one before: a row that weighs `w` in the first weighs
+    `w + i` in the one after `i` others, so that its part is a sum of times and one of times by their number.
+    """
+    times = growing = 0
+    for i, (flight, time_ns) in enumerate(run):
+        total = TOKEN_WEIGHT * flight.load.num_tokens + flight.load.kv_read
+        assert total > 0 <= time_ns, "a step has work, and takes time"
+        of_token = (time_ns << _SHARE_BITS) // total
+        times += of_token
+        growing += i * of_token
+    first, first_ns = run[0][0], (TOKEN_WEIGHT + 1) * times + growing + (1 << _ROUNDING_BITS)
+    for request, work in zip(first.requests, first.plan.work, strict=True):
+        request.device_ns += (first_ns + work.num_computed * times) >> _SHARE_BITS
 
 
 class StepBuilder:

@@ -189,6 +189,10 @@ _MEANING: Mapping[Objective, tuple[str, str, str]] = {
 }
 
 
+def _pace(factor: float) -> str:
+    return "will not last" if factor <= 1 else f"burns {factor:g} times too fast"
+
+
 def _burns(slo: SloConfig) -> Iterator[Rule]:
     for objective, target in targets(slo).items():
         name, summary, what = _MEANING[objective]
@@ -199,7 +203,7 @@ def _burns(slo: SloConfig) -> Iterator[Rule]:
             yield Rule(
                 name=name,
                 severity=burn.severity,
-                summary=f"{summary}: the error budget of 30 days burns {burn.factor:g} times too fast.",
+                summary=f"{summary}: the error budget of 30 days {_pace(burn.factor)}.",
                 tests=(
                     *(_share(objective, window_s, limit, what) for window_s in (burn.long_s, burn.short_s)),
                     Test(_slo(DUE, objective, burn.long_s), ">=", float(EVENTS_MIN)),

@@ -57,7 +57,7 @@ class Failure(msgspec.Struct, frozen=True):
     """Empty where it may repeat what the client wrote."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class DecisionEntry(msgspec.Struct, frozen=True):
     """One thing that was decided about a request."""
 
     request_id: RequestId
@@ -108,7 +108,7 @@ class DecisionFiles:
         self._file: int | None = None
         self._since_ns = self._num_bytes = 0
 
-    def append(self, entries: list[Entry]) -> None:
+    def append(self, entries: list[DecisionEntry]) -> None:
         """Write a batch.
 
         Raises:
@@ -125,9 +125,9 @@ class DecisionFiles:
                 self._close()
                 raise OSError("a batch of decisions was not written whole")
 
-    def find(self, *names: RequestId) -> list[Entry]:
+    def find(self, *names: RequestId) -> list[DecisionEntry]:
         """The decisions about a request, by any of its names, oldest first."""
-        wanted, found = {_hash(name) for name in names}, list[Entry]()
+        wanted, found = {_hash(name) for name in names}, list[DecisionEntry]()
         for path in sorted(self._directory.glob("*.dec")):
             try:
                 found += [entry for entry in _matching(path, wanted) if entry.request_id in names]
@@ -177,7 +177,7 @@ class DecisionKeeper:
 
     def __init__(self, files: DecisionFiles, log: Log) -> None:
         self._files, self._log = files, log
-        self._pending: deque[Decision | Entry] = deque(maxlen=PENDING_MAX)
+        self._pending: deque[Decision | DecisionEntry] = deque(maxlen=PENDING_MAX)
         """Decisions; the entry of a decision is made when it is written, by that thread."""
         self._one_writer = threading.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -190,13 +190,13 @@ class DecisionKeeper:
 
     def chose(self, request_id: RequestId, choice: ComplexityChoice) -> None:
         """A model was chosen."""
-        self._pending.append(Entry(request_id, choice=choice))
+        self._pending.append(DecisionEntry(request_id, choice=choice))
 
     def failed(self, request_id: RequestId, failure: Failure) -> None:
         """A request was refused, or failed."""
         if self._num_failures < FAILURES_MAX:
             self._num_failures += 1
-            self._pending.append(Entry(request_id, failure=failure))
+            self._pending.append(DecisionEntry(request_id, failure=failure))
 
     def start(self) -> None:
         """Begin to write."""
@@ -210,7 +210,7 @@ class DecisionKeeper:
             await asyncio.to_thread(self._write)
             await asyncio.to_thread(self._files.close)
 
-    async def find(self, *names: RequestId) -> list[Entry]:
+    async def find(self, *names: RequestId) -> list[DecisionEntry]:
         """The decisions about a request, in whichever process; another one may have yet to write it."""
         await asyncio.to_thread(self._write)
         found = await asyncio.to_thread(self._files.find, *names)
@@ -247,13 +247,15 @@ class DecisionKeeper:
             self._is_failing = False
 
 
-def _entry_of(decided: Decision | Entry) -> Entry:
-    return decided if isinstance(decided, Entry) else Entry(decided.request_id, decision=decided)
+def _entry_of(decided: Decision | DecisionEntry) -> DecisionEntry:
+    return (
+        decided if isinstance(decided, DecisionEntry) else DecisionEntry(decided.request_id, decision=decided)
+    )
 
 
-def _matching(path: Path, wanted: AbstractSet[bytes]) -> list[Entry]:
+def _matching(path: Path, wanted: AbstractSet[bytes]) -> list[DecisionEntry]:
     """The entries of those batches that may have the request."""
-    found = list[Entry]()
+    found = list[DecisionEntry]()
     with path.open("rb") as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             size, count = _HEAD.unpack(head)
@@ -269,7 +271,7 @@ def _matching(path: Path, wanted: AbstractSet[bytes]) -> list[Entry]:
     return found
 
 
-def _batch_of(entries: list[Entry]) -> _Batch:
+def _batch_of(entries: list[DecisionEntry]) -> _Batch:
     """As it is written."""
     configs, places, items = list[PlacementTerms](), dict[int, int](), list[_Item]()
     for entry in entries:
@@ -287,9 +289,9 @@ def _batch_of(entries: list[Entry]) -> _Batch:
     return _Batch(configs, items)
 
 
-def _entries_of(batch: _Batch) -> list[Entry]:
+def _entries_of(batch: _Batch) -> list[DecisionEntry]:
     """As it was given to `append`."""
-    found = list[Entry]()
+    found = list[DecisionEntry]()
     for item in batch.items:
         decision = None
         if (made := item.decision) is not None:
@@ -304,7 +306,7 @@ def _entries_of(batch: _Batch) -> list[Entry]:
                 choice=made.choice,
                 looked_up=made.looked_up,
             )
-        found.append(Entry(item.request_id, decision, item.choice, item.failure))
+        found.append(DecisionEntry(item.request_id, decision, item.choice, item.failure))
     return found
 
 

@@ -227,8 +227,8 @@ class History:
         """By minute since the epoch, encoded: live objects would take ten times the memory."""
         self._closed: list[tuple[int, bytes]] = []
         self._slo = _SloMinutes()
-        self.on_rows: Callable[[Sequence[tuple[Series, Counts]]], None] = _ignored
-        """Told of all that is added."""
+        self.on_rows: Callable[[Sequence[tuple[Series, Counts]]], None] | None = None
+        """Told of all that is added; None: nobody asks."""
 
     def add(self, rows: Iterable[tuple[Series, Counts]]) -> None:
         """Count what has just ended."""
@@ -236,7 +236,8 @@ class History:
         rows = list(rows)
         if not rows:
             return
-        self.on_rows(rows)
+        if self.on_rows is not None:
+            self.on_rows(rows)
         step = now_s // RECENT_STEP_S
         self._recent.setdefault(step, Book(SERIES_MAX)).add(rows)
         for old in [each for each in self._recent if each <= step - RECENT_S // RECENT_STEP_S]:
@@ -335,10 +336,6 @@ class History:
         self._minutes[minute] = book.encode()
         while len(self._minutes) > DAY_S // MINUTE_S:
             del self._minutes[min(self._minutes)]
-
-
-def _ignored(_: Sequence[tuple[Series, Counts]]) -> None:
-    """Nobody listens."""
 
 
 class _SloMinutes:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from urllib.parse import unquote
 
-from penstock.config.web_address import is_address
+from penstock.config.checks import is_address
 from penstock.errors import ConfigError
 from penstock.telemetry.http_post import TRY_AGAIN, Posted, Poster
 from penstock.telemetry.traces import EndedTrace, RequestTrace

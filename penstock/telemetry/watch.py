@@ -28,14 +28,13 @@ from penstock import __version__
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.config.tree import Config
 from penstock.protocol.peers import LookAt
-from penstock.telemetry.alerting import EVALUATE_S, Alerts
+from penstock.telemetry.alerting import EVALUATE_S, Alerts, Webhook
 from penstock.telemetry.audit import Audit, AuditEvent, Notes
 from penstock.telemetry.costs import COSTS_DIRECTORY, CostDays
 from penstock.telemetry.counts import Counts, Series, decode_rows
 from penstock.telemetry.history import DAY_S, MINUTE_S, SLO_S, History
 from penstock.telemetry.ledger_segment import ledger_directory
 from penstock.telemetry.log import Log
-from penstock.telemetry.webhook import Webhook
 
 BYTES_MAX = 64 * 1024 * 1024
 """Of all files together: what is over it goes, oldest first."""

@@ -9,7 +9,7 @@ reads its syntax tree (template_tree.py): if it is made of nothing but steps who
 their operands, each loop, copy and call is rewritten to charge that cost before it happens. The allowance
 grows with the request alone, so no template and no request can keep the process for long or fill its
 memory. Any other template, and one that used its allowance up, runs in a process of its own
-(template_child.py).
+(`TemplateChild` in chat.py).
 """
 
 import json

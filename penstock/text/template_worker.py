@@ -1,7 +1,7 @@
 """The process in which a chat template runs that cannot be trusted to stop:
 `python -m penstock.text.template_worker`.
 
-Started by template_child.py, which writes frames to standard input and reads one answer to each:
+Started by chat.py, which writes frames to standard input and reads one answer to each:
 
     frame   4 bytes of length, then JSON: first {sources, limits}, then {name, variables, now_ns} for each
             prompt

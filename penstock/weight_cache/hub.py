@@ -1,21 +1,74 @@
 """The Hugging Face hub, by its HTTP API: a repository's files at a commit, each with its digest.
 
 `HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and `HF_HUB_OFFLINE` mean what they mean to others. The content of their
-cache (`~/.cache/huggingface/hub`) is used where it lies.
+cache (`~/.cache/huggingface/hub`) is used where it lies. Only HTTP is fetched, keys go to the host that they
+are for, and trouble has a type.
 """
 
 import contextlib
 import fnmatch
+import http.client
 import os
+import urllib.error
+import urllib.request
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
-from urllib.parse import quote
+from typing import IO, Any
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from penstock.weight_cache.source import Digest, Listing, RemoteFile, SourceError, SourceUnreachable
-from penstock.weight_cache.web import get
+
+TIMEOUT_S = 30.0
+"""Without a byte."""
+_LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """The hub sends to where the bytes lie: without the key, and never to a file or from HTTPS to HTTP."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:  # noqa: ANN401
+        old, new = urlsplit(str(req.full_url)), urlsplit(newurl)
+        if new.scheme not in ("http", "https") or (old.scheme == "https" and new.scheme != "https"):
+            raise urllib.error.URLError(f"it redirects to {newurl[:128]}")
+        found = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if found is not None and old.netloc != new.netloc:
+            found.remove_header("Authorization")
+        return found
+
+
+@contextlib.contextmanager
+def get(url: str, headers: dict[str, str]) -> Generator[http.client.HTTPResponse]:
+    """The answer to a GET.
+
+    Raises:
+        SourceError: the server says no.
+        SourceUnreachable: no server answers, or the server asks to come back.
+    """
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        response: http.client.HTTPResponse = urllib.request.build_opener(_Redirects).open(
+            request, timeout=TIMEOUT_S
+        )
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code in _LATER:
+                raise SourceUnreachable(
+                    f"HTTP {error.code} {error.reason}",
+                    retry_after_s=_seconds(error.headers.get("Retry-After")),
+                ) from error
+            raise SourceError(f"HTTP {error.code} {error.reason}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise SourceUnreachable(f"{urlsplit(url).netloc}: {reason}") from error
+    with response:
+        yield response
+
+
+def _seconds(header: str | None) -> float:
+    return float(header) if header and header.isdigit() else 0.0
+
 
 ENDPOINT = "https://huggingface.co"
 LISTING_BYTES_MAX = 32 << 20

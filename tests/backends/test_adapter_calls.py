@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 from engine_stand_ins import VllmStandIn, until
 from test_http_backend import run
 
-from penstock.backends.http.address import HttpBackendLimits
 from penstock.backends.http.backend import HttpBackend
+from penstock.backends.http.terms import HttpBackendLimits
 
 
 class LoadingVllm(VllmStandIn):

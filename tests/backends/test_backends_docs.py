@@ -25,7 +25,7 @@ from test_external_conformance import tools
 from penstock.backends.http.backend import ExternalWorker
 from penstock.backends.http.engine_metrics import LOAD_NAMES
 from penstock.backends.http.external import make_backend
-from penstock.backends.http.handler import Anomaly
+from penstock.backends.http.terms import Anomaly
 from penstock.config.checks import check
 from penstock.config.fleet import WorkerConfig
 from penstock.config.load import parse_config

@@ -22,9 +22,9 @@ from engine_stand_ins import (
 from test_external_conformance import opened, tools
 
 from penstock.backends.base import Finish
-from penstock.backends.http.address import HttpBackendLimits, HttpLimits
 from penstock.backends.http.backend import HttpBackend
 from penstock.backends.http.dialects.base import retry_after_s
+from penstock.backends.http.terms import HttpBackendLimits, HttpLimits
 from penstock.errors import (
     ContextTooLong,
     InvalidRequest,

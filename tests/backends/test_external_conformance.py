@@ -23,9 +23,9 @@ from engine_stand_ins import (
 )
 
 from penstock.backends.base import Backend
-from penstock.backends.http.address import HttpBackendLimits
 from penstock.backends.http.backend import BackendDependencies, ExternalWorker, HttpBackend
 from penstock.backends.http.external import make_backend
+from penstock.backends.http.terms import HttpBackendLimits
 from penstock.clock import SystemClock
 from penstock.errors import InvalidRequest
 from penstock.telemetry.metrics import Metrics

@@ -14,9 +14,9 @@ from test_engine_metrics import ADAPTERS, TRITON, VLLM
 from test_external_conformance import opened, tools
 
 from penstock.backends.base import Adapters, GenerateRequest, Phase, ToolCallPiece
-from penstock.backends.http.address import HttpBackendLimits
 from penstock.backends.http.backend import ExternalWorker, HttpBackend
 from penstock.backends.http.external import make_backend
+from penstock.backends.http.terms import HttpBackendLimits
 from penstock.errors import ConfigError, EngineFault, StreamBroken, WorkerUnavailable
 from penstock.telemetry.metrics import Metrics
 from penstock.types import FinishReason, RequestId, SamplingParams

@@ -14,10 +14,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from engine_stand_ins import StandIn, VllmStandIn, serving, until
 
-from penstock.backends.http.address import HttpAddress, HttpLimits
 from penstock.backends.http.client import HttpClient
-from penstock.backends.http.handler import FailureKind, HttpFailure, NoConnection
 from penstock.backends.http.small_answer import ProbeFailed, fetch
+from penstock.backends.http.terms import FailureKind, HttpAddress, HttpFailure, HttpLimits, NoConnection
 from penstock.backends.silence import MIN_NS, Gaps
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.errors import ConfigError

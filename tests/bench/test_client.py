@@ -2,9 +2,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from scripted_endpoint import Script, StandIn
 
 from penstock.bench.client import ApiAddress, CannotConnect, Client, ClientLimits, EndpointError
-from penstock.bench.stand_in import Script, StandIn
 from penstock.errors import ConfigError
 
 

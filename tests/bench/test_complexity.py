@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "bench" / "complexity.py"
+SCRIPT = "bench.policy.complexity"
 
 
 def figures(tmp_path: Path, part: str) -> dict:
     out = tmp_path / "figures.json"
-    command = [sys.executable, str(SCRIPT), "--part", part, "--json", str(out)]
+    command = [sys.executable, "-m", SCRIPT, "--part", part, "--json", str(out)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     found = json.loads(out.read_text())
     assert f"{found['requests']} requests ({part})" in shown

@@ -1,10 +1,9 @@
-"""What survives kill -9 for bench/ledger_crash.py, and that it is held against the ledger."""
+"""What survives kill -9 for bench/sockets/ledger_crash.py, and that it is held against the ledger."""
 
 from pathlib import Path
 
-import ledger_crash
-import live_totals
-from live_totals import Life
+from bench.sockets import ledger_crash, live_totals
+from bench.sockets.live_totals import Life
 
 
 def record(request_id: str, *, recovered: int = 0, cost: int = 10) -> ledger_crash.Record:

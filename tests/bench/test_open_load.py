@@ -1,17 +1,16 @@
-"""The load generator of bench/overload.py against a scripted endpoint: what it offers, what it counts, how
-its clients behave.
+"""The load generator of bench/sockets/overload.py against a scripted endpoint: what it offers and counts, and
+how its clients behave.
 """
 
 import asyncio
 from collections import Counter
 
-import open_load
-import overload
 import pytest
-from open_load import Asked, Kind, OpenLoad, Sender
+from scripted_endpoint import Script, StandIn
 
+from bench.sockets import open_load, overload
+from bench.sockets.open_load import Asked, Kind, OpenLoad, Sender
 from penstock.bench.client import ApiAddress, Client, ClientLimits
-from penstock.bench.stand_in import Script, StandIn
 from penstock.clock import NS_PER_MS, SystemClock
 from penstock.config.routing import AdmissionConfig
 

@@ -6,8 +6,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peers.engines import VARIANTS
-from peers.figures import (
+from rich.console import Console
+
+from bench.peers.engines import VARIANTS
+from bench.peers.figures import (
     ARRIVAL,
     LOADED,
     MEMORY,
@@ -25,9 +27,8 @@ from peers.figures import (
     spread,
     values,
 )
-from peers.goals import goals, judge_host_time
-from peers.tables import footprint_table, goal_table, level_table, run_line
-from rich.console import Console
+from bench.peers.goals import goals, judge_host_time
+from bench.peers.tables import footprint_table, goal_table, level_table, run_line
 
 RATE = columns([8])[0]
 WAIT = columns([8])[1]

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peers.gguf import convert, interleaved
-from peers.shapes import SHAPES, Shape, make_model
-from peers.vocabulary import SPECIAL, make_vocabulary, save_tokenizer
 from safetensors.torch import load_file, save_file
+
+from bench.peers.gguf import convert, interleaved
+from bench.peers.shapes import SHAPES, Shape, make_model
+from bench.peers.vocabulary import SPECIAL, make_vocabulary, save_tokenizer
 
 SCALARS = {4: "<I", 5: "<i", 6: "<f", 7: "<?"}
 TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48, "vocab": 1200}

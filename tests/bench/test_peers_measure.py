@@ -2,9 +2,9 @@
 
 import asyncio
 
-from peers.measure import Bench, Gaps, Plan, gaps_around
+from scripted_endpoint import Script, StandIn
 
-from penstock.bench.stand_in import Script, StandIn
+from bench.peers.measure import Bench, Gaps, Plan, gaps_around
 from penstock.clock import NS_PER_MS, ManualClock
 
 PLAN = Plan(seed=1, levels=(2,), requests=(4,), prefix=True, arrival=True)

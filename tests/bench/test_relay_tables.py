@@ -1,8 +1,9 @@
 """The relay bench's tables: medians, ratios round by round, verdicts, features with their own pair."""
 
-import harness
 import pytest
-import relay_tables
+
+from bench import harness
+from bench.relay import tables as relay_tables
 
 Results = relay_tables.Results
 

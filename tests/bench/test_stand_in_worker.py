@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from relay.stand_in_worker import Steps, Worker
+
+from bench.relay.stand_in_worker import Steps, Worker
 
 
 def make(num_batches: int, period_s: float) -> Worker:

@@ -5,8 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-
-from penstock.bench.stand_in import Script, StandIn
+from scripted_endpoint import Script, StandIn
 
 Scripted = Callable[[Script], tuple[str, StandIn]]
 

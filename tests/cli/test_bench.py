@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scripted_endpoint import Script, StandIn
 
-from penstock.bench.stand_in import Script, StandIn
 from penstock.cli.main import main
 
 Scripted = Callable[[Script], tuple[str, StandIn]]

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from scripted_endpoint import Script, StandIn
 
-from penstock.bench.stand_in import Script, StandIn
 from penstock.cli.main import main
 from penstock.cli.wiring.state import save_key
 

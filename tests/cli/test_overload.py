@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import load_and_sim
-import overload
 import pytest
+
+from bench.sockets import load_and_sim, overload
 
 TIMES, RATE_MIN, SECONDS, DRAIN_S = 6, 20.0, 8.0, 10.0
 PROCESSES = 2

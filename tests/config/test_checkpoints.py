@@ -134,7 +134,7 @@ def test_a_gguf_file_among_others_is_the_model(tmp_path: Path) -> None:
 
 def test_random_weights_need_no_files(tmp_path: Path) -> None:
     from penstock.config.tree import EngineConfig, ModelConfig
-    from penstock.models.loadable import check_local_models
+    from penstock.models.registry import check_local_models
 
     shutil.copy(MINI / "config.json", tmp_path)
     check_local_models([ModelConfig(path=str(tmp_path), engine=EngineConfig(load_format="random"))])

@@ -1,5 +1,5 @@
-"""A server of the built console that replays a drawn fleet: for the browser's tests, for pictures and for
-`bench/console.py`. It answers as the gateway does and computes nothing; every number comes from one seed.
+"""A server of the built console that replays a drawn fleet: for the browser's tests and for pictures. It
+answers as the gateway does and computes nothing; every number comes from one seed.
 """
 
 import json

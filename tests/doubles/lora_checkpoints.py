@@ -7,7 +7,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")  # fmt: skip  # noqa: E501
+LINEARS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
+)  # fmt: skip
 
 
 def adapter_modules(model: PreTrainedModel, targets: tuple[str, ...] = LINEARS) -> dict[str, nn.Linear]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config.machine import CgroupMemory
-from penstock.engine.device_readings import NvmlDevice, NvmlError, process_readings, watch_device
+from penstock.engine.machine_watch import NvmlDevice, NvmlError, process_readings, watch_device
 from penstock.protocol.worker_parts import DeviceReadings, GpuReadings
 
 STUB = r"""

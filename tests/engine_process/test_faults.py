@@ -17,7 +17,7 @@ from penstock.cli.wiring.wire import worker_at
 from penstock.clock import ManualClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.machine import CgroupMemory
-from penstock.engine.fault_watch import LOOK_S, REMEDIES, FaultWatch, KernelLog, Remedy, parse_xid
+from penstock.engine.machine_watch import LOOK_S, REMEDIES, FaultWatch, KernelLog, Remedy, parse_xid
 from penstock.errors import StreamBroken
 from penstock.protocol.peers import WorkerAt
 from penstock.protocol.worker import FaultCount

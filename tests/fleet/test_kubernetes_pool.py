@@ -312,19 +312,33 @@ def test_a_change_by_another_is_tried_again_on_what_there_is_then() -> None:
     asyncio.run(run())
 
 
-def both(url: str, cluster: KubeCluster, tokens: Sequence[int]) -> list[tuple[Place, Leads]]:
-    leads = [Leads(token) for token in tokens]
-    return [(Place(cluster, url, "deployment/river", each, ""), each) for each in leads]
+@dataclass(slots=True, frozen=True)
+class TwoServers:
+    """Two servers before one cluster whose pods are ready at once."""
+
+    cluster: KubeCluster
+    one: Place
+    two: Place
+    leads: tuple[Leads, Leads]
+
+
+@asynccontextmanager
+async def two_servers(replicas: int, *tokens: int) -> AsyncIterator[TwoServers]:
+    async with KubeCluster() as cluster, kmock.Server(cluster) as server:
+        cluster.prepare(readies=True)
+        cluster.add("river", replicas=replicas)
+        one_leads, two_leads = (Leads(token) for token in tokens)
+        url = str(server.url).rstrip("/")
+        one, two = (Place(cluster, url, "deployment/river", leads, "") for leads in (one_leads, two_leads))
+        for each in (one, two):
+            await each.look()
+        yield TwoServers(cluster, one, two, (one_leads, two_leads))
 
 
 def test_a_server_that_slept_through_its_lease_changes_nothing() -> None:
     async def run() -> None:
-        async with KubeCluster() as cluster, kmock.Server(cluster) as server:
-            cluster.prepare(readies=True)
-            cluster.add("river", replicas=1)
-            (old, old_leads), (new, _) = both(str(server.url).rstrip("/"), cluster, (1, 2))
-            for each in (old, new):
-                await each.look()
+        async with two_servers(1, 1, 2) as here:
+            cluster, old, new = here.cluster, here.one, here.two
             await old.pool.resize(2)
             assert cluster.annotation("river", ANNOTATION) == "1"
             # It sleeps between what it sees and its order; meanwhile another one leads, and orders.
@@ -340,7 +354,7 @@ def test_a_server_that_slept_through_its_lease_changes_nothing() -> None:
             await old.pool.resize(9)
             assert cluster.replicas("river") == 5, "the order of the one that leads"
             assert cluster.annotation("river", ANNOTATION) == "2"
-            assert old_leads.outrun_by == 2, "it has noticed"
+            assert here.leads[0].outrun_by == 2, "it has noticed"
             assert [body["spec"]["replicas"] for _, body in cluster.patches if "spec" in body] == [2, 5]
 
     asyncio.run(run())
@@ -348,12 +362,8 @@ def test_a_server_that_slept_through_its_lease_changes_nothing() -> None:
 
 def test_what_another_server_lets_drain_drains_here_and_is_waited_for() -> None:
     async def run() -> None:
-        async with KubeCluster() as cluster, kmock.Server(cluster) as server:
-            cluster.prepare(readies=True)
-            cluster.add("river", replicas=2)
-            (one, _), (two, two_leads) = both(str(server.url).rstrip("/"), cluster, (1, 0))
-            for each in (one, two):
-                await each.look()
+        async with two_servers(2, 1, 0) as here:
+            cluster, one, two = here.cluster, here.one, here.two
             stream_on(two.backend("10.0.0.1"))
             await one.pool.resize(1)
             (leaves,) = one.pool.leaving()
@@ -370,22 +380,18 @@ def test_what_another_server_lets_drain_drains_here_and_is_waited_for() -> None:
             await one.look()
             assert cluster.replicas("river") == 1
             assert cluster.deleted == ["river-0000"]
-            assert two_leads.token == 0
+            assert here.leads[1].token == 0
 
     asyncio.run(run())
 
 
 def test_the_server_that_takes_over_goes_on_with_what_leaves() -> None:
     async def run() -> None:
-        async with KubeCluster() as cluster, kmock.Server(cluster) as server:
-            cluster.prepare(readies=True)
-            cluster.add("river", replicas=2)
-            (one, _), (two, leads) = both(str(server.url).rstrip("/"), cluster, (1, 0))
-            for each in (one, two):
-                await each.look()
+        async with two_servers(2, 1, 0) as here:
+            cluster, one, two = here.cluster, here.one, here.two
             await one.pool.resize(1)
             await two.pool.follow(one.pool.leaving())
-            leads.token = 2  # The first one is dead.
+            here.leads[1].token = 2  # The first one is dead.
             assert await two.look() == (1, 0, 1)
             await two.look()
             assert await two.look() == (1, 0, 0)

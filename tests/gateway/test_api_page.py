@@ -15,7 +15,6 @@ from engine_stand_ins import OpenAIStandIn, until
 from fake_backend import FakeBackend
 from test_external_conformance import tools as backend_tools
 
-from penstock.backends.http.address import HttpBackendLimits
 from penstock.backends.http.backend import ExternalWorker
 from penstock.backends.http.dialects.openai import OpenAIDialect
 from penstock.backends.http.dialects.sglang import SglangDialect
@@ -23,6 +22,7 @@ from penstock.backends.http.dialects.tgi import TgiDialect
 from penstock.backends.http.dialects.triton import TritonDialect, TrtllmDialect
 from penstock.backends.http.dialects.vllm import VllmDialect
 from penstock.backends.http.external import make_backend
+from penstock.backends.http.terms import HttpBackendLimits
 from penstock.protocol.parameters import CHAT, COMPLETION
 from penstock.protocol.responses import RESPONSES
 from penstock.types import ENGINE_CAPABILITIES, Capability

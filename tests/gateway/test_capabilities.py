@@ -13,9 +13,9 @@ from engine_stand_ins import EOS, OpenAIStandIn, VllmStandIn, until
 from fake_backend import FakeBackend
 from test_external_conformance import tools as backend_tools
 
-from penstock.backends.http.address import HttpBackendLimits
 from penstock.backends.http.backend import ExternalWorker
 from penstock.backends.http.external import make_backend
+from penstock.backends.http.terms import HttpBackendLimits
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo=", "detail": "low"}}
 SCHEMA = {

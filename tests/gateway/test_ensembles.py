@@ -6,8 +6,8 @@ import pytest
 
 from penstock.config.routing import EnsembleConfig
 from penstock.errors import ConfigError, EnsembleFailed, Overloaded
-from penstock.gateway.ensembles import steps as steps_module
-from penstock.gateway.ensembles.steps import Steps, Turns
+from penstock.gateway.api import ensembles as steps_module
+from penstock.gateway.api.ensembles import StepProcess, Turns
 
 
 def test_tenants_take_turns() -> None:
@@ -53,7 +53,7 @@ def test_a_call_that_is_cancelled_leaves_a_process_that_answers_the_next() -> No
     """An answer that nobody reads would be taken for the next call's."""
 
     async def play() -> None:
-        steps = Steps(EnsembleConfig(name="e", model="m", before="operator:concat", after="time:sleep"))
+        steps = StepProcess(EnsembleConfig(name="e", model="m", before="operator:concat", after="time:sleep"))
         await steps.start()
         call = asyncio.ensure_future(steps.call("time:sleep", "", 3600))
         await asyncio.sleep(0)
@@ -78,4 +78,4 @@ def test_a_call_that_is_cancelled_leaves_a_process_that_answers_the_next() -> No
 )
 def test_steps_that_are_not_there(entry: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"ensembles: e: {words}"):
-        asyncio.run(Steps(EnsembleConfig(name="e", model="m", before=entry)).start())
+        asyncio.run(StepProcess(EnsembleConfig(name="e", model="m", before=entry)).start())

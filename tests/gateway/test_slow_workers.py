@@ -9,9 +9,9 @@ import pytest
 from engine_stand_ins import OpenAIStandIn, until
 from test_external_conformance import tools
 
-from penstock.backends.http.address import HttpBackendLimits, HttpLimits
 from penstock.backends.http.backend import ExternalWorker
 from penstock.backends.http.external import make_backend
+from penstock.backends.http.terms import HttpBackendLimits, HttpLimits
 
 CHAT = "/v1/chat/completions"
 NUM_EVENTS = 3000

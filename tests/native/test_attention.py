@@ -1,8 +1,9 @@
 import pytest
 import torch
+from native_ops import Rows, paged_attention
 
 from penstock.engine.kv_cache import ROUNDED_EXTRA_BYTES, round_heads
-from penstock.engine.native.ops import LayerCache, Rows, paged_attention
+from penstock.engine.native.decoder import LayerCache
 
 DTYPES = [torch.bfloat16, torch.float32]
 

@@ -1,9 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from native_ops import Rope, rms_norm, rope_write, silu_mul
 
 from penstock.engine.kv_cache import ROUNDED_EXTRA_BYTES, round_heads
-from penstock.engine.native.ops import LayerCache, Rope, rms_norm, rope_write, silu_mul
+from penstock.engine.native.decoder import LayerCache
 
 DTYPES = [torch.bfloat16, torch.float32]
 

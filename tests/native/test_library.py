@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_ops import linear
 
 from penstock.engine.native import KernelsUnavailable, NativeLibrary, build
-from penstock.engine.native.ops import linear
 from penstock.engine.native.weights import exact, pack
 
 
@@ -105,7 +105,7 @@ def test_a_forked_child_starts_its_own_threads(kernels):
 IDLE = """
 import resource, threading, torch
 from penstock.engine.native import NativeLibrary
-from penstock.engine.native.ops import linear
+from native_ops import linear
 from penstock.engine.native.weights import exact, pack
 kernels = NativeLibrary()
 kernels.set_threads(3)
@@ -120,7 +120,8 @@ print(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 def test_idle_threads_use_no_processor_time():
     """With the best kernels that this machine has: the threads are the same for all."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    doubles = str(Path(__file__).parents[1] / "doubles")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": doubles}
     done = subprocess.run(
         [sys.executable, "-c", IDLE],
         capture_output=True,

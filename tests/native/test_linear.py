@@ -3,9 +3,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from native_ops import linear
 
 from penstock.engine.native.library import Epilogue, Type
-from penstock.engine.native.ops import linear
 from penstock.engine.native.weights import Matrix, can_stack, exact, int4, int8, pack, pack_stacked
 
 # Odd sizes on purpose: n and k that are multiples of no tile, one panel, several pieces of k.

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config.routing import AutoModel
-from penstock.policy.extras.complexity import AutoTerms, ComplexityRouter, Features
-from penstock.policy.extras.complexity_marks import question_mark, words_of
+from penstock.policy.extras.complexity import AutoTerms, ComplexityRouter, Features, question_mark, words_of
 from penstock.policy.placement.pick import ComplexityChoice
 
 MODELS = (

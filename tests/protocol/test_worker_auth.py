@@ -3,10 +3,20 @@
 import hashlib
 import hmac
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.address import gateway_mac, hash_key_of, is_same, link_key_of, worker_mac
+from penstock.protocol.address import (
+    PROOF_BYTES_MAX,
+    Doorkeeper,
+    gateway_mac,
+    hash_key_of,
+    is_same,
+    link_key_of,
+    worker_mac,
+)
+from penstock.protocol.worker import Drain, Ping, Proof, ProtocolError, Welcome, encode
 
 KEYS = st.binary(min_size=16, max_size=40)
 NONCES = st.binary(min_size=32, max_size=32)
@@ -50,3 +60,45 @@ def test_one_bit_is_enough_to_fail(key, at) -> None:
     assert not is_same(bytes(proof), true)
     assert not is_same(b"", true)
     assert not is_same(true[:-1], true)
+
+
+KEY, OURS, THEIRS = b"k" * 16, b"w" * 32, b"g" * 32
+PROOF = encode(Proof(THEIRS, gateway_mac(KEY, OURS, THEIRS)))
+
+
+def cut(data: bytes, size: int) -> list[bytes]:
+    return [data[i : i + size] for i in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_a_doorkeeper_lets_in_who_has_the_key_however_the_bytes_come(size: int) -> None:
+    door = Doorkeeper(KEY, OURS)
+    assert not door.is_proven
+    found = [each for data in cut(PROOF + encode(Ping()), size) for each in door.messages(data)]
+    assert found == [Welcome(worker_mac(KEY, OURS, THEIRS)), Ping()]
+    assert door.is_proven
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (encode(Ping()), "did not prove"),
+        (encode(Proof(THEIRS, gateway_mac(b"another key of it", OURS, THEIRS))), "another one"),
+        (encode(Proof(THEIRS, worker_mac(KEY, OURS, THEIRS))), "another one"),
+        (PROOF + PROOF, "unsolicited"),
+        (b"x" * (PROOF_BYTES_MAX + 1), "much was said"),
+        (b"\2\0\0\0{}", "not a message"),
+    ],
+)
+def test_a_doorkeeper_lets_nobody_else_in(said: bytes, why: str) -> None:
+    door = Doorkeeper(KEY, OURS)
+    with pytest.raises(ProtocolError, match=why):
+        list(door.messages(said))
+
+
+def test_without_a_key_everybody_is_let_in_and_proofs_are_unsolicited() -> None:
+    door = Doorkeeper(b"", OURS)
+    assert door.is_proven
+    assert list(door.messages(encode(Drain()) * 400)) == [Drain()] * 400, "no bound on what is said"
+    with pytest.raises(ProtocolError, match="unsolicited"):
+        list(door.messages(PROOF))

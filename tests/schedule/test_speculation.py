@@ -16,6 +16,7 @@ from penstock.schedule.speculation import (
     Speculation,
     learn,
 )
+from penstock.schedule.step import share_times
 from penstock.schedule.step_time import StepLoad, StepTimeModel
 from penstock.types import RequestId, SamplingParams
 
@@ -202,7 +203,7 @@ def test_drafts_and_their_time_are_charged_to_who_has_them() -> None:
         flight, result = engine.scheduler.oldest, engine.runner.collect()
         engine.scheduler.count_drafts(result)
         before = [request.device_ns for request in flight.requests]
-        assert engine.scheduler.share_time(1_000_000)
+        share_times([(flight, 1_000_000)])
         shares = [request.device_ns - was for request, was in zip(flight.requests, before, strict=True)]
         assert sum(shares) <= 1_000_000
         if len(flight.drafted) == 2 and flight.drafted[0] != flight.drafted[1]:

@@ -4,11 +4,11 @@ small.
 
 import msgspec
 import pytest
+from sim_case import Case, draw_case, draw_faults, failure, run_case, shrink
 
 from penstock.kv.cache.block_pool import BlockPool
 from penstock.policy.lifecycle.control import FlowControl
-from penstock.sim.checks.case import Case, draw_case, failure, run_case, shrink
-from penstock.sim.world.faults import FaultKind, InjectedFault, draw_faults
+from penstock.sim.world.faults import FaultKind, InjectedFault
 
 
 @pytest.mark.parametrize("seed", [4, 6])

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+import sim_case as case
+from sim_case import Case, CaseShape, failure, run_case
 
 from penstock.clock import NS_PER_MS
 from penstock.policy.limits.rate_limit import Limiter
@@ -14,8 +16,6 @@ from penstock.policy.queueing.fair_queue import FairQueue
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.tenant import Tenant
 from penstock.schedule.queue import ClassQueue
-from penstock.sim.checks import case
-from penstock.sim.checks.case import Case, CaseShape, failure, run_case
 from penstock.sim.traffic.prompts import PromptBlockNames, Segment, SimRequest
 from penstock.sim.world.worker import SimWorker
 from penstock.sim.world.world import World

@@ -6,11 +6,7 @@ import functools
 from collections import Counter
 
 import pytest
-
-from penstock.clock import NS_PER_S
-from penstock.config.flow import QueueConfig
-from penstock.policy.flow import Outcome
-from penstock.sim.scenarios.overload import (
+from mixed_load import (
     BANDS,
     DRAINED_S,
     LONG,
@@ -20,6 +16,10 @@ from penstock.sim.scenarios.overload import (
     goodput_of,
     mixed,
 )
+
+from penstock.clock import NS_PER_S
+from penstock.config.flow import QueueConfig
+from penstock.policy.flow import Outcome
 from penstock.sim.scenarios.setup import Knobs, Played, play
 
 SEEDS = (1, 2)

@@ -5,12 +5,12 @@ and announce from what.
 from collections.abc import Iterator
 
 import pytest
+from sim_checks import Checks
 
 from penstock.clock import NS_PER_S
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
-from penstock.sim.checks.checks import Checks
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import described
 from penstock.sim.scenarios.setup import Knobs, with_settings

@@ -3,11 +3,11 @@ nothing from before.
 """
 
 import pytest
+from sim_checks import Checks
 from sim_load import poisson
 
 from penstock.clock import NS_PER_S
 from penstock.kv.index.worker_cache_view import StreamState
-from penstock.sim.checks.checks import Checks
 from penstock.sim.world.faults import Chaos, FaultKind, InjectedFault
 from penstock.sim.world.world import PoolSpec, World, WorldSpec
 

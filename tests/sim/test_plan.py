@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.cli.commands.plan import check_plan
 from penstock.errors import ConfigError
-from penstock.planning.plan import Demand, Terms, cheapest, options, sizing_example
+from penstock.planning.plan import Terms, TrafficDemand, cheapest, options, sizing_example
 from penstock.planning.roofline import ACCELERATORS, MODELS, accelerator
 
 DEVICES = [accelerator(name) for name in ("a100-80", "h100", "l40s")]
@@ -29,7 +29,7 @@ def test_the_example_is_what_the_requirement_says_and_then_corrected() -> None:
 def test_every_option_keeps_its_terms(
     rps: float, prompt: int, output: int, hit_rate: float, model: str
 ) -> None:
-    demand = Demand(rps=rps, prompt_tokens=prompt, output_tokens=output, hit_rate=hit_rate)
+    demand = TrafficDemand(rps=rps, prompt_tokens=prompt, output_tokens=output, hit_rate=hit_rate)
     terms = Terms(ttft_ms=1000, tpot_ms=60)
     for option in options(MODELS[model], demand, terms, DEVICES):
         assert option.step_ms <= 60
@@ -41,11 +41,12 @@ def test_every_option_keeps_its_terms(
 
 def test_more_traffic_or_longer_prompts_never_cost_less() -> None:
     prices = [
-        cheapest(MODELS["70b"], Demand(rps=rps), Terms(), DEVICES).price_per_hour for rps in (1, 10, 50, 200)
+        cheapest(MODELS["70b"], TrafficDemand(rps=rps), Terms(), DEVICES).price_per_hour
+        for rps in (1, 10, 50, 200)
     ]
     assert prices == sorted(prices)
     tokens = [
-        cheapest(MODELS["7b"], Demand(rps=100, prompt_tokens=prompt), Terms(), DEVICES).price_per_hour
+        cheapest(MODELS["7b"], TrafficDemand(rps=100, prompt_tokens=prompt), Terms(), DEVICES).price_per_hour
         for prompt in (100, 1000, 4000)
     ]
     assert tokens == sorted(tokens)
@@ -53,9 +54,9 @@ def test_more_traffic_or_longer_prompts_never_cost_less() -> None:
 
 def test_what_cannot_be_kept_is_said() -> None:
     with pytest.raises(ConfigError, match="weights do not fit"):
-        cheapest(MODELS["70b"], Demand(rps=1), Terms(), [accelerator("l4")], dtype="fp32")
+        cheapest(MODELS["70b"], TrafficDemand(rps=1), Terms(), [accelerator("l4")], dtype="fp32")
     with pytest.raises(ConfigError, match=r"a single row takes \d"):
-        cheapest(MODELS["70b"], Demand(rps=1), Terms(tpot_ms=2), DEVICES)
+        cheapest(MODELS["70b"], TrafficDemand(rps=1), Terms(tpot_ms=2), DEVICES)
 
 
 def test_a_plan_keeps_its_promise_in_the_simulator() -> None:
@@ -63,7 +64,7 @@ def test_a_plan_keeps_its_promise_in_the_simulator() -> None:
     time.
     """
     demand, terms = (
-        Demand(rps=6, prompt_tokens=600, output_tokens=40),
+        TrafficDemand(rps=6, prompt_tokens=600, output_tokens=40),
         Terms(ttft_ms=1500, tpot_ms=80, max_running=32),
     )
     option = cheapest(MODELS["7b"], demand, terms, [ACCELERATORS["a10g"]])

@@ -3,8 +3,8 @@ direction.
 """
 
 import pytest
-from sim_gate import GATED, MARGINS, QUICK, Baseline, judge, measure, read_baseline
 
+from bench.sim.gate import GATED, MARGINS, QUICK, Baseline, judge, measure, read_baseline
 from penstock.config.routing import RoutingConfig
 from penstock.config.tree import Config
 from penstock.policy.terms import PlacementTerms, WeightedTerms

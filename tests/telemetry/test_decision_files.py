@@ -16,7 +16,7 @@ from penstock.policy.placement.pick import Choice, ComplexityChoice, Decision, e
 from penstock.policy.placement.score import ScoredRequest, WorkerFacts
 from penstock.policy.terms import PlacementTerms
 from penstock.telemetry import decision_files
-from penstock.telemetry.decision_files import KEPT_S, DecisionFiles, DecisionKeeper, Entry
+from penstock.telemetry.decision_files import KEPT_S, DecisionEntry, DecisionFiles, DecisionKeeper
 from penstock.telemetry.log import Log
 from penstock.types import RequestId, WorkerId
 
@@ -43,20 +43,20 @@ def decision(name: str) -> Decision:
     )
 
 
-def entry(name: str) -> Entry:
-    return Entry(RequestId(name), decision=decision(name))
+def entry(name: str) -> DecisionEntry:
+    return DecisionEntry(RequestId(name), decision=decision(name))
 
 
 def test_what_one_wrote_the_other_finds(tmp_path: Path) -> None:
     clock = WallClock()
     one, other = DecisionFiles(tmp_path, clock), DecisionFiles(tmp_path, clock)
     choice = ComplexityChoice("m", 0.31, (("code", 0.2), ("simple", -0.05)))
-    one.append([entry("a"), Entry(RequestId("b"), choice=choice)])
+    one.append([entry("a"), DecisionEntry(RequestId("b"), choice=choice)])
     other.append([entry("c")])
     one.append([entry("a")])
     for each in (one, other, DecisionFiles(tmp_path, clock)):
         assert each.find(RequestId("a")) == [entry("a"), entry("a")]
-        assert each.find(RequestId("b")) == [Entry(RequestId("b"), choice=choice)]
+        assert each.find(RequestId("b")) == [DecisionEntry(RequestId("b"), choice=choice)]
         assert each.find(RequestId("c")) == [entry("c")]
         assert each.find(RequestId("d")) == []
     one.close()
@@ -135,8 +135,8 @@ def test_a_disk_that_takes_nothing_is_said_once(tmp_path: Path, monkeypatch: pyt
 def test_two_who_look_while_there_is_something_to_write_both_find_it(tmp_path: Path) -> None:
     meeting = threading.Barrier(2)
 
-    class Pending(deque[Entry]):
-        def popleft(self) -> Entry:
+    class Pending(deque[DecisionEntry]):
+        def popleft(self) -> DecisionEntry:
             with contextlib.suppress(threading.BrokenBarrierError):
                 meeting.wait(0.05)  # Two threads that were let in here would both take the one entry.
             return super().popleft()

@@ -20,11 +20,10 @@ from prometheus_programs import ROOT, SHIPPED, program
 
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.worker import Stats
-from penstock.telemetry.alerting import Alert
+from penstock.telemetry.alerting import Alert, webhook_body
 from penstock.telemetry.catalog import Endpoint, OutcomeLabel
 from penstock.telemetry.counts import EndedTogether, RequestMeasurement
 from penstock.telemetry.metrics import Metrics
-from penstock.telemetry.webhook import webhook_body
 from penstock.telemetry.worker_meters import WorkerLabels
 
 HERE = ROOT / "examples" / "observability"

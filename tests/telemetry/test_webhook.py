@@ -15,11 +15,10 @@ from penstock.config.ledger import LedgerConfig
 from penstock.config.load import parse_config
 from penstock.config.tree import Config, LogConfig, SloConfig
 from penstock.errors import ConfigError
-from penstock.telemetry import webhook
-from penstock.telemetry.alerting import Alert
+from penstock.telemetry import alerting
+from penstock.telemetry.alerting import Alert, Webhook
 from penstock.telemetry.log import Log
 from penstock.telemetry.watch import Watch
-from penstock.telemetry.webhook import Webhook
 
 SECRET = "T0KEN-of-a-chat"
 
@@ -113,7 +112,7 @@ def test_what_begins_and_ends_is_told_as_alertmanager_does(receivers, log):
 
 
 def test_who_cannot_take_them_now_gets_them_again_and_who_refuses_does_not(receivers, log, monkeypatch):
-    monkeypatch.setattr(webhook, "PAUSE_S", 0.0)
+    monkeypatch.setattr(alerting, "PAUSE_S", 0.0)
     away = receivers(503, 500, 429, 204)
     hook = reported(away.url, log, [alert(1)], until=lambda: len(away.got) == 4)
     assert (len(away.got), len(hook._waiting)) == (4, 0)
@@ -128,9 +127,9 @@ def test_who_cannot_take_them_now_gets_them_again_and_who_refuses_does_not(recei
 def test_what_waits_is_bounded_in_number_and_age(log, monkeypatch):
     clock = ManualClock()
     hook = Webhook("http://127.0.0.1:1/x", clock, Log(LogConfig(), clock, stream=log))
-    hook.tell([alert(i) for i in range(webhook.WAITING_MAX + 3)])
+    hook.tell([alert(i) for i in range(alerting.WAITING_MAX + 3)])
     assert next(each.labels["model"] for _, each in hook._waiting) == "m3"
-    clock.advance((webhook.OLD_S + 1) * NS_PER_S)
+    clock.advance((alerting.OLD_S + 1) * NS_PER_S)
     assert asyncio.run(hook._deliver()) is True
     assert log.getvalue().count("alerts were not delivered to slo.webhook") == 2
     assert 'why="it was away for an hour" alerts=256' in log.getvalue()
@@ -138,7 +137,7 @@ def test_what_waits_is_bounded_in_number_and_age(log, monkeypatch):
 
 @pytest.mark.parametrize("end", [":99999/", "/ü", "..x/", ":x/", f"/{SECRET} b"])
 def test_an_address_that_no_check_has_seen_ends_nothing_and_is_not_told(end, log, monkeypatch):
-    monkeypatch.setattr(webhook, "PAUSE_S", 0.0)
+    monkeypatch.setattr(alerting, "PAUSE_S", 0.0)
     said = "alerts could not be delivered yet"
     hook = reported(f"http://{SECRET}{end}", log, [alert(1)], until=lambda: log.getvalue().count(said) > 1)
     assert log.getvalue().count(said) > 1, "it goes on"

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from penstock.config.checkpoints import resolve
 from penstock.errors import CheckpointError
-from penstock.models.gguf_tokenizer import SPLITS
+from penstock.models.files import SPLITS
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.clock import ManualClock
 from penstock.config.checkpoints import resolve
 from penstock.errors import CheckpointError, InvalidRequest
-from penstock.text.chat import ChatTemplate
+from penstock.text.chat import ChatTemplate, ChildLimits
 from penstock.text.sandbox import (
     ALLOWANCE,
     ALLOWANCE_PER_BYTE,
@@ -21,7 +21,6 @@ from penstock.text.sandbox import (
     measure,
     template_environment,
 )
-from penstock.text.template_child import ChildLimits
 
 CLOCK = ManualClock()
 SHORT = ChildLimits(cpu_s=0.2, memory_bytes=64 * 1024 * 1024, chars_max=1_000_000)

@@ -12,7 +12,6 @@ from loopback_hub import LoopbackHub, loopback_hub
 
 from penstock.errors import CheckpointError, ConfigError
 from penstock.weight_cache import cache as cache_module
-from penstock.weight_cache import transfer
 from penstock.weight_cache.cache import WeightCache
 from penstock.weight_cache.hub import HubSource
 from penstock.weight_cache.source import Listing, RemoteFile, SourceError, SourceUnreachable, check_listing
@@ -113,7 +112,7 @@ def test_a_connection_that_breaks_goes_on_where_it_was(
 def test_another_process_goes_on_with_what_a_killed_one_left(
     hub: LoopbackHub, tmp_path: Path, pins: dict[Path, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(cache_module, "CHUNK_BYTES", 1 << 16)
 
     def tell(_what: str, done: int, _total: int) -> None:
         if done > 500_000:
@@ -133,7 +132,7 @@ def test_another_process_goes_on_with_what_a_killed_one_left(
 def test_a_source_that_brings_nothing_is_given_up(
     hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "ATTEMPTS", 3)
+    monkeypatch.setattr(cache_module, "ATTEMPTS", 3)
     src = source(hub, tmp_path)
     src.listing()
     hub.fails = 3

@@ -27,13 +27,12 @@ from penstock.backends.base import (
     nothing,
 )
 from penstock.backends.http.adapter_calls import AdapterCalls
-from penstock.backends.http.address import HttpBackendLimits
 from penstock.backends.http.client import HttpClient
 from penstock.backends.http.dialects.base import Dialect, ServerFacts
 from penstock.backends.http.engine_metrics import LOAD_NAMES, EngineLoad, load_of, parse_metrics
-from penstock.backends.http.handler import Anomaly, NoConnection
 from penstock.backends.http.small_answer import ProbeFailed, fetch
 from penstock.backends.http.stream import HttpStream, StreamContext
+from penstock.backends.http.terms import Anomaly, HttpBackendLimits, NoConnection
 from penstock.backends.silence import HeartbeatTerms
 from penstock.clock import NS_PER_S, Clock, sleep
 from penstock.errors import ClientError, Overloaded, StreamBroken, WorkerUnavailable

@@ -21,22 +21,24 @@ from typing import Any, cast
 
 import httptools
 
-from penstock.backends.http.address import HttpAddress, HttpLimits, head_lines, reason_of, tls_context
-from penstock.backends.http.handler import (
+from penstock.backends.http.terms import (
+    HEAD_BYTES_MAX,
+    HEADS_MAX,
     IGNORING_HANDLER,
     Deadlines,
     FailureKind,
+    HttpAddress,
     HttpFailure,
     HttpHandler,
+    HttpLimits,
     NoConnection,
+    head_lines,
+    reason_of,
+    tls_context,
 )
 from penstock.backends.silence import Gaps
 from penstock.clock import NS_PER_S, Clock
 
-HEAD_BYTES_MAX = 64 * 1024
-"""Of an answer."""
-HEADS_MAX = 256
-"""Methods and paths whose beginning of a request is remembered."""
 _STALE_NS = NS_PER_S
 """A connection that ends within this time of a request, unheard, was closed by its peer while it was idle."""
 _END_TIMEOUT_NS = 2 * NS_PER_S
@@ -60,8 +62,7 @@ class HttpExchange:
         self._client, self._held_since_ns, self._touched_ns = client, 0, 0
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._sent_ns, self._fresh, self._over = 0, False, False
-        self._what = ""
+        self._sent_ns, self._fresh, self._over, self._what = 0, False, False, ""
         now_ns = client.clock.now_ns()
         self._deadline_ns = now_ns
         self._ends_ns = now_ns + client.request_ns

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 
 from penstock.backends.http.client import HttpClient, HttpExchange
-from penstock.backends.http.handler import HttpFailure, NoConnection
+from penstock.backends.http.terms import HttpFailure, NoConnection
 
 
 class ProbeFailed(Exception):

@@ -29,7 +29,6 @@ from penstock.backends.base import (
     fault_of,
     to_text_logprob,
 )
-from penstock.backends.http.address import HttpLimits
 from penstock.backends.http.client import HttpExchange
 from penstock.backends.http.dialects.base import (
     AnswerReader,
@@ -40,7 +39,7 @@ from penstock.backends.http.dialects.base import (
     said_in,
 )
 from penstock.backends.http.envelope import Envelopes
-from penstock.backends.http.handler import Anomaly, FailureKind, HttpFailure
+from penstock.backends.http.terms import Anomaly, FailureKind, HttpFailure, HttpLimits
 from penstock.backends.http.usage import NOT_REPORTED, SLACK_TOKENS, Counted, believed, mismatch
 from penstock.clock import Clock
 from penstock.errors import Overloaded, PenstockError, StreamBroken, WorkerUnavailable

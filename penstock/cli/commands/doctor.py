@@ -27,9 +27,8 @@ from penstock.cli.flags import Commands, Help, default_port, number
 from penstock.config.checkpoints import DEMO_MODELS, resolve
 from penstock.errors import CheckpointError, ConfigError, OperatorError
 from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
-from penstock.models.encoders import stored_encoder
-from penstock.models.loadable import check_loads
-from penstock.models.registry import read_spec
+from penstock.models.registry import check_loads, read_spec
+from penstock.models.vectors import stored_encoder
 from penstock.text.tokenizer import Tokenizer
 from penstock.weight_cache.fetch import machine_cache
 

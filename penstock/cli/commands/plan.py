@@ -16,7 +16,7 @@ from penstock.cli.flags import Commands, Help, number
 from penstock.config.engine_settings import EngineSettings
 from penstock.config.tree import Config
 from penstock.errors import ConfigError
-from penstock.planning.plan import Demand, Option, Sizing, Terms, cheapest, options, sizing_example
+from penstock.planning.plan import Option, Sizing, Terms, TrafficDemand, cheapest, options, sizing_example
 from penstock.planning.roofline import (
     ACCELERATORS,
     BYTES_PER_WEIGHT,
@@ -215,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _demands(args: argparse.Namespace) -> list[tuple[ModelShape, Demand]]:
+def _demands(args: argparse.Namespace) -> list[tuple[ModelShape, TrafficDemand]]:
     parts: list[tuple[ModelShape, float]] = []
     for text in args.model or ["8b"]:
         name, colon, share = text.rpartition(":")
@@ -228,7 +228,7 @@ def _demands(args: argparse.Namespace) -> list[tuple[ModelShape, Demand]]:
     return [
         (
             model,
-            Demand(
+            TrafficDemand(
                 rps=args.rps * share / total,
                 prompt_tokens=args.prompt_tokens,
                 output_tokens=args.output_tokens,
@@ -324,7 +324,7 @@ def _sizing_table(sizing: Sizing) -> Table:
     return table
 
 
-def _total(wanted: Sequence[tuple[ModelShape, Demand]], chosen: Sequence[Option]) -> str:
+def _total(wanted: Sequence[tuple[ModelShape, TrafficDemand]], chosen: Sequence[Option]) -> str:
     price, devices = sum(each.price_per_hour for each in chosen), sum(each.devices for each in chosen)
     tokens = sum(demand.tokens_per_s for _, demand in wanted)
     parts = ", ".join(_words(each) for each in chosen)
@@ -356,7 +356,7 @@ SEED = 1
 def check_plan(
     option: Option,
     model: ModelShape,
-    demand: Demand,
+    demand: TrafficDemand,
     terms: Terms,
     devices: Sequence[Accelerator],
 ) -> Figures:

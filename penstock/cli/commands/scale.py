@@ -14,9 +14,8 @@ from penstock.cli.console import Column, Fitted, Row
 from penstock.cli.flags import Commands, Help, duration
 from penstock.clock import NS_PER_S
 from penstock.errors import ConfigError
-from penstock.fleet.scale_report import ScaleOrder, ScaleReport
-from penstock.fleet.scale_trail import replay
-from penstock.policy.capacity.autoscaler import Decision
+from penstock.fleet.scale_report import ScaleOrder, ScaleReport, replay
+from penstock.policy.capacity.autoscaler import ScaleDecision
 
 DESCRIPTION = """\
 Show how many workers each model has and is to have, and why. With --to so many, for a while, whatever
@@ -144,7 +143,7 @@ def _print_why(each: ScaleReport) -> None:
         out.print(f"  {name}: {value}", markup=False, soft_wrap=True)
 
 
-def _words(decision: Decision) -> str:
+def _words(decision: ScaleDecision) -> str:
     verb = decision.move if decision.acts else f"would {decision.move}"
     there = f"{decision.ready} ready and {decision.pending} starting"
     return f"{verb}, {there} -> {decision.workers}: {decision.why}"

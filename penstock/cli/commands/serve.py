@@ -25,7 +25,7 @@ from penstock.config.tenancy import AuthConfig
 from penstock.config.tree import MODEL_LEN_MIN, Config, EngineConfig, LogConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.fleet.launchers.process import Spares
-from penstock.models.loadable import check_local_models
+from penstock.models.registry import check_local_models
 
 
 def serve_until_stopped(

@@ -21,7 +21,7 @@ from penstock.clock import NS_PER_S
 from penstock.config.load import load_config
 from penstock.errors import ConfigError
 from penstock.planning.step_time import read_model
-from penstock.sim.report.compare import Difference, compare
+from penstock.sim.report.compare import PairedDifference, compare
 from penstock.sim.report.figures import Figures, Spread, ttft_shares
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import Finding, Scenario, Verdict, find, run_scenario
@@ -124,7 +124,7 @@ def seeds_table(verdicts: Sequence[Verdict]) -> Table:
     return table
 
 
-def compare_table(names: tuple[str, str], found: Sequence[Difference], num_seeds: int) -> Table:
+def compare_table(names: tuple[str, str], found: Sequence[PairedDifference], num_seeds: int) -> Table:
     """Two configurations side by side."""
     table = Table("figure", title=f"A: {names[0]}\nB: {names[1]}\n{num_seeds} seeds", title_justify="left")
     for column in ("A", "B", "B - A", "95 % interval (paired t)"):
@@ -388,7 +388,7 @@ def _verdict_json(verdict: Verdict) -> dict[str, object]:
     }
 
 
-def _difference_json(each: Difference) -> dict[str, object]:
+def _difference_json(each: PairedDifference) -> dict[str, object]:
     return {**msgspec.to_builtins(each), "verdict": each.verdict}
 
 

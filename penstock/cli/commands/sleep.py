@@ -1,8 +1,9 @@
-"""`penstock sleep`: release a model's memory until a request needs it."""
+"""`penstock sleep` and `penstock wake`: release a model's memory until a request needs it; load it before one
+does.
+"""
 
 import argparse
 import asyncio
-from typing import NamedTuple
 
 from penstock.bench.client import ClientLimits
 from penstock.cli import console
@@ -11,11 +12,11 @@ from penstock.cli.flags import Commands, Help
 
 PATIENT = ClientLimits(connect_timeout_s=5.0, request_timeout_s=600.0)
 """A large model takes minutes to load."""
-DESCRIPTION = """\
+SLEEP = """\
 Put a model to sleep: its workers give the memory of weights and KV cache back. The first request for it
 wakes it, and waits meanwhile."""
 
-EPILOG = """\
+SLEEP_MORE = """\
 MODEL is a name as /v1/models shows it. A model with requests stays awake. Needs an admin key, as
 `penstock top` does. `sleep_after_s` of a model and `fleet.memory_bytes` do the same by themselves.
 exit code: 0 it sleeps, 1 it has requests, or there is no such model or no server, 2 wrong usage
@@ -24,38 +25,37 @@ examples:
   penstock sleep qwen3-8b
   penstock wake qwen3-8b"""
 
+WAKE = """\
+Wake a model that is asleep, before a request has to wait for it; returns when it takes requests. Where
+`fleet.memory_bytes` bounds the memory, the idle model that was used longest ago sleeps instead."""
+
+WAKE_MORE = """\
+MODEL is a name as /v1/models shows it. Needs an admin key, as `penstock top` does.
+exit code: 0 it is awake, 1 there is no memory, no such model or no server, 2 wrong usage
+
+examples:
+  penstock wake qwen3-8b"""
+
 
 def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
-    """Add this command."""
-    summary = "release a model's memory until a request needs it"
-    add_order(commands, "sleep", "sleep", Texts(summary, DESCRIPTION, EPILOG))
+    """Add both commands."""
+    sleep = commands.add_parser(
+        "sleep", help="release a model's memory until a request needs it", description=SLEEP,
+        epilog=SLEEP_MORE, formatter_class=Help, allow_abbrev=False,
+    )  # fmt: skip
+    wake = commands.add_parser(
+        "wake", help="load a model that is asleep", description=WAKE,
+        epilog=WAKE_MORE, formatter_class=Help, allow_abbrev=False,
+    )  # fmt: skip
+    for parser, verb in ((sleep, "sleep"), (wake, "wake_up")):
+        parser.add_argument("model", metavar="MODEL", help="which one")
+        add_admin_flags(parser)
+        parser.set_defaults(run=run, verb=verb)
 
 
-class Texts(NamedTuple):
-    """The help of a command."""
-
-    summary: str
-    description: str
-    epilog: str
-
-
-def add_order(commands: "Commands[argparse.ArgumentParser]", name: str, verb: str, texts: Texts) -> None:
-    """Add a command that has the server carry out `verb` on one model."""
-
-    def run(args: argparse.Namespace) -> int:
-        return asyncio.run(order(args, verb))
-
-    parser = commands.add_parser(
-        name,
-        help=texts.summary,
-        description=texts.description,
-        epilog=texts.epilog,
-        formatter_class=Help,
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", metavar="MODEL", help="which one")
-    add_admin_flags(parser)
-    parser.set_defaults(run=run)
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    return asyncio.run(order(args, args.verb))
 
 
 async def order(args: argparse.Namespace, verb: str) -> int:

@@ -24,7 +24,7 @@ from penstock.errors import ConfigError
 from penstock.fleet.launchers.base import WorkerSpec
 from penstock.fleet.launchers.process import WorkerProcess, stderr_line
 from penstock.fleet.launchers.supervised import SupervisedWorker
-from penstock.models.loadable import check_loads
+from penstock.models.registry import check_loads
 from penstock.protocol.address import (
     KEY_BYTES_MIN,
     NONCE_BYTES,

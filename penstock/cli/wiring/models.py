@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock import rng
-from penstock.backends.http.address import HttpBackendLimits, HttpLimits
 from penstock.backends.http.backend import BackendDependencies
+from penstock.backends.http.terms import HttpBackendLimits, HttpLimits
 from penstock.clock import NS_PER_S, Clock
 from penstock.config.checkpoints import resolve, served_name
 from penstock.config.tree import Config, ModelConfig
@@ -18,7 +18,7 @@ from penstock.fleet.members import worker_id_at
 from penstock.fleet.registry import Registry, Worker
 from penstock.gateway.models.served import PublicPrefixes, ServedModel
 from penstock.models.files import changed_ns, read_config
-from penstock.models.loadable import check_loads
+from penstock.models.registry import check_loads
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
 from penstock.text.chat import ChatTemplate

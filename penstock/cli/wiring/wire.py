@@ -49,7 +49,7 @@ from penstock.gateway.app import Gateway
 from penstock.gateway.dispatch.assemble import GatewayTools
 from penstock.gateway.http.server import bound_sockets, refuse_the_rest
 from penstock.gateway.shared.redis_store import RedisLeaderStore
-from penstock.policy.capacity.allot import ONLY, pool_config
+from penstock.policy.capacity.autoscaler import ONLY, pool_config
 from penstock.policy.resilience.worker_state import WorkerState
 from penstock.protocol.peers import LaunchNote, Order, WorkerAt
 from penstock.telemetry.log import Log

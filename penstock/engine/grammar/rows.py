@@ -99,6 +99,10 @@ class GrammarRows:
         self._rows: dict[int, _Row] = {}
         self._kept: OrderedDict[RequestId, tuple[GrammarAnswer, list[int]]] = OrderedDict()
         """States of requests whose row was freed, and the answer so far of each; oldest first."""
+        self._free: list[tuple[int, int, _Row]] = []
+        """Index of the draw, row and its state: of those that `masks` has left without a mask."""
+        self._to_take: list[int] | None = None
+        """The draws that `take` looks at; None: all."""
         self._library = LLExecutor(num_threads)
         # Two threads: a long answer that is read again must not hold the masks of others up.
         self._entering = ThreadPoolExecutor(1, thread_name_prefix="grammar-enter")
@@ -138,12 +142,16 @@ class GrammarRows:
 
     def masks(self, rows: Int64Array, positions: Int64Array) -> Masks | None:
         """The tokens that may be drawn at `positions` of `rows`; None: anything."""
+        self._free, self._to_take = [], None
         if not self._rows:
             return None
-        of_row, settled, known = [-1] * len(rows), None, self._rows
+        of_row, settled, known, free = [-1] * len(rows), None, self._rows, self._free
         for i, (index, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             row = known.get(index)
-            if row is None or (row.is_free and position == row.known):
+            if row is None:
+                continue
+            if row.is_free and position == row.known:
+                free.append((i, index, row))
                 continue
             if row.job is not None and row.job is not settled:
                 settled = self._wait(row)
@@ -162,29 +170,30 @@ class GrammarRows:
                 of_row[i] = index
         return Masks(self._bits, np.array(of_row, np.int32)) if max(of_row) >= 0 else None
 
-    def refused(
-        self, rows: Int64Array, positions: Int64Array, token_ids: Int64Array
-    ) -> tuple[Int64Array, Masks] | None:
-        """Which of the draws are not allowed though there was no mask, by index of `rows`, and the masks to
-        draw them again from; None: all are.
+    def refused(self, token_ids: Int64Array) -> tuple[Int64Array, Masks] | None:
+        """Which of the draws that `masks` was asked for are not allowed though there was no mask, by index,
+        and the masks to draw them again from; None: all are.
         """
+        if not self._free:
+            return None
         again: list[tuple[int, int, _Row]] = []
-        known, eos_ids = self._rows, self._eos_ids
-        for i, (index, position, token_id) in enumerate(
-            zip(rows.tolist(), positions.tolist(), token_ids.tolist(), strict=True)
-        ):
-            row = known.get(index)
-            if row is None or not row.is_free or position != row.known or token_id < 0:
-                continue
-            answer = row.answer
+        drawn, eos_ids, settled = token_ids.tolist(), self._eos_ids, set[int]()
+        for i, index, row in self._free:
+            token_id, answer, position = drawn[i], row.answer, row.known
             assert answer is not None
-            row.known = _LOST  # Until it is taken.
+            if token_id < 0:
+                continue
+            row.known = _LOST  # If this fails.
             # Where nothing but the end may come there is one that is written: the mask tells.
-            if token_id not in eos_ids and answer.try_take(token_id):
-                row.taken = position
-            else:
+            if token_id in eos_ids or not answer.try_take(token_id):
                 row.known, row.is_free = position, False
                 again.append((i, index, row))
+            elif answer.is_bound:  # Nothing follows, and it stays free: this is all that there is to do.
+                row.known, row.run = position + 1, ()
+                settled.add(i)
+            else:
+                row.taken = position
+        self._to_take = [i for i in range(len(drawn)) if i not in settled]
         if not again:
             return None
         self._fill([index for _, index, _ in again], [row for _, _, row in again])
@@ -227,9 +236,9 @@ class GrammarRows:
         if not self._rows:
             return follows
         wanted: list[int] = []
-        for i, (index, position, token_id) in enumerate(
-            zip(rows.tolist(), positions.tolist(), token_ids.tolist(), strict=True)
-        ):
+        all_rows, all_positions, drawn = rows.tolist(), positions.tolist(), token_ids.tolist()
+        for i in range(len(drawn)) if self._to_take is None else self._to_take:
+            index, position, token_id = all_rows[i], all_positions[i], drawn[i]
             if (row := self._rows.get(index)) is None or token_id < 0:
                 continue
             answer = row.answer
@@ -260,6 +269,7 @@ class GrammarRows:
                 row.is_free = row.is_wide and row.may_be_free and answer.is_bound
                 if not row.is_free:
                     wanted.append(index)
+        self._free, self._to_take = [], None
         if wanted:
             job = self._masking.submit(self._fill, wanted, [self._rows[index] for index in wanted])
             for index in wanted:

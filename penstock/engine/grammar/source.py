@@ -14,7 +14,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
-from penstock.engine.grammar.bounds import check_schema, keywords, shared
+from penstock.engine.grammar.bounds import ANNOTATIONS, check_schema, keywords, shared
 from penstock.engine.grammar.calls import calls_grammar, with_known_formats, with_known_keywords
 from penstock.engine.grammar.values import Marks
 from penstock.errors import InvalidRequest
@@ -35,6 +35,9 @@ _LIMITS: dict[str, Any] = {
 _ANOTHER = re.compile(r"Resource ('[^']*') is not present")
 _OWN_TEXT = re.compile(r"\A(at \d+\(\d+\): )?(failed to compile JSON schema: )?|\n\s*\d+ \|.*\Z", re.DOTALL)
 """llguidance's message about the grammar that was made here around a schema: clients have not written it."""
+_UNSATISFIABLE = "Unsatisfiable schema"
+_TRIED_MAX, _NAMED_MAX = 48, 3
+"""Keywords that are taken out of a schema that nothing matches, one at a time, and those that are named."""
 _JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -106,9 +109,43 @@ def refuse_words(said: str, schema: object) -> NoReturn:
     if another := _ANOTHER.match(words):
         place = next((p for p, name, value in keywords(schema) if name == "$ref" and value[:1] != "#"), place)
         words = f"'$ref' to {another[1]}, which is another document"
+    if _UNSATISFIABLE in words and isinstance(schema, dict) and "tools" not in schema:
+        # The library says which value nothing can be, and not where.
+        places = contradiction(cast(dict[str, Any], schema))
+        place = places[0] if places else place
+        words += f" (with {' and '.join(places[1:])})" if places[1:] else ""
     words = words[:400]
     where = f" at {place}" if place else ""
     raise InvalidRequest(f"the schema cannot be enforced{where}: {words}", param="json")
+
+
+def contradiction(schema: dict[str, Any]) -> list[str]:
+    """The keywords of a schema that nothing matches without each of which something would, as JSON pointers:
+    the inner ones, and none where there are too many to try.
+    """
+    places = [path for path, name, _ in keywords(schema) if name not in ANNOTATIONS]
+    if len(places) > _TRIED_MAX:
+        return []
+    found = [path for path in places if not _is_unsatisfiable(_without(schema, path))]
+    inner = [path for path in found if not any(other.startswith(f"{path}/") for other in found)]
+    # Without its type nearly any schema is matched by something: others say more.
+    return sorted(inner, key=lambda path: path.endswith("/type"))[:_NAMED_MAX]
+
+
+def _is_unsatisfiable(schema: dict[str, Any]) -> bool:
+    is_wrong, said = LLMatcher.validate_grammar_with_warnings(_schema_text(schema), None, limits=limits())
+    return is_wrong and _UNSATISFIABLE in said[0]
+
+
+def _without(schema: dict[str, Any], path: str) -> dict[str, Any]:
+    """A copy without the keyword at a JSON pointer."""
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    node: Any = copy
+    *outer, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/")[1:])
+    for part in outer:
+        node = cast(Any, node[int(part)] if isinstance(node, list) else node[part])
+    del node[last]
+    return copy
 
 
 def place_of(schema: object, message: str) -> str:
@@ -141,11 +178,15 @@ def _json(schema: object) -> tuple[str, object]:
     schema = with_known_keywords(schema)
     check_schema(schema)
     try:
-        return LLMatcher.grammar_from_json_schema(
-            json.dumps(shared(with_known_formats(schema))), overrides=cast(Any, _JSON_OPTIONS)
-        ), schema
+        return _schema_text(schema), schema
     except ValueError as error:
         _refuse(f"the schema is not supported: {error}", "json")
+
+
+def _schema_text(schema: dict[str, Any]) -> str:
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(shared(with_known_formats(schema))), overrides=cast(Any, _JSON_OPTIONS)
+    )
 
 
 def _json_object(value: object) -> tuple[str, object]:

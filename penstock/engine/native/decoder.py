@@ -26,6 +26,7 @@ from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rowwise import rotary_angles
 from penstock.engine.native.library import (
     Epilogue,
+    KvCache,
     Layer,
     NativeLibrary,
     PsDecoder,
@@ -35,10 +36,9 @@ from penstock.engine.native.library import (
     PsWeight,
     Type,
 )
-from penstock.engine.native.ops import HEAD_DIM_MAX, LayerCache
 from penstock.engine.native.weights import (
     Matrix,
-    PackedWeight,
+    NativeWeight,
     can_stack,
     exact,
     int4,
@@ -48,12 +48,51 @@ from penstock.engine.native.weights import (
     quantized,
 )
 from penstock.engine.quantized import QuantizedMatrix, dense, stacked
-from penstock.models.spec import ActivationKind, DecoderSpec, RopeSpec
+from penstock.models.spec import ROUNDED_EXTRA_BYTES, ActivationKind, DecoderSpec, RopeSpec
 
+TYPES = {torch.float32: Type.F32, torch.bfloat16: Type.BF16}
+HEAD_DIM_MAX = 256
 Precision = Literal["native", "int8", "int4"]
 """`native` keeps the checkpoint's type; `int8` rounds weights once and inputs as they come (W8A8); `int4`
 rounds weights to four bits and inputs as they come to int8, with a scale per group, the head to eight
 bits."""
+
+
+class LayerCache:
+    """One layer of a KV cache [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], as the kernels
+    see it.
+
+    `block_size` is a multiple of 16, `head_dim` of 16 and at most 256; bfloat16 or float32. A rounded cache
+    is int8 and has `ROUNDED_EXTRA_BYTES` more in its last dimension (`KVCache`); `dtype` is then that of
+    queries.
+    """
+
+    def __init__(self, cache: torch.Tensor, layer: int, dtype: torch.dtype | None = None) -> None:
+        rounded = cache.dtype == torch.int8 and dtype is not None
+        self.dtype = cache.dtype if dtype is None else dtype
+        if (
+            cache.dim() != 6
+            or self.dtype not in TYPES
+            or not (rounded or cache.dtype == self.dtype)
+            or not cache.is_contiguous()
+            or cache.shape[2] != 2
+        ):
+            raise ValueError(f"not a KV cache: {list(cache.shape)} {cache.dtype}")
+        self.num_blocks, num_layers, _, self.block_size, self.num_kv_heads, head_size = cache.shape
+        self.head_dim = head_size - ROUNDED_EXTRA_BYTES if rounded else head_size
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"layer {layer} of {num_layers}")
+        if self.block_size % 16 or self.head_dim % 16 or not 16 <= self.head_dim <= HEAD_DIM_MAX:
+            raise ValueError(
+                f"block_size {self.block_size} and head_dim {self.head_dim} must be multiples of 16"
+            )
+        self._tensor = cache
+        self.struct = KvCache(
+            base=cache.data_ptr() + layer * cache.stride(1) * cache.element_size(),
+            block_stride=cache.stride(0), kv_stride=cache.stride(2), block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, type=int(TYPES[self.dtype]),
+            rounded=int(rounded),
+        )  # fmt: skip
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,7 +131,7 @@ class NativeAttention:
 _Part = Tensor | QuantizedMatrix
 _Piece = _Part | tuple[Tensor, ...]
 """Several tensors are stacked along the first dimension."""
-_Pack = Callable[[_Piece, Tensor | None], PackedWeight]
+_Pack = Callable[[_Piece, Tensor | None], NativeWeight]
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,13 +156,13 @@ class _Packer:
         # A head in four bits costs more quality than it saves time.
         self._head = exact if precision == "native" else rounded_8 if kernels.supports(Type.I8) else exact
 
-    def plain(self, weight: _Piece, bias: Tensor | None) -> PackedWeight:
+    def plain(self, weight: _Piece, bias: Tensor | None) -> NativeWeight:
         """A weight by itself."""
         if not isinstance(weight, tuple):
             return pack(self._kernels, self._matrix(weight, bias))
         return pack_stacked(self._kernels, [self._inner(part) for part in weight], bias)
 
-    def gate_up(self, gate: _Piece, up: _Piece, bias: Tensor | None) -> PackedWeight:
+    def gate_up(self, gate: _Piece, up: _Piece, bias: Tensor | None) -> NativeWeight:
         """Gate and up as one weight; the gate's bias comes first."""
         assert not isinstance(gate, tuple) and not isinstance(up, tuple), "they are two"  # noqa: PT018
         biases = (None, None) if bias is None else bias.chunk(2)
@@ -131,14 +170,14 @@ class _Packer:
             gate, up = (dense(part, self.dtype) for part in (gate, up))
         return pack(self._kernels, self._matrix(gate, biases[0]), self._matrix(up, biases[1]), self._gate)
 
-    def router(self, weight: _Piece, bias: Tensor | None) -> PackedWeight:
+    def router(self, weight: _Piece, bias: Tensor | None) -> NativeWeight:
         """The weights that choose experts: small, and never rounded, since a wrong choice costs more than a
         wrong digit.
         """
         assert not isinstance(weight, tuple), "it is one"
         return pack(self._kernels, exact(dense(weight, self.dtype), bias))
 
-    def head(self, weight: _Part) -> PackedWeight:
+    def head(self, weight: _Part) -> NativeWeight:
         """The output projection."""
         if isinstance(weight, QuantizedMatrix):
             return pack(self._kernels, quantized(weight))
@@ -205,7 +244,7 @@ class NativeDecoder:
     ) -> None:
         self._kernels = kernels
         self._kept: list[
-            Tensor | PackedWeight | Array[Layer] | Array[PsMlp]
+            Tensor | NativeWeight | Array[Layer] | Array[PsMlp]
         ] = []  # The memory that the structs point into.
         embedding = dense(weights.take_parts("embedding")[0], cache.dtype)
         packer = _Packer(kernels, precision, spec.activation, embedding.dtype)
@@ -281,7 +320,7 @@ class NativeDecoder:
         """The weights that it computes with, as they lie in memory."""
         found = list[Tensor]()
         for each in self._kept:
-            if isinstance(each, PackedWeight):
+            if isinstance(each, NativeWeight):
                 found += each.tensors
             elif isinstance(each, Tensor) and each is not self._cache:
                 found.append(each)
@@ -313,14 +352,14 @@ class NativeDecoder:
         def bias(key: str, has_bias: bool) -> Tensor | None:
             return weights.take(f"{i}.{key}_bias") if has_bias else None
 
-        def packed(key: str, has_bias: bool, pack: _Pack, count: int = 1) -> Sequence[PackedWeight]:
+        def packed(key: str, has_bias: bool, pack: _Pack, count: int = 1) -> Sequence[NativeWeight]:
             """A weight, or `count` of them that are stacked along the first dimension."""
             pieces = _pieces(weights.take_parts(f"{i}.{key}"), count, packer.dtype)
             made = [pack(piece, bias(key, has_bias)) for piece in pieces]
             self._kept += made
             return made
 
-        def gates(has_bias: bool, count: int) -> Sequence[PackedWeight]:
+        def gates(has_bias: bool, count: int) -> Sequence[NativeWeight]:
             """Gate and up, or `count` pairs of them, gate first."""
             pieces = _pieces(weights.take_parts(f"{i}.gate_up"), 2 * count, packer.dtype)
             pairs = zip(pieces[::2], pieces[1::2], strict=True)

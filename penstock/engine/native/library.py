@@ -1,6 +1,6 @@
 """The shared library and its C structs: how the kernels are found, started and called.
 
-Mirrors `kernels/penstock_native.h` field by field and knows nothing of torch; `weights.py` and `ops.py`
+Mirrors `kernels/penstock_native.h` field by field and knows nothing of torch; `weights.py` and `decoder.py`
 check shapes and fill the structs in. Calls release the interpreter's lock while they compute.
 """
 

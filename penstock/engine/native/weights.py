@@ -1,6 +1,6 @@
 """Weights in the order in which the kernels read them: packed once when a model is loaded.
 
-A `Matrix` is a weight in some precision; `pack` turns one, or a gate and an up, into a `PackedWeight`, which
+A `Matrix` is a weight in some precision; `pack` turns one, or a gate and an up, into a `NativeWeight`, which
 keeps a copy of its own so that the checkpoint's tensor can be freed. The same packing serves every
 instruction set and every number of rows; `kernels/pack.cpp` and `kernels/int4.h` tell the byte order.
 """
@@ -80,7 +80,7 @@ class Matrix:
         return _TYPES[self.values.dtype]
 
 
-class PackedWeight:
+class NativeWeight:
     """W [n, k] ready to compute `x @ W.T`; a fused gate and up gives `act(x @ gate.T) * (x @ up.T)`."""
 
     def __init__(self, struct: PsWeight, kind: Type, tensors: tuple[Tensor, ...]) -> None:
@@ -165,7 +165,7 @@ def can_stack(parts: Sequence[Tensor]) -> bool:
     return all(part.shape[0] % PANEL == 0 for part in parts[:-1])
 
 
-def pack_stacked(kernels: NativeLibrary, parts: Sequence[Matrix], bias: Tensor | None = None) -> PackedWeight:
+def pack_stacked(kernels: NativeLibrary, parts: Sequence[Matrix], bias: Tensor | None = None) -> NativeWeight:
     """Pack matrices of one kind that are stacked along n (`can_stack`), each from where it lies.
 
     Args:
@@ -201,7 +201,7 @@ def pack_stacked(kernels: NativeLibrary, parts: Sequence[Matrix], bias: Tensor |
 
 def pack(
     kernels: NativeLibrary, matrix: Matrix, up: Matrix | None = None, gate: Epilogue = Epilogue.SILU_MUL
-) -> PackedWeight:
+) -> NativeWeight:
     """Pack a weight, or the gate and up of an MLP as one weight whose product is act(gate) * up, [m, n].
 
     Args:
@@ -255,7 +255,7 @@ def _packed(
     sizes: tuple[int, int, int],
     columns: dict[str, Tensor | None],
     epilogue: Epilogue,
-) -> PackedWeight:
+) -> NativeWeight:
     n, k_padded, panels = sizes
     present = {name: column for name, column in columns.items() if column is not None}
     struct = PsWeight(
@@ -263,7 +263,7 @@ def _packed(
         type=int(like.kind), epilogue=int(epilogue), group=like.group,
         **{name: c_void_p(column.data_ptr()) for name, column in present.items()},
     )  # fmt: skip
-    return PackedWeight(struct, like.kind, (data, *present.values()))
+    return NativeWeight(struct, like.kind, (data, *present.values()))
 
 
 def _row_sums(values: Tensor) -> Tensor:

@@ -13,13 +13,11 @@ from penstock.engine.core import StepRunner
 from penstock.engine.device_speed import device_name
 from penstock.engine.fingerprint import identify, name_of, torch_kernels
 from penstock.engine.loader import load_named
-from penstock.engine.pooling.encoder import Encoder, EncoderRunner
-from penstock.engine.pooling.runner import PoolingRunner
+from penstock.engine.pooling.runner import Encoder, EncoderRunner, PoolingRunner
 from penstock.engine.runner import OnProgress, Runner, build_runner
 from penstock.errors import ConfigError
-from penstock.models.encoders import EncoderSpec, stored_encoder
-from penstock.models.pooling import PoolingSpec
 from penstock.models.registry import read_spec, stored_pooling
+from penstock.models.vectors import EncoderSpec, PoolingSpec, stored_encoder
 from penstock.protocol.worker import ModelInfo
 from penstock.schedule.batch import resolve_max_running
 from penstock.types import BLOCK_TOKENS, VECTOR_CAPABILITIES, Capability

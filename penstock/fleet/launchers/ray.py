@@ -1,11 +1,14 @@
-"""Workers on a Ray cluster: one actor for each, which is the home of a worker process (ray_home.py).
+"""Workers on a Ray cluster: one actor for each, which is the home of a worker process.
 
     RayLauncher ─> SupervisedWorker ─> RayProcess ──Ray──> actor ─> worker process <──our protocol── gateways
+                                                       `WorkerHome`
 
-Ray chooses the machine and starts the actor; it is not in the path of any request. Our own connection sees
-first that a worker is dead: Ray takes about 14 s to notice that a machine is gone. Then the actor is asked,
-and if it does not answer in time it is given up, Ray is notified, and the worker starts on another machine. A
-worker whose process crashed starts again in the same actor, at the same address.
+Ray chooses the machine and starts the actor; it is not in the path of any request. The actor computes nothing
+and relays nothing: gateways connect to the worker's own port. If the actor dies, so does the worker (see
+engine/worker.py). Our own connection sees first that a worker is dead: Ray takes about 14 s to notice that a
+machine is gone. Then the actor is asked, and if it does not answer in time it is given up, Ray is notified,
+and the worker starts on another machine. A worker whose process crashed starts again in the same actor, at
+the same address. Ray's client is imported when a launcher starts, so all of this is tested without it.
 """
 # ruff: noqa: ANN401 - Ray makes its methods while it runs, so there are no types to name.
 
@@ -23,10 +26,87 @@ from penstock.config.branch import extended
 from penstock.config.fleet import FleetConfig
 from penstock.errors import ConfigError, WorkerUnavailable
 from penstock.fleet.launchers.base import WorkerSpec
-from penstock.fleet.launchers.process import TAIL_LINES, WorkerLogs, describe_exit, stderr_line
-from penstock.fleet.launchers.ray_home import WorkerHome
+from penstock.fleet.launchers.process import (
+    TAIL_LINES,
+    ReservedPort,
+    WorkerLogs,
+    WorkerProcess,
+    describe_exit,
+    stderr_line,
+)
 from penstock.fleet.launchers.supervised import SupervisedWorker, SupervisingLauncher
 from penstock.protocol.address import Address, TcpAddress, WorkerLaunch, link_key_of, parse_address
+
+LINES_MAX = 1000
+"""Lines that were not fetched; older ones go first."""
+
+
+class WorkerHome:
+    """One worker at a time, started as often as asked, always on the same port."""
+
+    def __init__(self, name: str, host: str) -> None:
+        """`host` is this machine's address, as other machines reach it.
+
+        Raises:
+            OSError: no port is free.
+        """
+        self._name = name
+        self._port = ReservedPort(host)
+        self._process: WorkerProcess | None = None
+        self._lines: deque[str] = deque(maxlen=LINES_MAX)
+        self._wake = asyncio.Event()
+
+    async def address(self) -> str:
+        """Where the worker listens, or will."""
+        return str(self._port.address)
+
+    async def spawn(self, launch: bytes, environment: dict[str, str]) -> int | None:
+        """Start the worker; returns its process id.
+
+        `launch` is a `WorkerLaunch` as JSON, but for the address.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        wanted = msgspec.json.decode(launch, type=WorkerLaunch)
+        here = msgspec.structs.replace(wanted, address=str(self._port.address), shares_port=True)
+        self._process = WorkerProcess(self._name, here, self._port.address, environment, self._say)
+        await self._process.spawn()
+        return self._process.pid
+
+    async def wait(self) -> None:
+        """Return when the worker has exited."""
+        if self._process is not None:
+            await self._process.wait()
+
+    async def is_running(self) -> bool:
+        """Whether the worker's process is there. That this answers says as much about the machine."""
+        return self._process is not None and self._process.pid is not None
+
+    async def kill(self) -> None:
+        """End the worker at once."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def end(self, timeout_s: float) -> tuple[int | None, list[str]]:
+        """Make sure that the worker is gone; returns its exit code and its last lines."""
+        if self._process is None:
+            return None, []
+        await self._process.end(timeout_s)
+        return self._process.exit_code, list(self._process.tail)
+
+    async def lines(self) -> list[str]:
+        """The lines that the worker has printed since the last call; waits until there is something."""
+        await self._wake.wait()
+        self._wake.clear()
+        lines = list(self._lines)
+        self._lines.clear()
+        return lines
+
+    def _say(self, line: str) -> None:
+        self._lines.append(line)
+        self._wake.set()
+
 
 NODE_LABEL = "ray.io/node-id"
 KNOCK_TIMEOUT_S = 5.0

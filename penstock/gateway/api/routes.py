@@ -11,12 +11,10 @@ from penstock.gateway.api.console import Console
 from penstock.gateway.api.costs import CostsAdmin
 from penstock.gateway.api.generate import Generate
 from penstock.gateway.api.inspect import Inspect
+from penstock.gateway.api.orders import ROLLOUTS, AdaptersAdmin, RolloutsAdmin, ScaleAdmin, SleepAdmin
 from penstock.gateway.api.responses import PATH, Responses
-from penstock.gateway.api.rollouts import ROLLOUTS, RolloutsAdmin
-from penstock.gateway.api.scaling import ScaleAdmin
 from penstock.gateway.api.tenants import KEYS, TenantsAdmin
 from penstock.gateway.api.vectors import VectorEndpoints
-from penstock.gateway.api.vllm import AdaptersAdmin, SleepAdmin
 from penstock.gateway.http.errors import HttpFault
 from penstock.gateway.http.exchange import JSON, Exchange, RequestHead
 from penstock.gateway.identity.tenancy import Access

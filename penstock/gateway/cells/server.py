@@ -29,23 +29,18 @@ from penstock.gateway.models.served import ServedModel
 from penstock.gateway.relay.reply import Context
 from penstock.protocol.address import (
     NONCE_BYTES,
+    Doorkeeper,
     TcpAddress,
-    gateway_mac,
-    is_same,
     parse_address,
-    worker_mac,
 )
 from penstock.protocol.cells import CellPing, CellReport, OpenCell
 from penstock.protocol.stream import StreamHead
 from penstock.protocol.worker import (
     AbortRequest,
-    Challenge,
-    FrameDecoder,
     Loading,
     Output,
     Ping,
     Pong,
-    Proof,
     ProtocolError,
     Ready,
     RequestFinished,
@@ -55,7 +50,6 @@ from penstock.protocol.worker import (
     SubscribeKVEvents,
     ToWorker,
     Welcome,
-    decode_to_worker,
     encode,
 )
 from penstock.rng import fresh_key
@@ -63,9 +57,7 @@ from penstock.text.tokenizer import tokenizer_mark
 from penstock.types import PLACE, FinishReason, RequestId, Usage, places_of
 
 PROOF_TIMEOUT_S = 5.0
-"""A connection without a proof is cut after so long,"""
-PROOF_BYTES_MAX = 1024
-"""or after so many bytes,"""
+"""A connection without a proof is cut after so long (`Doorkeeper` has a bound in bytes),"""
 UNPROVEN_MAX = 64
 """and one more than so many at once is not taken."""
 CONNECTIONS_MAX = 4096
@@ -173,8 +165,7 @@ class _Connection(asyncio.Protocol):
         self._said: Ready | Loading | None = None
         self._living: dict[RequestId, GuestReply] = {}
         self._outputs: list[Output] = []
-        self._decoder, self._nonce = FrameDecoder(), b""
-        self._is_proven, self._num_bytes = False, 0
+        self._door = Doorkeeper(server.key, fresh_key(NONCE_BYTES))
         self._deadline: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
 
@@ -190,16 +181,15 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
             return
         self._server.num_unproven += 1
-        self._nonce = fresh_key(NONCE_BYTES)
         self._deadline = asyncio.get_running_loop().call_later(PROOF_TIMEOUT_S, self._transport.abort)
-        self._transport.write(encode(Challenge(self._nonce)))
+        self._transport.write(self._door.challenge())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop: what it brought has no reader any more."""
         self._transport = None
         if self._deadline is not None:
             self._deadline.cancel()
-            self._server.num_unproven -= not self._is_proven
+            self._server.num_unproven -= not self._door.is_proven
         self._server.left(self)
         living, self._living = self._living, {}
         for reply in living.values():
@@ -208,15 +198,9 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Called by the loop. A peer that breaks the protocol loses its connection; others do not."""
         try:
-            self._num_bytes += 0 if self._is_proven else len(data)
-            if self._num_bytes > PROOF_BYTES_MAX:
-                raise ProtocolError("much was said before it was shown who says it")
-            for body in self._decoder.feed(data):
-                message = decode_to_worker(body)
-                if isinstance(message, Proof):
-                    self._check(message)
-                elif not self._is_proven:
-                    raise ProtocolError("it did not prove that it has the key")
+            for message in self._door.messages(data):
+                if isinstance(message, Welcome):
+                    self._enter(message)
                 else:
                     self._handle(message)
         except ProtocolError as error:
@@ -243,16 +227,12 @@ class _Connection(asyncio.Protocol):
 
     # --- inside --------------------------------------------------------------------------------------
 
-    def _check(self, proof: Proof) -> None:
-        key = self._server.key
-        if self._is_proven or not is_same(proof.mac, gateway_mac(key, self._nonce, proof.nonce)):
-            raise ProtocolError("its key is another one")
-        self._is_proven = True
+    def _enter(self, welcome: Welcome) -> None:
         self._server.num_unproven -= 1
         if self._deadline is not None:
             self._deadline.cancel()
         self._server.joined(self)
-        self._send(encode(Welcome(worker_mac(key, self._nonce, proof.nonce))))
+        self._send(encode(welcome))
 
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Submit):

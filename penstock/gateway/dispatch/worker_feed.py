@@ -18,10 +18,10 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from penstock.backends.engine.cell import CellBackend
 from penstock.clock import NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import Draining, Overloaded, PenstockError, WorkerUnavailable
+from penstock.fleet.cells import CellBackend
 from penstock.fleet.registry import Registry, Worker
 from penstock.fleet.sleep import Sleeper
 from penstock.gateway.dispatch.prober import probed_as

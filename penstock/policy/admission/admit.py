@@ -188,8 +188,8 @@ class AdmissionControl:
 
     def decide(self, now_ns: int, facts: AdmitFacts) -> Decision:
         """Admit, divert or shed. O(1) where the request starts at once, else O(fallbacks)."""
-        route = facts.requested
-        may_divert = _degrade_of(facts) != "never"
+        route, degrade = facts.requested, _degrade_of(facts)
+        may_divert = degrade != "never"
         if not route.ready:
             if route.wake_ns and not route.is_full:
                 return self._asleep(facts, may_divert=may_divert)
@@ -214,7 +214,7 @@ class AdmissionControl:
             self._count(facts, refused=0.0)
         if facts.tried:  # It was sent here, and here it fits: no further down for anything else.
             may_divert = False
-        if may_divert and _degrade_of(facts) == "prefer" and (sooner := self._much_sooner(facts)):
+        if may_divert and degrade == "prefer" and (sooner := self._much_sooner(facts)):
             return sooner
         expected_ns = _expected_ns(route) if route.has_ahead else 0
         # Rather another model than a worker that fails, where there is one: the panic rule is for the rest.

@@ -6,7 +6,7 @@
 
 Level and trend are Holt's (1957), the season is a mean over days by the time of the day, known as seasonal
 naive. How far forecasts were off is measured (`error`), at the horizon at which they are used.
-`Kind` has the naive ones too: they are what the whole is held against (bench/autoscale.py).
+`Kind` has the naive ones too: they are what the whole is held against (bench/policy/autoscale.py).
 """
 
 from typing import Literal
@@ -31,7 +31,7 @@ _CHECKS_MAX = 256
 Kind = Literal["seasonal", "trend", "last"]
 
 
-class Check(msgspec.Struct, frozen=True, array_like=True):
+class ForecastCheck(msgspec.Struct, frozen=True, array_like=True):
     """A forecast that will be held against what comes."""
 
     at_s: float
@@ -58,7 +58,7 @@ class Demand(msgspec.Struct, kw_only=True):
     bucket: int = -1
     bucket_work: float = 0.0
     bucket_s: float = 0.0
-    checks: list[Check] = []
+    checks: list[ForecastCheck] = []
 
     def take(self, at_s: float, window_s: float, work: float) -> None:
         """So much came in the `window_s` until now."""
@@ -87,7 +87,7 @@ class Demand(msgspec.Struct, kw_only=True):
     def promise(self, ahead_s: float) -> None:
         """Hold the forecast that is used against what comes."""
         if len(self.checks) < _CHECKS_MAX and self.at_s >= 0:
-            self.checks.append(Check(self.at_s + ahead_s, self._mean(ahead_s)))
+            self.checks.append(ForecastCheck(self.at_s + ahead_s, self._mean(ahead_s)))
 
     def _mean(self, ahead_s: float) -> float:
         if self.kind == "last" or self.at_s < 0:

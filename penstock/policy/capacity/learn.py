@@ -157,7 +157,7 @@ class ServiceRate(msgspec.Struct, kw_only=True):
             self.trust += (min(1.0, limit / self.guess) - self.trust) * 0.5
 
 
-class ColdStarts(msgspec.Struct, kw_only=True):
+class ColdStartTimes(msgspec.Struct, kw_only=True):
     """The times of the last workers, from being asked for to being ready."""
 
     seconds: list[float] = []

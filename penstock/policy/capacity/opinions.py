@@ -3,21 +3,48 @@
     reactive   what comes now, and what waits, at the rate that is safe for one worker; one more if answers
                are late, or KV memory is nearly full, whatever that rate is thought to be
     capacity   the forecast for the moment at which a worker would be ready that was asked for now
-    floor      `min`, the schedule, and what a request needs that finds nobody
+    floor      `min`, the schedule (times of the week, by UTC), and what a request needs that finds nobody
 
 The largest is what is wanted.
 """
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
 from penstock.clock import NS_PER_S
-from penstock.config.scale import ScaleConfig
+from penstock.config.scale import MINUTES, ScaleConfig, WeekSpan, parse_span
 from penstock.policy.capacity.forecast import Demand
-from penstock.policy.capacity.learn import LATE_MAX, ColdStarts, ServiceRate
+from penstock.policy.capacity.learn import LATE_MAX, ColdStartTimes, ServiceRate
 from penstock.policy.capacity.signals import Signals
-from penstock.policy.capacity.week import scheduled, spans_of
+
+_THURSDAY = 3
+"""The Unix epoch began on one."""
+
+
+def spans_of(texts: Iterable[str]) -> tuple[WeekSpan, ...]:
+    """Of texts that the configuration's checks let through."""
+    found = [parse_span(text) for text in texts]
+    assert all(span is not None for span in found), "the configuration was checked"
+    return tuple(span for span in found if span is not None)
+
+
+def is_within(span: WeekSpan, wall_ns: int) -> bool:
+    """Whether the moment lies in the span: at its beginning it does, at its end it does not."""
+    minute = wall_ns // (60 * NS_PER_S)
+    day, minute_of_day = (minute // MINUTES + _THURSDAY) % 7, minute % MINUTES
+    if span.begin < span.end:
+        return day in span.days and span.begin <= minute_of_day < span.end
+    began_today = day in span.days and minute_of_day >= span.begin
+    return began_today or ((day - 1) % 7 in span.days and minute_of_day < span.end)
+
+
+def scheduled(spans: Iterable[WeekSpan], wall_ns: int, ahead_s: float) -> int:
+    """Workers that the schedule wants now, or `ahead_s` from now: they take so long to start."""
+    moments = (wall_ns, wall_ns + int(ahead_s * NS_PER_S))
+    return max((span.workers for span in spans if any(is_within(span, at) for at in moments)), default=0)
+
 
 DRAIN_S = 30.0
 """The requests that wait are to be gone after so long."""
@@ -55,7 +82,7 @@ class Learned(msgspec.Struct, kw_only=True):
 
     demand: Demand = msgspec.field(default_factory=Demand)
     rate: ServiceRate = msgspec.field(default_factory=ServiceRate)
-    cold: ColdStarts = msgspec.field(default_factory=ColdStarts)
+    cold: ColdStartTimes = msgspec.field(default_factory=ColdStartTimes)
     tokens: float = 0.0
     """Mean work of an answered request."""
     protected: float = 0.0
@@ -104,15 +131,21 @@ def reactive(seen: Signals, known: Learned) -> Opinion:
         why = f"{known.comes:.0f} tokens/s come and {seen.waiting} requests wait; {safe:.0f} are safe"
     elif seen.waiting or seen.running:
         wanted, why = max(1, seen.ready), "it has work, and what a worker can do is not known yet"
-    one_more, is_late = seen.ready + 1, seen.due >= DUE_MIN and seen.late > 2 * LATE_MAX * seen.due
-    if one_more > max(wanted, there) and seen.ready:
-        if is_late or seen.shed:
-            wanted, why = one_more, f"{seen.late} of {seen.due} answers were late, {seen.shed} requests shed"
-        elif seen.kv_use > KV_FULL:
-            wanted, why = one_more, f"{seen.kv_use:.0%} of the KV memory is in use"
-        elif seen.waiting and seen.memory_headroom < HEADROOM_MIN:
-            wanted, why = one_more, f"a worker has {seen.memory_headroom:.1%} of its memory left"
+    if seen.ready + 1 > max(wanted, there) and seen.ready and (trouble := suffers(seen)):
+        wanted, why = seen.ready + 1, trouble
     return Opinion(of="reactive", workers=wanted, why=why)
+
+
+def suffers(seen: Signals) -> str:
+    """The trouble that requests have now, whatever a worker is thought to do; empty: none."""
+    is_late = seen.due >= DUE_MIN and seen.late > 2 * LATE_MAX * seen.due
+    if is_late or seen.shed:
+        return f"{seen.late} of {seen.due} answers were late, {seen.shed} requests shed"
+    if seen.kv_use > KV_FULL:
+        return f"{seen.kv_use:.0%} of the KV memory is in use"
+    if seen.waiting and seen.memory_headroom < HEADROOM_MIN:
+        return f"a worker has {seen.memory_headroom:.1%} of its memory left"
+    return ""
 
 
 def capacity(known: Learned) -> Opinion:

@@ -96,7 +96,7 @@ class Hedges:
         if config.hedge_after_ms:
             return config.hedge_after_ms * NS_PER_MS
         window = self._windows.get((route, prompt_tokens.bit_length()))
-        if window is None or len(window) < config.samples_min:
+        if window is None or window.count < config.samples_min:
             return None
         return max(config.after_min_ms * NS_PER_MS, window.quantile(config.quantile) * _NS_PER_US)
 

@@ -155,7 +155,7 @@ class FirstTokens:
         """
         size, windows = prompt_tokens.bit_length(), self._windows
         own = windows.get((route, worker, size))
-        if own is not None and len(own) >= SAMPLES_MIN:
+        if own is not None and own.count >= SAMPLES_MIN:
             return max(1, own.quantile(QUANTILE))
         found: list[int] = []
         for distance in range(_CLASSES):

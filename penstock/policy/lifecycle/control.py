@@ -56,13 +56,15 @@ class FlowControl:
     __slots__ = (
         "_accounts", "_advance", "_config", "_dirty", "_drain_ns", "_fallbacks", "_hooks", "_model_queues",
         "_pending", "_policies", "_quarantine", "_requests", "_timers", "_timers_set", "_transitions",
-        "hedging",
+        "hedging", "request",
     )  # fmt: skip
 
     def __init__(self, config: QueueConfig, policies: Policies | None = None) -> None:
         self._config, self._policies = queue_terms(config), policies or Policies()
         self._accounts = Accounts(self._policies)
         self._requests: dict[RequestId, Request] = {}
+        self.request = self._requests.get
+        """A request that was accepted and has not ended."""
         self._fallbacks = Fallbacks(
             self._policies, self._accounts, self._requests, self._look, retries_max=self._config.retries_max
         )
@@ -363,10 +365,6 @@ class FlowControl:
         return max(min(times), now_ns) if times else None
 
     # --- to look at -------------------------------------------------------------------------------
-
-    def request(self, request_id: RequestId) -> Request | None:
-        """A request that was accepted and has not ended."""
-        return self._requests.get(request_id)
 
     def requests(self) -> Sequence[Request]:
         """All of them, in the order in which they came."""

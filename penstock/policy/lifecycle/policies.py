@@ -100,7 +100,10 @@ class NoBudgets:
 class Free:
     """A price list on which everything is free."""
 
-    __slots__ = ()
+    __slots__ = ("version",)
+
+    def __init__(self) -> None:
+        self.version = ""
 
     def cost_micros(self, model: str, usage: Usage) -> int:
         """Nothing."""

@@ -150,15 +150,20 @@ class Accounts:
         tokens = used.prompt_tokens + used.completion_tokens
         assert tokens >= 0, used
         request.tokens.settle(now_ns, tokens)
-        price = self._policies.prices.cost_micros(request.facts.route, used) if tokens else 0
+        prices = self._policies.prices
+        price = prices.cost_micros(request.facts.route, used) if tokens and prices.version else 0
         if request.facts.origin:
             return price
         self._policies.budgets.settle(now_ns, request.facts.tenant.id, request.money, price)
         return price
 
     def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
-        usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
-        return self._policies.prices.cost_micros(route, usage)
+        prices = self._policies.prices
+        if not prices.version:
+            return 0
+        return prices.cost_micros(
+            route, Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
+        )
 
 
 def _error_of(answer: object) -> PenstockError | None:
@@ -419,7 +424,9 @@ class Fallbacks:
         model_queue.failed(request.worker, request)
         may_retry = request.attempts - request.attempts_elsewhere <= self._retries_max
         has_other = model_queue.has_other(now_ns, request)
-        if may_retry and has_other and health.may_retry(now_ns):
+        # Requests of a peer cell come home: one that is lost fails all of them at once, which is no overload.
+        is_guest = request.worker in model_queue.peers.ids
+        if may_retry and has_other and (is_guest or health.may_retry(now_ns)):
             return Event.RETRY, None
         if (leaves := self.leave(now_ns, request, _WHY.get(type(error), "failure"))) is not None:
             return Event.RETRY, leaves

@@ -170,7 +170,7 @@ class Band:
     """The tenants of one band, smallest counter first. Every operation is O(log n), amortised."""
 
     __slots__ = (
-        "_gap_ns", "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level",
+        "_gap_ns", "_heap", "_last", "_lines", "_next_line", "aside", "config", "floor", "level", "line",
         "num_active", "num_bytes", "num_running", "num_tenants", "recent", "served_ns", "starvation_ns",
         "timeout_ns", "unreported", "waiting",
     )  # fmt: skip
@@ -198,6 +198,8 @@ class Band:
         self.unreported: dict[TenantId, int] | None = None
         """The charges of each tenant since other gateway processes were informed; None: there are none."""
         self._lines: dict[TenantId, TenantQueue] = {}
+        self.line = self._lines.get
+        """A tenant's line, if it is known."""
         self._heap: list[tuple[int, int, int, int, TenantQueue]] = []
         self._last = 0
         """Counter of the tenant that left the band last, for those that come when none waits."""
@@ -223,10 +225,6 @@ class Band:
             others = recent - self.recent
             assert others >= 0, "its own starts are of all bands' starts"
             self.recent = max(self.recent, others * self.config.floor / (1 - self.config.floor))
-
-    def line(self, tenant: TenantId) -> TenantQueue | None:
-        """The tenant's line, if it is known."""
-        return self._lines.get(tenant)
 
     def push(self, now_ns: int, work: Work, *, kept_max: int, lift: bool) -> None:
         """Let a request wait, at the place that its arrival or deadline gives it; `lift` a tenant that comes

@@ -149,7 +149,7 @@ class CapacityTable:
 
     __slots__ = (
         "_adapters", "_beyond", "_config", "_fresh", "_is_busy", "_next", "_open", "_starts", "_workers",
-        "held", "num_ready", "num_running", "num_slots", "num_spare",
+        "get", "held", "num_ready", "num_running", "num_slots", "num_spare",
     )  # fmt: skip
 
     def __init__(
@@ -158,6 +158,8 @@ class CapacityTable:
         """`is_busy`: whether a worker has prompts enough for now."""
         self._config, self._is_busy = queue_terms(config), is_busy
         self._workers: dict[WorkerId, WorkerCapacity] = {}
+        self.get = self._workers.get
+        """A worker's room; None if it is not known."""
         # Sorted. Moving one in a list of a thousand takes less than one comparison of tuples, and the first
         # ones are a slice.
         self._open: list[_Rank] = []
@@ -214,10 +216,6 @@ class CapacityTable:
         """Whether this worker is busy may have changed."""
         if (worker := self._workers.get(worker_id)) is not None:
             self._enter(worker)
-
-    def get(self, worker_id: WorkerId) -> WorkerCapacity | None:
-        """The worker's room; None if it is not known."""
-        return self._workers.get(worker_id)
 
     @property
     def only(self) -> WorkerCapacity | None:

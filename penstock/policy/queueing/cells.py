@@ -40,7 +40,7 @@ _SERVICE_PACE = 16
 _SERVICE_PRIOR_NS = 1000 * NS_PER_MS
 
 
-class Peers:
+class PeerCells:
     """The peer cells of one model, beside its own workers."""
 
     __slots__ = ("_began_ns", "_broken", "_known", "_queue", "_service_ns", "_workers", "ids")

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from penstock.clock import NS_PER_S
 from penstock.config.branch import extended
 from penstock.config.routing import AdmissionConfig, PlacementConfig
-from penstock.policy.estimates import Ran, Speed, Speeds
+from penstock.policy.estimates import Ran, Speeds
 from penstock.policy.queueing.band import Work
 from penstock.policy.queueing.capacity import WorkerCapacity, uncached_tokens
 from penstock.policy.terms import PlacementTerms
@@ -195,7 +195,8 @@ class Pace:
             return
         running, tokens = worker.booked + worker.others, uncached_tokens(work)
         backlog, streams = worker.pending_tokens - tokens, running - work.streams
-        said_s = _first_s(self._speeds.of(worker.view.kind), work, backlog, streams)
+        speed, prompt = self._speeds.of(worker.view.kind), work.prompt_tokens + work.cached_tokens
+        said_s = speed.prefill_s(tokens, prompt, streams) + speed.backlog_s(backlog, streams)
         waited = 0 < worker.view.max_running < running
         assert backlog >= 0 <= streams, "it is booked where it was sent"
         self._sent[work.id, worker.id] = _Sent(now_ns, backlog, streams, waited, said_s)
@@ -235,12 +236,6 @@ class Pace:
         """It runs there no more."""
         self._has_output(work.id, worker.id)
         self._sent.pop((work.id, worker.id), None)
-
-
-def _first_s(speed: Speed, work: Work, backlog: int, streams: int) -> float:
-    """From a start to the first token, in seconds."""
-    prompt = work.prompt_tokens + work.cached_tokens
-    return speed.prefill_s(uncached_tokens(work), prompt, streams) + speed.backlog_s(backlog, streams)
 
 
 class _Latest:

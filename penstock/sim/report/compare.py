@@ -55,7 +55,7 @@ def numbers(figures: Figures) -> dict[str, float]:
     }
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class PairedDifference(msgspec.Struct, frozen=True, kw_only=True):
     """One figure under A and under B."""
 
     name: str
@@ -78,17 +78,17 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         return "better" if (self.difference > 0) == (self.better == "more") else "worse"
 
 
-def compare(a: Sequence[Figures], b: Sequence[Figures]) -> list[Difference]:
+def compare(a: Sequence[Figures], b: Sequence[Figures]) -> list[PairedDifference]:
     """The paired differences of runs on the same seeds, in the same order."""
     assert len(a) == len(b) > 0
     left, right = [numbers(each) for each in a], [numbers(each) for each in b]
-    found: list[Difference] = []
+    found: list[PairedDifference] = []
     for name, words, better in COMPARED:
         ones, others = [each[name] for each in left], [each[name] for each in right]
         differences = [other - one for one, other in zip(ones, others, strict=True)]
         mean, half = mean_and_half_width(differences)
         found.append(
-            Difference(
+            PairedDifference(
                 name=name, words=words, better=better, a=sum(ones) / len(ones), b=sum(others) / len(others),
                 difference=mean, low=mean - half, high=mean + half,
             )

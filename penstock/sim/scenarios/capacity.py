@@ -14,7 +14,7 @@ from dataclasses import replace
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig, ScalePoolConfig
 from penstock.planning.step_time import LinearStepTime
-from penstock.policy.capacity.autoscaler import Autoscaler, Decision
+from penstock.policy.capacity.autoscaler import Autoscaler, ScaleDecision
 from penstock.policy.capacity.opinions import Opinion, floor, reactive
 from penstock.policy.capacity.signals import Signals
 from penstock.policy.flow import Outcome
@@ -97,11 +97,11 @@ class Swings:
     def __init__(self, model: str, scale: ScaleConfig) -> None:
         del model, scale
 
-    def decide(self, seen: Signals) -> Decision:
+    def decide(self, seen: Signals) -> ScaleDecision:
         """See `Decider`."""
         there = seen.ready + seen.pending
         workers = 2 if there > 2 else 3
-        return Decision(
+        return ScaleDecision(
             wall_ns=seen.wall_ns, move="out" if workers > there else "in", acts=True, why="swings",
             ready=seen.ready, pending=seen.pending, wanted=workers, workers=workers, pools={"": workers},
             opinions=(),

@@ -1,8 +1,5 @@
-"""Failures as data, drawn from a seed: which, when, how long, where; and `Chaos`, which carries them out.
-Each kind has a beginning, and an end unless it is to stay.
-
-Swarm testing (Groce et al., ISSTA 2012): every run draws first which kinds may happen in it at all. Runs with
-few kinds find what is hidden when everything fails at once.
+"""Failures as data: which, when, how long, where; and `Chaos`, which carries them out. Each kind has a
+beginning, and an end unless it is to stay.
 """
 
 import enum
@@ -10,7 +7,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock import rng
 from penstock.clock import NS_PER_MS
 from penstock.sim.world.facts import Member
 from penstock.sim.world.messages import Rank
@@ -64,33 +60,6 @@ class InjectedFault(msgspec.Struct, frozen=True, array_like=True):
     target: int
     """Which worker, gateway, region or request, counted from 0 and taken modulo how many there are."""
     amount: float = 1.0
-
-
-_AMOUNTS: dict[FaultKind, tuple[float, float]] = {
-    FaultKind.WORKER_SLOW: (2, 20),
-    FaultKind.LATE: (20, 2000),
-    FaultKind.STORE_LOSS: (0, 2),
-    FaultKind.BAD_ROLLOUT: (0, 4),
-    FaultKind.CLOCK_SKEW: (-3600, 3600),
-}
-
-
-def draw_faults(seed: int, *, until_ns: int, requests: int) -> tuple[InjectedFault, ...]:
-    """The faults of one run, in order of time: each kind with even chance, then up to three of it.
-
-    They begin in the first two thirds of the time until `until_ns`, and are over by then.
-    """
-    random, faults = rng.stream(seed, "sim/faults"), list[InjectedFault]()
-    for kind in FaultKind:
-        if random.random() < 0.5:
-            continue
-        low, high = _AMOUNTS.get(kind, (1.0, 1.0))
-        for _ in range(random.randint(1, 3)):
-            begin_ns = random.randrange(until_ns // 10, 2 * until_ns // 3)
-            end_ns = begin_ns + random.randrange(1, until_ns - begin_ns)
-            target = random.randrange(requests) if kind is FaultKind.POISON else random.randrange(1 << 16)
-            faults.append(InjectedFault(kind, begin_ns, end_ns, target, round(random.uniform(low, high), 3)))
-    return tuple(sorted(faults, key=lambda fault: (fault.at_ns, fault.kind, fault.target)))
 
 
 _WHOLE_RUN = (FaultKind.POISON, FaultKind.CLOCK_SKEW)

@@ -13,7 +13,7 @@ from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.config.scale import ScaleConfig
 from penstock.policy.admission.admit import Promises
-from penstock.policy.capacity.autoscaler import Autoscaler, Decision, ScaleState
+from penstock.policy.capacity.autoscaler import Autoscaler, ScaleDecision, ScaleState
 from penstock.policy.capacity.forecast import Demand, Kind
 from penstock.policy.capacity.opinions import Learned
 from penstock.policy.capacity.signals import PoolState, Signals, work_of
@@ -34,7 +34,7 @@ _CRASH_NS = 1
 class Decider(Protocol):
     """Decides how many workers there are."""
 
-    def decide(self, seen: Signals) -> Decision:
+    def decide(self, seen: Signals) -> ScaleDecision:
         """Called every five seconds."""
         ...
 
@@ -92,7 +92,7 @@ class Scaling:
         assert all(pool.model == self.model for pool in self._pools.values()), "one model is scaled"
         make = spec.decider
         self.decider: Decider = autoscaler(self.model, spec) if make is None else make(self.model, spec.scale)
-        self.decisions: list[Decision] = []
+        self.decisions: list[ScaleDecision] = []
         self.seen: list[Signals] = []
         self._draw = rng.stream(world.spec.seed, "sim/scaling")
         self._promises = Promises(world.spec.config.admission)

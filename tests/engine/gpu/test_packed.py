@@ -22,7 +22,7 @@ from penstock.engine.gpu.packed import (
     packed,
     rounded,
 )
-from penstock.engine.gpu.triton_packed import Tiles, TritonMatrixOps, tiles_for
+from penstock.engine.gpu.triton_ops import Tiles, TritonMatrixOps, tiles_for
 from penstock.engine.quantized import Float8Matrix, QuantizedMatrix
 
 TWIN = TorchMatrixOps()

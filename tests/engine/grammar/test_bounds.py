@@ -137,3 +137,32 @@ def test_a_literal_that_would_not_be_written_exactly_is_refused_by_keyword(numbe
     schema = {"type": "object", "properties": {"a": literal(number)}}
     with pytest.raises(InvalidRequest, match=r"'(const|enum)' at /properties/a/(const|enum) has the number"):
         check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "places"),
+    [
+        ({"type": "array", "items": False, "minItems": 1}, ["/items", "/minItems"]),
+        ({"type": "array", "const": [1, 2, 3], "maxItems": 1}, ["/const", "/maxItems"]),
+        ({"type": "integer", "minimum": 101, "maximum": 108, "multipleOf": 10}, ["/minimum", "/multipleOf"]),
+        (
+            {"type": "object", "properties": {"a": {"pattern": "^x$", "minLength": 3, "type": "string"}},
+             "required": ["a"]},
+            ["/required", "/properties/a/pattern", "/properties/a/minLength"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_schema_that_nothing_matches_is_refused_by_the_keywords_that_contradict(schema, places) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_form(json.dumps({"json": schema}).encode())
+    assert f"cannot be enforced at {places[0]}: Unsatisfiable" in str(refused.value)
+    assert all(place in str(refused.value) for place in places)
+
+
+def test_a_large_schema_that_nothing_matches_is_refused_without_a_search() -> None:
+    named = {f"f{i}": {"type": "string"} for i in range(60)} | {"g": {"enum": []}}
+    schema = {"type": "object", "properties": named, "required": ["g"], "additionalProperties": False}
+    began = time.process_time()
+    with pytest.raises(InvalidRequest, match="Unsatisfiable"):
+        check_form(json.dumps({"json": schema}).encode())
+    assert time.process_time() - began < 1.0

@@ -1,6 +1,6 @@
 """Whatever a schema says: it is refused by name, or every finished answer validates.
 
-`bench/random_schemas.py` asks the model for thousands.
+`bench/grammar/random_schemas.py` asks the model for thousands.
 """
 
 import json

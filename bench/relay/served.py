@@ -1,0 +1,193 @@
+"""The benchmark of `make bench`: the server as users start it, under load, and the relay's cost beside it.
+
+    python -m bench.relay.served [--concurrency 1,8,32] [--duration S | --requests N] [--skip-relay] [--
+    MODEL --serve-flags]
+
+Starts `penstock serve` on a free port, measures it with `penstock bench`, measures the load generator
+alone against an endpoint that computes nothing (to show how far it is from being the bottleneck), then
+runs relay_cost.py. JSON goes to bench/out/; the last lines are the summary.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock import rng
+
+REPOSITORY = Path(__file__).parents[2]
+OUT = REPOSITORY / "bench" / "out"
+START_TIMEOUT_S = 600
+STOP_TIMEOUT_S = 60
+PENSTOCK = (sys.executable, "-m", "penstock")
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server."""
+
+    url: str
+    key: str
+    ready_s: float
+
+
+@contextlib.contextmanager
+def serving(flags: list[str]) -> Iterator[Served]:
+    """`penstock serve` on a free port, stopped the way people stop it."""
+    key = rng.fresh_token()
+    log = (OUT / "serve.log").open("w")
+    process = subprocess.Popen(
+        [*PENSTOCK, "serve", *flags, "--port", "0", "--log-level", "warning"],
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        # Its ledger is not the user's.
+        env={**os.environ, "PENSTOCK_API_KEY": key, "PENSTOCK_STATE_DIR": str((OUT / "state").absolute())},
+    )
+    assert process.stdout is not None
+    try:
+        url = ready = None
+        for line in process.stdout:  # Ends when the server does.
+            ready = re.search(r"ready after ([\d.]+) s", line) or ready
+            url = re.search(r"API +(\S+)", line) or url
+            if "Ctrl-C drains" in line:
+                break
+        if not url or not ready:
+            sys.exit(f"the server did not start; see {log.name}\n{Path(log.name).read_text()}")
+        yield Served(url[1], key, float(ready[1]))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(STOP_TIMEOUT_S)
+        log.close()
+
+
+@contextlib.contextmanager
+def scripted() -> Iterator[str]:
+    """An endpoint that only plays a script."""
+    command = [sys.executable, str(REPOSITORY / "tests" / "doubles" / "scripted_endpoint.py")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(STOP_TIMEOUT_S)
+
+
+def measure(url: str, key: str, path: Path, flags: list[str]) -> dict:
+    """One `penstock bench`; its progress bar shows, its tables are replaced by our summary."""
+    command = [*PENSTOCK, "bench", "--url", url, "--json", str(path), *flags]
+    done = subprocess.run(
+        command, check=False, stdout=subprocess.DEVNULL, env={**os.environ, "PENSTOCK_API_KEY": key}
+    )
+    if done.returncode:
+        sys.exit(done.returncode)
+    return json.loads(path.read_text())
+
+
+def relay_cost(path: Path) -> dict | None:
+    """CPU per relayed chunk, ours beside the baselines."""
+    console.print("measuring the relay's CPU per chunk ...", style="dim")
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.relay.cost"],
+        check=False,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    if done.returncode:
+        console.print("bench.relay.cost failed", style="red")
+        return None
+    path.write_text(done.stdout)
+    return json.loads(done.stdout)
+
+
+def summary(served: Served, report: dict, client: dict) -> None:
+    """Tables for people."""
+    table = Table(title=f"{report['model']}, ready after {served.ready_s:.1f} s", title_justify="left")
+    table.add_column("load")
+    for name in ("output tok/s", "req/s", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "failed"):
+        table.add_column(name, justify="right")
+    for level in report["levels"]:
+        ttft, tpot = level["ttft_ms"], level["tpot_ms"]
+        table.add_row(
+            level["name"],
+            f"{level['output_tokens_per_s']:,.1f}",
+            f"{level['requests_per_s']:.2f}",
+            f"{ttft['p50']:.1f}",
+            f"{ttft['p99']:.1f}",
+            f"{tpot['p50']:.2f}",
+            f"{tpot['p99']:.2f}",
+            str(level["requests_failed"]),
+        )
+    console.print(table)
+    alone = client["levels"][0]["output_tokens_per_s"]
+    busiest = max(level["output_tokens_per_s"] for level in report["levels"])
+    console.print(
+        f"The load generator alone reaches {alone:,.0f} tok/s at {client['levels'][0]['name']}: "
+        f"{alone / max(busiest, 1e-9):,.0f} times what was measured here."
+    )
+    env = report["environment"]
+    console.print(
+        f"{env['cpu']}, {env['cpus_usable']} cores, Python {env['python']}, penstock {env['penstock']}",
+        style="dim",
+    )
+
+
+def relay_summary(relay: dict) -> None:
+    """The relay's cost in one sentence, with its spread."""
+
+    def spread(numbers: dict) -> str:
+        return f"{numbers['median']:g} ({numbers['min']:g} to {numbers['max']:g})"
+
+    console.print(
+        f"Relay: {spread(relay['gateway']['us_per_chunk'])} us of CPU per chunk at {relay['streams']} "
+        f"streams, {spread(relay['gateway_to_baseline_uvloop'])} times a plain asyncio server's on uvloop, "
+        f"{spread(relay['gateway_to_baseline'])} times the same on the standard loop; "
+        f"{relay['rounds']} rounds, median (least to most)."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure `penstock serve` and the relay.")
+    parser.add_argument(
+        "serve", nargs="*", help="arguments of `penstock serve`, after -- (default: the demo model)"
+    )
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--duration", default="8", help="seconds per level (default: 8)")
+    parser.add_argument("--requests", help="per level, instead of --duration")
+    parser.add_argument("--seed", default="1")
+    parser.add_argument("--skip-relay", action="store_true")
+    args = parser.parse_args()
+    OUT.mkdir(exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    flags = ["--concurrency", args.concurrency, "--seed", args.seed]
+    flags += ["--requests", args.requests] if args.requests else ["--duration", args.duration]
+    with serving(args.serve) as served:
+        report = measure(served.url, served.key, OUT / f"serve-{stamp}.json", flags)
+    with scripted() as url:
+        alone = ["--concurrency", args.concurrency.split(",")[-1], "--requests", "1000", "--seed", args.seed]
+        client = measure(url, "", OUT / f"client-{stamp}.json", alone)
+    relay = None if args.skip_relay else relay_cost(OUT / f"relay-{stamp}.json")
+    console.print()
+    summary(served, report, client)
+    if relay is not None:
+        relay_summary(relay)
+    console.print(f"JSON: {OUT}/*-{stamp}.json", style="dim")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Where the CPU of a relayed request goes, by stage: `penstock serve` in front of an HTTP worker, profiled.
+
+    python -m bench.relay.stages [--shapes whole,paced] [--requests 600] [--json FILE]
+    python -m bench.relay.stages --tree . OLD [--instructions] [--turns 20]      beside another source tree
+
+Shares of the main thread's time in Python and in what Python calls, by cProfile, which makes calls dearer
+than they are: shares tell where to look, and `calls` (of functions, C's included) for each request are the
+same on every machine. The kernel's part, in `write` and in the event loop, is not told apart.
+
+With `--tree` the last one is what the others are held against; `PYTHON@TREE` runs one with another Python of
+the same version. CPU time of all threads, in short bursts that
+go to one and the other in turns (median of the ratios, with quartiles), and with `--instructions` those of
+the processor (valgrind's callgrind), which are the same however busy the machine is. Under valgrind requests
+come so slowly that what is done by the clock (learning, the pulse) counts with each, in both trees.
+"""
+
+import os
+import pstats
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from bench.harness import command_line, table, write_result
+from bench.process import Process, build, free_port
+from bench.relay.gateways import HERE, OURS
+from bench.relay.peers import KEY, SHAPES, START_S, Shape, load, wait_answers
+
+PATIENCE_S = 400.0
+"""Until a gateway in valgrind answers."""
+
+STAGES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "reading the request, who asks": (("http/connection.py:data_received", "app.py:handle"), ()),
+    "parsing it": (("openai_validate.py:parse_chat",), ()),
+    "the chat template": (("text/chat.py:render_values",), ()),
+    "tokenizing": (("text/tokenizer.py:encode",), ()),
+    "limits, admission, queue": (("lifecycle/control.py:arrive",), ()),
+    "the ledger": (tuple(f"telemetry/ledger.py:{name}" for name in ("open", "slice", "close", "flush")), ()),
+    "the rest of preparing and submitting": (
+        ("api/generate.py:answer_chat",),
+        (
+            "openai_validate.py:parse_chat", "text/chat.py:render_values", "text/tokenizer.py:encode",
+            "lifecycle/control.py:arrive", "telemetry/ledger.py:open",
+        ),
+    ),
+    "placing": (("lifecycle/control.py:dispatch",), ()),
+    "sending it to the worker": (("http/backend.py:generate",), ()),
+    "reading the answer": (
+        ("http/client.py:data_received",),
+        ("relay.py:on_delta", "collect.py:on_delta", "relay.py:on_finish", "collect.py:on_finish"),
+    ),
+    "learning from the first output": (("lifecycle/control.py:first_output",), ()),
+    "settling at the end": (("lifecycle/control.py:ended",), ()),
+    "metrics, history, access log": (("gateway/app.py:finished",), ()),
+    "writing to the client": (("http/connection.py:write",), ()),
+}  # fmt: skip
+"""Of each, functions whose time is in it with all that they call, and those of them that are not."""
+
+
+def profile(shape: Shape, requests: int, place: Path) -> pstats.Stats:
+    """The profile of so many requests."""
+    port, upstream_port, out = free_port(), free_port(), place / f"{shape.name}.prof"
+    log, config = place / f"{shape.name}.log", place / f"{shape.name}.yaml"
+    chunks, period = str(shape.chunks or 1), str(shape.period_us)
+    upstream = Process(str(place / "upstream"), str(upstream_port), chunks, period, log=log)
+    config.write_text(OURS.format(port=port, upstream=upstream_port, place=place, key=KEY, processes=1))
+    script = str(HERE / "profiled.py")
+    state = {"PENSTOCK_STATE_DIR": str(place / f"state-{port}")}
+    process = Process(sys.executable, script, str(out), "serve", "-c", str(config), log=log, **state)
+    try:
+        wait_answers(place, port, process)
+        load(place, port, shape, max(shape.connections, requests // 4))
+        os.kill(process.child.pid, signal.SIGUSR1)
+        load(place, port, shape, requests)
+        os.kill(process.child.pid, signal.SIGUSR2)
+        while not out.exists():
+            time.sleep(0.05)
+        return pstats.Stats(str(out))
+    finally:
+        process.end()
+        upstream.end()
+
+
+def stages_of(stats: pstats.Stats, requests: int) -> dict[str, float]:
+    """The share of each stage in percent, what is left, and calls for each request."""
+    spent: dict[str, float] = {}
+    for (path, _, name), (_, _, _, cumulative, _) in stats.stats.items():  # type: ignore[attr-defined]
+        for known in {each for of in STAGES.values() for part in of for each in part}:
+            file, _, function = known.partition(":")
+            if function == name and path.endswith(file):
+                spent[known] = spent.get(known, 0.0) + cumulative
+    total = stats.total_tt  # type: ignore[attr-defined]
+    found = {
+        stage: sum(spent.get(each, 0.0) for each in holds) - sum(spent.get(each, 0.0) for each in lacks)
+        for stage, (holds, lacks) in STAGES.items()
+    }
+    shares = {stage: round(100 * seconds / total, 1) for stage, seconds in found.items()}
+    shares["all else"] = round(100 - sum(shares.values()), 1)
+    shares["calls for each request"] = round(stats.total_calls / requests)  # type: ignore[attr-defined]
+    return shares
+
+
+@contextmanager
+def serving(tree: str, shape: Shape, place: Path, *before: str) -> Generator[tuple[int, Process]]:
+    """A tree's `penstock serve` in front of an upstream, which has answered: its port."""
+    port, upstream_port = free_port(), free_port()
+    log, config = place / f"{port}.log", place / f"{port}.yaml"
+    chunks, period = str(shape.chunks or 1), str(shape.period_us)
+    upstream = Process(str(place / "upstream"), str(upstream_port), chunks, period, log=log)
+    config.write_text(OURS.format(port=port, upstream=upstream_port, place=place, key=KEY, processes=1))
+    python, _, path = tree.rpartition("@")
+    where = f"{Path(path).resolve()}:{sysconfig.get_paths()['purelib']}"
+    environment = {"PENSTOCK_STATE_DIR": str(place / f"state-{port}"), "PYTHONPATH": where}
+    command = (*before, python or sys.executable, "-P", "-m", "penstock", "serve", "-c", str(config))
+    process = Process(*command, log=log, **environment)
+    try:
+        wait_answers(place, port, process, PATIENCE_S if before else START_S)
+        load(place, port, shape, shape.connections)
+        yield port, process
+    finally:
+        process.end()
+        upstream.end()
+
+
+def instructions(tree: str, shape: Shape, requests: int, place: Path) -> float:
+    """Of the processor, in all threads, for each request."""
+    out = place / "callgrind"
+    tool = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}")
+    with serving(tree, shape, place, *tool) as (port, process):
+        pid = str(process.child.pid)
+        subprocess.run(["callgrind_control", "-i", "on", pid], check=True, capture_output=True)
+        load(place, port, shape, requests)
+        subprocess.run(["callgrind_control", "-i", "off", pid], check=True, capture_output=True)
+        subprocess.run(["callgrind_control", "-d", pid], check=True, capture_output=True)
+    dumps = [path.read_text() for path in place.glob("callgrind*")]
+    counts = [int(found[1]) for text in dumps for found in re.finditer(r"^totals: (\d+)", text, re.MULTILINE)]
+    for path in place.glob("callgrind*"):
+        path.unlink()
+    return sum(counts) / requests
+
+
+def in_bursts(
+    trees: Sequence[str], shape: Shape, requests: int, turns: int, place: Path
+) -> list[list[float]]:
+    """CPU microseconds of all threads for each request: a row for each turn, a column for each tree."""
+    rows: list[list[float]] = []
+    with ExitStack() as stack:
+        running = [stack.enter_context(serving(tree, shape, place)) for tree in trees]
+        for number in range(-1, turns):
+            row = [0.0 for _ in trees]
+            for i in range(len(trees)):
+                port, process = running[index := (i + number) % len(trees)]
+                before = process.cpu_exact_s()
+                load(place, port, shape, requests)
+                row[index] = (process.cpu_exact_s() - before) / requests * 1e6
+            if number >= 0:
+                rows.append(row)
+    return rows
+
+
+def beside(shape: Shape, requests: int, place: Path, args: Namespace) -> dict[str, object]:
+    """The cost of a shape in each tree."""
+    trees, found = args.tree, dict[str, object]()
+    if args.instructions:
+        counts = [instructions(tree, shape, requests, place) for tree in trees]
+        found["instructions"] = [round(count) for count in counts]
+        shown = f"{', '.join(f'{count / 1e6:.3f}' for count in counts)} million instructions a request"
+        print(f"{shape.name}: {shown}, ratio {counts[0] / counts[-1]:.3f}", flush=True)
+    if args.turns:
+        rows = in_bursts(trees, shape, requests, args.turns, place)
+        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+        quartiles = [
+            [round(each, 3) for each in statistics.quantiles([row[i] / row[-1] for row in rows], n=4)]
+            for i in range(len(trees) - 1)
+        ]
+        found |= {"cpu_us": [round(each, 1) for each in medians], "ratio_quartiles": quartiles}
+        shown = f"{', '.join(f'{each:.0f}' for each in medians)} us of CPU a request"
+        print(f"{shape.name}: {shown}; ratios, in quartiles, {quartiles}", flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = command_line(__doc__)
+    parser.add_argument("--shapes", default="whole,paced")
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--tree", nargs="*", default=[], help="the last is held against")
+    parser.add_argument("--turns", type=int, default=0, help="bursts of CPU time")
+    parser.add_argument("--instructions", action="store_true", help="with valgrind: a minute for each tree")
+    args = parser.parse_args()
+    if args.tree:
+        costs: dict[str, object] = {}
+        with tempfile.TemporaryDirectory(prefix="relay-profile-") as name:
+            build(Path(name))
+            for shape in [each for each in SHAPES if each.name in args.shapes.split(",")]:
+                requests = max(shape.connections, args.requests if not shape.period_us else 0)
+                short = replace(shape, chunks=min(shape.chunks, 64))
+                costs[shape.name] = beside(short, requests, Path(name), args)
+        write_result(args.json, {"trees": args.tree, "costs": costs})
+        return
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory(prefix="relay-profile-") as name:
+        build(Path(name))
+        for shape in SHAPES:
+            if shape.name in args.shapes.split(","):
+                requests = max(shape.connections, args.requests if not shape.period_us else 0)
+                short = replace(shape, chunks=min(shape.chunks, 64))
+                found[shape.name] = stages_of(profile(short, requests, Path(name)), requests)
+    rows = [(stage, *(each[stage] for each in found.values())) for stage in [*STAGES, "all else"]]
+    rows.append(("calls for each request", *(each["calls for each request"] for each in found.values())))
+    print(table(("percent of the main thread", *found), rows))
+    write_result(args.json, {"shares": found})
+
+
+if __name__ == "__main__":
+    main()

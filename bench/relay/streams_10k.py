@@ -1,0 +1,189 @@
+"""Ten thousand paced streams through one gateway process: errors, delay added per chunk, memory and CPU over
+time.
+
+    python -m bench.relay.streams_10k [--streams 10000] [--seconds 60] [--period-ms 1000] [--workers 40]
+    [--answer-tokens 256] [--out FILE]
+
+The streams come from a stand-in worker over one Unix socket, so the gateway needs one descriptor per client.
+As the rows of 40 workers do, they step in 40 batches spread over the period (of 250 streams each, one every
+25 ms); `--workers 1` lets all of them step together, which no fleet does: one burst of as many chunks as
+there are streams. The added time that is reported is from when the worker sent a token to when the client had
+it, gateway, kernel and client included; it counts from when every stream has begun. A stream that ends is
+followed by the next on its connection; the first ones end at random places, so that later ones begin evenly.
+(The gateway keeps the tokens of running answers, four bytes each, to be able to go on elsewhere: with answers
+that never end memory grows.) The gateway has every feature on (bench/relay/gateway.py). `make soak` runs it
+for half an hour.
+"""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from bench.harness import command_line, write_result
+from bench.process import HERE, Process, build, free_port
+from bench.relay.peers import Shape, request_bytes, wait_answers
+from bench.relay.stand_in_worker import Steps
+from penstock.config.checkpoints import resolve
+from penstock.text.tokenizer import Tokenizer
+
+SETTLE_S = 60
+"""For starting: streams begin one after the other."""
+INTERVAL_S = 60
+ADDED_P99_MS = 50.0
+RSS_MB = 200.0
+GROWTH_MB = 5.0
+"""The growth that "flat" allows between the first and the last tenth of the time, for an allocator's
+whims."""
+
+
+class Watch:
+    """Memory and CPU of a process, once a second."""
+
+    def __init__(self, process: Process) -> None:
+        self._process, self._stop = process, threading.Event()
+        self._began_s = time.monotonic()
+        self.samples: list[tuple[float, float, float]] = []
+        """(seconds since the beginning, resident MB, CPU-seconds)"""
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(1.0):
+            at_s = time.monotonic() - self._began_s
+            self.samples.append((at_s, self._process.rss_mb(), self._process.cpu_s()))
+
+    def stop(self) -> None:
+        """No more samples."""
+        self._stop.set()
+        self._thread.join()
+
+
+def write_steps(path: Path, model: str) -> None:
+    """The tokens whose text is two letters, each for one step at a time: by them the client knows when they
+    were sent.
+    """
+    tokenizer = Tokenizer.load(resolve(model))
+    found: dict[bytes, int] = {}
+    for token in range(tokenizer.vocab_size):
+        text = tokenizer.token_bytes(token)
+        if text is not None and re.fullmatch(rb"[A-Za-z0-9]{2}", text):
+            found.setdefault(text, token)
+    path.write_bytes(b"".join(Steps.ENTRY.pack(text, token, 0.0) for text, token in found.items()))
+
+
+def stream(place: Path, port: int, shape: Shape, seconds: float) -> list[dict[str, float]]:
+    """So many seconds of streams: a line per minute, and the sum."""
+    file = place / "request"
+    file.write_bytes(request_bytes(port, shape))
+    numbers = [str(port), str(shape.connections), str(shape.requests), str(file), str(place / "steps")]
+    lines: list[dict[str, float]] = []
+    with subprocess.Popen(
+        [str(place / "load"), *numbers, str(INTERVAL_S), str(seconds)], stdout=subprocess.PIPE, text=True
+    ) as client:
+        assert client.stdout is not None
+        for line in client.stdout:
+            lines.append(json.loads(line))
+            if "at_s" in lines[-1]:
+                print(line.strip(), file=sys.stderr)
+    if client.returncode:
+        sys.exit(f"the load client failed ({client.returncode})")
+    return lines
+
+
+def summary(lines: list[dict[str, float]], watch: Watch, settle_s: float) -> dict[str, object]:
+    """The summary of a run. Memory and the share of a core count from when the streams have begun."""
+    *minutes, seen = lines
+    if not seen["tokens_timed"]:
+        sys.exit(f"not every stream began within the time: a longer --settle may do; {seen}")
+    steady = [sample for sample in watch.samples if settle_s <= sample[0]] or watch.samples
+    tenth = max(1, len(steady) // 10)
+    first, last = (statistics.median(mb for _, mb, _ in part) for part in (steady[:tenth], steady[-tenth:]))
+    cpu_s = watch.samples[-1][2] - watch.samples[0][2]
+    result: dict[str, object] = {
+        "seconds": round(seen["seconds"], 1),
+        "chunks": int(seen["events"]),
+        "requests_ended": int(seen["requests"]),
+        "errors": int(seen["errors"]),
+        "tokens_timed": int(seen["tokens_timed"]),
+        **{f"added_{key}_ms": seen[f"added_{key}_us"] / 1000 for key in ("p50", "p99", "worst")},
+        "cpu_us_per_chunk": round(cpu_s / seen["events"] * 1e6, 1),
+        "cpu_share_of_a_core": round(
+            (steady[-1][2] - steady[0][2]) / max(1.0, steady[-1][0] - steady[0][0]), 3
+        ),
+        "rss_mb_when_begun": round(first, 1),
+        "rss_mb_at_the_end": round(last, 1),
+        "rss_mb_worst": round(max(mb for _, mb, _ in watch.samples), 1),
+    }
+    result["goals"] = {
+        "errors 0": result["errors"] == 0,
+        f"added p99 < {ADDED_P99_MS:.0f} ms": seen["added_p99_us"] / 1000 < ADDED_P99_MS,
+        f"memory < {RSS_MB:.0f} MB": max(mb for _, mb, _ in watch.samples) < RSS_MB,
+        f"memory flat (within {GROWTH_MB:.0f} MB)": last - first < GROWTH_MB,
+    }
+    result["by_minute"] = minutes
+    result["over_time"] = [
+        {"at_s": round(at_s), "rss_mb": round(mb, 1), "cpu_s": round(cpu, 2)}
+        for at_s, mb, cpu in watch.samples[:: max(1, len(watch.samples) // 120)]
+    ]
+    return result
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = command_line(__doc__)
+    parser.add_argument("--streams", type=int, default=10_000)
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--period-ms", type=int, default=1000)
+    parser.add_argument("--workers", type=int, default=40, help="batches that step one after the other")
+    parser.add_argument("--answer-tokens", type=int, default=256)
+    parser.add_argument("--settle", type=int, default=SETTLE_S, metavar="SECONDS")
+    parser.add_argument("--features", default="all", help="as of bench/relay/gateway.py")
+    args = parser.parse_args()
+    period_us = args.period_ms * 1000
+    with tempfile.TemporaryDirectory(prefix="streams-") as name:
+        place = Path(name)
+        build(place)
+        write_steps(place / "steps", "penstock-demo-mini")
+        port, socket = free_port(), str(place / "worker.sock")
+        worker = Process(
+            sys.executable, str(HERE / "stand_in_worker.py"), socket, str(period_us), str(args.workers),
+            str(place / "steps"), str(args.streams), log=place / "w",
+        )  # fmt: skip
+        time.sleep(0.5)
+        gateway = Process(
+            sys.executable, str(HERE / "gateway.py"), socket, str(port), args.features, log=place / "g",
+            PENSTOCK_STATE_DIR=str(place / "state"),
+        )  # fmt: skip
+        try:
+            wait_answers(place, port, gateway)
+            seconds = args.seconds + args.settle
+            rounds = 2 + 2 * seconds * 1000 // args.period_ms // args.answer_tokens  # More than can end.
+            shape = Shape("streams", args.streams, args.streams * rounds, args.answer_tokens, period_us)
+            watch = Watch(gateway)
+            try:
+                lines = stream(place, port, shape, seconds)
+            finally:
+                watch.stop()
+        finally:
+            gateway.end()
+            worker.end()
+    asked = {
+        "streams": args.streams,
+        "workers": args.workers,
+        "period_ms": args.period_ms,
+        "answer_tokens": args.answer_tokens,
+    }
+    result = asked | summary(lines, watch, args.settle)
+    print(json.dumps({key: value for key, value in result.items() if key != "over_time"}, indent=1))
+    if args.json:
+        write_result(args.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The policy gate: fixed scenarios on fixed seeds, held against the recorded baseline.
+
+    python -m bench.sim.gate                       what `make simulate` runs: fails when something got worse
+    python -m bench.sim.gate --quick               six scenarios, one seed, seconds: what the test suite runs
+    python -m bench.sim.gate --update              record a new baseline (say why in the commit)
+    python -m bench.sim.gate --seeds 200           many more seeds, criteria only: the nightly run
+
+A run is the same on every machine, so an unchanged policy gives the baseline's figures to the last digit, and
+any change of them is a change of policy. The margins are what such a change may cost before somebody has to
+decide that it is worth it:
+
+    SLO attainment  0.02    fairness (Jain)  0.02    prefix hit rate  0.02    cost per 1M output tokens  5 %
+
+Each is of the mean over the seeds, per scenario. An improvement by more than the margin is reported too:
+record it. Exit status 1: worse than the baseline, or a scenario's own criterion fails.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.sim.report.compare import numbers
+from penstock.sim.scenarios.catalogue import SCENARIOS
+from penstock.sim.scenarios.scenario import run_scenario
+from penstock.sim.scenarios.setup import Knobs
+
+BASELINE = Path(__file__).parents[1] / "data" / "sim-baseline.json"
+SEEDS = (1, 2, 3)
+GATED = (
+    "steady", "bursts", "conversations", "agent-loops", "spike-20x", "noisy-tenant", "large-tenants",
+    "priority-overload", "tenant-quota", "downgrade", "long-context", "kv-full", "spot-revocation",
+    "neighbour-flood", "external-crash", "thundering-herd", "worker-crash", "slow-worker", "rollout-bad",
+    "region-failover", "drain-under-load", "spot-all-revoked", "zone-loss", "autoscale-steady",
+    "autoscale-spike", "version-equal", "version-cold", "version-slow", "version-slightly-worse",
+    "version-failing", "version-garbage", "version-babbling", "version-shadow", "cell-spill", "cell-breakers",
+    "cell-lost", "region-lost",
+)  # fmt: skip
+HEAVY = (
+    "autoscale-spike", "autoscale-steady", "zone-loss", "external-crash", "spot-all-revoked", "downgrade",
+    "noisy-tenant", "spike-20x",
+)  # fmt: skip
+"""Those that take longest, longest first: begun last, one would keep a core busy while the other is idle."""
+QUICK = ("conversations", "neighbour-flood", "kv-full", "noisy-tenant", "worker-crash", "rollout-bad")
+
+
+class Margin(msgspec.Struct, frozen=True):
+    """How much worse a figure may be."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+    more_is_better: bool = True
+
+
+MARGINS: Mapping[str, Margin] = {
+    "attainment": Margin(absolute=0.02),
+    "jain": Margin(absolute=0.02),
+    "hit_rate": Margin(absolute=0.02),
+    "cost_per_million": Margin(relative=0.05, more_is_better=False),
+}
+
+Measured = dict[str, dict[str, list[float]]]
+"""Per scenario and figure one value per seed."""
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """The recorded figures."""
+
+    seeds: tuple[int, ...]
+    measured: Measured
+    digests: dict[str, list[str]]
+    """Of every run: equal ones mean that nothing at all has changed."""
+
+
+class OneRun(NamedTuple):
+    """A scenario on one seed."""
+
+    figures: dict[str, float]
+    digest: str
+    failed: list[str]
+    cpu_s: float
+
+
+def run_one(name: str, seed: int, knobs: Knobs) -> OneRun:
+    """Play it and look."""
+    began_s = time.process_time()
+    verdict = run_scenario(SCENARIOS[name], knobs, seed)
+    found = numbers(verdict.played.figures)
+    failed = [
+        f"{name}, seed {seed}: {each.words} is {each.value:.4g}, bound {each.bound:g}"
+        for each in verdict.findings
+        if not each.passed
+    ]
+    figures = {figure: round(found[figure], 6) for figure in MARGINS}
+    return OneRun(figures, verdict.played.result.digest, failed, time.process_time() - began_s)
+
+
+def measure(
+    names: Sequence[str],
+    seeds: Sequence[int],
+    knobs: Knobs,
+    say: Callable[[str], None] = print,
+    *,
+    jobs: int = 1,
+) -> tuple[Baseline, list[str]]:
+    """The figures of every scenario and seed, and which criteria failed; with several `jobs` in so many
+    processes.
+    """
+    measured, digests, failed = Measured(), dict[str, list[str]](), list[str]()
+    order = sorted(names, key=lambda name: HEAVY.index(name) if name in HEAVY else len(HEAVY))
+    pairs = [(name, seed) for name in order for seed in seeds]
+    with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
+        run = partial(run_one, knobs=knobs)
+        runs = (map if pool is None else pool.map)(run, *zip(*pairs, strict=True))
+        every = dict(zip(pairs, runs, strict=True))
+        for name in names:
+            found = [every[name, seed] for seed in seeds]
+            measured[name] = {figure: [run.figures[figure] for run in found] for figure in MARGINS}
+            digests[name] = [run.digest for run in found]
+            failed += [line for run in found for line in run.failed]
+            shown = "  ".join(f"{figure} {mean(each):.4g}" for figure, each in measured[name].items())
+            say(f"{name:20} {shown}  ({sum(run.cpu_s for run in found):.1f} s of CPU)")
+    return Baseline(seeds=tuple(seeds), measured=measured, digests=digests), failed
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of at least one."""
+    return sum(values) / len(values)
+
+
+def judge(recorded: Baseline, now: Baseline) -> tuple[list[str], list[str]]:
+    """The figures that got worse, and better, by more than their margin; over the seeds that both have."""
+    worse, better = list[str](), list[str]()
+    shared = [seed for seed in now.seeds if seed in recorded.seeds]
+    assert shared, "the baseline was recorded with other seeds"
+    for name, figures in now.measured.items():
+        if name not in recorded.measured:
+            worse.append(f"{name}: not in the baseline; record it with --update")
+            continue
+        for figure, values in figures.items():
+            margin = MARGINS[figure]
+            was = mean([recorded.measured[name][figure][recorded.seeds.index(seed)] for seed in shared])
+            is_ = mean([values[now.seeds.index(seed)] for seed in shared])
+            allowed = margin.absolute + margin.relative * abs(was)
+            gained = (is_ - was) * (1 if margin.more_is_better else -1)
+            line = f"{name}: {figure} {was:.4g} -> {is_:.4g} (margin {allowed:.3g})"
+            if gained < -allowed:
+                worse.append(line)
+            elif gained > allowed:
+                better.append(line)
+    return worse, better
+
+
+def read_baseline(path: Path = BASELINE) -> Baseline:
+    """The recorded one."""
+    return msgspec.json.decode(path.read_bytes(), type=Baseline)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--update", action="store_true")
+    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="N seeds, criteria only")
+    parser.add_argument("--scenario", action="append", choices=GATED, help="only these")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    args = parser.parse_args()
+    names = args.scenario or (QUICK if args.quick else GATED)
+    seeds = range(1, args.seeds + 1) if args.seeds else SEEDS[:1] if args.quick else SEEDS
+    now, failed = measure(names, seeds, Knobs(), jobs=args.jobs)
+    if args.seeds:
+        return _verdict(failed, [], [])
+    if args.update:
+        old = read_baseline() if BASELINE.exists() and args.scenario else None
+        merged = now if old is None else Baseline(
+            seeds=now.seeds, measured=old.measured | now.measured, digests=old.digests | now.digests
+        )  # fmt: skip
+        BASELINE.write_bytes(msgspec.json.format(msgspec.json.encode(merged), indent=1) + b"\n")
+        print(f"recorded in {BASELINE}")
+        return _verdict(failed, [], [])
+    recorded = read_baseline()
+    same = sum(
+        now.digests[name][: len(seeds)] == recorded.digests.get(name, [])[: len(seeds)] for name in names
+    )
+    print(f"{same} of {len(names)} scenarios are as recorded, to the last event")
+    return _verdict(failed, *judge(recorded, now))
+
+
+def _verdict(failed: Sequence[str], worse: Sequence[str], better: Sequence[str]) -> int:
+    for title, lines in (("BETTER", better), ("WORSE", worse), ("CRITERION FAILS", failed)):
+        for line in lines:
+            print(f"{title}: {line}")
+    print("the gate is shut" if failed or worse else "the gate is open")
+    return 1 if failed or worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

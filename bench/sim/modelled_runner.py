@@ -1,0 +1,103 @@
+"""A runner that computes nothing and takes the time that a law says: the engine's other half stays real.
+
+Named by worker processes that bench/sim/fidelity.py and bench/sockets/load_and_sim.py start
+(`runner="bench.sim.modelled_runner:build_runner"`, the repository on PYTHONPATH). The model is in the
+environment, as JSON of `Modelled`: `environment` writes it.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.clock import NS_PER_S, Clock
+from penstock.config.engine_settings import EngineSettings
+from penstock.planning.roofline import Placed, Roofline, accelerator, model_shape
+from penstock.planning.step_time import LinearStepTime, StepShape, StepTime
+from penstock.protocol.worker import ModelInfo
+from penstock.schedule.plan import RowWork, Sampled, StepPlan, StepResult
+from penstock.types import BLOCK_TOKENS
+
+VARIABLE = "PENSTOCK_MODELLED"
+VOCAB_SIZE = 16_384
+FIRST_TOKEN = 300
+SPIN_NS = 1_000_000
+"""The last part of a step is spun through: a sleep ends up to a scheduler's tick late."""
+
+
+class OnDevice(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Steps of a model on a named accelerator, by the simulator's roofline."""
+
+    model: str
+    device: str
+
+    def law(self) -> StepTime:
+        """How long steps take."""
+        return Roofline(Placed(model=model_shape(self.model), device=accelerator(self.device)))
+
+
+class Linear(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Steps of a fixed time, and so much for each prompt token."""
+
+    fixed_ns: int
+    prefill_ns: int
+
+    def law(self) -> StepTime:
+        """How long steps take."""
+        return LinearStepTime(fixed_ns=self.fixed_ns, row_ns=0, prefill_ns=self.prefill_ns, kv_ps=0)
+
+
+class Modelled(msgspec.Struct, frozen=True, kw_only=True):
+    """The modelled parts."""
+
+    speed: OnDevice | Linear
+    num_blocks: int
+    max_model_len: int
+    first_token: int = FIRST_TOKEN
+    num_tokens: int = 1
+    """So many token ids from the first on are what answers are made of, one after the other."""
+
+    def environment(self, *paths: str) -> dict[str, str]:
+        """This process's environment, for a worker that models this and imports from `paths` first."""
+        path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+        return {**os.environ, VARIABLE: msgspec.json.encode(self).decode(), "PYTHONPATH": path}
+
+
+class ModelledRunner:
+    """Waits, and makes up tokens."""
+
+    def __init__(self, modelled: Modelled, max_running: int, clock: Clock) -> None:
+        self._modelled, self._law, self._clock = modelled, modelled.speed.law(), clock
+        self.info = ModelInfo(
+            model="modelled", architecture="Modelled", dtype="bfloat16", num_parameters=0,
+            vocab_size=VOCAB_SIZE, max_model_len=modelled.max_model_len, num_blocks=modelled.num_blocks,
+            block_tokens=BLOCK_TOKENS, max_running=max_running,
+        )  # fmt: skip
+
+    def warm_up(self) -> None:
+        """Nothing is lazy."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Take a step's time from its beginning on: planning it is part of it, as in the simulator."""
+        began_ns = plan.planned_ns or self._clock.now_ns()
+        due_ns = began_ns + self._law.step_ns(StepShape.of(plan.work))
+        while (left_ns := due_ns - self._clock.now_ns()) > 0:
+            time.sleep(max(0, left_ns - SPIN_NS) / NS_PER_S)
+        return StepResult(plan.step, tuple(self._sampled(work) for work in plan.work if work.samples))
+
+    def _sampled(self, work: RowWork) -> Sampled:
+        reported = self._modelled
+        return Sampled(
+            work.row, reported.first_token + (work.num_computed + work.num_tokens) % reported.num_tokens
+        )
+
+
+def build_runner(
+    model_path: str, config: EngineSettings, clock: Clock, progress: Callable[[str, int, int], None]
+) -> ModelledRunner:
+    """See `RunnerFactory` of the worker."""
+    del model_path
+    progress("modelling", 0, 0)
+    modelled = msgspec.json.decode(os.environ[VARIABLE], type=Modelled)
+    return ModelledRunner(modelled, config.max_running, clock)

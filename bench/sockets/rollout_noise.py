@@ -1,0 +1,116 @@
+"""A real rollout of two equal versions, whose requests say how much times scatter, for
+`bench.policy.rollout --fit`.
+
+    python -m bench.sockets.rollout_noise [--requests N] [--streams N] --json FILE
+
+One server with two versions of the demo model, half of the conversations each; prompts and answers of many
+lengths, by several clients at once. What is written is the server's own rollouts.json: sums, some kilobytes.
+Wants an idle machine: times are what it measures.
+"""
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from bench.harness import command_line
+from penstock.rng import stream
+
+START_S = 90.0
+ADMIN = "admin-0123456789abcdef"
+WORDS = ("the", "river", "runs", "down", "a", "pipe", "to", "turn", "wheels", "and", "light", "comes", "by")
+MODEL = (
+    "- {{path: penstock-demo-mini, name: river, version: {version}, engine: {{threads: 1, dtype: float32,"
+    " kv_memory_bytes: 67108864, host_kv_memory_bytes: 0}}}}\n"
+)
+
+
+def question(number: int) -> dict[str, object]:
+    draw = stream(number, "bench/rollout-noise")
+    words = 4 + int(draw.lognormvariate(3.5, 0.8))
+    return {
+        "model": "river", "prompt": " ".join(draw.choice(WORDS) for _ in range(min(words, 300))),
+        "max_tokens": min(96, 4 + int(draw.lognormvariate(3.2, 0.6))), "ignore_eos": True,
+    }  # fmt: skip
+
+
+class Server:
+    """`penstock serve` in a folder of its own, as a user starts it."""
+
+    def __init__(self, place: Path, config: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        (place / "penstock.yaml").write_text(config)
+        command = [sys.executable, "-m", "penstock", "serve", "-c", "penstock.yaml", "--port", str(self.port)]
+        with (place / "log").open("wb") as log:
+            self.child = subprocess.Popen(command, stdout=log, stderr=log, cwd=place)
+        deadline = time.monotonic() + START_S
+        while not self._is_ready():
+            if self.child.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError((place / "log").read_text()[-400:])
+            time.sleep(0.2)
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.ask("GET", "/ready")[0] == 200
+        except OSError:
+            return False
+
+    def ask(
+        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        data = None if body is None else json.dumps(body)
+        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, text
+
+    def close(self) -> None:
+        self.child.terminate()
+        self.child.wait(30)
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--requests", type=int, default=1200)
+    parser.add_argument("--streams", type=int, default=4, help="clients at once")
+    args = parser.parse_args()
+    assert args.json is not None, "--json says where the rollout goes"
+    place = Path(tempfile.mkdtemp(prefix="penstock-rollout-"))
+    config = (
+        f"models:\n{MODEL.format(version=1)}{MODEL.format(version=2)}"
+        f"auth: {{admin_keys: [{ADMIN}], keys: [{ADMIN}0]}}\nledger: {{directory: {place / 'ledger'}}}\n"
+    )
+    server = Server(place, config)
+    try:
+        plan = {
+            "model": "river", "candidate": "river@2", "steps": [50], "requests_min": 10**6, "step_s": 86_400,
+            "warm_up_requests": 20,
+        }  # fmt: skip
+        status, body = server.ask("POST", "/admin/rollouts", plan, {"Authorization": f"Bearer {ADMIN}"})
+        assert status == 200, body
+        began = time.monotonic()
+
+        def ask(number: int) -> int:
+            headers = {"Authorization": f"Bearer {ADMIN}0", "X-Penstock-Session": f"s{number // 4}"}
+            return server.ask("POST", "/v1/completions", question(number), headers)[0]
+
+        with ThreadPoolExecutor(args.streams) as clients:
+            statuses = list(clients.map(ask, range(args.requests)))
+        print(f"{statuses.count(200)} of {len(statuses)} answered in {time.monotonic() - began:.0f} s")
+    finally:
+        server.close()
+    args.json.write_bytes((place / "ledger" / "rollouts.json").read_bytes())
+    print(f"written: {args.json}")
+
+
+if __name__ == "__main__":
+    main()

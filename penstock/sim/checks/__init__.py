@@ -1,1 +1,0 @@
-"""Is every promise kept in every simulated world? Invariants, and random cases to break them."""

@@ -1,0 +1,39 @@
+"""Every script of bench/ that a page, a target or a script names is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OLD = ("031-answered-questions.md",)
+"""A page that names scripts of earlier commits."""
+PAGES = sorted(
+    path
+    for path in [
+        ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "bench").rglob("*.py"), *(ROOT / "scripts").iterdir(),
+    ]
+    if path.is_file() and path.name not in OLD and (ROOT / "bench" / "out") not in path.parents
+)  # fmt: skip
+
+
+def test_a_named_script_is_there() -> None:
+    missing: list[str] = []
+    for page in PAGES:
+        text = page.read_text()
+        named = re.findall(r"(?<![\w/])bench/(?!out/|test_)[a-z_0-9/]+\.(?:py|sh|cpp?|json|txt)\b", text)
+        named += [f"{name.replace('.', '/')}.py" for name in re.findall(r"-m (bench(?:\.[a-z_0-9]+)+)", text)]
+        missing += [f"{page.relative_to(ROOT)}: {name}" for name in named if not (ROOT / name).is_file()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("folder", ["relay", "engine", "grammar", "policy", "sim", "sockets", "gpu", "peers"])
+def test_a_part_is_described(folder: str) -> None:
+    assert f"`{folder}/`" in (ROOT / "docs" / "bench.md").read_text()
+    assert {path.name for path in (ROOT / "bench").glob("*.py")} == {
+        "__init__.py",
+        "harness.py",
+        "process.py",
+        "ratchet.py",
+    }
