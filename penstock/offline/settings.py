@@ -154,7 +154,7 @@ def _engine_settings(left: dict[str, Any], directory: Path) -> EngineSettings:
 
 
 def _speculation(given: object) -> str:
-    """The proposer that vLLM's `speculative_config` names. How many tokens it guesses is decided by what pays."""
+    """The proposer that vLLM's `speculative_config` names. The number of guesses follows from what pays."""
     name = "speculative_config"
     if not isinstance(given, Mapping):
         raise ConfigError(f"{name}: expected a mapping, got {type(given).__name__}")
