@@ -39,7 +39,9 @@ GATED = (
     "priority-overload", "tenant-quota", "downgrade", "long-context", "kv-full", "spot-revocation",
     "neighbour-flood", "external-crash", "thundering-herd", "worker-crash", "slow-worker", "rollout-bad",
     "region-failover", "drain-under-load", "spot-all-revoked", "zone-loss", "autoscale-steady",
-    "autoscale-spike",
+    "autoscale-spike", "version-equal", "version-cold", "version-slow", "version-slightly-worse",
+    "version-failing", "version-garbage", "version-babbling", "version-shadow", "cell-spill", "cell-breakers",
+    "cell-lost", "region-lost",
 )  # fmt: skip
 HEAVY = (
     "autoscale-spike", "autoscale-steady", "zone-loss", "external-crash", "spot-all-revoked", "downgrade",

@@ -1,4 +1,4 @@
-"""Draws the plots of docs/testing-overload.md, autoscaling.md and rollout.md:
+"""Draws the plots of docs/testing-overload.md, autoscaling.md, rollout.md and cells.md:
 
     python -m bench.sim.plots [--only NAME]
 
@@ -17,7 +17,8 @@ from penstock.clock import NS_PER_S
 from penstock.sim.report.figures import Spread
 from penstock.sim.scenarios.catalogue import SCENARIOS
 from penstock.sim.scenarios.scenario import Verdict, run_scenario
-from penstock.sim.scenarios.setup import Knobs, with_settings
+from penstock.sim.scenarios.setup import Knobs, Played, with_settings
+from penstock.sim.traffic.prompts import RequestRecord
 
 OUT = Path(__file__).parents[2] / "docs" / "plots"
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -146,6 +147,33 @@ def versions() -> dict[str, str]:
     return {"rollout-versions": bars(axes, groups, ["1 %", "5 %", "25 %", "50 %"])}
 
 
+def cells() -> dict[str, str]:
+    """The good share of the cell with the load, alone and with peers, and what peers answer of it."""
+    verdict, width = run("cell-spill"), 2.5
+    assert verdict.baseline is not None, "it is held against cells without peers"
+
+    def line(played: Played, of: Callable[[RequestRecord], float]) -> list[tuple[float, float]]:
+        parts: dict[int, list[float]] = {}
+        for each in played.records:
+            if each.id.startswith("chat-east"):
+                parts.setdefault(int(each.at_ns / NS_PER_S / width), []).append(of(each))
+        return [(part * width, sum(found) / len(found)) for part, found in sorted(parts.items())]
+
+    played, alone = verdict.played, verdict.baseline
+    axes = Axes(
+        title="A cell with five times its load (10 to 25 s)",
+        x="virtual seconds",
+        y="share of requests",
+        y_max=1.0,
+    )
+    series = [
+        Series("answered as promised, with peers", line(played, lambda r: float(played.good(r))), 2),
+        Series("the same without peers", line(alone, lambda r: float(alone.good(r))), 1),
+        Series("answered by a peer", line(played, lambda r: float(r.worker.startswith("cell:"))), 0),
+    ]
+    return {"cells-spill": lines(axes, series)}
+
+
 def priority() -> dict[str, str]:
     groups: list[tuple[str, Sequence[float]]] = []
     for scheduling in ("fair", "priority"):
@@ -179,7 +207,7 @@ def restart() -> dict[str, str]:
 
 DRAWN: dict[str, Callable[[], dict[str, str]]] = {
     "spike": spike, "noisy": noisy, "goodput": goodput, "priority": priority, "restart": restart,
-    "day": day, "sudden": sudden, "versions": versions,
+    "day": day, "sudden": sudden, "versions": versions, "cells": cells,
 }  # fmt: skip
 
 

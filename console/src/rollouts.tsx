@@ -32,6 +32,8 @@ interface Rollout {
   step_began_ms: number;
   promotes: boolean;
   metrics: Reading[];
+  shadow: number;
+  trouble: string;
 }
 
 interface Report {
@@ -195,7 +197,7 @@ function Latest({ of, send }: { of: Rollout; send: (path: string) => void }): JS
       </header>
       <Steps of={of} />
       <p>
-        {of.percent} % of conversations get {of.candidate}.
+        {of.shadow > 0 ? `Nobody gets ${of.candidate}; requests of ${of.shadow} % of conversations are copied to it.` : `${of.percent} % of conversations get ${of.candidate}.`}
         {of.state === "running" && of.why && ` It waits for ${of.why}.`}
         {of.state !== "running" && of.why && ` ${of.why[0]!.toUpperCase()}${of.why.slice(1)}.`}
         <span class="soft">
@@ -204,6 +206,7 @@ function Latest({ of, send }: { of: Rollout; send: (path: string) => void }): JS
           {isLive(of) && of.step > 0 && `, this step ${format.date(of.step_began_ms)}`}.{of.promotes && " Promoted by itself behind the last step."}
         </span>
       </p>
+      {of.trouble && <p class="bad-text">{of.trouble}.</p>}
       <Figures of={of} />
       <Orders of={of} send={send} />
     </section>
@@ -253,7 +256,7 @@ function candidates(): string[] {
 }
 
 function Begin({ found, begin }: { found: Rollout[]; begin: (body: object) => Promise<boolean> }): JSX.Element {
-  const given = useSignal({ candidate: "", steps: STEPS, minutes: STEP_MINUTES, promotes: false });
+  const given = useSignal({ candidate: "", steps: STEPS, minutes: STEP_MINUTES, shadow: "0", promotes: false });
   const busy = found.filter(isLive).map((each) => each.model);
   const known = candidates().filter((name) => !busy.includes(name.slice(0, name.lastIndexOf("@"))));
   const chosen = known.includes(given.value.candidate) ? given.value.candidate : (known[0] ?? "");
@@ -266,8 +269,8 @@ function Begin({ found, begin }: { found: Rollout[]; begin: (body: object) => Pr
         class="inline-form"
         onSubmit={(event) => {
           event.preventDefault();
-          const { steps, minutes, promotes } = given.value;
-          const body = { model: chosen.slice(0, chosen.lastIndexOf("@")), candidate: chosen, steps: steps.split(",").map(Number), step_s: Number(minutes) * 60, promotes };
+          const { steps, minutes, shadow, promotes } = given.value;
+          const body = { model: chosen.slice(0, chosen.lastIndexOf("@")), candidate: chosen, steps: steps.split(",").map(Number), step_s: Number(minutes) * 60, shadow: Number(shadow), promotes };
           void begin(body).then((begun) => begun && set({ candidate: "" }));
         }}
       >
@@ -286,6 +289,10 @@ function Begin({ found, begin }: { found: Rollout[]; begin: (body: object) => Pr
         <label>
           Minutes a step, at most
           <input value={given.value.minutes} type="number" min="0.1" step="any" onInput={(event) => set({ minutes: event.currentTarget.value })} />
+        </label>
+        <label>
+          Copies before that, % of conversations
+          <input value={given.value.shadow} type="number" min="0" max="100" step="any" onInput={(event) => set({ shadow: event.currentTarget.value })} />
         </label>
         <label class="check">
           <input type="checkbox" checked={given.value.promotes} onChange={(event) => set({ promotes: event.currentTarget.checked })} />

@@ -94,6 +94,10 @@ class BeatCall(NamedTuple):
     messages: Sequence[bytes]
 
 
+class LeaderStoreLost(Exception):
+    """The store did not answer; a message that was sent may or may not have arrived."""
+
+
 class LeaderStore(Protocol):
     """Where the lease is. An implementation translates; it decides nothing."""
 
@@ -103,12 +107,12 @@ class LeaderStore(Protocol):
         state, unless its version is known.
 
         Raises:
-            Exception: it failed; what was sent may or may not have arrived.
+            LeaderStoreLost: it does not answer.
         """
         ...
 
     async def leave(self, me: str) -> None:
-        """Give the lease back, if it is this server's."""
+        """Give the lease back, if it is this server's. Raises as `beat` does."""
         ...
 
     async def close(self) -> None:
@@ -200,7 +204,7 @@ class Leadership:
         self._until_ns = 0
         try:
             await self._store.leave(self.me)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the lease ends by itself.
+        except LeaderStoreLost as error:  # The lease ends by itself.
             self._log.warning("the leader's lease could not be given back", error=error)
         await self._store.close()
 
@@ -236,17 +240,25 @@ class Leadership:
         async with self._beating:
             try:
                 await self._beat()
-            except Exception as error:  # noqa: BLE001 - the store's client has errors of its own.
-                if not self._is_away:
-                    self._log.warning("the store of the leader's lease does not answer", error=error)
-                self._is_away = True
+            except LeaderStoreLost as error:
+                self._went_away("the store of the leader's lease does not answer", error)
+            except msgspec.DecodeError as error:
+                self._went_away("what the leader's lease has in its store is of another release", error)
             else:
                 self._is_away = False
+
+    def _went_away(self, words: str, error: Exception) -> None:
+        if not self._is_away:
+            self._log.warning(words, error=error)
+        self._is_away = True
 
     async def _run(self) -> None:
         while True:
             await sleep(BEAT_S)
-            await self.beat()
+            try:
+                await self.beat()
+            except Exception as error:  # noqa: BLE001 - a part's bug must not end the beats.
+                self._log.bug("a beat of the leader's lease failed", error)
 
     async def _beat(self) -> None:
         began_ns, led = self._clock.now_ns(), self.token
@@ -255,7 +267,7 @@ class Leadership:
         try:
             fresh = state if state != self._left else b""
             beat = await self._store.beat(BeatCall(self.me, led, self._known, self._version, fresh, messages))
-        except Exception:
+        except (LeaderStoreLost, asyncio.CancelledError):
             self._outbox.extendleft(reversed(messages))
             raise
         self._offset_ns = beat.at_us * NS_PER_US - (began_ns + self._clock.now_ns()) // 2

@@ -22,6 +22,7 @@ from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.kept_file import KeptFile
 from penstock.fleet.leadership import MESSAGES_MAX, Leadership
 from penstock.policy.rollout.cohorts import BUCKETS, GROUPS, bucket_of
+from penstock.policy.rollout.dealing import ActiveRollout, active_of
 from penstock.policy.rollout.evidence import Observation, Reading
 from penstock.policy.rollout.rollout import Rollout, RolloutPlan, RolloutState
 from penstock.telemetry.audit import Notes
@@ -35,20 +36,6 @@ KEPT_MAX = 100
 PART = "rollouts"
 _UNTOLD_MAX = 20 * MESSAGES_MAX
 """Requests that the leading server is yet to hear of; of more the newest are left out."""
-
-
-class ActiveRollout(msgspec.Struct, frozen=True):
-    """The facts that a gateway needs to assign a model's conversations."""
-
-    id: str
-    model: str
-    baseline: str
-    candidate: str
-    share: int
-    """Of `BUCKETS`."""
-    is_measured: bool = True
-    tenants: tuple[str, ...] = ()
-    """The tenants whose conversations are dealt; none: everybody's."""
 
 
 class ProbeScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,11 +69,16 @@ class RolloutReport(msgspec.Struct, frozen=True, kw_only=True):
     percent: float
     """Of conversations that have the candidate now."""
     step: int
+    """-1: shadow traffic, before the first one."""
     steps: tuple[float, ...]
+    shadow: float
+    """Percent of conversations whose requests are copied to the candidate now."""
     began_ms: int
     step_began_ms: int
     promotes: bool
     metrics: list[Reading]
+    trouble: str = ""
+    """Why the candidate can take no requests now; empty: it can, or the rollout is decided."""
 
 
 class RolloutReports(msgspec.Struct, frozen=True):
@@ -152,19 +144,8 @@ class RolloutLeader:
         """The rollouts that gateways need to know: of each model the latest rollout, unless it was taken
         back.
         """
-        return [
-            ActiveRollout(
-                each.id,
-                each.plan.model,
-                each.baseline,
-                each.plan.candidate,
-                each.share,
-                each.is_live,
-                each.plan.tenants if each.is_live else (),
-            )
-            for each in self._latest().values()
-            if each.share
-        ]
+        found = map(active_of, self._latest().values())
+        return [each for each in found if each is not None]
 
     def take(self, seen: Sequence[Observation]) -> None:
         """Requests have ended."""
@@ -224,15 +205,13 @@ class RolloutLeader:
                 f"'{plan.candidate}' serves '{plan.model}' already.", param="candidate", code="invalid_value"
             )
         now_ns = self._wall_ns()
-        self._rollouts.append(
-            Rollout(id=self._new_id(), plan=plan, baseline=serves, began_ns=now_ns, step_began_ns=now_ns)
-        )
+        self._rollouts.append(Rollout.begin(self._new_id(), plan, serves, now_ns))
         self._note("rollout begins", self._rollouts[-1], order.by)
         self._forget_old()
 
     def _end(self, order: RolloutOrder) -> None:
         rollout = self._latest().get(order.model)
-        if rollout is None or not rollout.share:
+        if rollout is None or not (rollout.is_live or rollout.share):
             raise NotFound(f"There is no rollout of '{order.model[:64]}'.", param="model")
         if order.verb == "abort":
             rollout.abort("an operator has ended it")
@@ -276,7 +255,10 @@ class RolloutLeader:
         self._publish(self.active())
 
     def _note(self, what: str, rollout: Rollout, by: str = "") -> None:
-        why = rollout.why or f"{rollout.share * 100 / BUCKETS:g} % of conversations get it"
+        gets = f"{rollout.share * 100 / BUCKETS:g} % of conversations get it"
+        if rollout.is_shadowing:
+            gets = f"it gets copies of {rollout.plan.shadow:g} % of conversations"
+        why = rollout.why or gets
         about = f"{rollout.baseline} -> {rollout.plan.candidate}"
         self._notes.note("admin" if by else "server", what, about, why=why, by=by)
         self._log.info(what, rollout=about, why=why)
@@ -332,7 +314,8 @@ class RolloutLeader:
         names = set(self._versions())
         for each in self._latest().values():
             gone = {each.plan.candidate, each.baseline} - names
-            if each.share and (each.plan.candidate in gone or (gone and each.is_live)):
+            is_active = each.is_live or each.share
+            if is_active and (each.plan.candidate in gone or (gone and each.is_live)):
                 each.abort(f"the configuration has no {', '.join(sorted(gone))} any more")
                 self._note("rollout aborted", each)
 
@@ -363,6 +346,7 @@ def _report(rollout: Rollout) -> RolloutReport:
         percent=rollout.share * 100 / BUCKETS,
         step=rollout.step,
         steps=rollout.plan.steps,
+        shadow=rollout.shadow * 100 / BUCKETS,
         began_ms=rollout.began_ns // 1_000_000,
         step_began_ms=rollout.step_began_ns // 1_000_000,
         promotes=rollout.plan.promotes,

@@ -28,7 +28,7 @@ from penstock.fleet.kv_watch import KVWatch
 from penstock.fleet.leadership import Leadership
 from penstock.fleet.members import Members
 from penstock.fleet.registry import Registry
-from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, rollouts_file
+from penstock.fleet.rollouts import RolloutLeader, rollouts_file
 from penstock.fleet.scaling import ScaleLeader
 from penstock.gateway.api.admin import Admin
 from penstock.gateway.api.console import Console
@@ -53,7 +53,6 @@ from penstock.gateway.http.terms import WIRE_LIMITS, WireLimits
 from penstock.gateway.identity.tenancy import Entrance, Tenancy
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import TokenizePool
-from penstock.gateway.models.rollouts import Assigned
 from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.shared.fair import FairExchange
 from penstock.gateway.shared.peers import GatewayPeers
@@ -62,6 +61,7 @@ from penstock.kv.index.locality import KVLocality
 from penstock.kv.index.worker_cache_view import KV_INDEX_LIMITS
 from penstock.policy.admission.admit import Promises
 from penstock.policy.queueing.fair_counters import FairCounters
+from penstock.policy.rollout.dealing import ActiveRollout
 from penstock.rng import fresh_key
 from penstock.telemetry.audit import Notes
 from penstock.telemetry.catalog import OutcomeLabel
@@ -69,7 +69,7 @@ from penstock.telemetry.counts import RequestMeasurement
 from penstock.telemetry.history import Recorder
 from penstock.telemetry.log import AccessLine
 from penstock.telemetry.watch import Tail, Watch, no_tail
-from penstock.types import ModelName, RequestId, WorkerId
+from penstock.types import ModelName, RequestId
 
 
 class Gateway:
@@ -191,7 +191,7 @@ class Gateway:
         adapters = AdaptersAdmin(services, self._adapters)
         answers = Answers(generate, self._responses, VectorEndpoints(services), self._ensembles.around)
         console, costs = self._console, CostsAdmin(services)
-        rollouts = RolloutsAdmin(self._leader, services.peers)
+        rollouts = RolloutsAdmin(services.models, self._leader, services.peers)
         orders = Orders(adapters, nights, costs, rollouts, ScaleAdmin(scaler, services.peers))
         return Routes(answers, self._inspect, admin, tenants, console, orders)
 
@@ -267,6 +267,7 @@ class Gateway:
         begun = set(self._tasks)  # Those that come later are refused, and could come for ever.
         await self._until(lambda: not (self._dispatcher or begun & self._tasks), drain_s)
         self._dispatcher.fail_all(Draining("The server is shutting down; this answer is incomplete."))
+        services.trials.close()
         await self._responses.close()
         await self._ensembles.close()
         await self._cells.stop()
@@ -345,9 +346,8 @@ class Gateway:
             record = exchange.measured(served, now_ns)
             self._recorder.ended(served.counted_model, record)
             self._services.recent.add(exchange, served, record)
-            if isinstance(served.assigned, Assigned) and served.downgrade is None:
-                rows = self._rows_at(record.worker)
-                self._services.models.rollouts.ended(served.assigned, record, rows)
+            if served.assigned is not None:
+                self._services.trials.ended(exchange, served, record)
         if exchange.trace is not None:
             self._traces.end(exchange, record)
         kept = self._policies.kept
@@ -360,12 +360,6 @@ class Gateway:
                 asyncio.get_running_loop().call_soon(self._flush_log)
 
     # --- inside ----------------------------------------------------------------------------------
-
-    def _rows_at(self, worker_id: str) -> int:
-        """A worker's last report of how many requests it computes together."""
-        worker = self._registry.get(WorkerId(worker_id))
-        stats = None if worker is None else worker.backend.status.stats
-        return 0 if stats is None else stats.running
 
     def _flush_log(self) -> None:
         self._log_is_due = False

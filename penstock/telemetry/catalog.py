@@ -82,6 +82,7 @@ NEEDED_BY = (
     ("generated_tokens", "capacity; finance"),
     ("accelerator", "finance"),
     ("adapter", "capacity; endpoint pickers"),
+    ("shadow", "owners of models: a version on trial"),
     ("engine", "capacity; autoscalers"),
     ("worker", "capacity; autoscalers; endpoint pickers"),
     ("kv_index", "routing"),
@@ -396,6 +397,13 @@ CATALOG = (
         "counter",
         "Requests of a peer cell that ended here, by outcome.",
         ("cell", "outcome"),
+    ),
+    Metric(
+        "penstock_shadow_requests_total",
+        "counter",
+        "Copies of requests for a version that a rollout tries (model), by what became of them: compared, "
+        "no_room (not sent), made_room (ended for requests), refused, dropped.",
+        ("model", "outcome"),
     ),
     Metric("penstock_cell_round_trip_seconds", "gauge", "To a peer cell and back, as measured.", ("cell",)),
     Metric(

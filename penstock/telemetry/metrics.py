@@ -146,6 +146,7 @@ class Metrics:
         self._migrations = self._table.counter("penstock_migrations_total")
         self._cell_requests = self._table.counter("penstock_cell_requests_total")
         self._cell_guests = self._table.counter("penstock_cell_guests_total")
+        self._shadows = self._table.counter("penstock_shadow_requests_total")
         self._cell_round_trip = self._table.gauge("penstock_cell_round_trip_seconds")
         self._timeouts = self._table.counter("penstock_attempt_timeouts_total")
         self._breakers = self._table.gauge("penstock_breaker_state")
@@ -298,6 +299,10 @@ class Metrics:
     def guest_ended(self, cell: str, outcome: str) -> None:
         """A request of a peer cell has ended here."""
         self._cell_guests.labels(cell, outcome).inc()
+
+    def shadowed(self, model: str, outcome: str) -> None:
+        """A copy of a request is over, or was not made."""
+        self._shadows.labels(model, outcome).inc()
 
     def round_trip(self, cell: str, rtt_ns: int) -> None:
         """To a peer cell and back."""

@@ -69,7 +69,7 @@ class Answer:
 class Cells:
     """All of them, in one directory."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, *, names: tuple[str, ...] = LABELS, processes: int = 1) -> None:
         self.place, self.servers, self.bases = place, dict[str, Server](), dict[str, str]()
         self.streaming: list[str] = []
         """Cells that an answer is coming from now, one entry for each."""
@@ -79,14 +79,16 @@ class Cells:
             assert text.count(port) == 1
             text = text.replace(port, self.ports[name])
         # Requests are to wait here, not to be refused, and every answer is to be the same.
-        text += "admission: {ttft_target_ms: 0, tpot_target_ms: 0}\nserver: {lameduck_s: 0}\n"
+        text += "admission: {ttft_target_ms: 0, tpot_target_ms: 0}\n"
+        text += f"server: {{lameduck_s: 0, processes: {processes}}}\n"
         (place / "cells.yaml").write_text(text.replace("{threads: 1,", "{threads: 1, dtype: float32,"))
-        for name in LABELS:
+        for name in names:
             (place / name).mkdir()
-        with ThreadPoolExecutor(len(LABELS)) as threads:
-            list(threads.map(self.start, LABELS))
-        for name in LABELS:
-            self.until(lambda name=name: len(self.ready(name)) == 4, f"{name} does not see all")
+        with ThreadPoolExecutor(len(names)) as threads:
+            list(threads.map(self.start, names))
+        seen = 1 + len(names)  # Two workers, and the others.
+        for name in names:
+            self.until(lambda name=name: len(self.ready(name)) == seen, f"{name} does not see all")
 
     def ledger(self, name: str) -> Path:
         return self.place / name / "state" / "ledger"
@@ -319,3 +321,64 @@ def test_a_killed_cell_costs_no_request_and_every_answer_is_the_same(cells: Cell
         f"{usage(cells, *LABELS, by='tenant')} of {num_asked}",
     )
     assert usage(cells, "west", by="origin")["east"] > 0
+
+
+def test_cells_of_several_gateway_processes_help_each_other_and_one_is_killed(tmp_path: Path) -> None:
+    """Two cells of two processes each: every process of east sends some of what it has to wait for to west,
+    whose processes share the port; then west is killed.
+    """
+    pair = Cells(tmp_path, names=("east", "west"), processes=2)
+    try:
+        expected = {number: pair.ask("east", f"The river {number}", tokens=150).text for number in range(4)}
+        answers, stop, lock = list[tuple[int, Answer]](), threading.Event(), threading.Lock()
+
+        def client(number: int) -> None:
+            while not stop.is_set():
+                answer = pair.ask("east", f"The river {number % 4}", tokens=150)
+                with lock:
+                    answers.append((number % 4, answer))
+
+        with ThreadPoolExecutor(16) as threads:
+            running = [threads.submit(client, number) for number in range(16)]
+            try:
+                pair.until(lambda: len(_guests(pair, "west")) == 2, "one process of west has had no guest")
+                pair.until(lambda: pair.streaming.count("west") >= 2, "nothing runs in west")
+                west = pair.servers["west"]
+                for pid in (west.process.pid, *west.workers):
+                    os.kill(pid, signal.SIGKILL)
+                pair.until(lambda: "cell:west/river" not in pair.ready("east"), "west is not missed")
+                num_then = len(answers)
+                pair.until(lambda: len(answers) > num_then + 20, "east answers no more")
+            finally:
+                stop.set()
+            for each in running:
+                each.result()
+        assert Counter(each.status for _, each in answers) == {200: len(answers)}
+        assert not {each.error for _, each in answers} - {""}
+        assert all(each.text == expected[number] for number, each in answers), "to the token"
+        assert any(each.cell == "west" for _, each in answers)
+        num_asked = len(expected) + len(answers)
+        pair.until(
+            lambda: sum(usage(pair, "east", "west", by="tenant").values()) == num_asked,
+            f"{usage(pair, 'east', 'west', by='tenant')} of {num_asked}",
+        )
+    finally:
+        pair.close()
+
+
+def _guests(cells: Cells, name: str) -> set[str]:
+    """The processes of a cell that have connections of its peers, by what the machine says."""
+    port = f"{int(cells.ports[name]):04X}"
+    inodes = set[str]()
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(path).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[1].endswith(f":{port}") and words[3] == "01":  # Established.
+                inodes.add(words[9])
+    found = set[str]()
+    for pid in cells.servers[name].workers:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if link.readlink().name.removeprefix("socket:[").removesuffix("]") in inodes:
+                    found.add(str(pid))
+    return found

@@ -337,6 +337,7 @@ def rollout(number: int, state: str, verdicts: str, **more: object) -> dict:
         "id": f"r{number}", "model": "support", "baseline": "support@1", "candidate": "support@2",
         "state": state, "why": "", "percent": 5.0, "step": 1, "steps": [1.0, 5.0, 25.0, 50.0],
         "began_ms": began, "step_began_ms": began + 1_500_000, "promotes": False, "metrics": metrics,
+        "shadow": 0.0, "trouble": "",
     } | more  # fmt: skip
     assert found.keys() == set(RolloutReport.__struct_fields__)
     assert metrics[0].keys() == set(Reading.__struct_fields__)

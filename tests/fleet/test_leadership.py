@@ -65,7 +65,8 @@ class One:
     def __init__(self, redis: RedisProcess, prefix: str, name: str, off_s: float = 0.0) -> None:
         self.clock = ManualClock(now_ns=int((1000 + off_s) * NS_PER_S), wall_ns=int((5e8 + off_s) * NS_PER_S))
         self.store = RedisLeaderStore(SharedConfig(url=redis.url, prefix=prefix))
-        log = Log(LogConfig(), self.clock, stream=io.StringIO())
+        self.words = io.StringIO()
+        log = Log(LogConfig(), self.clock, stream=self.words)
         self.leads = Leadership(self.store, name, self.clock, log)
         self.part = self.leads.parts["part"] = Part()
         self.made.append(self)
@@ -73,6 +74,9 @@ class One:
     async def beats(self) -> int:
         await self.leads.beat()
         return self.leads.token
+
+    def said(self) -> str:
+        return self.words.getvalue()
 
     async def lease_ends(self) -> None:
         """As if `LEASE_S` had gone by without a beat of the holder."""
@@ -222,6 +226,21 @@ def test_without_its_store_nobody_leads_and_orders_are_refused(tmp_path: Path) -
             assert a.part.count == b"", "what was refused is not carried out later"
         finally:
             redis.kill()
+
+    play(run)
+
+
+def test_a_state_that_another_release_has_left_is_no_end_of_the_beats(redis: RedisProcess) -> None:
+    async def run() -> None:
+        a, b = One(redis, "release", "a"), One(redis, "release", "b")
+        await a.beats()
+        kept = a.store._keys[2]
+        await a.store._client.hset(kept, mapping={"state": b"\xc1 nonsense", "version": 10**17})
+        assert await b.beats() == 0
+        assert "is of another release" in b.said()
+        await a.store._client.delete(kept)
+        assert await b.beats() == 0
+        assert b.leads.holder == "a", "it goes on"
 
     play(run)
 

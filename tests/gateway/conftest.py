@@ -91,11 +91,12 @@ class RunningGateway:
         template: str = TEMPLATE,
         words: tuple[str, ...] = (),
         clock: Clock | None = None,
+        names: tuple[str, ...] = (),
         **limits: float,
     ) -> None:
         """`limits` are fields of `WireLimits`. `words`: of the script, which must have ids of their own.
 
-        `small`: there is a second model, "small", with a worker of its own.
+        `small`: there is a second model, "small", with a worker of its own; or `names` are the models.
         """
         self.clock = clock or SystemClock()
         self._directory = tempfile.TemporaryDirectory()
@@ -106,7 +107,7 @@ class RunningGateway:
         self.requests = []
         self._script, self._step_s, self._public = script, step_s, public
         self._template, self._words = template, words
-        self._max_running, self._names = max_running, ("tiny", "small") if small else ("tiny",)
+        self._max_running, self._names = max_running, names or (("tiny", "small") if small else ("tiny",))
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
@@ -120,7 +121,7 @@ class RunningGateway:
         self._stop = asyncio.Event()
         self.tokenizer = tokenizer = tiny_tokenizer(self._words)
         self.backends = await self.make_backends()
-        self.backend = self.backends["tiny"]
+        self.backend = self.backends[self._names[0]]
         self.metrics = Metrics(list(self._names), version="test")
         template = ChatTemplate({"default": self._template}, special_tokens={}, wall_ns=self.clock.wall_ns)
         log = Log(self.config.log, self.clock, stream=self.log_text)

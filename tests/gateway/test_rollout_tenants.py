@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from penstock.fleet.rollouts import ActiveRollout
 from penstock.gateway.models.rollouts import RolloutTable
 from penstock.policy.rollout.cohorts import BUCKETS, Cohort
+from penstock.policy.rollout.dealing import ActiveRollout
 from penstock.policy.tenant import ANONYMOUS
 from penstock.types import TenantId
 

@@ -197,6 +197,57 @@ def test_a_steady_load_changes_its_direction_once_in_five_minutes_at_most(arrive
     assert fleet.turns(300) <= 1
 
 
+def a_fleet_that_one_has_just_left() -> Fleet:
+    """Of three workers two are left, and the load is such that three were wanted by a little less rate."""
+    fleet = Fleet(ScaleConfig(max=8), ready=3)
+    fleet.scaler.state.learned.rate = ServiceRate(full=100.0, good=90.0)
+    fleet.run(900, 7)  # 140 tokens/s, of which two workers do 180.
+    assert fleet.ready == 2
+    assert [each.move for each in fleet.decisions if each.move != "hold"] == ["in"]
+    fleet.scaler.state.left = fleet.now_s * NS_PER_S, 2
+    return fleet
+
+
+def wants_three(fleet: Fleet, **more: object) -> ScaleDecision:
+    """It is thought a little less of a worker."""
+    fleet.scaler.state.learned.rate = ServiceRate(full=70.0, good=60.0)
+    return fleet.look(7, **more)
+
+
+def test_one_that_has_just_left_is_not_asked_for_again_by_what_is_thought_of_a_worker() -> None:
+    fleet = a_fleet_that_one_has_just_left()
+    held = wants_three(fleet)
+    assert (held.move, held.workers, held.wanted) == ("hold", 2, 3)
+    assert held.why == "one left within 300 s, and nothing suffers without it"
+    fleet.now_s += 300
+    assert wants_three(fleet).move == "out", "five minutes later it is"
+
+
+@pytest.mark.parametrize(
+    "more", [{"late": 8, "due": 20}, {"shed": 1}, {"kv_use": 0.95}, {"memory_headroom": 0.02, "waiting": 1}]
+)
+def test_it_is_asked_for_if_requests_suffer(more: dict[str, object]) -> None:
+    fleet = a_fleet_that_one_has_just_left()
+    found = wants_three(fleet, **more)
+    if "shed" not in more:
+        assert found.move == "hold", "that may be chance, once"
+        found = wants_three(fleet, **more)
+    assert found.move == "out"
+
+
+def test_it_is_asked_for_at_once_if_one_was_lost_or_two_are_wanted_or_an_operator_had_sent_it_away() -> None:
+    fleet = a_fleet_that_one_has_just_left()
+    fleet.ready = 1
+    assert wants_three(fleet).move == "out", "two are wanted, and one was lost"
+    fleet = a_fleet_that_one_has_just_left()
+    fleet.scaler.state.left = fleet.now_s * NS_PER_S, 3
+    assert wants_three(fleet).move == "out", "one of three was lost since"
+    fleet = a_fleet_that_one_has_just_left()
+    order = Override(workers=1, until_ns=10**18)
+    assert fleet.look(7, override=order).move == "in"
+    assert fleet.scaler.state.left == (0, 0), "the load had no part in that"
+
+
 def test_kv_memory_and_late_answers_want_one_more_whatever_the_rate_is_thought_to_be() -> None:
     for more in ({"kv_use": 0.95}, {"late": 8, "due": 20}, {"memory_headroom": 0.02, "waiting": 1}):
         fleet = Fleet(ScaleConfig(max=8), ready=2)

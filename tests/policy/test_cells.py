@@ -7,7 +7,7 @@ import pytest
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.flow import QueueConfig
 from penstock.errors import WorkerUnavailable
-from penstock.policy.flow import Outcome, RequestFacts, Start
+from penstock.policy.flow import Outcome, RequestFacts, Start, State
 from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
@@ -83,6 +83,19 @@ def test_a_request_stays_here_while_a_worker_here_has_room() -> None:
     model_queue = OneModel(here=a_worker(), eu=a_peer(rtt_ms=1))
     (first,) = model_queue.ask()
     assert model_queue.starts() == {first: HERE}
+
+
+def test_all_that_a_lost_cell_had_comes_home_though_the_retry_budget_is_small() -> None:
+    model_queue = OneModel(health=FleetHealth(HealthTerms(), [0.5].pop), here=a_worker(rows=1))
+    list(_fill(model_queue))
+    model_queue.worker(EU, a_peer(rtt_ms=1, rows=40))
+    away = model_queue.ask(30)
+    assert set(model_queue.starts().values()) == {EU}
+    control = model_queue.control
+    for name in away:
+        control.failed(model_queue.now_ns, RequestId(name), WorkerUnavailable("it is lost"), retry=True)
+    waiting = {each.id for each in control.requests() if each.state is State.QUEUED}
+    assert set(away) <= waiting
 
 
 def test_a_short_wait_here_is_better_than_a_peer_and_a_long_one_is_not() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.policy.rollout.cohorts import BUCKETS, GROUPS, Cohort, bucket_of, cohort_of
+from penstock.policy.rollout.dealing import active_of
 from penstock.policy.rollout.evidence import (
     Evidence,
     Observation,
@@ -341,3 +342,45 @@ def test_a_probe_score_counts_if_there_is_one_and_less_is_worse() -> None:
         right = draw.random() < (0.9 if is_canary else 0.7)
         better.add(Observation("r", is_canary=is_canary, group=number % GROUPS, score=float(right)))
     assert better.read(RolloutMetric.SCORE).verdict is RolloutVerdict.FINE
+
+
+# --- shadow traffic ---------------------------------------------------------------------------------
+
+
+def test_while_it_is_in_the_shadow_nobody_has_the_candidate() -> None:
+    trial = Rollout.begin("r-1", msgspec.structs.replace(PLAN, shadow=20.0), "m@1", 0)
+    active = active_of(trial)
+    assert active is not None
+    assert (trial.share, trial.shadow, active.serves) == (0, BUCKETS // 5, "m@1")
+    found = [active.assign(lambda number=number: f"c{number}") for number in range(2000)]
+    assert {each.version for each in found} == {"m@1"}
+    copied = [each for each in found if each.cohort is Cohort.SHADOW]
+    assert 300 < len(copied) < 500
+    assert {each.candidate for each in copied} == {"m@2"}
+    assert not any(each.candidate for each in found if each.cohort is not Cohort.SHADOW)
+
+
+def test_the_shadow_comes_before_the_first_step_and_its_evidence_counts_on() -> None:
+    trial = Rollout.begin("r-1", msgspec.structs.replace(PLAN, shadow=100.0, step_s=10.0), "m@1", 0)
+    assert trial.is_shadowing
+    assert trial.judge(NS_PER_S) is False
+    assert "50 requests that the candidate had rows to spare for; there were 0" in trial.why
+    feed(trial, 60)
+    assert trial.judge(11 * NS_PER_S)
+    assert (trial.step, trial.share, trial.shadow) == (0, BUCKETS // 100, 0)
+    assert trial.evidence.requests(canary=True) == 60
+    assert trial.judge(12 * NS_PER_S) is False, "the step wants requests of its own"
+
+
+def test_what_is_worse_in_the_shadow_is_taken_back_before_anybody_has_it() -> None:
+    trial = Rollout.begin("r-1", msgspec.structs.replace(PLAN, shadow=100.0), "m@1", 0)
+    feed(trial, 400, slower=1.4)
+    assert trial.judge(NS_PER_S)
+    assert trial.state is RolloutState.ROLLED_BACK
+    assert trial.step == -1
+    assert active_of(trial) is None
+
+
+@pytest.mark.parametrize("shadow", [-1.0, 0.001, 101.0, math.nan])
+def test_a_shadow_is_a_percentage(shadow: float) -> None:
+    assert "'shadow' must be 0 or a percentage" in msgspec.structs.replace(PLAN, shadow=shadow).faults()

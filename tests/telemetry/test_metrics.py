@@ -68,6 +68,7 @@ def test_names_and_labels_are_the_golden_ones() -> None:
     metrics.sent_to_cell("m", "west")
     metrics.guest_ended("west", "stop")
     metrics.round_trip("west", 1_000)
+    metrics.shadowed("m", "compared")
     metrics.hedged("m", "won")
     metrics.breaker("m", "m-0", 1)
     metrics.retry_budget(3.0)

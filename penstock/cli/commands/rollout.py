@@ -27,6 +27,7 @@ exit code: 0 done, 1 the server refuses, or there is none, 2 wrong usage
 examples:
   penstock rollout start support@2
   penstock rollout start support@2 --steps 5,50 --step-minutes 10 --promote
+  penstock rollout start support@2 --shadow 20
   penstock rollout status
   penstock rollout promote support"""
 _DEFAULTS = RolloutPlan(model="", candidate="")
@@ -59,6 +60,15 @@ def add_parser(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument(
         "--warm-up", type=int, default=_DEFAULTS.warm_up_requests,
         help="start: first requests of the new version whose times do not count (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shadow", type=float, default=_DEFAULTS.shadow, metavar="PERCENT",
+        help="start: before the first step, copy the requests of so many conversations to it and throw the "
+        "answers away (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tenants", default="", metavar="NAMES",
+        help="start: deal the conversations of these alone: ids, or tier:NAME for a tier (default: all)",
     )  # fmt: skip
     parser.add_argument(
         "--promote", action="store_true", help="start: promote it by itself behind the last step"
@@ -102,6 +112,8 @@ def _plan(args: argparse.Namespace) -> RolloutPlan:
         step_s=args.step_minutes * 60,
         requests_min=args.requests,
         warm_up_requests=args.warm_up,
+        shadow=args.shadow,
+        tenants=tuple(each.strip() for each in args.tenants.split(",") if each.strip()),
         promotes=args.promote,
     )
 
@@ -114,10 +126,15 @@ def show(reports: RolloutReports) -> None:
     for each in reports.rollouts:
         head = f"{each.baseline} -> {each.candidate}: {each.state.value}"
         if each.state is RolloutState.RUNNING:
-            head += f", {each.percent:g} % (step {each.step + 1} of {len(each.steps)}); waits for {each.why}"
+            at = f"{each.percent:g} % (step {each.step + 1} of {len(each.steps)})"
+            if each.shadow:
+                at = f"nobody has it, it gets copies of {each.shadow:g} %"
+            head += f", {at}" + (f"; waits for {each.why}" if each.why else "")
         elif each.why:
             head += f": {each.why}"
         out.print(head, markup=False, soft_wrap=True)
+        if each.trouble:
+            out.print(each.trouble, markup=False, soft_wrap=True)
         if each.model not in seen:
             out.print(_figures(each))
         seen.add(each.model)

@@ -28,13 +28,14 @@ from penstock.config.tree import Config
 from penstock.errors import ClientError, OperatorError, PenstockError
 from penstock.fleet.launchers.supervised import BACKOFF_MAX_S, RestartBudget
 from penstock.fleet.leadership import Leadership
-from penstock.fleet.rollouts import ActiveRollout, RolloutLeader, RolloutOrder, rollouts_file
+from penstock.fleet.rollouts import RolloutLeader, RolloutOrder, rollouts_file
 from penstock.fleet.scale_report import ScaleAsk
 from penstock.fleet.scaling import ScaleLeader
 from penstock.fleet.sleep import Sleeper
 from penstock.gateway.api.services import RecentRequests
 from penstock.gateway.identity.tenancy import Tenancy
 from penstock.gateway.shared.keeper import LeaseServer
+from penstock.policy.rollout.dealing import ActiveRollout
 from penstock.policy.rollout.evidence import Observation
 from penstock.protocol.peers import (
     EXIT_CANNOT_SERVE,

@@ -36,6 +36,7 @@ from penstock.gateway.api.job import (
     uses_tools,
 )
 from penstock.gateway.api.services import Services
+from penstock.gateway.api.shadow import copy_of
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.identity.tenants import Caller
 from penstock.gateway.models.prepare import (
@@ -181,15 +182,9 @@ class Generate:
         await self._serve(exchange, body, caller, request, Endpoint.COMPLETIONS, prepare, _names(needs))
 
     async def _serve(
-        self,
-        exchange: Exchange,
-        body: bytes,
-        caller: Caller,
-        request: GenerationRequest,
-        endpoint: Endpoint,
-        prepare: Prepare,
-        needs: frozenset[str],
-    ) -> None:
+        self, exchange: Exchange, body: bytes, caller: Caller, request: GenerationRequest, endpoint: Endpoint,
+        prepare: Prepare, needs: frozenset[str],
+    ) -> None:  # fmt: skip
         """Submit the request to its model, and to whichever other one it is diverted to: each makes its own
         prompt.
         """
@@ -247,7 +242,8 @@ class Generate:
                 services.wakes.wanted(model.name)
             diverted = services.dispatcher.submit(facts, reply, streams, fall_back)
             if diverted is None:
-                return
+                copy_of(services, job, facts, served, (hints, prepare))
+                break
             model = services.models.get(diverted.route)  # One that has the adapter, if one is asked for.
             served = _instead(served, model, adapter, diverted.why)
 

@@ -11,7 +11,13 @@ import msgspec
 from penstock.clock import sleep
 from penstock.errors import InvalidRequest, NotFound
 from penstock.fleet.adapters import AdapterKeeper, AdapterSource
-from penstock.fleet.rollouts import ProbeScore, RolloutLeader, RolloutOrder
+from penstock.fleet.rollouts import (
+    ProbeScore,
+    RolloutLeader,
+    RolloutOrder,
+    RolloutReport,
+    RolloutReports,
+)
 from penstock.fleet.scale_report import ScaleAsk, ScaleOrder, ScaleReports
 from penstock.fleet.scaling import ScaleLeader
 from penstock.fleet.sleep import Sleeper
@@ -19,9 +25,9 @@ from penstock.gateway.api.inspect import answer, query_of
 from penstock.gateway.api.services import Services
 from penstock.gateway.http.exchange import Exchange, Response
 from penstock.gateway.identity.tenants import Caller
-from penstock.gateway.models.served import ServedModel
+from penstock.gateway.models.served import ModelTable, ServedModel
 from penstock.gateway.shared.peers import GatewayPeers
-from penstock.policy.rollout.rollout import RolloutPlan
+from penstock.policy.rollout.rollout import RolloutPlan, RolloutState
 from penstock.protocol.fleet import LoadAdapterOrder, SleepOrderBody, SleepState, UnloadAdapterOrder
 from penstock.protocol.peers import AdapterOrder
 from penstock.types import ModelName
@@ -101,13 +107,14 @@ class ScaleAdmin:
 ROLLOUTS = "/admin/rollouts/"
 _plans = msgspec.json.Decoder(RolloutPlan)
 _scores = msgspec.json.Decoder(ProbeScore)
+_rollouts = msgspec.json.Decoder(RolloutReports)
 
 
 class RolloutsAdmin:
     """The endpoints. The deciding process is this one, or the parent of several."""
 
-    def __init__(self, leader: RolloutLeader | None, peers: GatewayPeers | None) -> None:
-        self._leader, self._peers = leader, peers
+    def __init__(self, models: ModelTable, leader: RolloutLeader | None, peers: GatewayPeers | None) -> None:
+        self._models, self._leader, self._peers = models, leader, peers
 
     async def show(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /admin/rollouts?model=support`: every rollout, the latest first, with what was measured."""
@@ -153,11 +160,22 @@ class RolloutsAdmin:
 
     async def _carry_out(self, exchange: Exchange, order: RolloutOrder) -> None:
         if self._leader is not None:
-            body = msgspec.json.encode(await self._leader.order(order))
+            reports = await self._leader.order(order)
         else:
             assert self._peers is not None, "one of the two decides"
-            body = await self._peers.rollout(msgspec.json.encode(order))
-        exchange.respond(Response(body=body))
+            reports = _rollouts.decode(await self._peers.rollout(msgspec.json.encode(order)))
+        seen = RolloutReports([self._with_trouble(each) for each in reports.rollouts])
+        exchange.respond(Response(body=msgspec.json.encode(seen)))
+
+    def _with_trouble(self, report: RolloutReport) -> RolloutReport:
+        """Only gateways know whether a version can take requests."""
+        candidate = next((each for each in self._models if each.name == report.candidate), None)
+        is_live = report.state in (RolloutState.RUNNING, RolloutState.READY)
+        if candidate is None or candidate.workers.is_ready or not is_live:
+            return report
+        stage = candidate.workers.summary().stage
+        words = f"{report.candidate} has no worker that takes requests ({stage}): {report.baseline} serves"
+        return msgspec.structs.replace(report, trouble=words)
 
 
 _LOOK_S, _LOOKS_MAX = 0.02, 50

@@ -17,6 +17,7 @@ from penstock.clock import NS_PER_MS, Clock
 from penstock.config.tree import Config
 from penstock.errors import Draining, Overloaded
 from penstock.gateway.dispatch.dispatcher import Dispatcher
+from penstock.gateway.dispatch.trials import Trials
 from penstock.gateway.dispatch.worker_feed import ColdStarts, WakeCalls
 from penstock.gateway.http.exchange import Ending, Exchange, Served
 from penstock.gateway.models.prepare import TokenizePool
@@ -295,6 +296,8 @@ class Services:
     all_requests: AllRequests = field(init=False)
     """And in all gateway processes."""
     peers: GatewayPeers | None = None
+    trials: Trials = field(init=False)
+    """The part of rollouts that learns from requests."""
     wakes: WakeCalls
     """Wakes models that are asleep."""
     cold: ColdStarts
@@ -312,6 +315,9 @@ class Services:
     def __post_init__(self) -> None:
         self.recent = RecentRequests(self.clock)
         self.all_requests = AllRequests(self.recent, self.clock, self.peers)
+        self.trials = Trials(
+            self.models.rollouts, self.dispatcher, metrics=self.metrics, clock=self.clock, log=self.log
+        )
 
     @property
     def falls_back(self) -> bool:

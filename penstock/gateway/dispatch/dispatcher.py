@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from penstock.backends.base import GenerateRequest, Sink
+from penstock.backends.base import GenerateRequest, Sink, nothing
 from penstock.clock import NS_PER_S, Clock
 from penstock.errors import PenstockError, WorkerEjected
 from penstock.fleet.registry import Registry, Worker
@@ -56,13 +56,15 @@ class Dispatcher:
         """`processes`: gateways that use the same workers."""
         self.control, self.anomalies = policies.control, policies.anomalies
         self._limiter, self._slots, self._clock, self._log = policies.limiter, slots, clock, log
-        self._metrics, self._health, self._registry = metrics, policies.health, registry
+        self._metrics, self._health, self.registry = metrics, policies.health, registry
         self._slice_tokens, self._hedges = policies.slice_tokens, policies.hedges is not None
         self.meters = Meters(policies.prices, is_shared=processes > 1)
         self._records = GatewayRecords(ledger, policies.prices, metrics, clock)
         self._driver = Driver(self.control, self, self, self._records, self.meters)
         self._tasks: set[asyncio.Future[None]] = set()
         self._is_due = False
+        self.on_dispatched: Callable[[], None] = nothing
+        """Called when requests may have begun to run, or to wait."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._workers = WorkerFeed(
@@ -166,6 +168,7 @@ class Dispatcher:
         self._metrics.retry_budget(self._health.retries.level(now_ns))
         for cell, rtt_ns in self._workers.round_trips():
             self._metrics.round_trip(cell, rtt_ns)
+        self.on_dispatched()
 
     def drain(self, timeout_s: float) -> None:
         """Accept nothing new; accepted requests may run for so long."""
@@ -218,7 +221,7 @@ class Dispatcher:
         if (trace := reply.exchange.trace) is not None:
             trace.keep_attempt(now_ns, attempt)
         self._driver.take_lead(now_ns, request, attempt)
-        if (worker := self._registry.get(request.worker)) is not None:
+        if (worker := self.registry.get(request.worker)) is not None:
             reply.exchange.migration = _migration(worker, reply.streams)
         self._dispatch_soon()
 
@@ -243,7 +246,7 @@ class Dispatcher:
 
     def on_ended(self, reply: Reply) -> None:
         """See `ReplyListener`. A request that goes to another model has a reply that was never accepted."""
-        request, label = reply.request, reply.exchange.outcome
+        request, label = reply.exchange.request, reply.exchange.outcome
         if request is None:
             return
         if (trace := reply.exchange.trace) is not None:
@@ -259,7 +262,7 @@ class Dispatcher:
     def start(self, now_ns: int, request: Request, start: Start) -> None:
         """See `driver.Workers`."""
         reply = _reply_of(request)
-        worker = self._registry.get(start.worker_id)
+        worker = self.registry.get(start.worker_id)
         assert worker is not None, f"{start.worker_id} has room, so it is there"
         try:
             headers = _trace_headers(now_ns, request, reply, start, worker)
@@ -378,6 +381,7 @@ class Dispatcher:
         self._workers.refresh(now_ns)
         self._driver.dispatch(now_ns)
         self._set_timer(now_ns)
+        self.on_dispatched()
 
     def _set_timer(self, now_ns: int) -> None:
         due_ns = self.control.next_ns(now_ns)
@@ -402,8 +406,9 @@ def _reply_of(request: Request) -> Reply:
 
 
 def _request_of(reply: Reply) -> Request:
-    assert reply.request is not None, "only accepted requests are started"
-    return reply.request
+    request = reply.exchange.request
+    assert request is not None, "only accepted requests are started"
+    return request
 
 
 def migrated(before: Exchange, migration: str) -> str:

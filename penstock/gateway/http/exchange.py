@@ -69,7 +69,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     route: str = ""
     """How it was chosen, if it was: `Choice.explain()`."""
     assigned: object = None
-    """The version that a rollout has assigned to its conversation (`gateway.models.rollouts.Assigned`)."""
+    """The version that a rollout has assigned to its conversation (`policy.rollout.dealing.Assigned`)."""
 
 
 def _value(name: str) -> bytes:

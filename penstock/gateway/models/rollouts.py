@@ -4,10 +4,9 @@ are active.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
-from penstock.fleet.rollouts import ActiveRollout
-from penstock.policy.rollout.cohorts import GROUPS, Cohort, bucket_of, cohort_of
+from penstock.policy.rollout.cohorts import Cohort
+from penstock.policy.rollout.dealing import ActiveRollout, Assigned
 from penstock.policy.rollout.evidence import Observation
 from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.telemetry.catalog import OutcomeLabel
@@ -25,15 +24,6 @@ _ANSWERED = (
 """Every other end of a request is the client's doing."""
 
 
-class Assigned(NamedTuple):
-    """The version assigned to a conversation."""
-
-    rollout: str
-    version: str
-    cohort: Cohort
-    group: int
-
-
 class RolloutTable:
     """Of this process."""
 
@@ -45,49 +35,49 @@ class RolloutTable:
         """These are active, and no others."""
         self._active = {each.model: each for each in active}
 
+    def copies(self, rollout: str) -> bool:
+        """Whether requests are copied to this rollout's candidate."""
+        return any(each.shadow for each in self._active.values() if each.id == rollout)
+
     def assign(
         self, model: str, conversation: Callable[[], str], tenant: Tenant = ANONYMOUS
     ) -> Assigned | None:
         """The version for a conversation that asks for `model`; None: no rollout says anything."""
-        if (rollout := self._active.get(model)) is None:
-            return None
-        names = {tenant.id, f"tier:{tenant.tier}"}
-        if rollout.tenants and names.isdisjoint(rollout.tenants):
-            return Assigned(rollout.id, rollout.baseline, Cohort.REST, 0)
-        bucket = bucket_of(rollout.id, conversation())
-        cohort = cohort_of(bucket, rollout.share)
-        version = rollout.candidate if cohort is Cohort.CANARY else rollout.baseline
-        return Assigned(rollout.id, version, cohort if rollout.is_measured else Cohort.REST, bucket % GROUPS)
+        rollout = self._active.get(model)
+        return None if rollout is None else rollout.assign(conversation, tenant)
 
     def first(self, model: str) -> str:
         """The version that serves who is in no rollout's canary; empty: the one that stands first."""
-        if (rollout := self._active.get(model)) is None:
-            return ""
-        return rollout.candidate if not rollout.is_measured else rollout.baseline
+        rollout = self._active.get(model)
+        return "" if rollout is None else rollout.serves
 
-    def ended(self, assigned: Assigned, record: RequestMeasurement, rows: int) -> None:
-        """A request has ended; `rows` is how many its worker computed together then."""
-        failed = record.outcome in _FAILED
-        if assigned.cohort is Cohort.REST or not (failed or record.outcome in _ANSWERED):
-            return
-        if len(self._unreported) >= UNREPORTED_MAX:
-            return
-        self._unreported.append(
-            Observation(
-                assigned.rollout,
-                is_canary=assigned.cohort is Cohort.CANARY,
-                group=assigned.group,
-                failed=failed,
-                cut_off=record.outcome in (OutcomeLabel.LENGTH, OutcomeLabel.CONTENT_FILTER),
-                tokens=record.generated_tokens,
-                tpot_ns=record.tpot_ns or 0,
-                rows=rows,
-                prefill_ns=max(0, (record.ttft_ns or 0) - (record.queue_ns or 0)),
-                uncached_tokens=record.prompt_tokens - record.cached_tokens,
-            )
-        )
+    def count(self, seen: Observation) -> None:
+        """Keep what is to be told."""
+        if len(self._unreported) < UNREPORTED_MAX:
+            self._unreported.append(seen)
 
     def take(self) -> Sequence[Observation]:
         """Requests that ended since the last call."""
         unreported, self._unreported = self._unreported, []
         return unreported
+
+
+def observed(assigned: Assigned, record: RequestMeasurement, rows: int) -> Observation | None:
+    """A request of a rollout that has ended; `rows` is how many its worker computed together then. None: it
+    counts nothing.
+    """
+    failed = record.outcome in _FAILED
+    if assigned.cohort is Cohort.REST or not (failed or record.outcome in _ANSWERED):
+        return None
+    return Observation(
+        assigned.rollout,
+        is_canary=assigned.cohort is Cohort.CANARY,
+        group=assigned.group,
+        failed=failed,
+        cut_off=record.outcome in (OutcomeLabel.LENGTH, OutcomeLabel.CONTENT_FILTER),
+        tokens=record.generated_tokens,
+        tpot_ns=record.tpot_ns or 0,
+        rows=rows,
+        prefill_ns=max(0, (record.ttft_ns or 0) - (record.queue_ns or 0)),
+        uncached_tokens=record.prompt_tokens - record.cached_tokens,
+    )

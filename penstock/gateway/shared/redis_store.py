@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from penstock.config.flow import SharedConfig
 from penstock.errors import ConfigError
-from penstock.fleet.leadership import LEASE_S, BeatCall, LeaseBeat
+from penstock.fleet.leadership import LEASE_S, BeatCall, LeaderStoreLost, LeaseBeat
 from penstock.gateway.shared.keeper import StoreError
 from penstock.policy.limits.lease_table import Ask, BudgetAsk, LeaseAsk, LeaseGrant, LeaseReply
 from penstock.policy.terms import shared_terms
@@ -258,7 +258,7 @@ class RedisLeaderStore:
         Raises:
             ConfigError: the client is not installed, or it does not understand `shared.url`.
         """
-        self._client, _ = connect(config, num_connections=2, timeout_s=_LEADER_TIMEOUT_S)
+        self._client, self._error = connect(config, num_connections=2, timeout_s=_LEADER_TIMEOUT_S)
         start = f"{config.prefix}:leader"
         self._keys = [start, f"{start}:token", f"{start}:state", f"{start}:inbox"]
         self._beat: Any = self._client.register_script(LEADER_SCRIPT)
@@ -267,13 +267,19 @@ class RedisLeaderStore:
     async def beat(self, call: BeatCall) -> LeaseBeat:
         """See `LeaderStore`."""
         args: list[str | int | bytes] = [call.me, int(LEASE_S * 1000), call.led, call.known, call.version]
-        found = await self._beat(keys=self._keys, args=[*args, call.state, *call.messages])
+        try:
+            found = await self._beat(keys=self._keys, args=[*args, call.state, *call.messages])
+        except (self._error, OSError) as error:
+            raise LeaderStoreLost(str(error)) from error
         token, holder, now, version, state, messages = found
         return LeaseBeat(int(token), holder.decode(), int(now), int(version), state, messages)
 
     async def leave(self, me: str) -> None:
         """See `LeaderStore`."""
-        await self._leave(keys=self._keys[:1], args=[me])
+        try:
+            await self._leave(keys=self._keys[:1], args=[me])
+        except (self._error, OSError) as error:
+            raise LeaderStoreLost(str(error)) from error
 
     async def close(self) -> None:
         """See `LeaderStore`."""

@@ -5,9 +5,10 @@
 
 Out at once, as many as are wanted. In slowly: a worker goes when the smooth load wanted no more than the
 others for half of `in_after_s`, nothing joined within all of it, the last one that left has ended its
-requests, and those that stay keep enough room (`keeps_enough`). So a steady load sees at most one change of
-direction in `in_after_s`. Workers that start are never given up, and count as what they will be: nothing more
-is asked for in their place.
+requests, and those that stay keep enough room (`keeps_enough`). Within `in_after_s` of one that left a single
+one is not asked for again by what is thought of the load alone, only if requests suffer. So a steady load
+sees at most one change of direction in `in_after_s`. Workers that start are never given up, and count as what
+they will be: nothing more is asked for in their place.
 
 Of which pool: out, first what must not be lost together (`steady`), then the cheapest one with room whose
 launcher works (`grow`); in, the dearest, but never below `steady` workers that nobody takes back (`shrink`).
@@ -34,6 +35,7 @@ from penstock.policy.capacity.opinions import (
     lasting,
     reactive,
     spans_of,
+    suffers,
 )
 from penstock.policy.capacity.signals import Override, PoolState, Signals
 
@@ -108,8 +110,9 @@ def _prices(scale: ScaleConfig, pools: Sequence[PoolState]) -> dict[str, float]:
 
 LATELY = 0.5
 """Share of `in_after_s` for which no more workers may have been wanted: the load was smoothed already."""
-IN_PAUSE = 0.1
-"""Share of `in_after_s` between two workers that leave."""
+IN_PAUSE, UNSEEN_PAUSE = 0.1, 0.5
+"""Share of `in_after_s` between two workers that leave; the longer one where those that stay would do more
+than workers were ever seen to do: the first puts right what is thought of that, before a second one goes."""
 Move = Literal["hold", "out", "in"]
 
 
@@ -153,6 +156,10 @@ class ScaleState(msgspec.Struct, kw_only=True):
     out_ns: int = 0
     in_ns: int = 0
     """When the last worker was asked for, and told to leave."""
+    left: tuple[int, int] = (0, 0)
+    """When the last one left that nobody had ordered away, and how many stayed; 0: none has."""
+    suffered: bool = False
+    """Whether requests suffered at the last look."""
     begun_ns: int | None = None
     """When it was first looked; None: it was not. How many were wanted before is not known."""
 
@@ -195,15 +202,16 @@ class Autoscaler:
         ordered = seen.override is not None and seen.wall_ns < seen.override.until_ns
         if ordered and seen.override is not None:
             aim = min(scale.max, seen.override.workers)
+        if not ordered and aim > advice[2].workers and (rests := self._rests(seen, aim)):
+            aim, first = aim - 1, rests
+        state.suffered = bool(suffers(seen))
         targets, move, why, held = self._plan(seen, aim, budget, ordered=ordered, steady=steady)
         why = _ordered_by(seen.override) if ordered and seen.override is not None else why or first.why
         if is_frozen and not ordered and move != "hold":
             why = f"nothing is changed at this time (frozen); else: {why}"
         acts = ordered or (scale.mode == "act" and not is_frozen)
         if acts and move != "hold":
-            state.out_ns, state.in_ns = (
-                (seen.now_ns, state.in_ns) if move == "out" else (state.out_ns, seen.now_ns)
-            )
+            self._moved(seen.now_ns, move, 0 if ordered else sum(targets.values()))
         if wanted > scale.max and not held:
             held = f"max is {scale.max}"
         return ScaleDecision(
@@ -296,6 +304,27 @@ class Autoscaler:
         assert sum(targets.values()) == seen.ready + seen.pending - count, "each of them had a place"
         return targets, "in", "", ""
 
+    def _moved(self, now_ns: int, move: Move, stay: int) -> None:
+        """Remember it; `stay` is 0 if it was ordered."""
+        state = self.state
+        if move == "out":
+            state.out_ns = now_ns
+        else:
+            state.in_ns = now_ns
+            state.left = (now_ns, stay) if stay else (0, 0)
+
+    def _rests(self, seen: Signals, aim: int) -> Opinion | None:
+        """Why one worker more is not asked for now, although the load seems to want it; None: it is."""
+        when_ns, stayed = self.state.left
+        there, after_ns = seen.ready + seen.pending, int(self.scale.in_after_s * NS_PER_S)
+        is_recent = when_ns and seen.now_ns - when_ns < after_ns
+        # Two late answers of a dozen are chance once, and not twice.
+        suffers_now = bool(suffers(seen)) and (seen.shed > 0 or self.state.suffered)
+        if not is_recent or aim - there != 1 or there < stayed or suffers_now:
+            return None  # With fewer than stayed one was lost since.
+        words = f"one left within {self.scale.in_after_s:g} s, and nothing suffers without it"
+        return Opinion(of="rest", workers=aim - 1, why=words)
+
     def _stays(self, seen: Signals) -> str:
         """Why no worker leaves now; empty: one may."""
         state, now_ns = self.state, seen.now_ns
@@ -309,7 +338,9 @@ class Autoscaler:
             return "a worker starts, or leaves"
         if state.out_ns and now_ns - state.out_ns < after_ns:
             return f"one joined within {self.scale.in_after_s:g} s"
-        if state.in_ns and now_ns - state.in_ns < int(after_ns * IN_PAUSE):
+        each = state.learned.demand.level / max(1, seen.ready - 1)
+        pause = IN_PAUSE if each <= state.learned.rate.good else UNSEEN_PAUSE
+        if state.in_ns and now_ns - state.in_ns < int(after_ns * pause):
             return "one left just now"
         return keeps_enough(seen, state.learned, seen.ready - 1)
 

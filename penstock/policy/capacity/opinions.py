@@ -131,15 +131,21 @@ def reactive(seen: Signals, known: Learned) -> Opinion:
         why = f"{known.comes:.0f} tokens/s come and {seen.waiting} requests wait; {safe:.0f} are safe"
     elif seen.waiting or seen.running:
         wanted, why = max(1, seen.ready), "it has work, and what a worker can do is not known yet"
-    one_more, is_late = seen.ready + 1, seen.due >= DUE_MIN and seen.late > 2 * LATE_MAX * seen.due
-    if one_more > max(wanted, there) and seen.ready:
-        if is_late or seen.shed:
-            wanted, why = one_more, f"{seen.late} of {seen.due} answers were late, {seen.shed} requests shed"
-        elif seen.kv_use > KV_FULL:
-            wanted, why = one_more, f"{seen.kv_use:.0%} of the KV memory is in use"
-        elif seen.waiting and seen.memory_headroom < HEADROOM_MIN:
-            wanted, why = one_more, f"a worker has {seen.memory_headroom:.1%} of its memory left"
+    if seen.ready + 1 > max(wanted, there) and seen.ready and (trouble := suffers(seen)):
+        wanted, why = seen.ready + 1, trouble
     return Opinion(of="reactive", workers=wanted, why=why)
+
+
+def suffers(seen: Signals) -> str:
+    """The trouble that requests have now, whatever a worker is thought to do; empty: none."""
+    is_late = seen.due >= DUE_MIN and seen.late > 2 * LATE_MAX * seen.due
+    if is_late or seen.shed:
+        return f"{seen.late} of {seen.due} answers were late, {seen.shed} requests shed"
+    if seen.kv_use > KV_FULL:
+        return f"{seen.kv_use:.0%} of the KV memory is in use"
+    if seen.waiting and seen.memory_headroom < HEADROOM_MIN:
+        return f"a worker has {seen.memory_headroom:.1%} of its memory left"
+    return ""
 
 
 def capacity(known: Learned) -> Opinion:

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from penstock.clock import NS_PER_S
 from penstock.policy.limits.price import PriceList
 from penstock.policy.request import Request
-from penstock.types import TOKEN_WEIGHT, RequestId, WorkerId
+from penstock.types import TOKEN_WEIGHT, RequestId, Usage, WorkerId
 
 HOUR_NS = 3600 * NS_PER_S
 """Units of price times nanoseconds in one millionth of the currency."""
@@ -390,6 +390,22 @@ class Meters:
         if gone is not None:
             self._accounts[gone.worker].settle(now_ns, request.id)
             self._close(now_ns, gone.worker)
+
+    def copied(self, now_ns: int, worker: WorkerId, copy_id: RequestId) -> None:
+        """A copy of a request was sent to a worker: no tenant pays for it."""
+        if (account := self._accounts.get(worker)) is not None:
+            self._running[copy_id] = _Running(worker)
+            account.started(now_ns, copy_id, is_platform=True)
+
+    def copy_ended(self, now_ns: int, copy_id: RequestId, usage: Usage) -> None:
+        """It is over."""
+        if (running := self._running.get(copy_id)) is not None:
+            prompt, answer = usage.prompt_tokens, usage.completion_tokens
+            self._worked(running, copy_id, prompt - usage.cached_tokens, prompt // 2)
+            self._worked(running, copy_id, answer, prompt + answer)
+            del self._running[copy_id]
+            self._accounts[running.worker].settle(now_ns, copy_id)
+            self._close(now_ns, running.worker)
 
     def began(self, request: Request) -> None:
         """Its first output is here: the prompt is done."""

@@ -424,7 +424,9 @@ class Fallbacks:
         model_queue.failed(request.worker, request)
         may_retry = request.attempts - request.attempts_elsewhere <= self._retries_max
         has_other = model_queue.has_other(now_ns, request)
-        if may_retry and has_other and health.may_retry(now_ns):
+        # Requests of a peer cell come home: one that is lost fails all of them at once, which is no overload.
+        is_guest = request.worker in model_queue.peers.ids
+        if may_retry and has_other and (is_guest or health.may_retry(now_ns)):
             return Event.RETRY, None
         if (leaves := self.leave(now_ns, request, _WHY.get(type(error), "failure"))) is not None:
             return Event.RETRY, leaves

@@ -43,7 +43,7 @@ class ModelQueue:
 
     __slots__ = (
         "_apart", "_config", "_deployments", "_down_ns", "_found", "_health", "_holds", "_last_ns",
-        "_no_worker_ns", "_now_ns", "_peers", "avoid", "gap_ns", "held", "leaving", "pace", "placement",
+        "_no_worker_ns", "_now_ns", "avoid", "gap_ns", "held", "leaving", "pace", "peers", "placement",
         "queue", "route", "timer_ns", "workers",
     )  # fmt: skip
 
@@ -69,7 +69,7 @@ class ModelQueue:
         """Requests that were tried before -> the workers where that failed."""
         self._deployments: Deployments | None = None
         """None until a worker has terms of its own."""
-        self._peers = PeerCells(self.queue, self.workers, lambda now: health.blocked(now, route, strict=True))
+        self.peers = PeerCells(self.queue, self.workers, lambda now: health.blocked(now, route, strict=True))
         self.leaving: set[RequestId] = set()
         """Requests whose prompt is being made for another model: they are started nowhere meanwhile."""
         self.timer_ns: int | None = None
@@ -110,7 +110,7 @@ class ModelQueue:
         if self._deployments is not None:
             self._deployments.set(worker_id, view)
         if view is None or view.cell is not None:
-            self._peers.set(worker_id, view)
+            self.peers.set(worker_id, view)
         if before and not self.workers.num_ready:
             self._down_ns = now_ns
         self.queue.set_slots(self.workers.num_slots)
@@ -131,7 +131,7 @@ class ModelQueue:
                 self._unhold()
             return None
         work, worker = self._held_fits(now_ns)
-        if work is None and (self._peers.has_room(now_ns) if self._peers.ids else workers.has_room()):
+        if work is None and (self.peers.has_room(now_ns) if self.peers.ids else workers.has_room()):
             work = queue.pop(now_ns, self._fits, share=self._share())
             worker = self._found
         if work is None and self.held is not None:
@@ -151,8 +151,8 @@ class ModelQueue:
         line = self.queue.band_of(work).line(work.tenant)
         work.takes_row = line is not None and line.num_running == work.streams
         self.workers.book(worker, work)
-        if self._peers.ids:
-            self._peers.started(now_ns, work, worker)
+        if self.peers.ids:
+            self.peers.started(now_ns, work, worker)
         self.pace.started(now_ns, work, worker)
         self.placement.started(now_ns, work, worker)
         if self._deployments is not None:
@@ -165,7 +165,7 @@ class ModelQueue:
         if self.queue.num_waiting:
             return None
         taken = self._apart.taken(self.route) if self._apart is not None else ()
-        blocked = self._blocked(now_ns, work).union((worker,), taken, self._peers.ids)
+        blocked = self._blocked(now_ns, work).union((worker,), taken, self.peers.ids)
         capacity = self._place(now_ns, work, _NOBODY, blocked)
         if capacity is None or isinstance(capacity, Hold):
             return None
@@ -223,8 +223,8 @@ class ModelQueue:
         worker = self.workers.get(worker_id)
         assert worker is not None, f"{worker_id} is not known"
         self.pace.ended(work, worker)
-        if self._peers.ids:
-            self._peers.ended(now_ns, work, worker)
+        if self.peers.ids:
+            self.peers.ended(now_ns, work, worker)
         self.workers.release(worker, work)
         self.placement.ended(now_ns, work, worker, usage)
         if self._deployments is not None:
@@ -269,7 +269,7 @@ class ModelQueue:
             # and again.
             again = [self._health.due_ns(self.route), self.pace.next_overdue_ns()]
             again += [self._deployments.due_ns] if self._deployments is not None else []
-            again += [self._peers.due_ns(now_ns)] if self._peers.ids else []
+            again += [self.peers.due_ns(now_ns)] if self.peers.ids else []
             times += [time for time in again if time is not None and time > now_ns]
         return min((time for time in times if time is not None), default=None)
 
@@ -381,8 +381,8 @@ class ModelQueue:
             assert not work.goes_on, "nothing leaves that has given output"
             return frozenset(worker.id for worker in self.workers)
         blocked = self._health.blocked(now_ns, self.route, strict=strict or work.is_strict)
-        if self._peers.ids:
-            blocked = self._peers.blocked(now_ns, work, blocked)
+        if self.peers.ids:
+            blocked = self.peers.blocked(now_ns, work, blocked)
         if self._deployments:
             blocked |= self._deployments.spent(now_ns, work)
         if self._apart is not None:
@@ -393,12 +393,12 @@ class ModelQueue:
         self, now_ns: int, work: Work, avoid: Collection[WorkerId], blocked: frozenset[WorkerId]
     ) -> WorkerCapacity | Hold | None:
         """Where it could start now: here, or in a peer cell."""
-        if not self._peers.ids:
+        if not self.peers.ids:
             return self._place_here(now_ns, work, avoid, blocked)
-        found = self._place_here(now_ns, work, avoid, blocked | self._peers.ids)
+        found = self._place_here(now_ns, work, avoid, blocked | self.peers.ids)
         if isinstance(found, Hold) or (found is not None and found.id not in avoid):
             return found
-        peer = self._peers.place(now_ns, work, avoid, blocked)
+        peer = self.peers.place(now_ns, work, avoid, blocked)
         if peer is None:
             return found
         others = frozenset(worker.id for worker in self.workers if worker is not peer)
@@ -433,7 +433,7 @@ class ModelQueue:
                 self._unhold()
         if self.held is None:
             work = self.queue.overdue(now_ns)
-            if work is None or self.workers.hold(work, self._blocked(now_ns, work) | self._peers.ids) is None:
+            if work is None or self.workers.hold(work, self._blocked(now_ns, work) | self.peers.ids) is None:
                 return None, None
             self.held = work
         held, worker = self.held, self.workers.held

@@ -8,6 +8,9 @@
 A step ends as soon as every metric is surely fine, or when its time is over, if nothing looks worse by then
 and enough requests have ended; else it continues, and says what it waits for. A metric that is worse ends the
 rollout at once, in any step.
+
+With shadow traffic there is a step before the first one: nobody has the new version, and it gets copies of
+requests that the old one answers. Both answers count, as those of a canary and a control cohort do.
 """
 
 import enum
@@ -18,6 +21,7 @@ from penstock.policy.rollout.cohorts import BUCKETS
 from penstock.policy.rollout.evidence import Evidence, Observation, Reading, RolloutMetric, RolloutVerdict
 
 STEPS_MAX = 20
+SHADOW_STEP = -1
 STEP_S_MAX = 7 * 24 * 3600.0
 TENANTS_MAX = 1000
 
@@ -40,6 +44,9 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tenants: tuple[str, ...] = ()
     """Tenants whose conversations are dealt: ids, or "tier:NAME" for all of a tier; none: all. With one step,
     and not promoted, it is an A/B test of these tenants."""
+    shadow: float = 0.0
+    """Percent of conversations whose requests are copied to the candidate before the first step; its answers
+    are thrown away. 0: there is no such step."""
     promotes: bool = False
     """All conversations get it by themselves behind the last step, without a word from an operator."""
 
@@ -50,6 +57,8 @@ class RolloutPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         # Above a half there is no control cohort of the same size.
         if any(not 0.01 <= each <= 50 for each in self.steps) or list(self.steps) != sorted(set(self.steps)):
             return "'steps' must be growing percentages from 0.01 to 50"
+        if not (self.shadow == 0 or 0.01 <= self.shadow <= 100):
+            return "'shadow' must be 0 or a percentage from 0.01 to 100"
         if not 0 < self.step_s <= STEP_S_MAX:
             return f"'step_s' must be more than 0 and at most {STEP_S_MAX:.0f} seconds"
         if len(self.tenants) > TENANTS_MAX or any(not each for each in self.tenants):
@@ -84,6 +93,7 @@ class Rollout(msgspec.Struct, kw_only=True):
     began_ns: int
     step_began_ns: int
     step: int = 0
+    """Of the plan's; `SHADOW_STEP` comes before the first one."""
     state: RolloutState = RolloutState.RUNNING
     why: str = ""
     """Of a rollout that runs: what it waits for. Else why it ended so."""
@@ -91,17 +101,36 @@ class Rollout(msgspec.Struct, kw_only=True):
     before: tuple[int, int] = (0, 0)
     """Requests of canary and control before this step."""
 
+    @classmethod
+    def begin(cls, rollout_id: str, plan: RolloutPlan, baseline: str, now_ns: int) -> "Rollout":
+        """A new one, in its first step."""
+        assert not plan.faults(), plan.faults()
+        step = SHADOW_STEP if plan.shadow else 0
+        return cls(
+            id=rollout_id, plan=plan, baseline=baseline, began_ns=now_ns, step_began_ns=now_ns, step=step
+        )
+
     @property
     def is_live(self) -> bool:
         """Whether it is not decided."""
         return self.state in _LIVE
 
     @property
+    def is_shadowing(self) -> bool:
+        """Whether nobody has the candidate yet, and it gets copies."""
+        return self.is_live and self.step == SHADOW_STEP
+
+    @property
     def share(self) -> int:
         """Buckets that have the candidate."""
         if self.is_live:
-            return round(self.plan.steps[self.step] * BUCKETS / 100)
+            return 0 if self.is_shadowing else round(self.plan.steps[self.step] * BUCKETS / 100)
         return BUCKETS if self.state is RolloutState.PROMOTED else 0
+
+    @property
+    def shadow(self) -> int:
+        """Buckets whose requests are copied to the candidate."""
+        return round(self.plan.shadow * BUCKETS / 100) if self.is_shadowing else 0
 
     def take(self, seen: Observation) -> None:
         """A request has ended."""
@@ -155,6 +184,8 @@ class Rollout(msgspec.Struct, kw_only=True):
         """The evidence that the step waits for; empty: nothing."""
         canary, control = (now - before for now, before in zip(self._requests(), self.before, strict=True))
         wanted = self.plan.requests_min
+        if min(canary, control) < wanted and self.is_shadowing:
+            return f"{wanted} requests that the candidate had rows to spare for; there were {canary}"
         if min(canary, control) < wanted:
             return f"{wanted} requests of each cohort; the canary has {canary}, control {control}"
         if all(each.verdict is RolloutVerdict.FINE for each in readings):

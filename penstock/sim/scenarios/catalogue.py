@@ -4,7 +4,7 @@ All are small (a few thousand steps), so that each takes seconds; `--set workers
 them larger. Importing this module registers them all.
 """
 
-from penstock.sim.scenarios import capacity, everyday, faults, overload
+from penstock.sim.scenarios import capacity, cells, everyday, faults, overload, versions
 from penstock.sim.scenarios.scenario import SCENARIOS
 
-__all__ = ["SCENARIOS", "capacity", "everyday", "faults", "overload"]
+__all__ = ["SCENARIOS", "capacity", "cells", "everyday", "faults", "overload", "versions"]

@@ -221,8 +221,8 @@ def rollout_bad(knobs: Knobs) -> Setup:
     """What is the model rollout pattern, and what if the new version is four times slower?
 
     Half of the workers get it, and nothing takes it back. A slow worker keeps its rows longer and has more to
-    do, so new requests go to the other half, and the damage is bounded. (Verdicts that roll back come with
-    the canary.)
+    do, so new requests go to the other half, and the damage is bounded. (Versions that are tried, and taken
+    back, are in versions.py.)
     """
     source = chat(knobs, 0.4, 4, callers=Callers(tenants=even(8), patience_s=30.0))
     faults = [fault(FaultKind.BAD_ROLLOUT, amount=4.0, until=0)]

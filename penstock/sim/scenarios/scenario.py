@@ -30,6 +30,7 @@ from penstock.sim.traffic.prompts import RequestRecord
 from penstock.sim.traffic.workload import Callers, Chat, LengthDistribution, Poisson, TrafficSource, even
 from penstock.sim.world.faults import InjectedFault
 from penstock.sim.world.run import PoolSpec, SimWorkerSpec, WorldSpec
+from penstock.types import VERSIONED
 
 
 def described(config: Config, pools: Sequence[PoolSpec]) -> tuple[Config, tuple[PoolSpec, ...]]:
@@ -42,11 +43,13 @@ def described(config: Config, pools: Sequence[PoolSpec]) -> tuple[Config, tuple[
     """
     entries: dict[str, dict[str, object]] = {}
     for pool in pools:
+        versioned = VERSIONED.fullmatch(pool.model)
         entry = entries.setdefault(
             pool.model,
             {
                 "path": f"/models/{pool.worker.checkpoint or 'unnamed'}",
-                "name": pool.model,
+                "name": pool.model if versioned is None else versioned["name"],
+                "version": 0 if versioned is None else int(versioned["version"]),
                 "replicas": 0,
                 "engine": msgspec.to_builtins(pool.worker.engine.configured),
             },

@@ -24,7 +24,9 @@ from penstock.policy.tenant import ANONYMOUS, Tenant
 from penstock.sim.report.figures import Figures, Objective, Run, WorkerUse, figures, wanted_of
 from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 from penstock.sim.traffic.workload import TrafficSource, merged
+from penstock.sim.world.cells import Cells, CellsSpec
 from penstock.sim.world.faults import Chaos, InjectedFault
+from penstock.sim.world.rollout import RolloutSpec, SimRollout
 from penstock.sim.world.run import PoolSpec, SimResult, SimWorkerSpec, WorldSpec
 from penstock.sim.world.scaling import Scaling, ScalingSpec
 from penstock.sim.world.world import World
@@ -87,6 +89,10 @@ class Setup:
     """Per hour of a worker, by `WorkerSpec.kind`."""
     scaling: ScalingSpec | None = None
     """How the pools scale by their load; None: they do not."""
+    rollout: RolloutSpec | None = None
+    """A new version that is tried; None: there is none."""
+    cells: CellsSpec | None = None
+    """The regions are cells that help each other; None: they know nothing of each other."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +106,8 @@ class Played:
     figures: Figures
     judge: Judge
     scaling: Scaling | None = None
+    rollout: SimRollout | None = None
+    cells: Cells | None = None
 
     def good(self, record: RequestRecord) -> bool:
         """Whether it was answered as promised."""
@@ -121,6 +129,8 @@ def play(setup: Setup, seed: int, *, on_arrival: Callable[[int], None] | None = 
     if setup.faults:
         Chaos(world, setup.faults)
     scaling = Scaling(world, setup.scaling) if setup.scaling is not None else None
+    rollout = SimRollout(world, setup.rollout) if setup.rollout is not None else None
+    cells = Cells(world, setup.cells) if setup.cells is not None else None
     result = world.run()
     judge = Judge(promised(setup.objective), setup.world.pools, setup.world.tenants)
     run = Run(
@@ -139,7 +149,7 @@ def play(setup: Setup, seed: int, *, on_arrival: Callable[[int], None] | None = 
     found = figures(run, setup.objective)
     return Played(
         seed=seed, setup=setup, result=result, records=result.records, figures=found, judge=judge,
-        scaling=scaling,
+        scaling=scaling, rollout=rollout, cells=cells,
     )  # fmt: skip
 
 

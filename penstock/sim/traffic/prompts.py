@@ -68,6 +68,8 @@ class SimRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Priority band; empty is the tenant's."""
     region: str = ""
     """Where the client is; empty is the first."""
+    places: tuple[str, ...] = ()
+    """Labels of cells that it is bound to."""
     cancel_at_ns: int = 0
     """When the client leaves, whatever it has got by then; 0: it stays."""
     patience_ns: int = 0

@@ -2,14 +2,16 @@
 
 The network that it sends to (`Network`), what is the same for all gateways (`Facts`), the workers that the
 fleet knows (`Member`) and how fast they are (`SpeedWatch`), the note that is kept with each accepted request
-(`Ticket`), and who listens while a world runs (`RunRecorder`, `Watcher`).
+(`Ticket`, and of another cell's request `GuestTicket`), who listens while a world runs (`RunRecorder`,
+`Watcher`), and who tries a new version in it (`Dealer`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.config.tree import Config
+from penstock.errors import PenstockError
 from penstock.policy.flow import UsageRecord
 from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.policy.queueing.capacity import Placement
@@ -18,7 +20,15 @@ from penstock.policy.resilience.anomalies import Anomalies, StandingChange
 from penstock.policy.tenant import Tenant
 from penstock.sim.traffic.prompts import RequestRecord, SimRequest
 from penstock.sim.world.caches import Asked
-from penstock.sim.world.messages import KVEventChannel, Submission, WorkerLoadReport, WorkerMessage
+from penstock.sim.world.messages import (
+    Began,
+    Finished,
+    KVEventChannel,
+    Sliced,
+    Submission,
+    WorkerLoadReport,
+    WorkerMessage,
+)
 from penstock.sim.world.run import PoolSpec, SimWorkerSpec
 from penstock.sim.world.worker import SimWorker
 from penstock.types import RequestId, TenantId, Usage, WorkerId
@@ -68,6 +78,96 @@ class Ticket:
         self.first_ns = -1
         self.usage = Usage()
         """The worker's report with the first token."""
+
+
+class GuestHost(Protocol):
+    """Carries what becomes of guests to the cells that they came from."""
+
+    def stays_in(self, gateway: int) -> frozenset[str]:
+        """Needs of a guest of this gateway, so that it is not sent on."""
+        ...
+
+    def said(self, now_ns: int, ticket: "GuestTicket", message: Began | Sliced) -> None:
+        """There is output."""
+        ...
+
+    def refused(self, now_ns: int, ticket: "GuestTicket") -> None:
+        """It was not accepted."""
+        ...
+
+    def settled(
+        self, now_ns: int, ticket: "GuestTicket", request: Request, error: PenstockError | None
+    ) -> None:
+        """It has ended."""
+        ...
+
+    def billed(self, record: UsageRecord) -> None:
+        """One line of the ledger of the cell that it was a guest of."""
+        ...
+
+
+class CellLinks(Protocol):
+    """Carries requests between cells: see cells.py."""
+
+    def __contains__(self, worker_id: WorkerId) -> bool:
+        """Whether it is a peer cell."""
+        ...
+
+    def submit(self, now_ns: int, worker_id: WorkerId, submission: Submission) -> None:
+        """Send a request to a peer cell."""
+        ...
+
+    def abort(self, now_ns: int, gateway: int, worker_id: WorkerId, request_id: RequestId) -> None:
+        """Tell it to end one."""
+        ...
+
+    def lost(self, now_ns: int, region: str) -> None:
+        """A cell is gone, with all that it has."""
+        ...
+
+    def join(self, gateway: Any) -> None:  # noqa: ANN401 - the module of gateways imports this one.
+        """A gateway of a cell begins."""
+        ...
+
+
+class GuestTicket(Ticket):
+    """One request of another cell, at a gateway of this one."""
+
+    __slots__ = ("asked", "away", "cell", "host", "last")
+
+    def __init__(self, request: SimRequest, number: int, asked: Submission, host: GuestHost) -> None:
+        """`asked` is what its own cell has sent."""
+        super().__init__(request, number)
+        self.asked, self.host = asked, host
+        self.cell = self.away = ""
+        """The cell that it came to, and the one that it is a guest of."""
+        self.num_reported = asked.num_resumed
+        self.last: Finished | None = None
+        """Its worker's last word."""
+
+
+class Dealer(Protocol):
+    """Deals conversations to versions of a model, and copies requests: see rollout.py."""
+
+    def deal(self, request: SimRequest) -> SimRequest:
+        """A client asks: the version that it gets."""
+        ...
+
+    def accepted(self, now_ns: int, gateway: int, request: SimRequest, number: int) -> None:
+        """A gateway has accepted it."""
+        ...
+
+    def received(self, now_ns: int, message: WorkerMessage) -> None:
+        """A worker's word about no attempt of a gateway's: about a copy, it may be."""
+        ...
+
+    def gone(self, worker_id: WorkerId) -> None:
+        """A worker is gone."""
+        ...
+
+    def dispatched(self, now_ns: int, gateway: int) -> None:
+        """Requests of a gateway may have begun to run, or to wait."""
+        ...
 
 
 def ticket_of(request: Request) -> Ticket:

@@ -9,17 +9,17 @@ bytes.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import msgspec
 
 from penstock import rng
-from penstock.clock import NS_PER_S
 from penstock.errors import EngineFault, PenstockError, StreamBroken, WorkerEjected, WorkerUnavailable
 from penstock.kv.events import Numbered
 from penstock.policy.admission.gate import ModelFacts
 from penstock.policy.extras.hedging import HedgeOutcome
-from penstock.policy.flow import Diverted, FallBack, Outcome, Refused, RequestFacts, Start, UsageRecord
+from penstock.policy.flow import Diverted, FallBack, Outcome, Refused, RequestFacts, Start
 from penstock.policy.lifecycle.driver import Driver
 from penstock.policy.lifecycle.machine_costs import Meters
 from penstock.policy.lifecycle.stack import build_policies
@@ -28,9 +28,19 @@ from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.fair_counters import FairCounters
 from penstock.policy.request import Request
 from penstock.policy.terms import part_of
-from penstock.sim.traffic.prompts import LazyTokens, RequestRecord, SimRequest
+from penstock.sim.traffic.prompts import LazyTokens, SimRequest
 from penstock.sim.world.caches import Asked, Caches
-from penstock.sim.world.facts import Facts, Network, RunRecorder, SpeedWatch, Ticket, ticket_of
+from penstock.sim.world.facts import (
+    Dealer,
+    Facts,
+    GuestHost,
+    GuestTicket,
+    Network,
+    RunRecorder,
+    SpeedWatch,
+    Ticket,
+    ticket_of,
+)
 from penstock.sim.world.messages import (
     Began,
     Failed,
@@ -44,11 +54,14 @@ from penstock.sim.world.messages import (
     WorkerLoadReport,
     WorkerMessage,
 )
+from penstock.sim.world.records import ended_record, lost_record, lost_usage, refused_record
 from penstock.sim.world.store import SharedStore, SimFairExchange, SimLeaseKeeper
 from penstock.sim.world.worker import SimWorker
-from penstock.types import FinishReason, RequestId, Usage, WorkerId
+from penstock.types import FinishReason, RequestId, Usage, WorkerId, places_of
 
 _TOKEN_BYTES = 4
+NOWHERE: frozenset[str] = frozenset()
+"""Needs of a request that is bound to no place."""
 
 
 class SimGateway:
@@ -99,6 +112,10 @@ class SimGateway:
         self.meters = Meters(self.policies.prices)  # Nothing without `prices.accelerators`.
         self._driver = Driver(self.control, self, self, self, self.meters)
         self._known: dict[WorkerId, str] = {}
+        self.places: frozenset[str] = frozenset()
+        """Where its workers are, as capabilities, if it is one of several cells'."""
+        self._host: GuestHost | None = None
+        self.dealer: Dealer | None = None
         self.speeds = SpeedWatch(self.policies.anomalies)
         self._timer_ns: int | None = None
 
@@ -116,7 +133,8 @@ class SimGateway:
         else:
             raise AssertionError(f"{request.id} is sent in circles")
         if isinstance(answer, Refused):
-            self._refused(now_ns, facts, answer)
+            link_ns = self._facts.link_ns
+            self._recorder.ended(refused_record(now_ns - link_ns, now_ns + link_ns, facts, answer))
         self._dispatch(now_ns)
         return not isinstance(answer, Refused)
 
@@ -127,6 +145,32 @@ class SimGateway:
             return
         self._driver.cancel(now_ns, request)
         self._dispatch(now_ns)
+
+    def host(self, host: GuestHost, places: frozenset[str]) -> None:
+        """It is one of several cells': requests of others may come, and `host` brings them."""
+        self._host, self.places = host, places
+
+    def arrive_guest(self, now_ns: int, ticket: GuestTicket, origin: RequestFacts) -> None:
+        """Take a request of another cell, whose limits and price were settled there (`origin`)."""
+        assert self._host is not None, "it is one of several cells'"
+        facts = msgspec.structs.replace(
+            self._request_facts(ticket.request, origin.route, ""),
+            tenant=replace(origin.tenant, degrade="never"),
+            needs=origin.needs | self._host.stays_in(self.number),
+            origin=ticket.cell,
+            origin_id=origin.id,
+        )
+        answer = self._driver.submit(now_ns, facts, ticket)
+        if isinstance(answer, Refused):
+            ticket.host.refused(now_ns, ticket)
+        self._dispatch(now_ns)
+
+    def peer(self, now_ns: int, route: str, worker_id: WorkerId, view: WorkerView) -> None:
+        """How a peer cell stands for a model."""
+        if not self.is_gone:
+            self._known[worker_id] = route
+            self.control.set_worker(now_ns, route, worker_id, view)
+            self._dispatch(now_ns)
 
     def drain(self, now_ns: int, deadline_ns: int) -> None:
         """Take nothing new; running requests may continue until the deadline."""
@@ -139,6 +183,7 @@ class SimGateway:
         self.is_gone, self._timer_ns = True, None
         for link in self._links:
             link.close()
+        cut_off = [each for each in cut_off if not each.facts.origin]  # Their own cells know what to do.
         for request in cut_off:
             self._lose(now_ns, request)
         return [ticket_of(request).request for request in cut_off]
@@ -154,7 +199,9 @@ class SimGateway:
         for message in messages:
             request = self.control.request(message.id)
             if request is None or self.is_gone or not request.has_attempt(message.attempt):
-                continue  # Of an attempt that is over.
+                if self.dealer is not None:
+                    self.dealer.received(now_ns, message)
+                continue  # Of an attempt that is over, or a copy.
             match message:
                 case Began():
                     self._began(now_ns, request, message)
@@ -197,6 +244,7 @@ class SimGateway:
             adapters=report.adapters if report is not None else None,
             adapters_max=spec.adapters.slots if spec.adapters else 0,
             adapter_load_ns=spec.adapters.read_ns if spec.adapters else 0,
+            capabilities=self.places,
         )
         if worker_id not in self._known:
             self._known[worker_id] = route
@@ -222,6 +270,8 @@ class SimGateway:
                 kind = StreamBroken if ticket_of(request).first_ns >= 0 else WorkerUnavailable
                 self._failed(now_ns, request, attempt, kind("the worker is gone", died=died))
         self.control.set_worker(now_ns, route, worker_id, None)
+        if self.dealer is not None:
+            self.dealer.gone(worker_id)
         self.speeds.gone(worker_id)
         self.caches.left(worker_id)
         self.meters.left(now_ns, worker_id)
@@ -256,10 +306,14 @@ class SimGateway:
 
     def start(self, now_ns: int, request: Request, start: Start) -> None:
         """See `driver.Workers`."""
-        ticket, facts = ticket_of(request), request.facts
+        submission = self.submission(request.facts, ticket_of(request), start)
+        self._network.submit(now_ns, start.worker_id, submission)
+
+    def submission(self, facts: RequestFacts, ticket: Ticket, start: Start) -> Submission:
+        """A request as it is sent to a worker."""
         asked, tenant = ticket.request, facts.tenant
         answer = asked.answer or (1 << 60) + ticket.number
-        submission = Submission(
+        return Submission(
             id=start.id,
             gateway=self.number,
             attempt=start.attempt,
@@ -277,7 +331,6 @@ class SimGateway:
             takes_row=start.takes_row,
             poison=asked.poison or ticket.number in self._facts.poison,
         )
-        self._network.submit(now_ns, start.worker_id, submission)
 
     def abort(self, now_ns: int, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
         """See `driver.Workers`."""
@@ -308,7 +361,11 @@ class SimGateway:
 
     def settled(self, now_ns: int, request: Request, error: PenstockError | None) -> None:
         """See `driver.Clients`."""
-        self._recorder.ended(self._record(now_ns, ticket_of(request), request, _retry_after_ns(error)))
+        end_ns, ticket = now_ns + self._facts.link_ns, ticket_of(request)
+        if isinstance(ticket, GuestTicket):
+            ticket.host.settled(now_ns, ticket, request, error)
+        else:
+            self._recorder.ended(ended_record(end_ns, ticket, request, error))
 
     def opened(self, request: Request) -> None:
         """See `driver.Records`: nothing is lost here but what `leave` tells."""
@@ -320,7 +377,8 @@ class SimGateway:
         """See `driver.Records`."""
         self.clock.time_ns = request.ended_ns
         record = request.record(self.clock.wall_ns())
-        self._recorder.billed(msgspec.structs.replace(record, accelerator_cost_micros=machine_micros))
+        record = msgspec.structs.replace(record, accelerator_cost_micros=machine_micros)
+        (self._host if record.origin and self._host is not None else self._recorder).billed(record)
 
     def predicted(self, request: Request, error: float) -> None:
         """See `driver.Records`."""
@@ -341,42 +399,11 @@ class SimGateway:
 
     def _lose(self, now_ns: int, request: Request) -> None:
         """The journal's record of a request when its gateway is gone."""
-        facts, ticket = request.facts, ticket_of(request)
-        prompt_tokens = facts.prompt_tokens if ticket.first_ns >= 0 else 0
+        ticket = ticket_of(request)
+        prompt_tokens = request.facts.prompt_tokens if ticket.first_ns >= 0 else 0
         self.clock.time_ns = now_ns
-        self._recorder.billed(
-            UsageRecord(
-                request_id=facts.id,
-                ended_ns=self.clock.wall_ns(),
-                tenant=facts.tenant.id,
-                requested_model=facts.requested_model,
-                served_model=facts.route,
-                outcome=Outcome.FAILED,
-                error="GatewayLost",
-                prompt_tokens=prompt_tokens,
-                completion_tokens=request.completion_tokens,
-                recovered=True,
-            )
-        )
-        self._recorder.ended(
-            RequestRecord(
-                id=ticket.request.id,
-                tenant=facts.tenant.id,
-                model=facts.route,
-                band=facts.tenant.band,
-                outcome=Outcome.FAILED,
-                reason="GatewayLost",
-                at_ns=ticket.request.at_ns,
-                first_ns=ticket.first_ns,
-                end_ns=now_ns + self._facts.link_ns,
-                prompt_tokens=prompt_tokens,
-                completion_tokens=request.completion_tokens,
-                attempts=request.attempts,
-                migrations=request.migrations,
-                worker=request.worker,
-                queue_ns=request.queue_ns,
-            )
-        )
+        self._recorder.billed(lost_usage(self.clock.wall_ns(), prompt_tokens, request))
+        self._recorder.ended(lost_record(now_ns + self._facts.link_ns, prompt_tokens, ticket, request))
 
     def _count_hedge(self, route: str, outcome: HedgeOutcome) -> None:
         del route
@@ -391,9 +418,14 @@ class SimGateway:
             cached_tokens=message.cached_tokens,
             prefill_ns=message.prefill_ns,
         )
+        if isinstance(ticket, GuestTicket):
+            ticket.host.said(now_ns, ticket, message)
 
     def _sliced(self, now_ns: int, request: Request, message: Sliced) -> None:
-        ticket_of(request).num_reported = message.num_tokens
+        ticket = ticket_of(request)
+        ticket.num_reported = message.num_tokens
+        if isinstance(ticket, GuestTicket):
+            ticket.host.said(now_ns, ticket, message)
         self._driver.output(now_ns, request, message.num_tokens)
 
     def _finished(self, now_ns: int, request: Request, message: Finished) -> None:
@@ -404,6 +436,8 @@ class SimGateway:
             outcome, error = Outcome.FAILED, EngineFault(message.error)
         if ticket.first_ns < 0 and message.usage.completion_tokens:
             ticket.first_ns = now_ns + self._facts.link_ns  # One token: its first message is its last.
+        if isinstance(ticket, GuestTicket):
+            ticket.last = message
         request.stream_ended(0, message.usage)
         self._driver.ended(now_ns, request, outcome, finish_reason=message.reason, error=error)
 
@@ -413,6 +447,9 @@ class SimGateway:
         if request.hedge is None and request.has_begun:
             used = msgspec.structs.replace(ticket.usage, completion_tokens=ticket.num_reported)
             request.stream_ended(0, used)
+        if isinstance(ticket, GuestTicket):  # Its own cell knows all places where it could go on.
+            self._driver.ended(now_ns, request, Outcome.FAILED, error=error)
+            return
         worker = request.model_queue.workers.get(request.worker)
         resumes = worker is None or worker.view.resumes
         self._driver.attempt_failed(now_ns, request, attempt, error, can_resume=resumes)
@@ -420,6 +457,8 @@ class SimGateway:
     def _dispatch(self, now_ns: int) -> None:
         self.clock.time_ns = now_ns
         self._driver.dispatch(now_ns)
+        if self.dealer is not None:
+            self.dealer.dispatched(now_ns, self.number)
         due_ns = self.control.next_ns(now_ns)
         if due_ns is not None and (self._timer_ns is None or due_ns < self._timer_ns):
             self._timer_ns = due_ns
@@ -429,44 +468,6 @@ class SimGateway:
         if self._timer_ns == now_ns and not self.is_gone:
             self._timer_ns = None
             self._dispatch(now_ns)
-
-    def _record(self, now_ns: int, ticket: Ticket, request: Request, retry_ns: int) -> RequestRecord:
-        assert request.outcome is not None, "what has ended has an outcome"
-        asked = ticket.request
-        return RequestRecord(
-            id=asked.id,
-            tenant=asked.tenant,
-            model=request.facts.route,
-            band=request.facts.tenant.band,
-            outcome=request.outcome,
-            reason=request.reason or request.error,
-            at_ns=asked.at_ns,
-            first_ns=ticket.first_ns,
-            end_ns=now_ns + self._facts.link_ns,
-            retry_after_ns=retry_ns,
-            prompt_tokens=request.counted_prompt_tokens,
-            cached_tokens=request.counted_cached_tokens,
-            completion_tokens=request.completion_tokens,
-            attempts=request.attempts,
-            migrations=request.migrations,
-            worker=request.worker,
-            queue_ns=request.queue_ns,
-        )
-
-    def _refused(self, now_ns: int, facts: RequestFacts, refused: Refused) -> None:
-        self._recorder.ended(
-            RequestRecord(
-                id=facts.id,
-                tenant=facts.tenant.id,
-                model=facts.route,
-                band=facts.tenant.band,
-                outcome=Outcome.REJECTED,
-                reason=refused.reason,
-                retry_after_ns=_retry_after_ns(refused.error),
-                at_ns=now_ns - self._facts.link_ns,
-                end_ns=now_ns + self._facts.link_ns,
-            )
-        )
 
     def _request_facts(self, request: SimRequest, route: str, diverted: str) -> RequestFacts:
         num_tokens, tenant = request.prompt_tokens, self._facts.tenant(request.tenant, request.band)
@@ -483,6 +484,7 @@ class SimGateway:
             context_tokens=num_tokens + (request.max_tokens or request.output_tokens),
             adapter=request.adapter,
             session=f"{tenant.id}\0{request.session}" if request.session else "",
+            needs=places_of(request.places) if request.places else NOWHERE,
             keys=self.caches.keys(route, request, tenant.cache_salt),
             prompts=(LazyTokens(request.prompt, num_tokens),),
         )
@@ -490,8 +492,3 @@ class SimGateway:
     def _model_facts(self, name: str) -> ModelFacts | None:
         spec = self._facts.models.get(name)
         return None if spec is None else ModelFacts(max_model_len=spec.max_model_len, kinds=(spec.kind,))
-
-
-def _retry_after_ns(error: PenstockError | None) -> int:
-    """When a refused client is to come again; 0: it was not told."""
-    return round((getattr(error, "retry_after_s", None) or 0) * NS_PER_S)

@@ -14,18 +14,18 @@ from msgspec import structs
 from penstock.clock import NS_PER_MS, NS_PER_S
 from penstock.config.branch import extended
 from penstock.gc_tuning import rare_gc
-from penstock.kv.events import KVEvent, Numbered
+from penstock.kv.events import KVEvent
 from penstock.policy.flow import SLICE_TOKENS, UsageRecord
 from penstock.policy.limits.rate_limit import RateTerms
 from penstock.policy.placement.adapters import ResidencyOrder
 from penstock.sim.traffic.prompts import RequestRecord, SimRequest, Streams, unreachable
 from penstock.sim.traffic.workload import Comebacks
 from penstock.sim.world.caches import Asked
-from penstock.sim.world.facts import Facts, Member, Watcher
+from penstock.sim.world.facts import CellLinks, Dealer, Facts, Member, Watcher
 from penstock.sim.world.gateway import SimGateway
+from penstock.sim.world.kv_links import KVLinks
 from penstock.sim.world.messages import (
     KVEventChannel,
-    KVUpdate,
     Rank,
     Submission,
     Timeline,
@@ -67,16 +67,22 @@ class World:
         facts = self.facts = Facts(spec.config, models, spec.tenants, spec.link_ns)
         facts.skews_ns = {at: int(skew_s * NS_PER_S) for at, skew_s in enumerate(spec.clock_skews_s)}
         facts.seed, facts.placement, facts.watches_speed = spec.seed, spec.placement, spec.watches_speed
+        self.dealer: Dealer | None = None
+        """Tries a new version of a model."""
+        self.cells: CellLinks | None = None
+        """Where the regions are cells that help each other."""
         self.regions = tuple(dict.fromkeys(pool.region for pool in spec.pools))
         shared = spec.config.shared
         self.store = SharedStore(shared) if shared.url else None
         self.gateways: list[SimGateway] = []
         """Those that are gone too, until they are back."""
-        self._fronts: dict[str, list[int]] = {}
+        self.fronts: dict[str, list[int]] = {}
+        """The gateways of each region, by number."""
         for region in self.regions:
             first = len(self.gateways)
-            self._fronts[region] = list(range(first, first + spec.gateways))
-            self.gateways += [self._gateway(number) for number in self._fronts[region]]
+            self.fronts[region] = list(range(first, first + spec.gateways))
+            self.gateways += [self._gateway(number) for number in self.fronts[region]]
+        self._kv = KVLinks(self.timeline, self.gateways, self.fronts, self._arrives_ns)
         self._cut: dict[int, list[SimRequest]] = {}
         self.members: dict[WorkerId, Member] = {}
         self._num_workers = 0
@@ -145,7 +151,7 @@ class World:
 
     def reset_link(self, now_ns: int, gateway: SimGateway, member: Member) -> None:
         """The two lose their connection and the streams on it; soon they are connected again."""
-        if gateway.number not in self._fronts[member.pool.region] or gateway.is_gone:
+        if gateway.number not in self.fronts[member.pool.region] or gateway.is_gone:
             return
         actor = member.worker.actor
         when_ns = self._arrives_ns(now_ns, member.sent_ns, member, gateway.number)
@@ -157,13 +163,7 @@ class World:
 
     def hear_kv(self, now_ns: int, member: Member) -> None:
         """Its reports of its cache arrive again."""
-        member.kv.is_lost = False
-        for number in self._fronts[member.pool.region]:
-            gateway = self.gateways[number]
-            if (update := member.kv.anew()) is not None:
-                self._tell_cache(now_ns, gateway, member, update)
-            elif not gateway.is_gone:
-                gateway.kv_reconnected(now_ns, member.worker.id)
+        self._kv.hear(now_ns, member)
 
     def lose_gateway(self, now_ns: int, gateway: SimGateway) -> None:
         """It is gone at once; its clients ask again when it is back."""
@@ -172,7 +172,7 @@ class World:
         number = gateway.number
         self._cut.setdefault(number, []).extend(gateway.leave(now_ns))
         for member in self.members.values():
-            if number in self._fronts[member.pool.region]:
+            if number in self.fronts[member.pool.region]:
                 when_ns = self._arrives_ns(now_ns, member.sent_ns, member, number)
                 self.timeline.at(
                     when_ns, member.worker.actor, Rank.MESSAGE, self._on_hang_up, (member, number)
@@ -189,7 +189,7 @@ class World:
 
     def lose_region(self, now_ns: int, region: str) -> None:
         """All of its gateways and workers are gone; clients that were cut off soon ask elsewhere."""
-        for number in self._fronts[region]:
+        for number in self.fronts[region]:
             self.lose_gateway(now_ns, self.gateways[number])
             self.timeline.at(
                 now_ns + _RESTART_NS, WORLD, Rank.TIMER, self._ask_again, self._cut.pop(number, [])
@@ -197,10 +197,12 @@ class World:
         for member in list(self.members.values()):
             if member.pool.region == region:
                 self.crash(now_ns, member)
+        if self.cells is not None:
+            self.cells.lost(now_ns, region)
 
     def restore_region(self, now_ns: int, region: str) -> None:
         """Its gateways are back, and its workers start."""
-        for number in self._fronts[region]:
+        for number in self.fronts[region]:
             self.restore_gateway(now_ns, number)
         for pool in self.spec.pools:
             if pool.region == region:
@@ -217,6 +219,9 @@ class World:
 
     def submit(self, now_ns: int, worker_id: WorkerId, submission: Submission) -> None:
         """See `Network`."""
+        if self.cells is not None and worker_id in self.cells:
+            self.cells.submit(now_ns, worker_id, submission)
+            return
         if self.watcher is not None and (member := self.members.get(worker_id)) is not None:
             self.watcher.submitted(worker_id, submission, member.pool.model)
         self._send(now_ns, submission.gateway, worker_id, submission)
@@ -224,12 +229,13 @@ class World:
     def ask_kv(self, now_ns: int, gateway: int, worker_id: WorkerId, asked: Asked) -> None:
         """See `Network`."""
         if (member := self.members.get(worker_id)) is not None:
-            when_ns = self._arrives_ns(now_ns, member.sent_ns, member, gateway)
-            what = (self.gateways[gateway], member, asked)
-            self.timeline.at(when_ns, member.worker.actor, Rank.MESSAGE, self._on_kv_asked, what)
+            self._kv.ask(now_ns, gateway, member, asked)
 
     def abort(self, now_ns: int, gateway: int, worker_id: WorkerId, request_id: RequestId) -> None:
         """See `Network`."""
+        if self.cells is not None and worker_id in self.cells:
+            self.cells.abort(now_ns, gateway, worker_id, request_id)
+            return
         self._send(now_ns, gateway, worker_id, request_id)
 
     def order(self, gateway: int, order: ResidencyOrder) -> None:
@@ -260,10 +266,7 @@ class World:
 
     def cached(self, now_ns: int, worker: SimWorker, events: tuple[KVEvent, ...]) -> None:
         """See `Listener`."""
-        member = self.members[worker.id]
-        if (update := member.kv.said(events)) is not None:
-            for number in self._fronts[member.pool.region]:
-                self._tell_cache(now_ns, self.gateways[number], member, update)
+        self._kv.cached(now_ns, self.members[worker.id], events)
 
     # --- Witness ------------------------------------------------------------------------------------
 
@@ -303,10 +306,12 @@ class World:
 
     def _ask(self, now_ns: int, request: SimRequest, number: int) -> None:
         """Send it to a gateway of its region, or of any other if there is none; none at all refuses it."""
+        if self.dealer is not None:
+            request = self.dealer.deal(request)
         self._comebacks.asked(request)
         if self.watcher is not None:
             self.watcher.asked(request)
-        own = self._fronts[request.region or self.regions[0]]
+        own = self.fronts[request.region or self.regions[0]]
         fronts = [self.gateways[each] for each in own if not self.gateways[each].is_gone]
         fronts = fronts or [gateway for gateway in self.gateways if not gateway.is_gone]
         if not fronts:
@@ -338,6 +343,8 @@ class World:
             return
         if not gateway.arrive(now_ns, request, number):
             return
+        if self.dealer is not None:
+            self.dealer.accepted(now_ns, gateway.number, request, number)
         timeline, request_id = self.timeline, RequestId(request.id)
         if request.cancel_at_ns:
             when_ns = max(now_ns, request.cancel_at_ns)
@@ -372,37 +379,16 @@ class World:
 
     def _on_connected(self, now_ns: int, what: tuple[SimGateway, Member]) -> None:
         gateway, member = what
-        if gateway.number in self._fronts[member.pool.region] and not member.worker.is_gone:
+        if gateway.number in self.fronts[member.pool.region] and not member.worker.is_gone:
             ready = member.ready and not member.draining
             state = (gateway, member, member.worker.report(now_ns), ready)
             self.timeline.at(now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_state, state)
             if (update := member.kv.anew()) is not None and member.worker.tells_kv:
-                self._tell_cache(now_ns, gateway, member, update)
+                self._kv.tell(now_ns, gateway, member, update)
 
     def _on_message(self, now_ns: int, what: tuple[Member, _ToWorker]) -> None:
         member, message = what
         member.worker.take(now_ns, message)
-
-    def _tell_cache(self, now_ns: int, to: SimGateway, member: Member, update: KVUpdate) -> None:
-        when_ns = self._arrives_ns(now_ns, member.retry_after_ns, member, to.number)
-        self.timeline.at(when_ns, to.actor, Rank.MESSAGE, self._on_cached, (to, member.worker.id, update))
-
-    def _on_cached(self, now_ns: int, what: tuple[SimGateway, WorkerId, KVUpdate]) -> None:
-        gateway, worker_id, update = what
-        if not gateway.is_gone:
-            gateway.cached(now_ns, worker_id, update)
-
-    def _on_kv_asked(self, now_ns: int, what: tuple[SimGateway, Member, Asked]) -> None:
-        gateway, member, asked = what
-        if not member.worker.is_gone:
-            replay = (gateway, member.worker.id, asked, member.kv.again(asked.first))
-            when_ns = self._arrives_ns(now_ns, member.retry_after_ns, member, gateway.number)
-            self.timeline.at(when_ns, gateway.actor, Rank.MESSAGE, self._on_kv_again, replay)
-
-    def _on_kv_again(self, now_ns: int, what: tuple[SimGateway, WorkerId, Asked, Sequence[Numbered]]) -> None:
-        gateway, worker_id, asked, batches = what
-        if not gateway.is_gone:
-            gateway.cached_again(now_ns, worker_id, asked, batches)
 
     def _on_messages(self, now_ns: int, what: tuple[SimGateway, WorkerId, Sequence[WorkerMessage]]) -> None:
         gateway, worker_id, messages = what
@@ -411,7 +397,7 @@ class World:
 
     def _tell_state(self, now_ns: int, member: Member, report: WorkerLoadReport) -> None:
         """Let the region's gateways know what the worker says of itself, and whether it takes requests."""
-        for number in self._fronts[member.pool.region]:
+        for number in self.fronts[member.pool.region]:
             gateway = self.gateways[number]
             what = (gateway, member, report, member.ready and not member.draining)
             self.timeline.at(now_ns + self.spec.link_ns, gateway.actor, Rank.MESSAGE, self._on_state, what)
@@ -448,7 +434,7 @@ class World:
         """A drained worker leaves once no gateway has anything there, which is checked every so often."""
         if member.worker.is_gone:
             return
-        fronts = (self.gateways[number] for number in self._fronts[member.pool.region])
+        fronts = (self.gateways[number] for number in self.fronts[member.pool.region])
         if any(front.has_streams(member.pool.model, member.worker.id) for front in fronts):
             self.timeline.at(now_ns + _DETECT_NS, WORLD, Rank.TIMER, self._leave_if_empty, member)
             return
@@ -460,7 +446,7 @@ class World:
             return
         member.worker.leave(now_ns)
         self._count(now_ns, member)
-        for number in self._fronts[member.pool.region]:
+        for number in self.fronts[member.pool.region]:
             gateway = self.gateways[number]
             self.timeline.at(seen_ns, gateway.actor, Rank.MESSAGE, self._on_gone, (gateway, member, True))
         self.timeline.at(seen_ns, WORLD, Rank.TIMER, self._on_forgotten, member)
@@ -480,9 +466,13 @@ class World:
         self.timeline.at(now_ns + cold_ns, WORLD, Rank.FAULT, self._on_ready, member)
 
     def _gateway(self, number: int, *, life: int = 0) -> SimGateway:
-        return SimGateway(
+        gateway = SimGateway(
             number, 1 + number, self.facts, self.timeline, self, self, store=self.store, life=life
         )
+        gateway.dealer = self.dealer
+        if self.cells is not None:
+            self.cells.join(gateway)
+        return gateway
 
     def _count(self, now_ns: int, member: Member) -> None:
         """A worker's work, into the counters: when it leaves, or at the end."""
