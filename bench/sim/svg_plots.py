@@ -15,7 +15,8 @@ COLOURS = 6
 STYLE = """\
 .plot{--ink:#1f2933;--faint:#d5dbe1;--soft:#616e7c;--c0:#2166ac;--c1:#d6604d;--c2:#1b7837;\
 --c3:#9970ab;--c4:#bf812d;--c5:#35978f;font:12px system-ui,sans-serif}
-@media(prefers-color-scheme:dark){.plot{--ink:#e4e7eb;--faint:#39424d;--soft:#9aa5b1;--c0:#74a9e0;--c1:#f4937f;\
+@media(prefers-color-scheme:dark){.plot{--ink:#e4e7eb;--faint:#39424d;--soft:#9aa5b1;\
+--c0:#74a9e0;--c1:#f4937f;\
 --c2:#6cc38a;--c3:#c7a2db;--c4:#e0b25f;--c5:#6fcfc3}}
 .plot text{fill:var(--soft)}.plot .title{fill:var(--ink);font-weight:600}.plot .grid{stroke:var(--faint)}
 .plot .mark{stroke:var(--soft);stroke-dasharray:5 4}"""

@@ -12,7 +12,8 @@ from penstock.errors import ConfigError
 DEFAULT_PORT = 8000
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
-Commands = argparse._SubParsersAction  # pyright: ignore[reportPrivateUsage] # argparse has no public name for it.
+# `argparse` has no public name for it.
+Commands = argparse._SubParsersAction  # pyright: ignore[reportPrivateUsage]
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

@@ -276,7 +276,8 @@ class _Copier:
         try:
             with torch.inference_mode():
                 copy_runs(self._blocks, self._slots, unit.copies, out=unit.out)
-        except Exception:  # noqa: BLE001 The tokens can be computed again; a dead thread would keep requests waiting.
+        except Exception:  # noqa: BLE001
+            # The tokens can be computed again; a dead thread would keep requests waiting.
             _log.exception("a copy between the KV cache and host memory failed")
             ok = False
         return tuple(Copied(copy.slot, ok) for copy in unit.copies)

@@ -100,7 +100,8 @@ def main() -> int:
         life.run()
     except OperatorError as error:
         return _fail(server, error, EXIT_CANNOT_SERVE)
-    except Exception as error:  # noqa: BLE001 The process boundary: any error is reported and ends the process.
+    except Exception as error:  # noqa: BLE001
+        # The process boundary: any error is reported and ends the process.
         traceback.print_exc()
         return _fail(server, error, EXIT_FAILED)
     life.close()

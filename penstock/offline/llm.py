@@ -431,7 +431,8 @@ def _each(value: T | Sequence[T], total: int | None, param: str) -> Iterator[T]:
 def _texts(given: str | Sequence[str], param: str) -> list[str]:
     several = isinstance(given, Sequence) and not isinstance(given, str)  # pyright: ignore[reportUnnecessaryIsInstance] - users may not check.
     found = list(given) if several else [cast(str, given)]
-    if not all(isinstance(text, str) for text in found):  # pyright: ignore[reportUnnecessaryIsInstance] - users may not check.
+    # Users may not check types.
+    if not all(isinstance(text, str) for text in found):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InvalidRequest(f"Invalid '{param}': expected texts.", param=param)
     return found
 

@@ -87,7 +87,8 @@ def read_settings(model: str, given: Mapping[str, Any]) -> OfflineSettings:
         ConfigError: one is unknown, or says what this engine cannot do; the message names it.
         CheckpointError: there is no model, or none that the engine loads.
     """
-    if not isinstance(model, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance] - users may not check.
+    # Users may not check types.
+    if not isinstance(model, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"model: expected a directory, a hub id or a demo model, got {model!r}")
     left = {name: value for name, value in given.items() if value is not None}
     path = str(model) + (f"@{left.pop('revision')}" if "revision" in left else "")

@@ -147,6 +147,10 @@ class AnswerParser:
         return buffer
 
 
+PROSE = AnswerParser()
+"""Of answers in which there is nothing to look for. It keeps nothing, so all of them have this one."""
+
+
 class ThoughtCount:
     """Counts the tokens of an answer's reasoning, both marks with it.
 

@@ -42,7 +42,8 @@ _LIST = re.compile(rf"{_NEAR}(?:{re.escape(_PYTHON_START)}{_NEAR})?\[")
 _BLANKS = re.compile(BLANKS)
 _HALF_BLANKS = re.compile(rf"{BLANKS}(?:#[^\r\n]*)?")
 _HALF_HEAD = re.compile(
-    rf"(?:{_HALF_BLANKS.pattern}|{BLANKS}[A-Za-z_][\w.]*(?:\((?:{_HALF_BLANKS.pattern}|{BLANKS}[A-Za-z_]\w*\s*=?))?)\Z",
+    rf"(?:{_HALF_BLANKS.pattern}|{BLANKS}[A-Za-z_][\w.]*"
+    rf"(?:\((?:{_HALF_BLANKS.pattern}|{BLANKS}[A-Za-z_]\w*\s*=?))?)\Z",
     re.ASCII,
 )
 

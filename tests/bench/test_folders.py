@@ -1,9 +1,13 @@
-"""Every script of bench/ that a page, a target or a script names is there."""
+"""Scripts of bench/ that a page, a target or a script names are there, and so is what the ratchet holds."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+
+from bench.harness import Spread
+from bench.ratchet import QUESTIONS, RECORD
 
 ROOT = Path(__file__).parents[2]
 OLD = ("031-answered-questions.md",)
@@ -37,3 +41,11 @@ def test_a_part_is_described(folder: str) -> None:
         "process.py",
         "ratchet.py",
     }
+
+
+def test_the_recorded_ratios_are_read_and_name_questions() -> None:
+    ratios = json.loads(RECORD.read_text())["ratios"]
+    assert {key.partition(",")[0] for key in ratios} <= set(QUESTIONS)
+    spreads = [Spread(**each) for figures in ratios.values() for each in figures.values()]
+    assert spreads
+    assert all(each.least <= each.median <= each.limit for each in spreads)

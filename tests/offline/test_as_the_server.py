@@ -76,7 +76,8 @@ def test_plain_prompts(case: str, llm: LLM, client: openai.OpenAI) -> None:
         known = {name: value for name, value in asked.items() if name in OPENAI}
         there = client.completions.create(model="small", prompt=prompt, **known, extra_body=extra)
         assert [each.text for each in output.outputs] == [each.text for each in there.choices]
-        ids = [getattr(each, "token_ids") for each in there.choices]  # noqa: B009 - vLLM's, which the client lacks.
+        # A field of vLLM's, which the client lacks.
+        ids = [getattr(each, "token_ids") for each in there.choices]  # noqa: B009
         assert [list(each.token_ids) for each in output.outputs] == ids
         assert reason(output) == [each.finish_reason for each in there.choices]
         if "logprobs" in asked:

@@ -62,7 +62,8 @@ ANSWERS = {
     ),
     "qwen3_coder": (
         (
-            "Sure.\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n"
+            "Sure.\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+            "<parameter=days>\n3\n"
             "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=weather>\n<parameter=city>\n"
             'Rome "x" {\n'
             "</parameter>\n<parameter=exact>\nTrue\n</parameter>\n</function>\n</tool_call>"

@@ -73,7 +73,8 @@ def test_text_before_and_between_tool_calls() -> None:
 def test_neighbouring_tool_messages_share_one_user_turn() -> None:
     tool = [{"role": "tool", "tool_call_id": str(i), "content": f"R{i}"} for i in range(2)]
     assert template([user("W"), *tool]).endswith(
-        "<|im_start|>user\n<tool_response>\nR0\n</tool_response>\n<tool_response>\nR1\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nR0\n</tool_response>\n"
+        "<tool_response>\nR1\n</tool_response><|im_end|>\n"
     )
 
 

@@ -276,7 +276,8 @@ class HttpBackend:
                 self._down(Phase.LOST, str(error))
             except TimeoutError:
                 self._down(Phase.LOST, f"no answer to a probe within {self._config.probe_timeout_s:g} s")
-            except Exception as error:  # noqa: BLE001 - a worker whose words meet a bug here must not stay unwatched.
+            except Exception as error:  # noqa: BLE001
+                # A worker whose words meet a bug here must not stay unwatched.
                 self._down(Phase.LOST, f"a bug met its answer to a probe: {error!r}")
             await self._pause(self._config.probe_s * (0.9 + 0.2 * self._draw()))
 

@@ -37,7 +37,7 @@ from penstock.protocol.openai import ChatRequest, GenerationRequest
 from penstock.protocol.worker_parts import Grammar
 from penstock.rng import choice_seed, fresh_seed
 from penstock.telemetry.ledger import USER_CHARS_MAX
-from penstock.text.reasoning import AnswerParser, ThoughtCount
+from penstock.text.reasoning import PROSE, AnswerParser, ThoughtCount
 from penstock.text.tool_formats import ForcedCalls
 from penstock.text.tools import FirstCallOnly, ToolParser
 from penstock.types import PLACE, Capability, RequestId, SamplingParams, places_of
@@ -224,20 +224,21 @@ def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) ->
     """The request as flow control sees it."""
     lengths, user = [len(prompt) for prompt in job.prompts], job.request.user
     bound, needs = places(job.caller.tenant, hints), job.needs
+    num_tokens, choices_per_prompt = sum(lengths), job.choices_per_prompt
     return RequestFacts(
         id=RequestId(job.answer_id),
         tenant=job.caller.tenant,
         route=job.model.name,
         requested_model=served.requested,
         diverted=served.downgrade or "",
-        prompt_tokens=sum(lengths),
+        prompt_tokens=num_tokens,
         prompts=job.prompts,
         context_tokens=max(lengths) + _asked_tokens(job.request),
         max_tokens=max(job.max_tokens),
-        choices=job.num_choices,
-        choices_per_prompt=job.choices_per_prompt,
+        choices=len(lengths) * choices_per_prompt,
+        choices_per_prompt=choices_per_prompt,
         is_whole=not job.request.stream,
-        num_bytes=body_bytes(job.exchange, job.body) + TOKEN_BYTES * sum(lengths),
+        num_bytes=body_bytes(job.exchange, job.body) + TOKEN_BYTES * num_tokens,
         priority=getattr(job.request, "priority", None) or 0,
         first_token_ns=hints.max_wait_ns,
         degrade=hints.degrade,
@@ -484,7 +485,7 @@ def answer_parser(job: Job) -> AnswerParser:
         if request.parallel_tool_calls is False:
             tools = FirstCallOnly(tools)
     if (marks := model.reasoning) is None:
-        return AnswerParser(tools)
+        return PROSE if tools is None else AnswerParser(tools)
     has_begun = begins_reasoning(model, job.prompts[0])
     return AnswerParser(
         tools,

@@ -246,7 +246,7 @@ class Dispatcher:
 
     def on_ended(self, reply: Reply) -> None:
         """See `ReplyListener`. A request that goes to another model has a reply that was never accepted."""
-        request, label = reply.request, reply.exchange.outcome
+        request, label = reply.exchange.request, reply.exchange.outcome
         if request is None:
             return
         if (trace := reply.exchange.trace) is not None:
@@ -406,8 +406,9 @@ def _reply_of(request: Request) -> Reply:
 
 
 def _request_of(reply: Reply) -> Request:
-    assert reply.request is not None, "only accepted requests are started"
-    return reply.request
+    request = reply.exchange.request
+    assert request is not None, "only accepted requests are started"
+    return request
 
 
 def migrated(before: Exchange, migration: str) -> str:

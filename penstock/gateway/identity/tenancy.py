@@ -223,7 +223,8 @@ class Tenancy:
         for subscriber in self.on_reload:
             try:
                 subscriber(config)
-            except Exception as error:  # noqa: BLE001 - one part's bug must not keep the others from hearing of it.
+            except Exception as error:  # noqa: BLE001
+                # One part's bug must not keep the others from hearing of it.
                 self._log.bug("a part did not take the new configuration", error)
 
     def _take_tokens(self, config: Config, *, same_provider: bool = False) -> None:

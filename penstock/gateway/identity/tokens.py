@@ -219,7 +219,8 @@ class ProviderKeys:
     async def _refresh(self) -> None:
         try:
             keys = await asyncio.to_thread(self._fetch_keys)
-        except Exception as error:  # noqa: BLE001 - a broken provider may answer anything; we ask again later.
+        except Exception as error:  # noqa: BLE001
+            # A broken provider may answer anything; we ask again later.
             self._failed(error)
             return
         if self._failures or self._fresh_ns is None:

@@ -31,7 +31,7 @@ from penstock.protocol.openai import (
     PromptLogprobs,
 )
 from penstock.protocol.stream import ChatChunks
-from penstock.text.reasoning import AnswerParser
+from penstock.text.reasoning import PROSE, AnswerParser
 from penstock.text.tools import CallPiece, ParsedToolCall, Text, Thought, ToolEvent, joined
 from penstock.types import FinishReason
 
@@ -345,7 +345,7 @@ class WholeCompletion(WholeReply):
         num_prompt_top: int | None = None,
         prompt_ids: Sequence[Sequence[int]] = (),
     ) -> None:
-        super().__init__(context, [AnswerParser() for _ in echoes], prompt_ids)
+        super().__init__(context, [PROSE for _ in echoes], prompt_ids)
         self._echoes = echoes
         self._with_logprobs = with_logprobs
         self._num_prompt_top = num_prompt_top

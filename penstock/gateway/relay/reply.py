@@ -270,11 +270,13 @@ class Reply:
     def choice_finished(self, index: int, finish: Finish) -> None:
         """A stream is over (called by its sink)."""
         self._live -= 1
-        if self.request is not None:
-            self.request.stream_ended(index, finish.usage)
-        if index == 0 and self.exchange.outcome is None:  # It stands for all, if nothing worse happens.
-            self.exchange.outcome = _OUTCOMES.get(finish.reason)
-        self._resume.pop(index, None)
+        exchange = self.exchange
+        if exchange.request is not None:
+            exchange.request.stream_ended(index, finish.usage)
+        if index == 0 and exchange.outcome is None:  # It stands for all, if nothing worse happens.
+            exchange.outcome = _OUTCOMES.get(finish.reason)
+        if self._resume:
+            self._resume.pop(index, None)
         if finish.reason in (FinishReason.ERROR, FinishReason.ABORT):
             if finish.resume is not None:
                 self._resume[index] = finish.resume

@@ -310,7 +310,8 @@ class Breaker:
         usual_ns = self._usual_ns
         assert ttft_ns >= 0, ttft_ns
         self.recent_ns += (ttft_ns - self.recent_ns) // _RECENT if self.recent_ns else ttft_ns
-        bound_ns, slow = self.slow_ns, self.is_slow(ttft_ns)
+        bound_ns = self.slow_ns
+        slow = usual_ns > 0 and ttft_ns > bound_ns  # `is_slow`, without reckoning that again.
         # A slow one counts as just slow, so that a worker for which it becomes usual is taken for it, in
         # time.
         seen_ns = min(ttft_ns, bound_ns) if slow else ttft_ns

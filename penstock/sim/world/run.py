@@ -186,7 +186,8 @@ class RunTally:
         counters.migrations += record.migrations
         self._hash.update(
             f"{record.id}|{record.outcome.value}|{record.reason}|{record.first_ns}|{record.end_ns}|"
-            f"{record.prompt_tokens}|{record.cached_tokens}|{record.completion_tokens}|{record.worker}|{record.queue_ns}\n".encode()
+            f"{record.prompt_tokens}|{record.cached_tokens}|{record.completion_tokens}|"
+            f"{record.worker}|{record.queue_ns}\n".encode()
         )
 
     def billed(self, record: UsageRecord) -> None:

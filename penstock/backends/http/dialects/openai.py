@@ -301,6 +301,11 @@ class OpenAIDialect:
     def __init__(self, model: str, tokenizer: Tokenizer, *, max_model_len: int) -> None:
         """`max_model_len` is what its context is taken to be."""
         self._model, self._tokenizer, self._max_model_len = model, tokenizer, max_model_len
+        self._stream_fields = {
+            "model": _raw(model),
+            "stream": _raw(True),
+            "stream_options": _raw({"include_usage": True}),
+        }
 
     def facts(self, body: bytes) -> ServerFacts:
         """See `Dialect`."""
@@ -323,14 +328,7 @@ class OpenAIDialect:
             fields["max_tokens"] = _raw(sampling.max_tokens)
         if _gives(asked, "seed"):
             fields["seed"] = _raw(sampling.seed)
-        return HttpSubmission("/chat/completions", _encode(fields | self._stream_fields()))
-
-    def _stream_fields(self) -> dict[str, msgspec.Raw]:
-        return {
-            "model": _raw(self._model),
-            "stream": _raw(True),
-            "stream_options": _raw({"include_usage": True}),
-        }
+        return HttpSubmission("/chat/completions", _encode(fields | self._stream_fields))
 
     def _is_limited(self, request: GenerateRequest) -> bool:
         """Whether the answer may be less long than the context leaves: a limit that the client did not ask
