@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+
 from bench.grammar import random_schemas
 
 llguidance = pytest.importorskip("llguidance")
