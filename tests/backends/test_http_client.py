@@ -16,10 +16,31 @@ from engine_stand_ins import StandIn, VllmStandIn, serving, until
 
 from penstock.backends.http.client import HttpClient
 from penstock.backends.http.small_answer import ProbeFailed, fetch
-from penstock.backends.http.terms import FailureKind, HttpAddress, HttpFailure, HttpLimits, NoConnection
+from penstock.backends.http.terms import (
+    Deadlines,
+    FailureKind,
+    HttpAddress,
+    HttpFailure,
+    HttpLimits,
+    NoConnection,
+)
 from penstock.backends.silence import MIN_NS, Gaps
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.errors import ConfigError
+
+
+class Waits:
+    """Fails at its time, which is pushed back as often as it is asked."""
+
+    def __init__(self, until_ns: int, *, pushed_ns: int = 0, times: int = 0) -> None:
+        self.until_ns, self.failed, self.looks = until_ns, False, 0
+        self._pushed_ns, self._times = pushed_ns, times
+
+    def look(self, now_ns: int) -> None:
+        self.looks += 1
+        if now_ns >= self.until_ns and self._times:
+            self.until_ns, self._times = now_ns + self._pushed_ns, self._times - 1
+        self.failed = self.failed or now_ns >= self.until_ns
 
 
 class Listener:
@@ -356,3 +377,25 @@ def test_a_silence_that_was_too_long_is_remembered() -> None:
         assert silent_ns >= 50_000_000
 
     run(check, idle_timeout_s=0.05, first_byte_timeout_s=0.05)
+
+
+def test_one_timer_serves_every_deadline_and_those_that_move() -> None:
+    async def check() -> None:
+        clock = SystemClock()
+        now_ns = clock.now_ns()
+        near, moved = Waits(now_ns + NS_PER_S // 50), Waits(now_ns, pushed_ns=NS_PER_S // 50, times=1)
+        far = Waits(now_ns + 3600 * NS_PER_S)
+        every: dict[Waits, None] = dict.fromkeys((far, near, moved))
+        deadlines = Deadlines(clock, every)
+        for each in every:
+            deadlines.look_by(now_ns, each.until_ns)
+        assert deadlines.looks_ns == moved.until_ns
+        await until(lambda: near.failed and moved.failed)
+        assert (far.failed, far.looks) == (False, near.looks)
+        for each in (near, moved):
+            every.pop(each, None)
+        await until(lambda: deadlines.looks_ns == far.until_ns)
+        deadlines.stop()
+        assert deadlines.looks_ns > far.until_ns
+
+    asyncio.run(check())

@@ -5,6 +5,7 @@ of one server, and machines that share a Redis.
 import asyncio
 import contextlib
 import json
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ SLOTS = 8
 WANTED = {"even": (16, 16), "uneven": (16, 2)}
 """Connections of a tenant in each place. In the second one, the uneven tenant has less than its half to
 ask."""
-ANSWERS, WARM_UP = 400, 120
+ANSWERS, WARM_UP = 260, 60
 
 
 @dataclass(slots=True)
@@ -60,9 +61,11 @@ class Flood:
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def ask(self, tenant: str, asker: Asker, max_tokens: int) -> None:
+        """Until it is over: what runs then is by numbers of connections, and does not count."""
         while not self.is_over.is_set():
             await asker.ask(max_tokens)
-            self.num_answers[tenant] += 1
+            if not self.is_over.is_set():
+                self.num_answers[tenant] += 1
             if self.num_answers.total() >= ANSWERS:
                 self.is_over.set()
 
@@ -96,7 +99,13 @@ async def at_machines(gateways: list[Serve], stack: contextlib.ExitStack) -> Ask
 
 
 async def share_of(askers: Askers, max_tokens: int = 8) -> float:
-    """The share of the tenant whose connections are mostly in one place."""
+    """The share of the tenant whose connections are mostly in one place: the middle one of three, as a busy
+    machine may let one of the processes stand still for a while.
+    """
+    return statistics.median([await share_once(askers, max_tokens) for _ in range(3)])
+
+
+async def share_once(askers: Askers, max_tokens: int) -> float:
     flood = Flood()
     tasks = [asyncio.create_task(flood.ask(*each, max_tokens)) for each in askers]
     while flood.num_answers.total() < WARM_UP:
@@ -164,7 +173,7 @@ def redis(tmp_path: Path) -> Iterator[RedisProcess]:
 
 @pytest.mark.parametrize(
     ("make_engine", "max_tokens"),
-    [(lambda: shared_engine(SLOTS), 24), (lambda: stand_in_engine(step_s=0.02), 8)],
+    [(lambda: shared_engine(SLOTS), 48), (lambda: stand_in_engine(step_s=0.02), 8)],
     ids=["ours", "another's"],
 )
 def test_machines_that_share_a_redis_share_as_one_and_go_on_when_it_freezes(

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture(scope="module")
 def overloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """Two gateway processes and our engine, under six times what they answer to a closed loop."""
+    """A real server and engine, under six times what it answers to a closed loop."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overload, "CLOSED_S", 5.0)
         place = tmp_path_factory.mktemp("overload")
-        stack = overload.Stack(place, sys.executable, "penstock-demo", processes=PROCESSES)
+        stack = overload.Stack(place, sys.executable, "penstock-demo")
 
         async def measure() -> SimpleNamespace:
             measurement = overload.Measurement(stack, SimpleNamespace(), 1)

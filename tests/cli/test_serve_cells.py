@@ -324,8 +324,8 @@ def test_a_killed_cell_costs_no_request_and_every_answer_is_the_same(cells: Cell
 
 
 def test_cells_of_several_gateway_processes_help_each_other_and_one_is_killed(tmp_path: Path) -> None:
-    """Two cells of two processes each: every process of east sends some of what it has to wait for to west,
-    whose processes share the port; then west is killed.
+    """Two cells of two processes each, and the one that helps is killed with all it has. Which process of it
+    a connection reaches is the kernel's choice.
     """
     pair = Cells(tmp_path, names=("east", "west"), processes=2)
     try:
@@ -341,7 +341,6 @@ def test_cells_of_several_gateway_processes_help_each_other_and_one_is_killed(tm
         with ThreadPoolExecutor(16) as threads:
             running = [threads.submit(client, number) for number in range(16)]
             try:
-                pair.until(lambda: len(_guests(pair, "west")) == 2, "one process of west has had no guest")
                 pair.until(lambda: pair.streaming.count("west") >= 2, "nothing runs in west")
                 west = pair.servers["west"]
                 for pid in (west.process.pid, *west.workers):
@@ -364,21 +363,3 @@ def test_cells_of_several_gateway_processes_help_each_other_and_one_is_killed(tm
         )
     finally:
         pair.close()
-
-
-def _guests(cells: Cells, name: str) -> set[str]:
-    """The processes of a cell that have connections of its peers, by what the machine says."""
-    port = f"{int(cells.ports[name]):04X}"
-    inodes = set[str]()
-    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(path).read_text().splitlines()[1:]:
-            words = line.split()
-            if words[1].endswith(f":{port}") and words[3] == "01":  # Established.
-                inodes.add(words[9])
-    found = set[str]()
-    for pid in cells.servers[name].workers:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if link.readlink().name.removeprefix("socket:[").removesuffix("]") in inodes:
-                    found.add(str(pid))
-    return found

@@ -155,6 +155,24 @@ def test_a_slower_version_is_taken_back_by_itself(slower: Place, capsys: pytest.
     assert "worse" in shown or "hard stop" in shown
 
 
+def test_copies_find_a_slower_version_out_before_anybody_has_it(
+    slower: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--shadow", "100", "--steps", "50", "--requests", "30", "--warm-up", "5", "--step-minutes", "1")
+    assert penstock(slower, "start", "river@2", *flags) == 0
+    assert "nobody has it, it gets copies of 100 %" in capsys.readouterr().out
+    versions = slower.ask_until(lambda: slower.latest()["state"] != "running")
+    found = slower.latest()
+    assert found["state"] == "rolled_back"
+    assert found["step"] == -1, found["why"]
+    assert {version for each in versions.values() for version in each} == {"river@1"}
+    metrics = {each["metric"]: each for each in found["metrics"]}
+    assert metrics["time per token"]["difference"] is None or metrics["time per token"]["difference"] > 0
+    page = slower.admin("GET", "/metrics").text
+    assert 'penstock_shadow_requests_total{model="river@2",outcome="compared"}' in page
+    assert "it gets copies of 100 % of conversations" in [each.get("why") for each in slower.audit()]
+
+
 def test_who_may_not_use_the_new_version_keeps_the_old_one(slower: Place) -> None:
     assert penstock(slower, "start", "river@2", "--steps", "50", "--requests", "100000") == 0
     try:

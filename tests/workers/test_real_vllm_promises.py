@@ -175,7 +175,7 @@ async def share_of(server: Server, port: int) -> float:
     async def keep_asking(key: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while not is_over.is_set():
             await ask(reader, writer, key, 16)
-            counted[key] += 1
+            counted[key] += not is_over.is_set()
             if sum(counted.values()) >= 500:
                 is_over.set()
 
