@@ -1,7 +1,7 @@
 """The worth of speculation: tokens per second of the engine core with `engine.speculation` and without.
 
-    python -m bench.engine.speculation MODEL_DIR [--speculation ngram|DRAFT_DIR] [--batch 1 32] [--rounds 5]
-    [--quantization none] [--json FILE]
+    python -m bench.engine.speculation MODEL_DIR [--speculation ngram|DRAFT_DIR|HEAD_DIR] [--batch 1 32]
+    [--rounds 5] [--kinds copy asked fresh] [--quantization none] [--json FILE]
 
 Both engines hold the same model and answer the same prompts in turns, so that what else the machine does hits
 both; their answers must be the same, token by token. After each step its outputs are encoded as a worker
@@ -10,6 +10,10 @@ would. The figure is the ratio on / off of each round: its median and its spread
     copy    a conversation in which the last question was asked, and answered, before: the answer is a copy
     asked   a question of those that the model was trained for, answered at temperature 1: nothing to copy
     fresh   a question, answered at temperature 1 up to 96 tokens whether it ends or not: little is repeated
+
+Of a draft model the time of its step over the target's is measured too, each alone and with one request, and
+for one request the most that its guesses could have been worth: the tokens of a step over the time of the
+step and of the guesses, if nothing else took any (`bound`).
 """
 
 import statistics
@@ -21,6 +25,7 @@ from penstock import rng
 from penstock.clock import NS_PER_S, SystemClock
 from penstock.config.engine_settings import EngineSettings
 from penstock.engine.core import EngineCore, build_core
+from penstock.engine.loader import holds_head
 from penstock.engine.runner import build_runner
 from penstock.kv.hashing import token_array
 from penstock.protocol.worker import StepOutput, Submit, encode
@@ -149,6 +154,11 @@ class Compared:
     drafted: int = 0
     accepted: int = 0
 
+    def bound(self, pass_share: float) -> float:
+        """The most that the guesses of one request could be worth, where each takes so much of a step."""
+        steps = self.answered - self.accepted
+        return self.answered / (steps + pass_share * self.drafted)
+
     @property
     def ratios(self) -> list[float]:
         """On over off, round by round."""
@@ -186,19 +196,37 @@ def compare(
     return found
 
 
+def pass_share(off: EngineCore, draft: EngineCore, prompts: Prompts, rounds: int) -> float:
+    """A step of the draft model over one of the target, each with one request: the median of rounds."""
+    shares: list[float] = []
+    for round_ in range(rounds + 1):
+        rates = [
+            answer(core, [prompts.of("fresh", round_, 0)], Sampling(1.0, FRESH_TOKENS), f"share/{round_}")
+            for core in (off, draft)
+        ]
+        shares.append(rates[0].tokens_per_s / rates[1].tokens_per_s)
+    return statistics.median(shares[1:])
+
+
 def main() -> None:
     parser = command_line(__doc__, rounds=5)
     parser.add_argument("model", type=Path)
     parser.add_argument("--speculation", default="ngram")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--kinds", nargs="+", choices=TEMPERATURES, default=list(TEMPERATURES))
     args = parser.parse_args()
     off, on = (build(args.model, name, args.quantization) for name in ("off", args.speculation))
     prompts = Prompts(off, Tokenizer.load(args.model))
+    share: float | None = None
+    if args.speculation != "ngram" and not holds_head(Path(args.speculation)):
+        draft = build(Path(args.speculation), "off", args.quantization)
+        share = pass_share(off, draft, prompts, args.rounds)
+        print(f"a step of the draft model takes {share:.3f} of one of the target")
     print("batch prompts   off tok/s   on tok/s  on / off    min    max")
     rows: list[dict[str, object]] = []
     for batch in args.batch:
-        for kind in TEMPERATURES:
+        for kind in args.kinds:
             found = compare(off, on, prompts, kind, batch, args.rounds)
             ratios, median = found.ratios, statistics.median(found.ratios)
             print(
@@ -207,10 +235,14 @@ def main() -> None:
                 f"   {found.accepted} of {found.drafted} drafts right, {found.answered} tokens",
                 flush=True,
             )
-            rows.append(
-                {"batch": batch, "prompts": kind, "ratios": ratios, "median": median, **asdict(found)}
-            )
-    settings = {"speculation": Path(args.speculation).name, "quantization": args.quantization}
+            row = {"batch": batch, "prompts": kind, "ratios": ratios, "median": median, **asdict(found)}
+            if share is not None and batch == 1:
+                row["bound"] = round(found.bound(share), 3)
+                print(f"      at most {found.bound(share):.3f} with these guesses")
+            rows.append(row)
+    settings: dict[str, object] = {
+        "speculation": Path(args.speculation).name, "quantization": args.quantization, "pass_share": share
+    }  # fmt: skip
     write_result(args.json, {"model": args.model.name, **settings, "rows": rows})
 
 

@@ -125,7 +125,8 @@ class EngineConfig(Branch, frozen=True, kw_only=True):
     speculation: Annotated[str, Meta(min_length=1)] = "off"
     """Guess tokens ahead and compute them in the same step, as many as pay: answers stay the same, to the
     token. "off"; "ngram": what followed the last tokens where the request has had them before; or the path of
-    a smaller model with the same tokenizer, which guesses. On the CPU; see docs/engine.md."""
+    a smaller model with the same tokenizer, or of a head in EAGLE's layout, which guesses. On the CPU; see
+    docs/engine.md."""
     prefix_cache: bool = True
     """Keep the KV blocks of finished requests and reuse them for equal prefixes of the same tenant."""
     kv_events: KVEventsConfig = KVEventsConfig()

@@ -166,6 +166,12 @@ class Decoder:
             self._final_norm(rows.residual, states)
         return self._sample_logits(rows.residual, samples)
 
+    def head(self, states: Tensor, out: Tensor) -> None:
+        """See `StepModel`."""
+        raw = self._raw_logits[: len(states)]
+        self._head(states, raw)
+        out.copy_(raw)
+
     def _sample_logits(self, residual: Tensor, samples: Tensor) -> Tensor:
         num_samples = samples.shape[0]
         picked, normed = self._samples[0, :num_samples], self._samples[1, :num_samples]

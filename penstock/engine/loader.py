@@ -9,7 +9,7 @@ up, for benchmarks that have only a `config.json`.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -25,7 +25,15 @@ from penstock.engine.weights import CPU, OnProgress, Part, Weights, fused
 from penstock.errors import CheckpointError
 from penstock.models.config import CONFIG_FILE
 from penstock.models.files import is_gguf
-from penstock.models.names import CheckpointNames, TensorPart, Weight, decoder_weights
+from penstock.models.names import (
+    HEAD_BIAS,
+    HEAD_JOIN,
+    CheckpointNames,
+    TensorPart,
+    Weight,
+    decoder_weights,
+    head_weights,
+)
 from penstock.models.quantization import Quantization
 from penstock.models.spec import DecoderSpec
 
@@ -33,6 +41,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _SIZE_FACTOR_MAX = 2
 _PACKED_MAX = 8
+_OF_EAGLE_3 = ("midlayer.", "d2t", "t2d")
 _DTYPES = ("F32", "F16", "BF16", "F64")
 
 
@@ -134,6 +143,43 @@ def load_weights(
 
     keeps = keeps_float8 or bool(kept_bits)
     return Weights(wanted, whole, parts, num_bytes, on_progress, keeps=keeps)
+
+
+def holds_head(directory: Path) -> bool:
+    """Whether it is a head on another model's states, and no model.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or corrupt.
+    """
+    return not is_gguf(directory) and HEAD_JOIN in _open_all(directory)
+
+
+def load_head(directory: Path, spec: DecoderSpec, names: CheckpointNames, dtype: torch.dtype) -> Weights:
+    """The weights of the head in `directory` (`head_weights`): checked now, read when they are taken.
+
+    Raises:
+        CheckpointError: as `load_weights`.
+    """
+    files, names = _open_all(directory), names.bare()
+    strange = min((name for name in files if name.startswith(_OF_EAGLE_3)), default=None)
+    if strange is not None:
+        raise CheckpointError(
+            f"{files[strange].path}: tensor {strange} is of a head of EAGLE-3, which reads states of several "
+            f"layers; expected EAGLE's own layout: {HEAD_JOIN} and layers.0"
+        )
+    wanted = head_weights(spec, names, table=names.embedding in files, bias=HEAD_BIAS in files)
+    _check(directory, wanted, files, {}, (replace(spec, tied_head=True), names))
+
+    def read(part: TensorPart) -> Tensor:
+        return _read_tensor(part.name, files)
+
+    return Weights(
+        wanted,
+        lambda weight: fused(weight, read, dtype, CPU),
+        lambda weight: tuple(map(read, weight.parts)),
+        lambda weight: prod(weight.shape) * dtype.itemsize,
+        lambda _done, _total: None,
+    )
 
 
 def _read_stored(

@@ -24,7 +24,7 @@ from penstock.engine.adapters.files import AdapterReader
 from penstock.engine.arrays import Int64Array, as_tensor
 from penstock.engine.decoder import DecoderLimits, WeightSource
 from penstock.engine.device_speed import cost_floor, device_name
-from penstock.engine.draft_load import PlannedDraft, load_draft, plan_draft
+from penstock.engine.draft_load import LoadedTarget, PlannedDraft, PlannedHead, plan_draft
 from penstock.engine.fingerprint import RANDOM_SEED, identify, name_of
 from penstock.engine.gpu.load import cuda_target, load_on_device
 from penstock.engine.gpu.runner import DeviceRunner
@@ -144,7 +144,7 @@ class Runner:
         logits = self._model.compute(tokens, wanted, batch, inputs.adapters, states)
         if head is not None:
             rows = np.fromiter((work.row for work in plan.work), np.int64, len(plan.work))
-            head.read(rows, batch.num_computed, batch.num_tokens)
+            head.read(rows, batch.num_computed, batch.num_tokens, self._tables)
         return logits
 
     def _draw(self, logits: Tensor, rows: Int64Array, positions: Int64Array) -> tuple[Tensor, Follows]:
@@ -279,8 +279,8 @@ class PlannedModel:
     weights: WeightSource
     kept_bits: int
     adapter_bytes: int
-    draft: PlannedDraft | None = None
-    """A model that guesses tokens ahead of it."""
+    draft: PlannedDraft | PlannedHead | None = None
+    """A model, or a head on its states, that guesses tokens ahead of it."""
 
 
 def plan_model(model_path: str | Path, config: EngineConfig, clock: Clock) -> ModelInfo | None:
@@ -370,11 +370,11 @@ def _left_bytes(config: EngineConfig, reserved: int) -> int:
     return min(free, left)
 
 
-def _proposer(config: EngineConfig, planned: PlannedModel) -> Proposer | None:
+def _proposer(config: EngineConfig, planned: PlannedModel, model: StepModel) -> Proposer | None:
     """As configured."""
     if planned.draft is not None:
-        info = planned.info
-        return load_draft(planned.draft, config, SystemClock(), info.num_blocks, info.max_running)
+        target = LoadedTarget(model, planned.info.num_blocks, planned.info.max_running)
+        return planned.draft.load(config, SystemClock(), target)
     return None if config.speculation == "off" else PromptLookup(planned.computing.native)
 
 
@@ -413,6 +413,6 @@ def load_runner(model_path: Path, config: EngineConfig, on_progress: OnProgress)
             host=host_store(cache, info.num_host_blocks),
             floor=floor,
             adapters=adapters if takes else None,
-            proposer=_proposer(config, planned),
+            proposer=_proposer(config, planned, model),
         )
     )

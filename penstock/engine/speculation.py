@@ -71,9 +71,9 @@ class ReadsStates(Proposer, Protocol):
     states: Tensor
     """`[step_tokens, hidden_size]` in the decoder's type: each step writes the states of its tokens here."""
 
-    def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array) -> None:
+    def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables) -> None:
         """After each step: `states` begins with those of the rows' tokens, row by row `counts` of them, from
-        position `firsts` on.
+        position `firsts` on. The tables are as they were for the step: nothing that it draws is known.
 
         A row's drafts are among them: the next `propose` tells by `known` which of them were right, and a
         later step brings the states of the tokens that took the place of others. Of a prefix that was found

@@ -129,6 +129,10 @@ class StepModel(Protocol):
     draft: Callable[[PsDraft], None] | None
     """Runs several steps in one native call, each with what the one before has drawn; None: it cannot."""
 
+    head: Callable[[Tensor, Tensor], None]
+    """Writes logits `[num_rows, vocab_size]` (float32) of states `[num_rows, hidden_size]`, of as many rows
+    as a step samples at most. Without a soft cap."""
+
     def compute(
         self,
         token_ids: Tensor,
@@ -166,6 +170,8 @@ class _Decodes(Protocol[A_contra]):
         self, token_ids: Tensor, samples: Tensor, attention: A_contra, states: Tensor | None = None
     ) -> Tensor: ...
 
+    def head(self, states: Tensor, out: Tensor) -> None: ...
+
 
 class _Pair(Generic[A]):
     """A decoder and the attention that it understands."""
@@ -181,7 +187,7 @@ class _Pair(Generic[A]):
         draft: Callable[[PsDraft], None] | None = None,
     ) -> None:
         """`adapt` tells the decoder which adapter each row of the coming step has."""
-        self.kernels, self.weights, self.draft = kernels, weights, draft
+        self.kernels, self.weights, self.draft, self.head = kernels, weights, draft, decoder.head
         self._adapt, self._is_adapted = adapt, False
         self._decoder, self._attention = decoder, attention
         self._rehearsing = rehearsing

@@ -39,6 +39,10 @@ class Weights:
         self.num_bytes_left = self._total
         """Of those that were not taken yet, in memory."""
 
+    def __contains__(self, key: str) -> bool:
+        """Whether it can be taken still."""
+        return key in self._wanted
+
     def take(self, key: str) -> Tensor:
         """See `WeightSource`.
 

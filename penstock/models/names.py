@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from penstock.models.spec import DecoderSpec
 
+HEAD_JOIN, HEAD_BIAS = "fc.weight", "fc.bias"
+"""Tensors that only a head on a decoder's states has (`head_weights`)."""
+
 
 @dataclass(slots=True, frozen=True)
 class TensorPart:
@@ -98,6 +101,25 @@ def decoder_weights(spec: DecoderSpec, names: CheckpointNames) -> list[Weight]:
     if not spec.tied_head and not spec.embeds:
         weights.append(Weight("head", (TensorPart(names.head, table),)))
     return weights
+
+
+def head_weights(spec: DecoderSpec, names: CheckpointNames, *, table: bool, bias: bool) -> list[Weight]:
+    """Those of a head that guesses from a decoder's states, as EAGLE publishes them: one layer, without the
+    norm before it, and what joins a state and an embedding.
+
+    Args:
+        spec: of the layer.
+        names: of its tensors.
+        table: it has an embedding of its own.
+        bias: what joins the two has one.
+    """
+    hidden = spec.hidden_size
+    weights = [Weight("fc", (TensorPart(HEAD_JOIN, (hidden, 2 * hidden)),))]
+    if bias:
+        weights.append(Weight("fc_bias", (TensorPart(HEAD_BIAS, (hidden,)),)))
+    if table:
+        weights.append(Weight("embedding", (TensorPart(names.embedding, (spec.vocab_size, hidden)),)))
+    return weights + [each for each in _layer_weights(spec, names, 0) if each.key != "0.input_norm"]
 
 
 def _layer_weights(spec: DecoderSpec, names: CheckpointNames, i: int) -> list[Weight]:

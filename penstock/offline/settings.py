@@ -42,7 +42,6 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "task": ("auto", "generate", "embed", "score"),
     "convert": ("auto", "none", "embed"),
     "hf_overrides": ({},),
-    "speculative_config": (),
     "allowed_local_media_path": ("",),
     "cpu_offload_gb": (0,),
     "enable_expert_parallel": (False,),
@@ -61,6 +60,11 @@ _SILENT = frozenset(
     {"trust_remote_code", "disable_log_stats", "enforce_eager", "max_lora_rank", "enable_log_requests"}
 )
 """Of those, what changes nothing that a user could notice."""
+_METHODS = ("ngram", "draft_model", "eagle")
+_OF_SPECULATION = frozenset(
+    {"num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_tensor_parallel_size"}
+)
+"""Of `speculative_config`, what says how many tokens are guessed: here as many as pay."""
 _STORED = ("awq", "gptq", "compressed-tensors", "fp8", "gguf")
 _DTYPES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16", "auto": "auto"}
 _LOAD_FORMATS = {"auto": "safetensors", "safetensors": "safetensors", "dummy": "random", "random": "random"}
@@ -132,6 +136,8 @@ def _engine_settings(left: dict[str, Any], directory: Path) -> EngineSettings:
         found["load_format"] = _one_of("load_format", left.pop("load_format"), _LOAD_FORMATS)
     if "quantization" in left:
         found["quantization"] = _quantization(left.pop("quantization"), directory)
+    if "speculative_config" in left:
+        found["speculation"] = _speculation(left.pop("speculative_config"))
     if left.pop("enable_lora", True) is False:
         found["adapter_slots"] = 0
     # One tenant: no other program wants a part of the cache, and no promise is made.
@@ -145,6 +151,26 @@ def _engine_settings(left: dict[str, Any], directory: Path) -> EngineSettings:
             f"max_model_len: at least {MODEL_LEN_MIN}, a token of a prompt and one of an answer"
         )
     return EngineSettings.of(config)
+
+
+def _speculation(given: object) -> str:
+    """The proposer that vLLM's `speculative_config` names. The number of guesses follows from what pays."""
+    name = "speculative_config"
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name}: expected a mapping, got {type(given).__name__}")
+    left = {str(key): value for key, value in cast(Mapping[object, Any], given).items()}
+    model, method = left.pop("model", None), left.pop("method", None)
+    if model in ("ngram", "[ngram]"):  # vLLM's older way to say it.
+        model, method = None, "ngram"
+    if unknown := left.keys() - _OF_SPECULATION:
+        raise ConfigError(_unknown(f"{name}.{min(unknown)}", ["method", "model", *sorted(_OF_SPECULATION)]))
+    if method not in (None, *_METHODS):
+        raise ConfigError(f"{name}.method: {method!r} is not supported: {', '.join(_METHODS)}")
+    if method == "ngram":
+        return "ngram"
+    if not isinstance(model, (str, Path)) or not str(model):
+        raise ConfigError(f"{name}.model: expected the model or head that guesses, got {model!r}")
+    return str(model)
 
 
 def _quantization(asked: object, directory: Path) -> str:
@@ -186,6 +212,7 @@ def _refuse_rest(left: dict[str, Any]) -> None:
                 *_OURS,
                 *_ONLY,
                 *_PASSED_OVER,
+                "speculative_config",
                 "seed",
                 "in_process",
                 "quantization",

@@ -95,7 +95,7 @@ class EagleHead:
     def spent(self) -> None:
         """See `Proposer`."""
 
-    def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array) -> None:
+    def read(self, rows: Int64Array, firsts: Int32Array, counts: Int32Array, tables: RowTables) -> None:
         """See `ReadsStates`."""
         at = 0
         for row, first, count in zip(rows.tolist(), firsts.tolist(), counts.tolist(), strict=True):

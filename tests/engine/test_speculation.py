@@ -129,16 +129,31 @@ def test_logits_that_are_not_numbers_fail_the_row_where_they_are() -> None:
     assert found[0].follows == ()
 
 
-@pytest.mark.parametrize(("top_k", "guess"), [(0, "any"), (3, "likeliest")])
+class Coupled(Verified):
+    """Guesses are drawn from logits of their own, with the randomness of the tokens that they guess: so do
+    models and heads.
+    """
+
+    OTHER = (0.9, -1.5, 0.6, 0.4, -0.5, 0.2)
+
+    def propose(self, rows, known, limit, tables):
+        logits = torch.tensor(self.OTHER).repeat(len(rows), 1)
+        drawn = Sampler(len(self.OTHER)).draw(logits, SampleRows.of(tables, rows, known))
+        tables.append_tokens(rows, known, drawn.numpy())
+        return limit
+
+
+@pytest.mark.parametrize(("top_k", "guess"), [(0, "any"), (3, "likeliest"), (0, "coupled"), (3, "coupled")])
 def test_the_distribution_is_the_targets(top_k: int, guess: str) -> None:
     """A hundred thousand rows with a draft each: first tokens, and those behind accepted drafts, are
     distributed as the softmax says, whatever was guessed (chi-square, one in 10,000 by chance): by chance,
-    or as a head does that guesses the likeliest.
+    the likeliest, or with the same randomness.
     """
     logits, count = [0.3, -0.5, 1.2, 0.0, -1.5, 0.7], 100_000
     random = stream(4, "guesses")
     drafts = [[random.randrange(VOCAB) if guess == "any" else 2] for _ in range(count)]
-    found = Verified(logits, drafts, SamplingParams(temperature=0.8, top_k=top_k)).reported
+    made = Coupled if guess == "coupled" else Verified
+    found = made(logits, drafts, SamplingParams(temperature=0.8, top_k=top_k)).reported
     weights = np.exp(np.array(logits) / 0.8)
     if top_k:
         weights[np.argsort(weights)[:-top_k]] = 0
@@ -147,7 +162,10 @@ def test_the_distribution_is_the_targets(top_k: int, guess: str) -> None:
     seconds = np.bincount([one.follows[0].token_id for one in found if one.follows], minlength=VOCAB)
     accepted = int(seconds.sum())
     right = 1 / VOCAB if guess == "any" else expected[2]
-    assert abs(accepted / count - right) < 0.01, "a guess is right as often as the token comes"
+    if guess == "coupled":
+        assert accepted / count > 0.4, "two models that are alike draw alike"
+    else:
+        assert abs(accepted / count - right) < 0.01, "a guess is right as often as the token comes"
     for counts in (firsts, seconds):
         possible = expected > 0
         assert counts[~possible].sum() == 0

@@ -4,6 +4,7 @@ served.
 
 import asyncio
 
+import httpx2
 import pytest
 from openai import NotFoundError, PermissionDeniedError
 
@@ -98,3 +99,21 @@ def test_a_tenant_uses_the_adapters_of_its_allowlist_and_sees_no_others(start, k
     assert [request.adapter for request in running.requests] == ["tone", ""]
     with kit.openai_client(running, "sk-other-key-0123456789") as anyone:
         assert anyone.completions.create(model="brief", prompt="x", max_tokens=1).model == "brief"
+
+
+def test_an_adapter_for_nobody_knows_which_of_several_models_is_refused_by_the_fields_name(
+    start, kit
+) -> None:
+    running = start(
+        kit.replace(kit.make_config(), auth={"admin_keys": ("admin-0123456789abcdef",)}), small=True
+    )
+    said = httpx2.post(
+        f"{running.url}/v1/load_lora_adapter",
+        json={"lora_name": "tone", "lora_path": "/srv/tone"},
+        headers={"authorization": "Bearer admin-0123456789abcdef"},
+        timeout=20,
+    )
+    assert said.status_code == 400
+    error = said.json()["error"]
+    assert error["param"] == "base_model_name"
+    assert "one of tiny, small" in error["message"]

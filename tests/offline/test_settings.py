@@ -47,10 +47,33 @@ def test_names_of_vllm_are_our_engines_settings() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "speculation"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}, "ngram"),
+        ({"model": "[ngram]", "num_speculative_tokens": 5}, "ngram"),
+        ({"model": "some/draft", "num_speculative_tokens": 5}, "some/draft"),
+        ({"method": "draft_model", "model": "some/draft"}, "some/draft"),
+        ({"method": "eagle", "model": "some/head"}, "some/head"),
+    ],
+)
+def test_who_guesses_may_be_said_as_in_vllm(given: dict[str, Any], speculation: str) -> None:
+    assert read_settings(MODEL, {"speculative_config": given}).engine.speculation == speculation
+
+
+@pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not supported"),
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"speculative_config": "ngram"}, "speculative_config: expected a mapping, got str"),
+        (
+            {"speculative_config": {"method": "medusa"}},
+            "speculative_config.method: 'medusa' is not supported",
+        ),
+        ({"speculative_config": {"method": "eagle"}}, "speculative_config.model: expected the model or head"),
+        (
+            {"speculative_config": {"methd": "ngram"}},
+            "speculative_config.methd: no such argument; did you mean method?",
+        ),
         ({"max_modl_len": 3}, "max_modl_len: no such argument; did you mean max_model_len?"),
         ({"max_model_len": 1}, "max_model_len: at least 2"),
         ({"max_model_len": "4k"}, "Expected int, got str - at max_model_len"),

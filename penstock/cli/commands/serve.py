@@ -269,7 +269,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--speculation",
         metavar="HOW",
         help="guess tokens ahead: off, ngram (from what the request has had before), or the directory of a "
-        "smaller model with the same tokenizer (default: off)",
+        "smaller model with the same tokenizer, or of a head in EAGLE's layout (default: off)",
     )
     engine.add_argument(
         "--load-format",

@@ -43,6 +43,7 @@ from penstock.engine.native.weights import (
     exact,
     int4,
     int8,
+    multiply,
     pack,
     pack_stacked,
     quantized,
@@ -255,11 +256,12 @@ class NativeDecoder:
                 for i in range(spec.num_layers)
             )
         )
+        self._head: NativeWeight | None = None
         head, is_table = PsWeight(), False
         if not spec.embeds:
-            packed = packer.head(embedding if spec.tied_head else weights.take_parts("head")[0])
-            head, is_table = packed.struct, spec.tied_head and packed.kind is not Type.I8
-            self._kept.append(packed)
+            self._head = packer.head(embedding if spec.tied_head else weights.take_parts("head")[0])
+            head, is_table = self._head.struct, spec.tied_head and self._head.kind is not Type.I8
+            self._kept.append(self._head)
         # A tied table is not kept twice: rows are read back out of the packed head, unless that was rounded.
         self._kept += [layers, cache.tensor]
         self._cache, self._cache_dtype = cache.tensor, cache.dtype
@@ -309,6 +311,11 @@ class NativeDecoder:
             ),
         )  # fmt: skip
         return logits
+
+    def head(self, states: Tensor, out: Tensor) -> None:
+        """See `StepModel`."""
+        assert self._head is not None, "a model that embeds says nothing"
+        multiply(self._kernels, self._head, states, out)
 
     def draft(self, job: PsDraft) -> None:
         """Compute several steps of rows, each with what the one before has drawn."""

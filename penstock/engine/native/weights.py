@@ -6,7 +6,7 @@ instruction set and every number of rows; `kernels/pack.cpp` and `kernels/int4.h
 """
 
 from collections.abc import Sequence
-from ctypes import c_void_p
+from ctypes import c_void_p, pointer
 from dataclasses import dataclass
 from math import gcd
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.native.library import Epilogue, NativeLibrary, PsWeight, Type
+from penstock.engine.native.library import Epilogue, NativeLibrary, PsLinear, PsWeight, Type
 from penstock.engine.quantized import QuantizedMatrix
 
 PANEL = 32
@@ -94,6 +94,29 @@ class NativeWeight:
     def num_bytes(self) -> int:
         """Memory that the weight takes, which is what a product with one row reads."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def multiply(kernels: NativeLibrary, weight: NativeWeight, x: Tensor, out: Tensor) -> None:
+    """Write `x W^T + b`, rounded once, to `out`.
+
+    Args:
+        kernels: that packed the weight.
+        weight: `[n, k]`.
+        x: `[m, k]`, bfloat16 or float32 like the weight; either for rounded ones.
+        out: `[m, n]`, bfloat16 or float32.
+    """
+    m = len(x)
+    assert x.shape == (m, weight.k), (show(x), weight.k)
+    assert out.shape == (m, weight.n), (show(out), weight.n)
+    assert x.stride(1) == out.stride(1) == 1, "rows lie in one piece"
+    x_type, y_type = _TYPES[x.dtype], _TYPES[out.dtype]
+    assert x_type is weight.kind or weight.kind in (Type.I8, Type.I4), (show(x), weight.kind)
+    kernels.linear(
+        PsLinear(
+            weight=pointer(weight.struct), x=x.data_ptr(), y=out.data_ptr(), residual=None, m=m,
+            ldx=x.stride(0), ldy=out.stride(0), ldr=0, x_type=int(x_type), y_type=int(y_type),
+        )
+    )  # fmt: skip
 
 
 def exact(weight: Tensor, bias: Tensor | None = None) -> Matrix:

@@ -274,6 +274,12 @@ class AdaptersAdmin:
         """
         order = _decoded(exchange.body, LoadAdapterOrder)
         models, name = self._services.models, order.lora_name
+        if order.base_model_name is None and len(list(models)) > 1:
+            known = ", ".join(each.name for each in models)
+            raise InvalidRequest(
+                f"base_model_name: expected the model that '{name[:64]}' is for, one of {known[:512]}.",
+                param="base_model_name",
+            )
         model = models.get(order.base_model_name)
         others = (other for other in models if other.name != model.name)
         if models.takes(name) or any(name in other.workers.adapters for other in others):

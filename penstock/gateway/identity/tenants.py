@@ -300,8 +300,8 @@ class TenantTable:
         found = self.of_key(key)
         if not found.admin:
             raise Forbidden(
-                "This key may not use /admin. It takes one of auth.admin_keys, or one made with "
-                "`penstock keys create --admin`."
+                "This key may not look at the fleet or change it. That takes one of auth.admin_keys, or one "
+                "made with `penstock keys create --admin`."
             )
         return found
 

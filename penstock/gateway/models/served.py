@@ -339,12 +339,8 @@ class ModelTable:
         if model is None:
             allowed = [known for known in self._models if may_use_model(tenant, known)]
             known = ", ".join(f"'{known}'" for known in allowed[:8]) or "none for you"
-            shown = (name or "")[:64]
-            raise NotFound(
-                f"The model '{shown}' does not exist. This server has {known}.",
-                param="model",
-                code="model_not_found",
-            )
+            why = "No model is named" if name is None else f"The model '{name[:64]}' does not exist"
+            raise NotFound(f"{why}. This server has {known}.", param="model", code="model_not_found")
         return model
 
     def _serving(self, name: str) -> ServedModel | None:

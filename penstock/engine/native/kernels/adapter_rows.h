@@ -1,5 +1,6 @@
-// The two products of an adapter on vectors: inner = scale * x A^T, rounded, then delta = inner B^T. The order of every
-// sum is fixed, whatever else the call computes, so a token's bits never depend on the tokens beside it.
+// The two products of an adapter on vectors: inner = scale * x A^T, rounded, then inner B^T onto the sums of the linear,
+// where these are complete and still in the first-level cache. The order of every sum is fixed, whatever else the call
+// computes, so a token's bits never depend on the tokens beside it.
 #pragma once
 #include "table.h"
 #include "vec.h"
@@ -7,10 +8,20 @@
 namespace {
 
 using penstock::AdapterPiece;
+using penstock::AddedHalf;
 using penstock::kAdapterRanks;
+using penstock::LinearAdded;
+using penstock::LinearPiece;
 
 constexpr int kTokenBlock = 4;  // tokens that share what is read of a matrix
 constexpr int kChains = 4;      // parts of k that are summed apart: a lone token would wait for each of its products
+#ifdef __AVX512F__
+constexpr int kAddRows = 8;  // rows of one adapter whose sums are held in registers at once
+constexpr bool kBothHalves = true;
+#else
+constexpr int kAddRows = 4;
+constexpr bool kBothHalves = false;
+#endif
 
 // R tokens by P panels of ranks, C chains at a time.
 template <class T, int R, int P, int C>
@@ -69,41 +80,6 @@ static inline void shrink_tokens(const AdapterPiece *piece, int64_t token, int64
   if (panel + 1 == last) shrink_block<T, R, 1, C>(piece, x, token, panel);
 }
 
-// R tokens by G groups of 16 outputs.
-template <class T, int R, int G>
-static inline void expand_block(const AdapterPiece *piece, const PsAdapterPart *part, int64_t token, int64_t group) {
-  using Step = Product<T>;
-  constexpr int64_t size = Step::size, width = 16 * size;
-  int64_t units = part->rank / size;
-  const T *b = (const T *)part->b + group * units * width;
-  const T *inner = (const T *)piece->inner + token * kAdapterRanks + part->from;
-  F16 acc[R][G];
-  for (int r = 0; r < R; r++)
-    for (int g = 0; g < G; g++) acc[r][g] = zero();
-  for (int64_t j = 0; j < units; j++) {
-    typename Step::Weights w[G];
-    for (int g = 0; g < G; g++) w[g] = Step::weights(b + (g * units + j) * width);
-    for (int r = 0; r < R; r++) {
-      typename Step::Input v = Step::input(inner + r * kAdapterRanks + j * size);
-      for (int g = 0; g < G; g++) acc[r][g] = Step::add(acc[r][g], w[g], v);
-    }
-  }
-  for (int g = 0; g < G; g++) {
-    int64_t place = part->first + (group + g) * part->stride;
-    float *out = piece->delta + ((place / 2 - piece->panel) * piece->all + token) * 32 + place % 2 * 16;
-    for (int r = 0; r < R; r++) store(out + r * 32, acc[r][g]);
-  }
-}
-
-template <class T, int R>
-static inline void expand_tokens(const AdapterPiece *piece, const PsAdapterPart *part, int64_t token, int64_t first,
-                                 int64_t last) {
-  int64_t group = first;
-  for (; group + 4 <= last; group += 4) expand_block<T, R, 4>(piece, part, token, group);
-  for (; group + 2 <= last; group += 2) expand_block<T, R, 2>(piece, part, token, group);
-  for (; group < last; group++) expand_block<T, R, 1>(piece, part, token, group);
-}
-
 // Work(R) on as many tokens as are left, R at most.
 template <int R, class Work>
 static inline void tokens_left(int64_t count, const Work &work) {
@@ -121,16 +97,55 @@ struct Shrink {
   }
 };
 
+// R rows' sums by H halves of a panel: the products of `inner` and B^T go on where those of the weights ended.
+template <class T, int R, int H>
+static inline void add_halves(const LinearAdded &all, const AddedHalf *half, int64_t place, float *sums) {
+  using Step = Product<T>;
+  const T *inner = (const T *)all.inner + place * kAdapterRanks + half->from;
+  F16 acc[R][H];
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < H; h++) acc[r][h] = load(sums + r * 32 + h * 16);
+  for (int64_t j = 0; j < half->rank; j += Step::size) {
+    typename Step::Weights w[H];
+    for (int h = 0; h < H; h++) w[h] = Step::weights((const T *)half[h].b + j * 16);
+    for (int r = 0; r < R; r++) {
+      typename Step::Input v = Step::input(inner + r * kAdapterRanks + j);
+      for (int h = 0; h < H; h++) acc[r][h] = Step::add(acc[r][h], w[h], v);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int h = 0; h < H; h++) store(sums + r * 32 + h * 16, acc[r][h]);
+}
+
 template <class T>
-struct Expand {
-  const AdapterPiece *piece;
-  const PsAdapterPart *part;
-  int64_t token, first, last;
+struct Add {
+  const LinearAdded *all;
+  const AddedHalf *halves;
+  int64_t place;
+  float *sums;
   template <int R>
   void run() const {
-    expand_tokens<T, R>(piece, part, token, first, last);
+    if (kBothHalves && halves[0].rank == halves[1].rank && halves[0].from == halves[1].from)
+      return add_halves<T, R, 2>(*all, halves, place, sums);
+    for (int h = 0; h < 2; h++) add_halves<T, R, 1>(*all, halves + h, place, sums + h * 16);
   }
 };
+
+// What the adapters of rows [row, row + rows) add to their sums [rows][32] of a panel. Others' sums stay as they are.
+static __attribute__((noinline)) void add_adapters(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, float *sums) {
+  const LinearAdded &all = piece->added;
+  const int32_t *adapters = all.adapters + row;
+  for (int64_t r = 0, run; r < rows; r += run) {
+    for (run = 1; run < kAddRows && r + run < rows && adapters[r + run] == adapters[r];) run++;
+    if (adapters[r] < 0) continue;
+    const AddedHalf *halves = all.halves + (adapters[r] * all.most + panel - all.panel) * 2;
+    int64_t place = all.places[row + r];
+    if (piece->job->x_type == PS_BF16)
+      tokens_left<kAddRows>(run, Add<bf16>{&all, halves, place, sums + r * 32});
+    else
+      tokens_left<kAddRows>(run, Add<float>{&all, halves, place, sums + r * 32});
+  }
+}
 
 static void adapter_shrink(const AdapterPiece *piece, int64_t first, int64_t last) {
   for (int64_t token = 0; token < piece->count; token += kTokenBlock) {
@@ -138,15 +153,6 @@ static void adapter_shrink(const AdapterPiece *piece, int64_t first, int64_t las
       tokens_left<kTokenBlock>(piece->count - token, Shrink<bf16>{piece, token, first, last});
     else
       tokens_left<kTokenBlock>(piece->count - token, Shrink<float>{piece, token, first, last});
-  }
-}
-
-static void adapter_expand(const AdapterPiece *piece, const PsAdapterPart *part, int64_t first, int64_t last) {
-  for (int64_t token = 0; token < piece->count; token += kTokenBlock) {
-    if (piece->type == PS_BF16)
-      tokens_left<kTokenBlock>(piece->count - token, Expand<bf16>{piece, part, token, first, last});
-    else
-      tokens_left<kTokenBlock>(piece->count - token, Expand<float>{piece, part, token, first, last});
   }
 }
 

@@ -1,6 +1,6 @@
 // What adapters add to the sums of a linear, scale * (x A^T) B^T, before anything is rounded. Tokens are sorted by
-// adapter, so that each adapter is read once for all of its tokens; those without one are not looked at. A linear's own
-// threads do it: x A^T while its inputs are packed, and each thread the outputs of the panels that it computes.
+// adapter, so that each A is read once for all of its tokens; those without one are not looked at. A linear's own threads
+// do it: x A^T while its inputs are packed, and the products with B^T where the sums of a panel end (adapter_rows.h).
 #include "adapters.h"
 
 #include "pool.h"
@@ -12,9 +12,9 @@ namespace penstock {
 namespace {
 
 constexpr int64_t kShrinkPanels = 3;  // of ranks, to a chunk of work
-constexpr int64_t kShrinkTokens = 8;
+constexpr int64_t kShrinkTokens = 4;
 constexpr int64_t kAheadEach = kAdapterParts + 1;
-constexpr int64_t kPlacesBytes = kRowsMax * 4;
+constexpr int64_t kRowsBytes = kRowsMax * 4;
 
 Arena order, sums;
 
@@ -27,7 +27,7 @@ const PsAdapterLinear *linear_of(const PsAdapterLayer *layer, AdaptedLinear whic
 }
 
 // What the chunks of one linear and block share.
-struct Deltas {
+struct Additions {
   const AdapterSegment *segments;
   int64_t num_segments, layer;
   AdaptedLinear which;
@@ -35,11 +35,10 @@ struct Deltas {
   const char *x;
   int64_t row_bytes;
   int32_t type;
-  char *inner;            // [all][kAdapterRanks] of `type`
-  float *delta;           // [workers][panels_most][all][32]
-  int64_t all;            // tokens of the block that have adapters
-  int64_t panels_most, groups;  // to a chunk of work; of outputs before a gate
-  const int32_t *places;  // [rows of the block], see LinearAdded
+  const int32_t *adapters, *places;  // [rows of the block], see LinearAdded
+  char *inner;            // [tokens of the block that have adapters][kAdapterRanks] of `type`
+  AddedHalf *halves;      // [workers][segments][panels_most][2]
+  int64_t panels_most;    // to a chunk of work
   const PsAdapterLinear *(*next)(const PsAdapterLayer *layers, int64_t layer);  // the linear after this one
   LinearAhead *ahead;     // [workers][kAheadEach * segments]
   int64_t panels, workers;
@@ -57,12 +56,7 @@ struct Deltas {
     slices = ceil_div(panels, kShrinkPanels), most = ceil_div(count, kShrinkTokens);
   }
 
-  AdapterPiece piece_of(const AdapterSegment &segment, int64_t from, int64_t count, float *delta, int64_t panel) const {
-    int64_t size = type == PS_BF16 ? 2 : 4, at = segment.first - segments->first + from;
-    return {of(segment), x, row_bytes, tokens + segment.first + from, type, count,
-            inner + at * kAdapterRanks * size, delta + at * 32, all, panel};
-  }
-
+  int64_t size() const { return type == PS_BF16 ? 2 : 4; }
   int64_t num_chunks() const { return num_segments * most * slices; }
 
   // Chunks are numbered by segment, tokens and ranks; numbers that nothing has are skipped.
@@ -71,7 +65,9 @@ struct Deltas {
     const AdapterSegment &segment = segments[chunk / slices / most];
     int64_t last = min64(of(segment)->panels, first + kShrinkPanels);
     if (first >= last || from >= segment.count) return;
-    AdapterPiece piece = piece_of(segment, from, min64(kShrinkTokens, segment.count - from), nullptr, 0);
+    int64_t at = segment.first + from;
+    AdapterPiece piece = {of(segment), x, row_bytes, tokens + at, type, min64(kShrinkTokens, segment.count - from),
+                          inner + (at - segments->first) * kAdapterRanks * size()};
     table->adapter_shrink(&piece, first, last);
   }
 
@@ -86,31 +82,32 @@ struct Deltas {
     }
   };
 
-  void expand(int64_t panel_first, int64_t panel_last, int worker, LinearPiece *out) const {
-    float *at = delta + worker * panels_most * all * 32;
+  void add(int64_t panel_first, int64_t panel_last, int worker, LinearPiece *out) const {
+    AddedHalf *found = halves + worker * num_segments * panels_most * 2;
     for (int64_t i = 0; i < num_segments; i++) {
       const PsAdapterLinear *linear = of(segments[i]);
-      AdapterPiece piece = piece_of(segments[i], 0, segments[i].count, at, panel_first);
+      AddedHalf *at = found + i * panels_most * 2;
       int64_t covered = 0;
       for (int64_t p = 0; p < linear->num_parts; p++) covered += linear->parts[p].groups;
-      if (linear->num_parts && covered < groups)
-        for (int64_t panel = 0; panel < panel_last - panel_first; panel++)
-          memset(piece.delta + panel * all * 32, 0, (size_t)(piece.count * 128));
+      if (covered < panels * 2) memset(at, 0, (size_t)((panel_last - panel_first) * 2) * sizeof(AddedHalf));
       for (int64_t p = 0; p < linear->num_parts; p++) {
-        Groups mine(linear->parts + p, panel_first, panel_last);
-        if (mine.first < mine.last) table->adapter_expand(&piece, linear->parts + p, mine.first, mine.last);
+        const PsAdapterPart *part = linear->parts + p;
+        Groups mine(part, panel_first, panel_last);
+        int64_t place = part->first + mine.first * part->stride - panel_first * 2, bytes = part->rank * 16 * size();
+        for (int64_t group = mine.first; group < mine.last; group++, place += part->stride)
+          at[place] = {(const char *)part->b + group * bytes, (int32_t)part->from, (int32_t)part->rank};
       }
     }
-    out->added = {places, at, all, panel_first};
+    out->added = {adapters, places, inner, found, panels_most, panel_first};
     out->ahead = ahead + worker * kAheadEach * num_segments;
     out->num_ahead = look_ahead(panel_first, panel_last, ahead + worker * kAheadEach * num_segments);
   }
 
   // B of the panels that come after those which other workers compute now, and a share of the next linear's A.
   int64_t look_ahead(int64_t panel_first, int64_t panel_last, LinearAhead *out) const {
-    int64_t size = type == PS_BF16 ? 2 : 4, found = 0, width = panel_last - panel_first,
+    int64_t found = 0, width = panel_last - panel_first,
             from = min64(panels, panel_first + workers * width), to = min64(panels, from + width);
-    auto add = [&](const void *at, int64_t first_byte, int64_t last_byte) {
+    auto want = [&](const void *at, int64_t first_byte, int64_t last_byte) {
       const char *first = (const char *)at + first_byte / 64 * 64;
       if (first_byte < last_byte) out[found++] = {first, ceil_div((const char *)at + last_byte - first, 64)};
     };
@@ -119,10 +116,10 @@ struct Deltas {
       for (int64_t p = 0; p < linear->num_parts; p++) {
         const PsAdapterPart *part = linear->parts + p;
         Groups theirs(part, from, to);
-        add(part->b, theirs.first * part->rank * 16 * size, theirs.last * part->rank * 16 * size);
+        want(part->b, theirs.first * part->rank * 16 * size(), theirs.last * part->rank * 16 * size());
       }
-      int64_t bytes = after ? after->panels * 16 * after->k * size : 0;
-      if (bytes) add(after->a, bytes * panel_first / panels, bytes * panel_last / panels);
+      int64_t bytes = after ? after->panels * 16 * after->k * size() : 0;
+      if (bytes) want(after->a, bytes * panel_first / panels, bytes * panel_last / panels);
     }
     return found;
   }
@@ -183,7 +180,7 @@ int32_t StepAdapters::linear(const PsLinear *job, int64_t layer, AdaptedLinear w
   if (!step_) return penstock::linear(job);
   const PsWeight *w = job->weight;
   int64_t x_size = job->x_type == PS_BF16 ? 2 : 4, y_size = job->y_type == PS_BF16 ? 2 : 4;
-  int64_t full = (w->n + 15) / 16 * (w->epilogue == PS_PLAIN ? 1 : 2), most = chunk_panels_most(w);
+  int64_t most = chunk_panels_most(w);
   bool is_last = which == kAdaptedDown && layer + 1 == num_layers_;
   constexpr decltype(&none_after) kAfter[] = {after<kAdaptedQkv>, after<kAdaptedO>, after<kAdaptedGateUp>,
                                               after<kAdaptedDown>};
@@ -201,24 +198,25 @@ int32_t StepAdapters::linear(const PsLinear *job, int64_t layer, AdaptedLinear w
       continue;
     }
     const AdapterSegment *segments = segments_ + first, *end = segments + count;
-    int64_t all = end[-1].first + end[-1].count - segments->first, inner_bytes = all * kAdapterRanks * x_size;
-    int64_t delta_bytes = num_threads() * most * all * 128,
+    int64_t inner_bytes = (end[-1].first + end[-1].count - segments->first) * kAdapterRanks * x_size;
+    int64_t halves_bytes = num_threads() * count * most * 2 * (int64_t)sizeof(AddedHalf),
             ahead_bytes = num_threads() * kAheadEach * count * (int64_t)sizeof(LinearAhead);
-    if (!sums.reserve(kPlacesBytes + inner_bytes + delta_bytes + ahead_bytes)) return -1;
-    int32_t *places = (int32_t *)sums.at;
-    memset(places, -1, kPlacesBytes);
+    if (!sums.reserve(2 * kRowsBytes + inner_bytes + halves_bytes + ahead_bytes)) return -1;
+    int32_t *adapters = (int32_t *)sums.at, *places = adapters + kRowsMax;
+    memset(adapters, -1, kRowsBytes);
     for (const AdapterSegment *s = segments; s < end; s++)
       for (int64_t i = s->first; i < s->first + s->count; i++)
-        if (linear_of(s->layers + layer, which)->num_parts) places[tokens_[i]] = (int32_t)(i - segments->first);
-    char *inner = sums.at + kPlacesBytes;
-    Deltas deltas = {segments, count, layer, which, tokens_, (const char *)part.x, job->ldx * x_size, job->x_type,
-                     inner, (float *)(inner + inner_bytes), all, most, full, places, next,
-                     (LinearAhead *)(inner + inner_bytes + delta_bytes), w->panels, num_threads(), 0, 0};
-    deltas.measure();
-    LinearSide side = {&deltas, deltas.num_chunks(),
-                       [](const void *ctx, int64_t chunk) { ((const Deltas *)ctx)->shrink(chunk); },
+        if (linear_of(s->layers + layer, which)->num_parts)
+          adapters[tokens_[i]] = (int32_t)(s - segments), places[tokens_[i]] = (int32_t)(i - segments->first);
+    char *inner = sums.at + 2 * kRowsBytes, *halves = inner + inner_bytes;
+    Additions additions = {segments, count, layer, which, tokens_, (const char *)part.x, job->ldx * x_size,
+                           job->x_type, adapters, places, inner, (AddedHalf *)halves, most, next,
+                           (LinearAhead *)(halves + halves_bytes), w->panels, num_threads(), 0, 0};
+    additions.measure();
+    LinearSide side = {&additions, additions.num_chunks(),
+                       [](const void *ctx, int64_t chunk) { ((const Additions *)ctx)->shrink(chunk); },
                        [](const void *ctx, int64_t first, int64_t last, int worker, LinearPiece *piece) {
-                         ((const Deltas *)ctx)->expand(first, last, worker, piece);
+                         ((const Additions *)ctx)->add(first, last, worker, piece);
                        }};
     if (penstock::linear(&part, &side)) return -1;
   }

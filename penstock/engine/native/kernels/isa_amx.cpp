@@ -289,4 +289,4 @@ const penstock::KernelTable penstock::kAmx = {
     "amx",         16,         1 << PS_F32 | 1 << PS_BF16 | 1 << PS_I8 | 1 << PS_I4, kWideInputs,
     amx_pack_rows, amx_linear, rms_norm,
     silu_mul,      rope_write, amx_attention, sample_row, transpose_square, round_rows,
-    scale_values,  cap_values, adapter_shrink, adapter_expand};
+    scale_values,  cap_values, adapter_shrink};

@@ -15,4 +15,4 @@ const penstock::KernelTable penstock::kAvx512Vnni = {"avx512_vnni",
                                                      silu_mul,
                                                      rope_write,
                                                      vector_attention, sample_row, transpose_square, round_rows,
-                                                     scale_values, cap_values, adapter_shrink, adapter_expand};
+                                                     scale_values, cap_values, adapter_shrink};

@@ -59,10 +59,11 @@ class Wanted {
   int64_t left_ = 0, per_step_;
 };
 
-// R rows by H halves of one panel of bf16 weights, k in [k_first, k_last).
+// R rows by H halves of one panel of bf16 weights, k in [k_first, k_last). Not inlined: the addresses of its caller would
+// push those of the rows out of their registers, inside of the innermost loop.
 template <int R, int H>
-static inline void bf16_halves(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first, int64_t k_last, float *sums,
-                               bool fresh, Wanted *wanted) {
+static __attribute__((noinline)) void bf16_halves(const bf16 *w, const Wide *a, int64_t lda, int64_t k_first,
+                                                  int64_t k_last, float *sums, bool fresh, Wanted *wanted) {
   F16 acc[R][H];
   for (int r = 0; r < R; r++)
     for (int h = 0; h < H; h++) acc[r][h] = fresh ? zero() : load(sums + r * 32 + h * 16);
@@ -142,7 +143,7 @@ static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const 
         acc[r][1] = dot_bytes(acc[r][1], shifted, w1);
       }
     }
-  int32_t sums[R * 32];
+  alignas(64) int32_t sums[R * 32];
   for (int r = 0; r < R; r++)
     for (int h = 0; h < 2; h++) {
       __m512i excess = _mm512_slli_epi32(_mm512_loadu_si512(w->sums + panel * 32 + h * 16), 7);
@@ -187,7 +188,7 @@ static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const 
   const PsWeight *w = piece->job->weight;
   const int8_t *data = (const int8_t *)w->data + panel * w->k_padded * 32;
   constexpr int H = R > 1 ? 1 : 2;
-  int32_t sums[R * 32];
+  alignas(64) int32_t sums[R * 32];
   for (int h = 0; h < 2; h += H) i8_halves<R, H>(data + h * 1024, w->k_padded, a, lda, sums + h * 16);
   finish_block(piece, panel, row, R, sums);
 }
@@ -196,7 +197,7 @@ static void i8_rows(const LinearPiece *piece, int64_t panel, int64_t row, const 
 template <int R>
 static void rows_at(const LinearPiece *piece, int64_t panel, int64_t row, Wanted *wanted) {
   const PsWeight *w = piece->job->weight;
-  float here[R * 32];
+  alignas(64) float here[R * 32];
   float *sums = piece->partial ? piece->partial + ((panel - piece->partial_panel) * piece->m_padded + row) * 32 : here;
   bool fresh = piece->k_first == 0;
   int64_t lda = piece->lda;

@@ -4,11 +4,22 @@
 
 namespace penstock {
 
-// What is added to a linear's sums before anything else.
+constexpr int64_t kAdapterParts = 3;  // of a fused linear: queries, keys, values
+constexpr int64_t kAdapterRanks = kAdapterParts * PS_ADAPTER_RANK_MAX;
+
+// What an adapter adds to 16 outputs: `inner` from `from` on by B^T.
+struct AddedHalf {
+  const void *b;  // [rank / s][16][s], see PsAdapterPart
+  int32_t from, rank;  // rank 0: nothing
+};
+
+// What is added to a linear's sums before anything else; see adapter_rows.h.
 struct LinearAdded {
-  const int32_t *places;  // [m] of a row among the `count` that have something, or -1; null: no row has
-  const float *at;        // [panels from `panel` on][count][32]
-  int64_t count, panel;
+  const int32_t *adapters;  // [m] of a row among the adapters, or -1; null: no row has one
+  const int32_t *places;    // [m] of a row in `inner`; rows of one adapter follow each other
+  const char *inner;        // [places][kAdapterRanks] of the inputs' type
+  const AddedHalf *halves;  // [adapters][panels, `most` of them, from `panel` on][2]
+  int64_t most, panel;
 };
 
 // Memory that is read soon: so many lines of 64 bytes.
@@ -46,9 +57,6 @@ struct AttentionPiece {
   void *scratch;
 };
 
-constexpr int64_t kAdapterParts = 3;  // of a fused linear: queries, keys, values
-constexpr int64_t kAdapterRanks = kAdapterParts * PS_ADAPTER_RANK_MAX;
-
 // Tokens of one adapter by one linear; see adapter_rows.h.
 struct AdapterPiece {
   const PsAdapterLinear *linear;
@@ -58,8 +66,6 @@ struct AdapterPiece {
   int32_t type;
   int64_t count;
   char *inner;  // [count][kAdapterRanks] of `type`
-  float *delta;  // [panels from `panel` on][all that have adapters][32], from the first of these tokens
-  int64_t all, panel;
 };
 
 struct KernelTable {
@@ -79,8 +85,6 @@ struct KernelTable {
   void (*scale_values)(void *x, int32_t type, int64_t n, float factor);  // x *= factor
   void (*cap_values)(float *x, int64_t n, float cap);                    // x = cap * tanh(x / cap)
   void (*adapter_shrink)(const AdapterPiece *piece, int64_t panel_first, int64_t panel_last);
-  void (*adapter_expand)(const AdapterPiece *piece, const PsAdapterPart *part, int64_t group_first,
-                         int64_t group_last);
 };
 
 constexpr int64_t kRowsMax = 512;         // rows of a linear done together
