@@ -232,6 +232,7 @@ def test_capacity_tells_its_opinions_and_takes_an_order_with_an_end(page, until,
     opened = page(server.url + "/console#/capacity")
     model = opened.get_by_role("region", name="Capacity of chat-8b", exact=True)
     opinions = model.get_by_role("region", name="Opinions").locator("tbody tr")
+    opinions.first.wait_for()
     assert opinions.locator("th").all_inner_texts() == [
         "The load now",
         "The load to come",
