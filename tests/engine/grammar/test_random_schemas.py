@@ -9,7 +9,8 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-import random_schemas
+
+from bench.grammar import random_schemas
 
 llguidance = pytest.importorskip("llguidance")
 
