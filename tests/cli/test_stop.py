@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from free_port import free_port
-from http_answers import begin, talk
+from http_answers import Answer, begin, talk
 from served import PATIENCE_S, Server
 from stand_in_thread import MODEL, Serve, stand_in_engine
 
@@ -146,7 +146,10 @@ def test_a_second_sigterm_settles_what_clients_got(tmp_path: Path, processes: in
             "ignore_eos": True,
             "logprobs": True,
         }
-        keys = [KEY, OTHER_KEY] * 3
+        keys, wholes = [KEY, OTHER_KEY] * 3, [Answer(), Answer()]
+        for key, answer in zip(keys, wholes, strict=False):
+            asked = (port, "/v1/chat/completions", body | {"stream": False, "logprobs": False}, key, answer)
+            threading.Thread(target=talk, args=asked, daemon=True).start()
         streams = [begin(port, "/v1/chat/completions", body, key) for key in keys]
         server.until(lambda: all(stream.tokens > 40 for stream in streams), "no tokens")
         server.process.send_signal(signal.SIGTERM)
@@ -157,12 +160,17 @@ def test_a_second_sigterm_settles_what_clients_got(tmp_path: Path, processes: in
         for stream in streams:
             assert stream.ended.wait(PATIENCE_S)
             assert json.loads(stream.last)["error"]["code"] == "draining"
+        for answer in wholes:
+            assert answer.ended.wait(PATIENCE_S)
+            assert answer.status == 503
+            assert json.loads(answer.body)["error"]["code"] == "draining"
     finally:
         server.close()
     with sqlite3.connect(ledger / "usage.sqlite") as database:
         rows = database.execute("SELECT outcome, error, recovered, completion_tokens FROM usage").fetchall()
     assert {row[:3] for row in rows} == {("failed", "Draining", 0)}
-    assert sorted(row[3] for row in rows) == sorted(stream.tokens for stream in streams)
+    # Those that are not streamed got nothing.
+    assert sorted(row[3] for row in rows) == sorted(answer.tokens for answer in [*streams, *wholes])
 
 
 # --- a worker that is drained while it starts -----------------------------------------------------------

@@ -157,7 +157,10 @@ def test_tenants_share_it_evenly_however_their_connections_are_spread(
 
 async def share_of(server: Server, port: int) -> float:
     """Of the second tenant."""
-    names = [door.process for door in doors_of(server)]
+    doors = doors_of(server)
+    names = [door.process for door in doors]
+    for door in doors:
+        door.close()
     wanted = {TENANTS[0]: dict.fromkeys(names, 16), TENANTS[1]: {names[0]: 16, names[1]: 2}}
     connections: list[tuple[str, asyncio.StreamReader, asyncio.StreamWriter]] = []
     for key, missing in wanted.items():
