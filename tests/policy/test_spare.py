@@ -11,7 +11,7 @@ from penstock.policy.lifecycle.control import FlowControl
 from penstock.policy.lifecycle.policies import Policies
 from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.policy.queueing.spare import FREE, Copies, num_in_the_way, spare_worker
+from penstock.policy.queueing.spare import FREE, ShadowCopies, num_in_the_way, spare_worker
 from penstock.policy.tenant import Tenant
 from penstock.policy.terms import CellView
 from penstock.types import RequestId, TenantId, WorkerId
@@ -45,7 +45,9 @@ class Fleet:
             self.control.arrive(0, facts)
         return [each.worker_id for each in self.control.dispatch(0) if isinstance(each, Start)]
 
-    def spare(self, copies: Mapping[WorkerId, Copies], *, blocks: int = 1, needs: frozenset[str] = NOTHING):
+    def spare(
+        self, copies: Mapping[WorkerId, ShadowCopies], *, blocks: int = 1, needs: frozenset[str] = NOTHING
+    ):
         found = spare_worker(self.queue, copies, blocks, needs)
         return None if found is None else found.id
 
@@ -53,15 +55,15 @@ class Fleet:
 def test_a_copy_goes_where_most_is_to_spare_and_a_quarter_of_the_rows_stays_free() -> None:
     fleet = Fleet(one=WorkerView(max_running=4), two=WorkerView(max_running=8))
     assert fleet.spare({}) == TWO
-    assert fleet.spare({TWO: Copies(num=4)}) == ONE, "three to spare, and two"
-    assert fleet.spare({TWO: Copies(num=6), ONE: Copies(num=2)}) == ONE
-    assert fleet.spare({TWO: Copies(num=6), ONE: Copies(num=3)}) is None
+    assert fleet.spare({TWO: ShadowCopies(num=4)}) == ONE, "three to spare, and two"
+    assert fleet.spare({TWO: ShadowCopies(num=6), ONE: ShadowCopies(num=2)}) == ONE
+    assert fleet.spare({TWO: ShadowCopies(num=6), ONE: ShadowCopies(num=3)}) is None
     fleet.ask(6)
     running = {each.id: each.booked for each in fleet.queue.workers}
     for worker, rows in ((ONE, 4), (TWO, 8)):
-        full = Copies(num=rows - rows // FREE - running[worker])
+        full = ShadowCopies(num=rows - rows // FREE - running[worker])
         other = TWO if worker == ONE else ONE
-        assert fleet.spare({worker: full, other: Copies(num=99)}) is None
+        assert fleet.spare({worker: full, other: ShadowCopies(num=99)}) is None
 
 
 def test_a_worker_with_one_row_gets_none() -> None:
@@ -75,12 +77,12 @@ def test_nothing_is_copied_while_requests_wait_and_what_runs_is_ended() -> None:
     fleet.ask(40)
     assert fleet.queue.queue.num_waiting
     assert fleet.spare({}) is None
-    assert num_in_the_way(fleet.queue, ONE, Copies(num=2)) == 2
+    assert num_in_the_way(fleet.queue, ONE, ShadowCopies(num=2)) == 2
 
 
 def test_copies_end_as_soon_as_requests_need_their_rows() -> None:
     fleet = Fleet(one=WorkerView(max_running=4))
-    copies = Copies(num=3)
+    copies = ShadowCopies(num=3)
     assert num_in_the_way(fleet.queue, ONE, copies) == 0
     assert len(fleet.ask(1)) == 1
     assert num_in_the_way(fleet.queue, ONE, copies) == 0, "one row each"
@@ -94,7 +96,7 @@ def test_memory_abilities_and_other_cells_count() -> None:
     view = WorkerView(max_running=8, kv_blocks_total=100, kv_blocks_used=40)
     assert Fleet(one=view).spare({}, blocks=35) == ONE
     assert Fleet(one=view).spare({}, blocks=36) is None, "a quarter of it stays free"
-    assert Fleet(one=view).spare({ONE: Copies(num=1, blocks=30)}, blocks=6) is None
+    assert Fleet(one=view).spare({ONE: ShadowCopies(num=1, blocks=30)}, blocks=6) is None
     assert Fleet(one=view).spare({}, needs=frozenset({"eyes"})) is None
     peer = WorkerView(max_running=8, cell=CellView(name="eu", rtt_ns=1))
     assert Fleet(one=peer).spare({}) is None, "another cell's rows are no spare ones"
@@ -103,7 +105,7 @@ def test_memory_abilities_and_other_cells_count() -> None:
 
 @given(rows=st.integers(1, 40), running=st.integers(0, 60), steps=st.integers(0, 60))
 def test_requests_and_copies_never_need_more_rows_than_there_are(rows: int, running: int, steps: int) -> None:
-    fleet, copies = Fleet(one=WorkerView(max_running=rows)), Copies()
+    fleet, copies = Fleet(one=WorkerView(max_running=rows)), ShadowCopies()
     for step in range(steps):
         if step == steps // 2:
             fleet.ask(running)

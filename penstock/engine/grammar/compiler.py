@@ -20,7 +20,7 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
 from penstock.engine.grammar.source import grammar_text, limits, refuse_words
-from penstock.engine.grammar.trial import Trials
+from penstock.engine.grammar.trial import SchemaTrials
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.protocol.worker_parts import Grammar
 from penstock.text.tokenizer import Tokenizer, read_text
@@ -135,7 +135,7 @@ class GrammarCompiler:
 
     def __init__(self, tokens: GrammarTokens) -> None:
         self.tokens = tokens
-        self._trials = Trials()
+        self._trials = SchemaTrials()
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar-compile")
         self._lock = threading.Lock()
         """Held for the fields below."""

@@ -1,7 +1,7 @@
 """A process that tries to compile a grammar first: one that takes too long, or too much memory, ends there.
 
     engine process                        trial process                    one trial
-      Trials.check  -- form -->  reads, forks   -------------------->  compiles, within limits
+      SchemaTrials.check  -- form -->  reads, forks   -------------------->  compiles, within limits
                     <-- refusal or none --      <-- refusal, or it was killed --
 
 Compiling cannot be interrupted in a thread, and some schemas of a few bytes would take hours or overflow the
@@ -39,7 +39,7 @@ class _Refusal(msgspec.Struct):
     """There was no trial: this machine lacks something."""
 
 
-class Trials:
+class SchemaTrials:
     """The engine's end of the process. Thread-safe: one trial at a time."""
 
     def __init__(self) -> None:

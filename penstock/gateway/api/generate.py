@@ -242,7 +242,8 @@ class Generate:
                 services.wakes.wanted(model.name)
             diverted = services.dispatcher.submit(facts, reply, streams, fall_back)
             if diverted is None:
-                copy_of(services, job, facts, served, (hints, prepare))
+                if served.assigned is not None:
+                    copy_of(services, job, facts, served, (hints, prepare))
                 break
             model = services.models.get(diverted.route)  # One that has the adapter, if one is asked for.
             served = _instead(served, model, adapter, diverted.why)

@@ -26,7 +26,7 @@ from penstock.gateway.dispatch.dispatcher import Dispatcher
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.models.rollouts import RolloutTable, observed
 from penstock.policy.flow import RequestFacts
-from penstock.policy.queueing.spare import Copies, num_in_the_way, spare_worker
+from penstock.policy.queueing.spare import ShadowCopies, num_in_the_way, spare_worker
 from penstock.policy.rollout.cohorts import Cohort
 from penstock.policy.rollout.dealing import Assigned
 from penstock.policy.rollout.evidence import Observation
@@ -90,7 +90,7 @@ class _Copy:
         asyncio.get_running_loop().call_soon(self.trials.copy_ended, self, finish, now_ns)
 
 
-class _Running(Copies):
+class _Running(ShadowCopies):
     """Those at one worker, the newest last."""
 
     route: str = ""

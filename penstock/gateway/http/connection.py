@@ -279,7 +279,7 @@ class Connection(asyncio.Protocol):
         if not self._parser.should_keep_alive() or self._server.draining:
             exchange.close_after()
         exchange.body = bytes(self._body)
-        self._body, self._headers = bytearray(), {}  # The exchange has them, for as long as it needs them.
+        self._body, self._headers, self._looked_at = bytearray(), {}, None  # The exchange has them now.
         # Not now: the parser is still in the middle of its input, where a pipelined request may show up.
         self._whole = exchange
 

@@ -20,7 +20,7 @@ FREE = 4
 """Of a worker's rows and KV blocks one in so many stays free of copies."""
 
 
-class Copies(msgspec.Struct):
+class ShadowCopies(msgspec.Struct):
     """The copies at one worker."""
 
     num: int = 0
@@ -28,11 +28,11 @@ class Copies(msgspec.Struct):
     """KV blocks that they may take."""
 
 
-NONE = Copies()
+NONE = ShadowCopies()
 
 
 def spare_worker(
-    model_queue: ModelQueue, copies: Mapping[WorkerId, Copies], blocks: int, needs: frozenset[str]
+    model_queue: ModelQueue, copies: Mapping[WorkerId, ShadowCopies], blocks: int, needs: frozenset[str]
 ) -> WorkerCapacity | None:
     """The worker for another copy, which may take so many KV blocks; None: there is none to spare."""
     assert blocks > 0, "a prompt takes memory"
@@ -52,7 +52,7 @@ def spare_worker(
     return max(found)[2] if found else None
 
 
-def num_in_the_way(model_queue: ModelQueue | None, worker_id: WorkerId, copies: Copies) -> int:
+def num_in_the_way(model_queue: ModelQueue | None, worker_id: WorkerId, copies: ShadowCopies) -> int:
     """How many of a worker's copies must end now."""
     assert copies.num >= 0, copies
     worker = None if model_queue is None else model_queue.workers.get(worker_id)
@@ -65,7 +65,7 @@ def _rows(worker: WorkerCapacity) -> int:
     return worker.view.max_running or worker.slots
 
 
-def _num_spare(worker: WorkerCapacity, there: Copies) -> int:
+def _num_spare(worker: WorkerCapacity, there: ShadowCopies) -> int:
     rows, taken = _rows(worker), worker.booked + worker.others + there.num
     return rows - max(1, rows // FREE) - taken
 

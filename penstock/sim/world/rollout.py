@@ -16,7 +16,7 @@ from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.planning.step_time import StepShape, StepTime
 from penstock.policy.flow import Outcome, Start
-from penstock.policy.queueing.spare import Copies, num_in_the_way, spare_worker
+from penstock.policy.queueing.spare import ShadowCopies, num_in_the_way, spare_worker
 from penstock.policy.rollout.cohorts import Cohort
 from penstock.policy.rollout.dealing import Assigned, active_of
 from penstock.policy.rollout.evidence import Observation
@@ -99,7 +99,7 @@ class SimRollout:
         self._active = active_of(self.rollout)
         self._dealt: dict[str, Assigned] = {}
         self._copies: dict[RequestId, _Copy] = {}
-        self._at: dict[WorkerId, Copies] = {}
+        self._at: dict[WorkerId, ShadowCopies] = {}
         self._draw = rng.stream(world.spec.seed, "sim/rollout")
         self._tell_record, world.on_record = world.on_record, self._on_record
         world.dealer = self
@@ -159,7 +159,7 @@ class SimRollout:
         submission = front.submission(original.facts, Ticket(request, number), start)
         submission = msgspec.structs.replace(submission, fairness_key=PLATFORM, fairness_weight=1.0)
         self._copies[copy_id] = _Copy(request, assigned, gateway, worker.id, blocks)
-        there = self._at.setdefault(worker.id, Copies())
+        there = self._at.setdefault(worker.id, ShadowCopies())
         there.num, there.blocks = there.num + 1, there.blocks + blocks
         self.num_copies += 1
         self._world.submit(now_ns, worker.id, submission)

@@ -21,7 +21,7 @@ from penstock.engine.grammar.compiler import (
     GrammarCompiler,
     compile_grammar,
 )
-from penstock.engine.grammar.trial import Trials
+from penstock.engine.grammar.trial import SchemaTrials
 from penstock.errors import InvalidRequest, WorkerUnavailable
 from penstock.protocol.needs import calls_schema
 from penstock.protocol.openai_validate import parse_chat
@@ -161,7 +161,7 @@ def test_refusals_are_remembered_for_their_tenant_and_failures_are_not(compiler:
 
 
 def test_a_machine_that_cannot_try_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    trials, form = Trials(), b'{"regex": "a"}'
+    trials, form = SchemaTrials(), b'{"regex": "a"}'
     try:
         with monkeypatch.context() as patched:
             patched.setattr(trials, "_start", fails)
