@@ -15,6 +15,7 @@ using penstock::LinearPiece;
 
 constexpr int kTokenBlock = 4;  // tokens that share what is read of a matrix
 constexpr int kChains = 4;      // parts of k that are summed apart: a lone token would wait for each of its products
+constexpr int kMixedRows = 4;  // and rows of different ones
 #ifdef __AVX512F__
 constexpr int kAddRows = 8;  // rows of one adapter whose sums are held in registers at once
 constexpr bool kBothHalves = true;
@@ -97,19 +98,24 @@ struct Shrink {
   }
 };
 
-// R rows' sums by H halves of a panel: the products of `inner` and B^T go on where those of the weights ended.
-template <class T, int R, int H>
-static inline void add_halves(const LinearAdded &all, const AddedHalf *half, int64_t place, float *sums) {
+// R rows' sums by H halves of a panel: the products of `inner` and B^T go on where those of the weights ended. Rows of one
+// adapter share what is loaded of B; those of different ones only their time, so that none waits for each of its products.
+template <class T, int R, int H, bool Shared>
+static inline void add_halves(const LinearAdded &all, const AddedHalf *const *halves, const int32_t *places,
+                              float *sums) {
   using Step = Product<T>;
-  const T *inner = (const T *)all.inner + place * kAdapterRanks + half->from;
   F16 acc[R][H];
-  for (int r = 0; r < R; r++)
+  const T *inner[R];
+  for (int r = 0; r < R; r++) {
+    inner[r] = (const T *)all.inner + places[r] * kAdapterRanks + halves[r]->from;
     for (int h = 0; h < H; h++) acc[r][h] = load(sums + r * 32 + h * 16);
-  for (int64_t j = 0; j < half->rank; j += Step::size) {
+  }
+  for (int64_t j = 0; j < halves[0]->rank; j += Step::size) {
     typename Step::Weights w[H];
-    for (int h = 0; h < H; h++) w[h] = Step::weights((const T *)half[h].b + j * 16);
     for (int r = 0; r < R; r++) {
-      typename Step::Input v = Step::input(inner + r * kAdapterRanks + j);
+      if (r == 0 || !Shared)
+        for (int h = 0; h < H; h++) w[h] = Step::weights((const T *)halves[r][h].b + j * 16);
+      typename Step::Input v = Step::input(inner[r] + j);
       for (int h = 0; h < H; h++) acc[r][h] = Step::add(acc[r][h], w[h], v);
     }
   }
@@ -117,34 +123,56 @@ static inline void add_halves(const LinearAdded &all, const AddedHalf *half, int
     for (int h = 0; h < H; h++) store(sums + r * 32 + h * 16, acc[r][h]);
 }
 
-template <class T>
+// Both halves' of rows that are alike.
+template <class T, bool Shared>
 struct Add {
   const LinearAdded *all;
-  const AddedHalf *halves;
-  int64_t place;
+  const AddedHalf *const *halves;
+  const int32_t *places;
   float *sums;
   template <int R>
   void run() const {
-    if (kBothHalves && halves[0].rank == halves[1].rank && halves[0].from == halves[1].from)
-      return add_halves<T, R, 2>(*all, halves, place, sums);
-    for (int h = 0; h < 2; h++) add_halves<T, R, 1>(*all, halves + h, place, sums + h * 16);
+    const AddedHalf *first = halves[0];
+    if (kBothHalves && first[0].rank == first[1].rank && first[0].from == first[1].from)
+      return add_halves<T, R, 2, Shared>(*all, halves, places, sums);
+    const AddedHalf *seconds[R];
+    for (int r = 0; r < R; r++) seconds[r] = halves[r] + 1;
+    add_halves<T, R, 1, Shared>(*all, halves, places, sums);
+    add_halves<T, R, 1, Shared>(*all, seconds, places, sums + 16);
   }
 };
 
+static inline bool alike(const AddedHalf *a, const AddedHalf *b) {
+  return a[0].rank == b[0].rank && a[0].from == b[0].from && a[1].rank == b[1].rank && a[1].from == b[1].from;
+}
+
 // What the adapters of rows [row, row + rows) add to their sums [rows][32] of a panel. Others' sums stay as they are.
-static __attribute__((noinline)) void add_adapters(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, float *sums) {
+template <class T>
+static void add_typed(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows, float *sums) {
   const LinearAdded &all = piece->added;
-  const int32_t *adapters = all.adapters + row;
+  const int32_t *adapters = all.adapters + row, *places = all.places + row;
+  auto of = [&](int64_t r) { return all.halves + (adapters[r] * all.most + panel - all.panel) * 2; };
   for (int64_t r = 0, run; r < rows; r += run) {
-    for (run = 1; run < kAddRows && r + run < rows && adapters[r + run] == adapters[r];) run++;
+    run = 1;
     if (adapters[r] < 0) continue;
-    const AddedHalf *halves = all.halves + (adapters[r] * all.most + panel - all.panel) * 2;
-    int64_t place = all.places[row + r];
-    if (piece->job->x_type == PS_BF16)
-      tokens_left<kAddRows>(run, Add<bf16>{&all, halves, place, sums + r * 32});
-    else
-      tokens_left<kAddRows>(run, Add<float>{&all, halves, place, sums + r * 32});
+    const AddedHalf *halves[kAddRows] = {of(r)};
+    while (run < kAddRows && r + run < rows && adapters[r + run] == adapters[r]) halves[run++] = halves[0];
+    if (run > 1) {
+      tokens_left<kAddRows>(run, Add<T, true>{&all, halves, places + r, sums + r * 32});
+      continue;
+    }
+    while (run < kMixedRows && r + run < rows && adapters[r + run] >= 0 && alike(of(r + run), halves[0]))
+      halves[run] = of(r + run), run++;
+    tokens_left<kMixedRows>(run, Add<T, false>{&all, halves, places + r, sums + r * 32});
   }
+}
+
+static __attribute__((noinline)) void add_adapters(const LinearPiece *piece, int64_t panel, int64_t row, int64_t rows,
+                                                   float *sums) {
+  if (piece->job->x_type == PS_BF16)
+    add_typed<bf16>(piece, panel, row, rows, sums);
+  else
+    add_typed<float>(piece, panel, row, rows, sums);
 }
 
 static void adapter_shrink(const AdapterPiece *piece, int64_t first, int64_t last) {
