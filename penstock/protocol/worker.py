@@ -279,7 +279,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     """Of the next prompt tokens, from the second on, if they were asked for; told before the first new
     token."""
     device_ns: int = 0
-    """`Usage.device_ns` until now: a stream that the gateway ends pays for no less than it had."""
+    """`Usage.device_ns` of all but at most the last seven steps that only decoded: a stream that the gateway
+    ends pays for no less. A prompt is in it with the first token."""
     vectors: tuple[tuple[int, bytes], ...] = ()
     """Of the inputs that were computed: their places, and float32, little-endian."""
     drafts: tuple[int, int] = (0, 0)

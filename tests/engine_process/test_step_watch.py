@@ -47,8 +47,14 @@ class Core:
         self.number += self._advances
         return {}
 
+    @property
+    def num_steps(self):
+        return self.number
+
     def stats(self):
         return SimpleNamespace(step=self.number)
+
+    due_stats = stats
 
 
 def run(core, publish=lambda *_: None, flush=lambda: None):
