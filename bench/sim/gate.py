@@ -115,18 +115,18 @@ def measure(
     """
     measured, digests, failed = Measured(), dict[str, list[str]](), list[str]()
     order = sorted(names, key=lambda name: HEAVY.index(name) if name in HEAVY else len(HEAVY))
-    pairs = [(name, seed) for name in order for seed in seeds]
+    each_name, each_seed = [name for name in order for _ in seeds], [seed for _ in order for seed in seeds]
     with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
         run = partial(run_one, knobs=knobs)
-        runs = (map if pool is None else pool.map)(run, *zip(*pairs, strict=True))
-        every = dict(zip(pairs, runs, strict=True))
-        for name in names:
-            found = [every[name, seed] for seed in seeds]
+        runs = iter((map if pool is None else pool.map)(run, each_name, each_seed))
+        for name in order:
+            found = [next(runs) for _ in seeds]
             measured[name] = {figure: [run.figures[figure] for run in found] for figure in MARGINS}
             digests[name] = [run.digest for run in found]
             failed += [line for run in found for line in run.failed]
             shown = "  ".join(f"{figure} {mean(each):.4g}" for figure, each in measured[name].items())
             say(f"{name:20} {shown}  ({sum(run.cpu_s for run in found):.1f} s of CPU)")
+    measured, digests = ({name: found[name] for name in names} for found in (measured, digests))
     return Baseline(seeds=tuple(seeds), measured=measured, digests=digests), failed
 
 
