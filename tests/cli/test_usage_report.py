@@ -173,7 +173,7 @@ def test_journals_count_too_each_request_once(ledger: Path, capsys: pytest.Captu
     alive.close(closed("1", cost_micros=1_000_001))
     alive.close(closed("new"))
     dead.open(opened("cut", tenant="acme"))
-    dead.slice(progress("cut", 9, at_ns=DAY_1 + NS_PER_S))
+    dead.slice("cut", lambda: progress("cut", 9, at_ns=DAY_1 + NS_PER_S))
     for journal in (alive, dead):
         journal.flush()
     os.close(claims[1].lock)

@@ -12,6 +12,7 @@ import asyncio
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from usage_records import closed, opened, progress
@@ -82,7 +83,7 @@ class Writer:
         if self._random.random() < 0.5:
             self._running[name] = reservation, tokens
             assert reservation.renew(self._clock.now_ns(), 10 * tokens)
-            self._ledger.slice(progress(name, tokens, at_ns=now_ns))
+            self._ledger.slice(name, partial(progress, name, tokens, at_ns=now_ns))
             self._promises.append(f"slice {name} {tokens}\n")
         else:
             del self._running[name]
