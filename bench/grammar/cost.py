@@ -168,6 +168,7 @@ def block_turns(free: Engine, held: Engine, kind: str, batch: int, turns: int) -
     step of each does not count, for masks may have been computed while the other engine ran.
     """
     times, cpu, free_s = list[float](), list[float](), list[float]()
+    number = 0
     for number in range(1000):
         spent = 0
         for engine, what in ((free, "free"), (held, kind)):

@@ -109,10 +109,11 @@ def test_a_worker_of_ours_continues_the_streams_of_a_vllm_that_is_killed(
                 one = begin(port, CHATS, stream(number, 1500), TENANTS[number % 2])
                 if one.headers.get("x-penstock-migration") == "approximate":
                     found.append(one)
-            exact = Answer()
+            exact, num_sent = Answer(), number + 1
             while "x-penstock-migration" not in exact.headers:
                 exact = Answer(asked={"x-penstock-migration": "exact"})
                 begin(port, CHATS, stream(9, 1500), TENANTS[0], exact)
+                num_sent += 1
             assert exact.headers["x-penstock-migration"] == "none"
             assert not any(each.ended.is_set() for each in [*found, exact])
             os.killpg(vllm.pid, signal.SIGKILL)
@@ -126,7 +127,11 @@ def test_a_worker_of_ours_continues_the_streams_of_a_vllm_that_is_killed(
             server.process.send_signal(signal.SIGINT)
             assert server.wait_ended() == 0
     rows = ledger(tmp_path, "attempts, outcome, completion_tokens")
-    assert [row for row in rows if row[0] == 2] == [(2, "finished", 1500)] * len(found), "each counts once"
+    assert len(rows) == num_sent, "each counts once"
+    ended = [(outcome, tokens) for _, outcome, tokens in rows]
+    assert ended.count(("finished", 1500)) == num_sent - 1
+    # Some that a busy vLLM began too slowly may have been tried again, too.
+    assert sum(attempts > 1 for attempts, *_ in rows) >= len(found)
 
 
 def test_a_second_sigterm_settles_what_clients_got(tmp_path: Path, vllm_url: str, model_28m: Path) -> None:
