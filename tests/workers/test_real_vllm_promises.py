@@ -128,10 +128,8 @@ def test_a_worker_of_ours_continues_the_streams_of_a_vllm_that_is_killed(
             assert server.wait_ended() == 0
     rows = ledger(tmp_path, "attempts, outcome, completion_tokens")
     assert len(rows) == num_sent, "each counts once"
-    ended = [(outcome, tokens) for _, outcome, tokens in rows]
-    assert ended.count(("finished", 1500)) == num_sent - 1
-    # Some that a busy vLLM began too slowly may have been tried again, too.
-    assert sum(attempts > 1 for attempts, *_ in rows) >= len(found)
+    moved = [row[1:] for row in rows if row[0] > 1]  # Some that a busy vLLM began too slowly are among them.
+    assert moved.count(("finished", 1500)) >= len(found)
 
 
 def test_a_second_sigterm_settles_what_clients_got(tmp_path: Path, vllm_url: str, model_28m: Path) -> None:
