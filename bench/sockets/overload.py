@@ -351,8 +351,8 @@ class Measurement:
                 )
         self.found["complete"] = True
 
-    async def idle(self) -> None:
-        """Find the times of requests alone, and so the promises here, by which `stretch` judges."""
+    async def idle(self) -> Judge:
+        """Find the times of requests alone, and so the promises here: `stretch` judges by them, too."""
         admission = AdmissionConfig()
         idle = {kind.name: await self._alone(kind) for kind in KINDS}
         tpot_ns = round(statistics.median(each.tpot_ns for found in idle.values() for each in found))
@@ -378,6 +378,7 @@ class Measurement:
             f"TPOT {tpot_ns / NS_PER_MS:.1f} ms"
         )
         self._judge = judge
+        return judge
 
     async def close(self) -> None:
         """Close the clients' connections."""

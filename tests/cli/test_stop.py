@@ -22,7 +22,7 @@ from stand_in_thread import MODEL, Serve, stand_in_engine
 pytestmark = pytest.mark.timeout(240)
 
 KEY, OTHER_KEY = "sk-of-this-test-0123", "sk-of-another-tenant-4567"
-LONG = 1200
+LONG = 2400
 """Tokens of answers of which several take our engine some seconds."""
 
 

@@ -26,7 +26,7 @@ from penstock.kv.index.worker_cache_view import KVIndexLimits, StreamState, Work
 from penstock.telemetry.log import Log
 from penstock.types import WorkerId
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 WORKER = WorkerId("vllm-0")
 KEY = b"0123456789abcdef"
 
