@@ -1,6 +1,8 @@
 """A real server whose model scales: by hand and by load, with streams that run while workers leave."""
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +17,7 @@ from penstock.cli.main import main
 pytestmark = pytest.mark.timeout(300)
 
 ADMIN, KEY = "admin-0123456789abcdef", "sk-user-0123456789abcdef"
+PROCESSES = 2
 
 
 class Place:
@@ -25,7 +28,7 @@ class Place:
         (place / "config.yaml").write_text(
             "models:\n- {path: penstock-demo-mini, name: river, scale: {max: 3, min: 1, in_after_s: 2},"
             " engine: {threads: 1, dtype: float32, kv_memory_bytes: 33554432, host_kv_memory_bytes: 0}}\n"
-            f"ledger: {{directory: {place / 'ledger'}}}\nserver: {{port: 0, processes: 2}}\n"
+            f"ledger: {{directory: {place / 'ledger'}}}\nserver: {{port: 0, processes: {PROCESSES}}}\n"
         )
         self.server = Server(
             place, "-c", str(place / "config.yaml"), PENSTOCK_ADMIN_KEY=ADMIN, PENSTOCK_API_KEY=KEY
@@ -85,6 +88,8 @@ def test_out_and_in_again_while_streams_run(place: Place, capsys: pytest.Capture
         assert place.wanted()["workers"] == 1
         assert [each.result() for each in streams] == ["length"] * 12, "no stream is cut"
     server.until(lambda: len(place.admin("GET", "/admin/workers").json()["workers"]) == 1, "two have left")
+    leaves = Counter(re.findall(r"a worker leaves +worker=(river-\d)", server.err.read_text()))
+    assert leaves == dict.fromkeys(("river-1", "river-2"), 1 + PROCESSES), "nobody joined one again"
     assert main(["scale", "river", "--auto", *flags]) == 0
     report = place.admin("GET", "/admin/scale?model=river").json()["models"][0]
     assert report["override"] is None

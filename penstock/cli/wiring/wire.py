@@ -289,12 +289,12 @@ class Stack:
 
     def _launched_at(self) -> list[WorkerAt]:
         """The launched workers that gateway processes are to know; those that are out of service by hand are
-        known as such.
+        known as such. One that leaves is closed before it is gone: to join it again would keep it.
         """
         there = [
             worker_at(worker)
             for worker in self._registry
-            if worker.stop is not None and worker.state is not WorkerState.DRAINING
+            if worker.stop is not None and worker.drained is None and worker.state is not WorkerState.DRAINING
         ]
         return [*there, *(at for worker_id, at in self._held_at.items() if worker_id in self._members.held)]
 
