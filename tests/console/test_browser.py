@@ -215,7 +215,8 @@ def test_a_version_is_tried_promoted_and_taken_back(page, until, replay, finding
     opened.get_by_label("Minutes a step, at most").fill("5")
     opened.get_by_role("button", name="Begin").click()
     until(opened, "[...document.querySelectorAll('.steps')].some(e => e.innerText.startsWith('2 %'))")
-    plan = {"model": "chat-8b", "candidate": "chat-8b@2", "steps": [2, 50], "step_s": 300, "promotes": False}
+    plan = {"model": "chat-8b", "candidate": "chat-8b@2", "steps": [2, 50], "step_s": 300}
+    plan |= {"shadow": 0, "promotes": False}
     assert server.plans == [plan]
     assert findings(opened) == []
     support.get_by_role("button", name="Promote…").click()
