@@ -11,7 +11,7 @@ import pytest
 from fake_backend import FakeBackend, endless_words
 
 from penstock.backends.base import GenerateRequest
-from penstock.errors import EngineFault
+from penstock.errors import EngineFault, WorkerUnavailable
 
 CHAT = "/v1/chat/completions"
 OLD, NEW = "tiny@1", "tiny@2"
@@ -22,15 +22,15 @@ PLAN = {
 
 
 class Held(FakeBackend):
-    """On demand nothing goes on there; or every stream breaks."""
+    """On demand nothing goes on there; or every stream breaks, with this error."""
 
-    is_held = breaks = False
+    is_held, breaks = False, None
 
     def _step(self) -> None:
         self._timer = None
         for stream in list(self._streams.values()):
             if self.breaks:
-                stream.break_off(EngineFault("it computes no numbers"))
+                stream.break_off(self.breaks)
             elif not self.is_held:
                 stream.step()
         if self._streams and self._timer is None:
@@ -135,9 +135,12 @@ def test_a_copy_is_no_request_for_limits_ledger_and_metrics(versions) -> None:
     assert running.call(lambda: running.gateway._services.trials.num_copies) == 0
 
 
-def test_a_broken_version_is_found_out_and_nobody_has_got_an_error(versions) -> None:
+@pytest.mark.parametrize(
+    "error", [EngineFault("it computes no numbers"), WorkerUnavailable("its engine answers 500")]
+)
+def test_a_broken_version_is_found_out_and_nobody_has_got_an_error(versions, error) -> None:
     running = versions()
-    running.backends[NEW].breaks = True
+    running.backends[NEW].breaks = error
     running.begin()
     answers = [running.chat(number) for number in range(40)]
     assert {each["choices"][0]["finish_reason"] for each in answers} == {"length"}

@@ -13,7 +13,7 @@ from penstock.policy.queueing.capacity import WorkerView
 from penstock.policy.queueing.model_queue import ModelQueue
 from penstock.policy.queueing.spare import FREE, ShadowCopies, num_in_the_way, spare_worker
 from penstock.policy.tenant import Tenant
-from penstock.policy.terms import CellView
+from penstock.policy.terms import CellView, DeploymentTerms
 from penstock.types import RequestId, TenantId, WorkerId
 
 ONE, TWO = WorkerId("one"), WorkerId("two")
@@ -64,6 +64,24 @@ def test_a_copy_goes_where_most_is_to_spare_and_a_quarter_of_the_rows_stays_free
         full = ShadowCopies(num=rows - rows // FREE - running[worker])
         other = TWO if worker == ONE else ONE
         assert fleet.spare({worker: full, other: ShadowCopies(num=99)}) is None
+
+
+def test_copies_that_the_worker_reports_as_streams_of_others_are_counted_once() -> None:
+    """Gateway processes share workers, so what a worker runs is known by its reports, too."""
+    fleet = Fleet(one=WorkerView(max_running=16))
+    copies = ShadowCopies(num=12)
+    assert fleet.spare({ONE: copies}) is None
+    fleet.control.set_worker(0, "m", ONE, WorkerView(max_running=16, running=12))
+    assert num_in_the_way(fleet.queue, ONE, copies) == 0
+    assert fleet.spare({ONE: ShadowCopies(num=11)}) is None, "one is another process's"
+    fleet.control.set_worker(0, "m", ONE, WorkerView(max_running=16, running=18))
+    assert num_in_the_way(fleet.queue, ONE, copies) == 2
+
+
+def test_a_deployment_with_limits_of_its_own_gets_no_copies() -> None:
+    limited = WorkerView(max_running=16, terms=DeploymentTerms(rpm=60))
+    assert Fleet(one=limited).spare({}) is None
+    assert Fleet(one=limited, two=WorkerView(max_running=2)).spare({}) == TWO
 
 
 def test_a_worker_with_one_row_gets_none() -> None:

@@ -37,6 +37,7 @@ def test_a_worse_version_is_taken_back_and_its_conversations_get_the_old_one(nam
     trial = trial_of(verdict)
     assert trial.rollout.why
     changed = {tuple(each) for each in trial.got.values() if len(each) > 1}
+    assert any(each[-1] == "model@1" for each in changed), "some had the new one, and got the old one back"
     assert changed <= {("model@1", "model@2"), ("model@2", "model@1"), ("model@1", "model@2", "model@1")}
 
 

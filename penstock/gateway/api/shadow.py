@@ -26,13 +26,19 @@ def copy_of(
     assigned, (hints, prepare) = served.assigned, make
     if not isinstance(assigned, Assigned) or not assigned.candidate or served.downgrade is not None:
         return
+    if not services.models.takes(assigned.candidate):
+        return  # The server that decides has a version that this one does not have yet.
     candidate = services.models.get(assigned.candidate)
     if job.num_choices != 1 or job.only_scores or not may_use_model(facts.tenant, candidate.name):
         return
 
-    async def copy() -> GenerateRequest:
+    if services.tokenize.num_waiting:  # Copies are to spare there, too.
+        services.metrics.shadowed(assigned.candidate, "no_room")
+        return
+
+    async def copy() -> tuple[GenerateRequest, frozenset[str]]:
         copied, _ = await prepare(candidate, "")
         (request,) = requests_of(copied, hints, 1)
-        return request
+        return request, copied.needs
 
     services.trials.copy(job.exchange, assigned, facts, copy)

@@ -20,34 +20,39 @@ from msgspec.structs import replace
 
 from penstock.backends.base import Delta, Finish, GenerateRequest, Generation
 from penstock.clock import NS_PER_S, Clock
-from penstock.errors import EngineFault, PenstockError, StreamBroken
+from penstock.errors import PenstockError, WorkerError
 from penstock.fleet.registry import Worker
 from penstock.gateway.dispatch.dispatcher import Dispatcher
 from penstock.gateway.http.exchange import Exchange, Served
 from penstock.gateway.models.rollouts import RolloutTable, observed
 from penstock.policy.flow import RequestFacts
-from penstock.policy.queueing.spare import ShadowCopies, num_in_the_way, spare_worker
+from penstock.policy.queueing.spare import (
+    PRIORITY,
+    ShadowCopies,
+    blocks_of,
+    num_in_the_way,
+    rows_for_copies,
+    spare_worker,
+)
 from penstock.policy.rollout.cohorts import Cohort
 from penstock.policy.rollout.dealing import Assigned
 from penstock.policy.rollout.evidence import Observation
 from penstock.telemetry.counts import RequestMeasurement
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
-from penstock.types import BLOCK_TOKENS, PLATFORM, FinishReason, RequestId, Usage, WorkerId
+from penstock.types import PLATFORM, FinishReason, RequestId, Usage, WorkerId
 
 COPIES_MAX = 256
 """At once, in one gateway process."""
 LATER_S = 120.0
-"""A copy that has not ended so long after its request has failed: its version may answer nothing at all."""
-PRIORITY = 1000
-"""Behind every band's, in the engine's queue."""
-_ANSWER_TOKENS = 512
-"""The part of an answer's bound that is counted as memory: most answers end long before it."""
+"""A copy that gave nothing for so long, since its request has ended, has failed: its version may answer
+nothing at all."""
 _COUNTS = {FinishReason.STOP, FinishReason.TOOL_CALLS, FinishReason.LENGTH, FinishReason.CONTENT_FILTER}
 _CUT_OFF = {FinishReason.LENGTH, FinishReason.CONTENT_FILTER}
 
-Make = Callable[[], Awaitable[GenerateRequest]]
-"""Makes a request's prompt for the candidate. Raises what the candidate refuses."""
+Make = Callable[[], Awaitable[tuple[GenerateRequest, frozenset[str]]]]
+"""Makes a request's prompt for the candidate, and says what its worker must be able to do. Raises what the
+candidate refuses."""
 End = Literal["compared", "no_room", "made_room", "refused", "dropped"]
 """The fate of a copy, for metrics: `dropped` if its request is not compared, or its worker was not
 ready."""
@@ -69,6 +74,8 @@ class _Copy:
     stream: Generation | None = None
     began_ns: int = 0
     first_ns: int = 0
+    last_ns: int = 0
+    """When it last gave something."""
     num_tokens: int = 0
     own: Observation | None = None
     """Of the copy, since it has ended."""
@@ -80,7 +87,8 @@ class _Copy:
 
     def on_delta(self, delta: Delta) -> None:
         """See `Sink`: its time counts, and nobody reads it."""
-        self.first_ns = self.first_ns or self.trials.clock.now_ns()
+        self.last_ns = self.trials.clock.now_ns()
+        self.first_ns = self.first_ns or self.last_ns
         self.num_tokens += len(delta.token_ids)
 
     def on_finish(self, finish: Finish) -> None:
@@ -126,10 +134,12 @@ class Trials:
     def copy(self, exchange: Exchange, assigned: Assigned, facts: RequestFacts, make: Make) -> None:
         """A request in the shadow was accepted: let the candidate have a copy of it, if it has room."""
         assert assigned.cohort is Cohort.SHADOW, assigned
-        tokens = facts.prompt_tokens + min(facts.max_tokens, _ANSWER_TOKENS)
+        if not exchange.is_open:
+            return  # Its client left while its prompt was made: nothing would tell of its end.
+        blocks = blocks_of(facts.prompt_tokens, facts.max_tokens)
         lead_ns = max(0, (exchange.limits_ns or exchange.started_ns) - exchange.started_ns)
-        copy = _Copy(self, assigned, facts, exchange.id, 1 + tokens // BLOCK_TOKENS, lead_ns)
-        if len(self._copies) >= COPIES_MAX or self._spare(copy) is None:
+        copy = _Copy(self, assigned, facts, exchange.id, blocks, lead_ns)
+        if len(self._copies) >= COPIES_MAX or self._spare(copy, facts.needs) is None:
             self._metrics.shadowed(assigned.candidate, "no_room")
             return
         self._copies[copy.name] = copy
@@ -158,7 +168,9 @@ class Trials:
         self._leave(copy, finish.usage)
         if copy.is_over:
             return
-        failed = isinstance(finish.error, EngineFault | StreamBroken)
+        failed = isinstance(
+            finish.error, WorkerError
+        )  # As a request would; a worker that leaves ends its copies.
         if not failed and finish.reason not in _COUNTS:
             self._end(copy, "dropped")
             return
@@ -194,20 +206,23 @@ class Trials:
         for copy in list(self._copies.values()):
             if not self._table.copies(copy.assigned.rollout):
                 self._end(copy, "dropped")
-            elif copy.own is None and copy.other and now_ns - copy.answered_ns > LATER_S * NS_PER_S:
+            elif copy.own is None and copy.other and _is_overdue(copy, now_ns):
                 copy.own = replace(copy.other, is_canary=True, failed=True)
                 self._compare(copy)
 
-    def _spare(self, copy: _Copy) -> Worker | None:
+    def _spare(self, copy: _Copy, needs: frozenset[str]) -> Worker | None:
         model_queue = self._dispatcher.control.model_queue(copy.assigned.candidate)
         if model_queue is None:
             return None
-        found = spare_worker(model_queue, self._at, copy.blocks, copy.facts.needs)
-        return None if found is None else self._registry.get(found.id)
+        found = spare_worker(model_queue, self._at, copy.blocks, needs)
+        # Another server may use the same worker: its streams are known by the worker's reports alone.
+        if found is None or self._rows_at(found.id) >= rows_for_copies(found):
+            return None
+        return self._registry.get(found.id)
 
     async def _start(self, copy: _Copy, make: Make) -> None:
         try:
-            request = await make()
+            request, needs = await make()
         except PenstockError as error:
             self._log.info("a request cannot be copied", model=copy.assigned.candidate, error=error)
             self._end(copy, "refused")
@@ -218,7 +233,7 @@ class Trials:
             return
         if copy.is_over:
             return
-        if (worker := self._spare(copy)) is None:
+        if (worker := self._spare(copy, copy.facts.needs | needs)) is None:
             self._end(copy, "no_room")
             return
         self._send(copy, worker, request)
@@ -293,6 +308,10 @@ class Trials:
         worker = self._registry.get(WorkerId(worker_id))
         stats = None if worker is None else worker.backend.status.stats
         return 0 if stats is None else stats.running
+
+
+def _is_overdue(copy: _Copy, now_ns: int) -> bool:
+    return now_ns - max(copy.answered_ns, copy.last_ns) > LATER_S * NS_PER_S
 
 
 def _id_of(copy: _Copy) -> RequestId:

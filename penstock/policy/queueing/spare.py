@@ -5,7 +5,9 @@
     else                                                           nowhere: the request is not copied
 
 A copy is not in the model's queue, and no request waits for one to end: where requests begin to wait, or to
-need the rows, copies are ended (`num_in_the_way`).
+need the rows, copies are ended (`num_in_the_way`). Our own copies are among the streams of others that a
+worker reports, and among its KV blocks. Blocks count twice, so that there are fewer copies than there could
+be, never more.
 """
 
 from collections.abc import Mapping
@@ -14,10 +16,14 @@ import msgspec
 
 from penstock.policy.queueing.capacity import WorkerCapacity
 from penstock.policy.queueing.model_queue import ModelQueue
-from penstock.types import WorkerId
+from penstock.types import BLOCK_TOKENS, WorkerId
 
 FREE = 4
 """Of a worker's rows and KV blocks one in so many stays free of copies."""
+PRIORITY = 1000
+"""Of copies in the engine's queue: behind every band's."""
+ANSWER_TOKENS = 512
+"""The part of an answer's bound that is counted as memory: most answers end long before it."""
 
 
 class ShadowCopies(msgspec.Struct):
@@ -31,6 +37,11 @@ class ShadowCopies(msgspec.Struct):
 NONE = ShadowCopies()
 
 
+def blocks_of(prompt_tokens: int, max_tokens: int) -> int:
+    """The KV blocks that a copy of such a request may take."""
+    return 1 + (prompt_tokens + min(max_tokens, ANSWER_TOKENS)) // BLOCK_TOKENS
+
+
 def spare_worker(
     model_queue: ModelQueue, copies: Mapping[WorkerId, ShadowCopies], blocks: int, needs: frozenset[str]
 ) -> WorkerCapacity | None:
@@ -41,7 +52,7 @@ def spare_worker(
     able = (
         each
         for each in model_queue.workers
-        if each.view.ready and each.view.cell is None and needs <= each.view.capabilities
+        if each.view.ready and each.view.cell is None and needs <= each.view.capabilities and _is_free(each)
     )
     found = [
         (num, -each.number, each)
@@ -58,16 +69,31 @@ def num_in_the_way(model_queue: ModelQueue | None, worker_id: WorkerId, copies: 
     worker = None if model_queue is None else model_queue.workers.get(worker_id)
     if model_queue is None or worker is None or model_queue.queue.num_waiting or not worker.view.ready:
         return copies.num
-    return max(0, min(copies.num, copies.num + worker.booked + worker.others - _rows(worker)))
+    return max(0, min(copies.num, _taken(worker, copies) - _rows(worker)))
+
+
+def rows_for_copies(worker: WorkerCapacity) -> int:
+    """The rows that requests and copies may have together."""
+    rows = _rows(worker)
+    return rows - max(1, rows // FREE)
+
+
+def _is_free(worker: WorkerCapacity) -> bool:
+    """Whether a request there takes nothing that is metered, as those of a provider with limits are."""
+    terms = worker.view.terms
+    return terms is None or not (terms.rpm or terms.tpm)
 
 
 def _rows(worker: WorkerCapacity) -> int:
     return worker.view.max_running or worker.slots
 
 
+def _taken(worker: WorkerCapacity, there: ShadowCopies) -> int:
+    return worker.booked + max(worker.others, there.num)
+
+
 def _num_spare(worker: WorkerCapacity, there: ShadowCopies) -> int:
-    rows, taken = _rows(worker), worker.booked + worker.others + there.num
-    return rows - max(1, rows // FREE) - taken
+    return rows_for_copies(worker) - _taken(worker, there)
 
 
 def _has_memory(worker: WorkerCapacity, blocks: int) -> bool:

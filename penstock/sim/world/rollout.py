@@ -16,7 +16,7 @@ from penstock import rng
 from penstock.clock import NS_PER_S
 from penstock.planning.step_time import StepShape, StepTime
 from penstock.policy.flow import Outcome, Start
-from penstock.policy.queueing.spare import ShadowCopies, num_in_the_way, spare_worker
+from penstock.policy.queueing.spare import PRIORITY, ShadowCopies, blocks_of, num_in_the_way, spare_worker
 from penstock.policy.rollout.cohorts import Cohort
 from penstock.policy.rollout.dealing import Assigned, active_of
 from penstock.policy.rollout.evidence import Observation
@@ -26,11 +26,9 @@ from penstock.sim.world.facts import Member, Ticket
 from penstock.sim.world.gateway import NOWHERE
 from penstock.sim.world.messages import Began, Failed, Finished, Rank, WorkerMessage
 from penstock.sim.world.world import WORLD, World
-from penstock.types import BLOCK_TOKENS, PLATFORM, FinishReason, RequestId, WorkerId, without_version
+from penstock.types import PLATFORM, FinishReason, RequestId, WorkerId, without_version
 
 LOOK_NS = NS_PER_S
-PRIORITY = 1000
-"""Of copies: behind every band's."""
 _COPY = "copy-"
 
 
@@ -93,7 +91,7 @@ class SimRollout:
         self.rollout = Rollout.begin("simulated", spec.plan, spec.baseline, 0)
         self.got: dict[str, list[str]] = {}
         """By conversation, the versions that it got, one after the other."""
-        self.num_copies = self.num_made_room = 0
+        self.num_copies = 0
         self.ended_ns = 0
         """When it was decided; 0: it is not."""
         self._active = active_of(self.rollout)
@@ -148,13 +146,13 @@ class SimRollout:
             return
         front = self._world.gateways[gateway]
         model_queue = front.control.model_queue(assigned.candidate)
-        blocks = 1 + (request.prompt_tokens + request.output_tokens) // BLOCK_TOKENS
+        original = front.control.request(RequestId(request.id))
+        assert original is not None, f"{request.id} was just accepted"
+        blocks = blocks_of(original.facts.prompt_tokens, original.facts.max_tokens)
         worker = None if model_queue is None else spare_worker(model_queue, self._at, blocks, NOWHERE)
         if worker is None:
             return
         copy_id = RequestId(f"{_COPY}{request.id}")
-        original = front.control.request(RequestId(request.id))
-        assert original is not None, f"{request.id} was just accepted"
         start = Start(copy_id, assigned.candidate, worker.id, PRIORITY, 1)
         submission = front.submission(original.facts, Ticket(request, number), start)
         submission = msgspec.structs.replace(submission, fairness_key=PLATFORM, fairness_weight=1.0)
@@ -194,7 +192,6 @@ class SimRollout:
             if num := num_in_the_way(model_queue, worker_id, there):
                 running = [each for each in self._copies.items() if each[1].worker == worker_id]
                 for copy_id, copy in [each for each in running if each[1].own is None][-num:]:
-                    self.num_made_room += 1
                     self._world.abort(now_ns, gateway, worker_id, copy_id)
                     self._leave(copy)
                     del self._copies[copy_id]
