@@ -448,8 +448,17 @@ def test_a_request_that_is_refused_before_its_prompt_is_made_is_refused_with_any
             "it may wait less long, so it comes back later"
         )
     same = admission().decide(0, empty)
-    troubled = empty.requested.ready == 0
-    assert troubled or (before is not None) == isinstance(same, Shed), "nobody pays for a prompt in vain"
+    if empty.requested.ready and effective_degrade(empty.degrade, empty.tenant) == "never":
+        assert (before is not None) == isinstance(same, Shed), "no prompt is made in vain"
+
+
+def test_a_request_is_read_if_a_fallback_might_let_it_in_as_the_one_that_was_asked_for() -> None:
+    """A prompt that is too long for a model goes to a longer one, whose wait is only expected to be long."""
+    late, expected = at("large", ahead_s=3), at("medium", ahead_s=9, is_late=False)
+    facts = AdmitFacts(tenant=ANONYMOUS, requested=late, candidate=lookup(expected))
+    assert admission().refuses_any(0, facts) is None
+    both_late = AdmitFacts(tenant=ANONYMOUS, requested=late, candidate=lookup(at("medium", ahead_s=9)))
+    assert isinstance(admission().refuses_any(0, both_late), Shed)
 
 
 def test_a_request_that_may_be_let_in_leaves_no_trace_before_its_prompt_is_made() -> None:

@@ -217,7 +217,8 @@ class Generate:
         first_error: ContextTooLong | None = None
         while exchange.is_open:
             exchange.serve(served)
-            services.dispatcher.check_crowd(exchange, partial(facts_before, exchange, hints, request, needs))
+            known = partial(facts_before, exchange, hints, request, needs, adapter)
+            services.dispatcher.check_crowd(exchange, known)
             try:
                 job, begin = await prepare(model, adapter)
             except ContextTooLong as error:
@@ -233,8 +234,6 @@ class Generate:
             if services.ask_store is not None:
                 await services.ask_store(facts)
             services.check_draining()  # It may have begun while the prompt was tokenized.
-            if choice is not None:
-                services.explained.chose(facts.id, choice)
             reply, sinks = begin(job)
             streams = self._streams(job, hints, sinks)
             fall_back = partial(self._retarget, served, hints, prepare) if services.falls_back else None

@@ -254,7 +254,7 @@ def facts_of(job: Job, served: Served, hints: Hints, keys: PromptKeys | None) ->
 
 
 def facts_before(
-    exchange: Exchange, hints: Hints, request: GenerationRequest, needs: frozenset[str]
+    exchange: Exchange, hints: Hints, request: GenerationRequest, needs: frozenset[str], adapter: str
 ) -> RequestFacts:
     """The facts that admission asks about, as far as they are known before the prompt is made."""
     served = exchange.served
@@ -271,7 +271,8 @@ def facts_before(
         degrade=hints.degrade,
         needs_tools=uses_tools(request),
         needs=needs,
-        endpoint=served.endpoint.value,
+        adapter=adapter,
+        endpoint=served.endpoint,
     )
 
 

@@ -39,7 +39,7 @@ from penstock.telemetry.counts import RequestMeasurement
 from penstock.telemetry.decision_files import DecisionKeeper
 from penstock.telemetry.log import Log
 from penstock.telemetry.metrics import Metrics
-from penstock.types import Usage
+from penstock.types import RequestId, Usage
 
 KEPT_MAX = 2000
 """Requests; about a kilobyte each."""
@@ -334,9 +334,10 @@ class Services:
             raise Draining("The server is shutting down.")
 
     def tell_choice(self, exchange_id: str, tenant: Tenant, choice: ComplexityChoice) -> None:
-        """One line about how a model was chosen, where there are lines about requests: `exchange_id` is in
-        the access line too.
+        """Keep how a model was chosen, and log a line of it where there are lines about requests:
+        `exchange_id` is in the access line too.
         """
+        self.explained.chose(RequestId(exchange_id), choice)
         if not self.log.tells_requests:
             return
         facts: dict[str, str | float] = {f"part_{name}": round(value, 3) for name, value in choice.parts}

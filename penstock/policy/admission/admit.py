@@ -231,12 +231,15 @@ class AdmissionControl:
         """
         route = facts.requested
         is_troubled = route.trouble is not None and route.trouble.why
-        if not route.ready or is_troubled or facts.is_cheaper is not None:
+        may_divert = _degrade_of(facts) != "never"
+        if not route.ready or is_troubled or (may_divert and facts.is_cheaper is not None):
             return None
         verdict = self._judge(facts, route)
         if verdict.fits or not verdict.is_proven:
             return None
-        if _degrade_of(facts) != "never" and self._first_that_fits(facts):
+        # A prompt that does not fit this model may be sent to a longer one, which then is the one asked for.
+        others = [self._judge(facts, each) for each in self._fallbacks(facts)] if may_divert else []
+        if any(each.fits or not each.is_proven for each in others):
             return None
         return self._shed(now_ns, facts, verdict)
 
