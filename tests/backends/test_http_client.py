@@ -399,3 +399,34 @@ def test_one_timer_serves_every_deadline_and_those_that_move() -> None:
         assert deadlines.looks_ns > far.until_ns
 
     asyncio.run(check())
+
+
+def test_trailers_are_no_part_of_the_head() -> None:
+    """It has been handed over: a `Retry-After` that is repeated behind the body would change it."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 503 busy\r\nretry-after: 5\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"2\r\nno\r\n0\r\nretry-after: 9\r\nx-late: 1\r\n\r\n"
+        )
+        await writer.drain()
+        writer.close()
+
+    class Head(Listener):
+        def on_response(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+            self.status, self.headers = status, headers
+
+    async def check() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            client = HttpClient(HttpAddress.parse(f"http://127.0.0.1:{port}"), HttpLimits(), SystemClock())
+            head = Head()
+            client.start("GET", "/", head)
+            async with asyncio.timeout(10):
+                await head.over.wait()
+            client.close()
+        assert (head.status, head.body, head.headers[b"retry-after"]) == (503, b"no", b"5")
+        assert b"x-late" not in head.headers
+
+    asyncio.run(check())

@@ -456,10 +456,10 @@ class _Connection(asyncio.Protocol):
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > HEAD_BYTES_MAX:
             self._fail(FailureKind.TOO_LARGE, f"the answer's head is over {HEAD_BYTES_MAX} bytes")
-            return
-        name = name.lower()
-        known = self._headers.get(name)
-        self._headers[name] = value if known is None else known + b", " + value
+        elif not self._status:  # Else it is a trailer: the head has been handed over.
+            name = name.lower()
+            known = self._headers.get(name)
+            self._headers[name] = value if known is None else known + b", " + value
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
