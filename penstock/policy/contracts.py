@@ -88,9 +88,6 @@ class Budgets(Protocol):
 class Prices(Protocol):
     """The price of tokens: `price.PriceList`."""
 
-    version: str
-    """Empty where nothing has a price: then no price is asked for."""
-
     def cost_micros(self, model: str, usage: Usage) -> int:
         """In millionths of the currency."""
         ...

@@ -241,7 +241,7 @@ class Request(Work):
         return self.used_by_choice.get(choice)
 
     def given(self) -> Usage:
-        """The tokens that its client got and pays for: none of a whole answer that did not reach its end."""
+        """The tokens that its client pays for: none of a whole answer that failed or was evicted."""
         if self.facts.is_whole and self.outcome in (Outcome.FAILED, Outcome.EVICTED):
             return _NOTHING
         prompt, cached = self.counted_prompt_tokens, self.counted_cached_tokens

@@ -523,7 +523,6 @@ class Purse:
 
     def __init__(self, micros: int) -> None:
         self.left, self.settled = micros, 0
-        self.version = "one for each"
 
     def cost_micros(self, model: str, usage: Usage) -> int:
         return usage.prompt_tokens + usage.completion_tokens

@@ -60,7 +60,7 @@ class GatewayRecords:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
-            cost_micros=self._prices.cost_micros(facts.route, usage) if self._prices.version else 0,
+            cost_micros=self._prices.cost_micros(facts.route, usage),
             worker=request.worker,
         )
 

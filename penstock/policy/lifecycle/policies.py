@@ -100,10 +100,7 @@ class NoBudgets:
 class Free:
     """A price list on which everything is free."""
 
-    __slots__ = ("version",)
-
-    def __init__(self) -> None:
-        self.version = ""
+    __slots__ = ()
 
     def cost_micros(self, model: str, usage: Usage) -> int:
         """Nothing."""

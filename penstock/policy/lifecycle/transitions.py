@@ -150,20 +150,15 @@ class Accounts:
         tokens = used.prompt_tokens + used.completion_tokens
         assert tokens >= 0, used
         request.tokens.settle(now_ns, tokens)
-        prices = self._policies.prices
-        price = prices.cost_micros(request.facts.route, used) if tokens and prices.version else 0
+        price = self._policies.prices.cost_micros(request.facts.route, used)
         if request.facts.origin:
             return price
         self._policies.budgets.settle(now_ns, request.facts.tenant.id, request.money, price)
         return price
 
     def _price(self, route: str, prompt: int, cached: int, output: int) -> int:
-        prices = self._policies.prices
-        if not prices.version:
-            return 0
-        return prices.cost_micros(
-            route, Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
-        )
+        usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=output)
+        return self._policies.prices.cost_micros(route, usage)
 
 
 def _error_of(answer: object) -> PenstockError | None:

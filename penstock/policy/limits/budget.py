@@ -342,7 +342,9 @@ class TenantBudgets:
     # --- inside ----------------------------------------------------------------------------------
 
     def _over(self, now_ns: int, account: _Account, micros: int) -> _Period | None:
-        """The budget that `micros` more do not fit; the month before the day, since it holds longer."""
+        """The budget that `micros` more do not fit; the month before the day, since it holds longer. The
+        account has entered `now_ns`.
+        """
         if not (account.month.limit or account.day.limit):
             return None
         for period in (account.month, account.day):
@@ -362,7 +364,7 @@ class TenantBudgets:
         self._enter(now_ns, account)
         assert micros >= 0, "what was spent stays spent"
         self.settled_micros += micros
-        for period in (account.day, account.month):
+        for period in account.periods:
             period.spent += micros
             if period.lease is not None:
                 period.lease.settled(micros)
@@ -389,7 +391,7 @@ class TenantBudgets:
         )
 
     def _enter(self, now_ns: int, account: _Account) -> None:
-        day = (now_ns + self._wall_offset_ns) // DAY_NS
+        day = day_of(now_ns + self._wall_offset_ns)
         if day != account.day.number:
             account.day.enter(day)
             account.month.enter(month_of(day))
