@@ -38,6 +38,7 @@ _OWN_TEXT = re.compile(r"\A(at \d+\(\d+\): )?(failed to compile JSON schema: )?|
 _UNSATISFIABLE = "Unsatisfiable schema"
 _TRIED_MAX, _NAMED_MAX = 48, 3
 """Keywords that are taken out of a schema that nothing matches, one at a time, and those that are named."""
+_TRIED_CHARS_MAX = 8192
 _JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -121,20 +122,21 @@ def refuse_words(said: str, schema: object) -> NoReturn:
 
 def contradiction(schema: dict[str, Any]) -> list[str]:
     """The keywords of a schema that nothing matches without each of which something would, as JSON pointers:
-    the inner ones, and none where there are too many to try.
+    the inner ones, and none where there are too many to try, or each try is long: the time for them is the
+    schema's own.
     """
     places = [path for path, name, _ in keywords(schema) if name not in ANNOTATIONS]
-    if len(places) > _TRIED_MAX:
+    if len(places) > _TRIED_MAX or len(json.dumps(schema)) > _TRIED_CHARS_MAX:
         return []
-    found = [path for path in places if not _is_unsatisfiable(_without(schema, path))]
+    found = [path for path in places if _compiles(_without(schema, path))]
     inner = [path for path in found if not any(other.startswith(f"{path}/") for other in found)]
     # Without its type nearly any schema is matched by something: others say more.
     return sorted(inner, key=lambda path: path.endswith("/type"))[:_NAMED_MAX]
 
 
-def _is_unsatisfiable(schema: dict[str, Any]) -> bool:
-    is_wrong, said = LLMatcher.validate_grammar_with_warnings(_schema_text(schema), None, limits=limits())
-    return is_wrong and _UNSATISFIABLE in said[0]
+def _compiles(schema: dict[str, Any]) -> bool:
+    is_wrong, _ = LLMatcher.validate_grammar_with_warnings(_schema_text(schema), None, limits=limits())
+    return not is_wrong
 
 
 def _without(schema: dict[str, Any], path: str) -> dict[str, Any]:

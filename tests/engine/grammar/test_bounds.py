@@ -10,6 +10,7 @@ pytest.importorskip("llguidance")
 
 from penstock.engine.grammar.bounds import check_schema, shared
 from penstock.engine.grammar.source import check_form
+from penstock.engine.grammar.trial import SchemaTrials
 from penstock.errors import InvalidRequest
 
 
@@ -157,6 +158,32 @@ def test_a_schema_that_nothing_matches_is_refused_by_the_keywords_that_contradic
         check_form(json.dumps({"json": schema}).encode())
     assert f"cannot be enforced at {places[0]}: Unsatisfiable" in str(refused.value)
     assert all(place in str(refused.value) for place in places)
+
+
+def test_a_keyword_whose_absence_breaks_something_else_is_not_named() -> None:
+    schema = {
+        "allOf": [{"$ref": "#/$defs/q"}], "$defs": {"q": {"type": "object"}}, "type": "object",
+        "required": ["a"], "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}},
+    }  # fmt: skip
+    with pytest.raises(InvalidRequest) as refused:
+        check_form(json.dumps({"json": schema}).encode())
+    assert "/properties/a/minimum" in str(refused.value)
+    assert "/properties/a/maximum" in str(refused.value)
+    assert "$defs" not in str(refused.value)
+
+
+def test_the_search_for_keywords_does_not_take_the_time_of_a_schema_that_is_large() -> None:
+    """Of 60 kB: it is told that nothing matches it, and not that it takes too long."""
+    named = {f"f{i}": {"type": "string"} for i in range(20)}
+    named |= {"g": {"type": "integer", "minimum": 5, "maximum": 3}}
+    named |= {"h": {"enum": [f"a word of number {i}" for i in range(3000)]}}
+    schema = {"type": "object", "properties": named, "required": ["g"], "additionalProperties": False}
+    trials = SchemaTrials()
+    try:
+        with pytest.raises(InvalidRequest, match="Unsatisfiable"):
+            trials.check(json.dumps({"json": schema}).encode())
+    finally:
+        trials.close()
 
 
 def test_a_large_schema_that_nothing_matches_is_refused_without_a_search() -> None:
