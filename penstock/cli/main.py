@@ -23,10 +23,10 @@ COMMANDS = (
     "serve", "worker", "chat", "top", "drain", "sleep", "wake", "explain", "alerts", "bench", "doctor",
     "rollout", "scale", "keys", "usage", "simulate", "plan", "quantize", "generate", "cache", "completion",
 )  # fmt: skip
-"""The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser,
-but for those that"""
+"""The subcommands in the order of the help. Each is a module of `commands/` that adds its own parser, but for
+those of `SHARED`."""
 SHARED = {"wake": "sleep"}
-"""are added by another one's."""
+"""Commands that another one's module adds."""
 
 DESCRIPTION = """\
 Serve language models behind the OpenAI API, on a laptop or a fleet.

@@ -28,7 +28,7 @@ from torch.nn.functional import linear as product
 from penstock.clock import Clock
 from penstock.engine.arrays import Int32Array, Int64Array, as_tensor, token_rows
 from penstock.engine.attention.base import AttentionBatch
-from penstock.engine.attention.cpu import CpuAttention
+from penstock.engine.attention.cpu import SCRATCH_BYTES_MAX, CpuAttention
 from penstock.engine.inputs import RowTables
 from penstock.engine.kv_cache import KVCache
 from penstock.engine.layers.rowwise import RMSNorm, RotaryTable, RotaryWeights
@@ -80,8 +80,8 @@ def head_buffer_bytes(spec: DecoderSpec, limits: tuple[int, int, int, int], item
     step_tokens, max_len, max_running, max_drafts = limits
     states = (step_tokens + max_running * HELD) * spec.hidden_size * itemsize
     rotation = max_len * spec.head_dim * 8
-    kv = 2 * step_tokens * spec.kv_size * itemsize
-    return states + rotation + kv + max_drafts * spec.vocab_size * 4
+    kv, queries = 2 * step_tokens * spec.kv_size * itemsize, step_tokens * spec.q_size * itemsize
+    return states + rotation + kv + queries + SCRATCH_BYTES_MAX + max_drafts * spec.vocab_size * 4
 
 
 class _Layer:
@@ -253,10 +253,11 @@ class DraftHead:
         """See `Proposer`: drawn as the target draws, with the same parameters and randomness."""
         started_ns, found = self._clock.now_ns(), np.zeros(len(rows), np.int64)
         due, newest, places = list[_Pairs](), list[Tensor](), list[int]()
+        limit = np.minimum(limit, self._parts.max_len - known)
         for i in np.argsort(-limit, kind="stable").tolist():
             row, last = int(rows[i]), int(known[i]) - 2
             index = last - int(self._first[row])
-            is_there = last >= 0 and 0 <= index < self._count[row] and known[i] < self._parts.max_len
+            is_there = last >= 0 and 0 <= index < self._count[row] and limit[i] > 0
             if not is_there or len(places) == self._parts.max_drafts:
                 continue
             if index:
@@ -267,8 +268,7 @@ class DraftHead:
         if not places:
             return found
         place = np.array(places, np.int64)
-        its_rows, its_known = rows[place], known[place]
-        its_limit = np.minimum(limit[place], self._parts.max_len - its_known)
+        its_rows, its_known, its_limit = rows[place], known[place], limit[place]
         num_stored = self._store(due, tables)
         self._guess(its_rows, its_known, its_limit, torch.stack(newest), tables)
         found[place] = its_limit

@@ -24,7 +24,7 @@ from penstock.engine.weights import Weights
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models.config import CONFIG_FILE
 from penstock.models.files import is_gguf
-from penstock.models.registry import read_spec, stored_quantization
+from penstock.models.registry import check_loads, read_spec, stored_quantization
 from penstock.models.spec import DecoderSpec
 from penstock.schedule.batch import resolve_max_running
 from penstock.schedule.speculation import STEP_DRAFTS_MAX
@@ -127,6 +127,7 @@ def plan_draft(config: EngineConfig, target: Path, spec: DecoderSpec) -> Planned
         path = resolve(config.speculation)
     except ConfigError as error:
         raise ConfigError(f"{named}, which is neither off nor ngram nor a model: {error}") from error
+    check_loads(path, needs_weights=config.load_format != "random")
     if config.load_format != "random" and holds_head(path):
         return _plan_head(config, path, target, spec)
     draft, names = read_spec(path)

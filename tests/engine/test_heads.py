@@ -315,3 +315,12 @@ def test_heads_that_are_refused(
     head = written(tmp_path, tensors, **config)
     with pytest.raises(CheckpointError, match=words):
         plan_model(qwen3, EngineSettings(speculation=str(head)), SystemClock())
+
+
+def test_a_head_that_is_a_pickle_is_named_for_what_it_is(
+    qwen3: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    head = written(tmp_path, load_file(checkpoint / "model.safetensors"))
+    (head / "model.safetensors").rename(head / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        plan_model(qwen3, EngineSettings(speculation=str(head)), SystemClock())

@@ -98,7 +98,7 @@ class LayerCache:
 
 @dataclass(slots=True, frozen=True)
 class StepRows:
-    """A step's rows as the kernels read them; see `ops.Rows`."""
+    """A step's rows as the kernels read them: where each row's blocks, queries and positions are."""
 
     block_tables: Int32Array
     query_starts: Int32Array
