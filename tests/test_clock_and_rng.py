@@ -52,8 +52,10 @@ def test_fresh_seeds_never_repeat_nor_are_shared_with_a_forked_process() -> None
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        os.write(writer, b"".join(rng.fresh_seed().to_bytes(8, "big") for _ in range(100)))
-        os._exit(0)
+        try:
+            os.write(writer, b"".join(rng.fresh_seed().to_bytes(8, "big") for _ in range(100)))
+        finally:
+            os._exit(0)  # What was not written is missed.
     mine = {rng.fresh_seed() for _ in range(100)}
     assert os.waitpid(child, 0)[1] == 0
     reported = os.read(reader, 800)

@@ -76,7 +76,8 @@ class Streams:
                 self.loaded |= {each.name for each in message.adapters if each.is_loaded}
             if not isinstance(message, StepOutput):
                 continue
-            assert not any(each.finish for each in message.outputs), "a stream ended: it had too few tokens"
+            ended = [each.finish for each in message.outputs if each.finish]
+            assert not ended, f"a stream ended: {ended[0]}"
             if len(message.outputs) == self._count:
                 now = time.perf_counter()
                 gap, self._last_s = now - self._last_s, now
@@ -116,7 +117,10 @@ def main() -> None:
         tokens = args.rounds * args.steps * 4 + RAMP_TOKENS
         limit = PROMPT_TOKENS + tokens
         kv_bytes = 2 * spec.num_layers * spec.kv_size * 2 * (limit + 16) * args.streams
-        process = Process(model, "none", kv_memory_bytes=kv_bytes, max_model_len=limit, adapter_slots=20)
+        process = Process(
+            model, "none", kv_memory_bytes=kv_bytes, max_model_len=limit, adapter_slots=20,
+            max_running=args.streams, tpot_target_ms=0.0,  # All streams run, however long a step takes.
+        )  # fmt: skip
         try:
             process.ready()
             streams = Streams(process, args.streams, tokens)

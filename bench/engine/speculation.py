@@ -11,9 +11,8 @@ would. The figure is the ratio on / off of each round: its median and its spread
     asked   a question of those that the model was trained for, answered at temperature 1: nothing to copy
     fresh   a question, answered at temperature 1 up to 96 tokens whether it ends or not: little is repeated
 
-Of a draft model the time of its step over the target's is measured too, each alone and with one request, and
-for one request the most that its guesses could have been worth: the tokens of a step over the time of the
-step and of the guesses, if nothing else took any (`bound`).
+Of a draft model the time of its step over the target's is measured too, each in an engine of its own and with
+one request. A guess takes less than that: it is one pass, without an engine's scheduling and outputs.
 """
 
 import statistics
@@ -154,11 +153,6 @@ class Compared:
     drafted: int = 0
     accepted: int = 0
 
-    def bound(self, pass_share: float) -> float:
-        """The most that the guesses of one request could be worth, where each takes so much of a step."""
-        steps = self.answered - self.accepted
-        return self.answered / (steps + pass_share * self.drafted)
-
     @property
     def ratios(self) -> list[float]:
         """On over off, round by round."""
@@ -196,7 +190,7 @@ def compare(
     return found
 
 
-def pass_share(off: EngineCore, draft: EngineCore, prompts: Prompts, rounds: int) -> float:
+def step_share(off: EngineCore, draft: EngineCore, prompts: Prompts, rounds: int) -> float:
     """A step of the draft model over one of the target, each with one request: the median of rounds."""
     shares: list[float] = []
     for round_ in range(rounds + 1):
@@ -221,7 +215,7 @@ def main() -> None:
     share: float | None = None
     if args.speculation != "ngram" and not holds_head(Path(args.speculation)):
         draft = build(Path(args.speculation), "off", args.quantization)
-        share = pass_share(off, draft, prompts, args.rounds)
+        share = step_share(off, draft, prompts, args.rounds)
         print(f"a step of the draft model takes {share:.3f} of one of the target")
     print("batch prompts   off tok/s   on tok/s  on / off    min    max")
     rows: list[dict[str, object]] = []
@@ -235,13 +229,10 @@ def main() -> None:
                 f"   {found.accepted} of {found.drafted} drafts right, {found.answered} tokens",
                 flush=True,
             )
-            row = {"batch": batch, "prompts": kind, "ratios": ratios, "median": median, **asdict(found)}
-            if share is not None and batch == 1:
-                row["bound"] = round(found.bound(share), 3)
-                print(f"      at most {found.bound(share):.3f} with these guesses")
-            rows.append(row)
+            row = {"batch": batch, "prompts": kind, "ratios": ratios, "median": median}
+            rows.append(row | asdict(found))
     settings: dict[str, object] = {
-        "speculation": Path(args.speculation).name, "quantization": args.quantization, "pass_share": share
+        "speculation": Path(args.speculation).name, "quantization": args.quantization, "step_share": share
     }  # fmt: skip
     write_result(args.json, {"model": args.model.name, **settings, "rows": rows})
 

@@ -56,7 +56,7 @@ class RoundRobin(LeastLoaded):
         workers_now = list(workers)
         for i in range(len(workers_now)):
             worker = workers_now[(self._next + i) % len(workers_now)]
-            if worker.fits(work) and not worker.held:
+            if worker.fits(work) and not worker.held and worker.id not in blocked:
                 self._next += i + 1
                 return worker
         return None
