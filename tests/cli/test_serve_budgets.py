@@ -18,7 +18,8 @@ PAID, PATIENCE = 60, 20
 PRICES = f"prices: {{models: [{{model: {MODEL}, request: 0.01}}]}}"
 PATIENT = serve_with({"penstock.gateway.shared.keeper.ASK_TIMEOUT_S": 10.0})
 """`penstock serve`, for which a busy machine is no late store."""
-TENANTS = dict.fromkeys(("acme", "umbrella"), f"budget_per_day: {PAID / 100}")
+TENANTS = dict.fromkeys(("acme", "umbrella"), f"budget_per_month: {PAID / 100}")
+"""A month's: a day's budget is a new one for a test that runs over midnight."""
 
 
 class World:
@@ -61,7 +62,7 @@ async def ask(gateway: Serve, tenant: str, limit: int) -> int:
                     break
                 await asyncio.sleep(0.1)  # The machine is busy.
             if response.status == 429:
-                assert b"Your daily budget of 0.60 is used up" in response.body
+                assert b"Your monthly budget of 0.60 is used up" in response.body
                 break
             assert response.status == 200, response.body
             bought += 1
