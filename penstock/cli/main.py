@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 it failed, 2 wrong usage or configuration, 130 interrupted
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -70,9 +71,10 @@ def build_parser(only: str = "") -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the return value is the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    args = build_parser(argv[0] if argv else "").parse_args(argv)
     try:
-        return int(args.run(args))
+        with _stoppable_early() if argv[:1] == ["serve"] else contextlib.nullcontext():
+            args = build_parser(argv[0] if argv else "").parse_args(argv)
+            return int(args.run(args))
     except ConfigError as error:
         return _complain(error, EXIT_USAGE)
     except PenstockError as error:
@@ -83,6 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output left (`penstock doctor | head -1`). Keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+
+
+def _stoppable_early() -> contextlib.AbstractContextManager[None]:
+    from penstock.cli.wiring.signals import noted_early  # Only a server pays for asyncio so soon.
+
+    return noted_early()
 
 
 def _complain(error: PenstockError, code: int) -> int:
