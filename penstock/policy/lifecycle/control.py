@@ -75,7 +75,13 @@ class FlowControl:
         self._drain_ns: int | None = None
         self.hedging: Hedging | None = None
         """For the driver, which says which of two attempts won; None if requests are never hedged."""
-        extras: list[Extra] = [AttemptClock(self._requests, self._policies.health, self._fallbacks.can_leave)]
+        clock = AttemptClock(
+            self._requests,
+            self._policies.health,
+            self._fallbacks.can_leave,
+            first_token_ns=self._policies.first_token_ns,
+        )
+        extras: list[Extra] = [clock]
         self._quarantine: CrashQuarantine | None = None
         if self._policies.poison is not None:
             self._quarantine = CrashQuarantine(self._policies.poison)
