@@ -65,6 +65,8 @@ auth:
          "unknown key `models[1].engin.threads`; did you mean `models[1].engine.threads`?"),
         ("models: [{path: x, engine: {step_token: 1}}]",
          "unknown key `models[0].engine.step_token`; did you mean `models[0].engine.step_tokens`?"),
+        ("prices: {models: [{name: m}]}",
+         "unknown key `prices.models[0].name`; known here: input, cached_input, output, model, request, tiers"),
         ("log: {zzz: 1}", "unknown key `log.zzz`; known here: level, format, access"),
         ("log: {7: 1}", "unknown key `log.7`; known here: level, format, access"),
     ],
