@@ -51,6 +51,11 @@ auth:
     assert config.auth.keys == ("abc", "def")
 
 
+def test_an_entry_of_a_list_is_not_taken_for_another_sections() -> None:
+    found = problem("prices: {models: [{name: m}]}")
+    assert found.startswith("f.yaml: unknown key `prices.models[0].name`; known here: input,"), found
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -65,8 +70,6 @@ auth:
          "unknown key `models[1].engin.threads`; did you mean `models[1].engine.threads`?"),
         ("models: [{path: x, engine: {step_token: 1}}]",
          "unknown key `models[0].engine.step_token`; did you mean `models[0].engine.step_tokens`?"),
-        ("prices: {models: [{name: m}]}",
-         "unknown key `prices.models[0].name`; known here: input, cached_input, output, model, request, tiers"),
         ("log: {zzz: 1}", "unknown key `log.zzz`; known here: level, format, access"),
         ("log: {7: 1}", "unknown key `log.7`; known here: level, format, access"),
     ],
