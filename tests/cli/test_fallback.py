@@ -257,8 +257,6 @@ def test_a_provider_that_hangs_from_its_first_request_on_is_no_dead_end(fleet: F
     assert min(reported.took_s for reported in found) >= FIRST_TOKEN_S
     for (reported,) in route.asked(1):
         assert (reported.status, reported.why) == (200, "breaker"), "five in a row: it is left alone"
-    route.provider.behaves()
-    route.returns()
 
 
 def test_a_provider_that_turns_slow_is_held_against_its_own_history(fleet: Fleet) -> None:
