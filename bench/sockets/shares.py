@@ -1,13 +1,13 @@
 """Fair shares over sockets: two tenants of equal weight at two gateway processes, or at two servers that
 share a Redis, in front of one engine of ours with 8 rows.
 
-    python -m bench.sockets.shares [--tokens 8 24 96] [--windows 8] [--answers 200] [--rounds 2]
+    python -m bench.sockets.shares [--tokens 8 24 96] [--windows 8] [--seconds 1] [--rounds 2]
                                    [--places processes machines] [--json FILE]
 
 `even` has 16 connections in each place, `uneven` 16 in the first and 2 in the second: by numbers of
 connections it would get 36 % of the service. All ask as fast as they are answered, for as many tokens each.
-Printed is the share of `uneven` in windows of so many answers one after the other, where 50 % are due. Each
-round starts new servers.
+Printed is the share of `uneven` in windows of so many seconds (and 100 answers at least) one after the other,
+where 50 % are due; the first one does not count. Each round starts new servers.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from stand_in_thread import Serve, shared_engine
 
 from bench.harness import command_line, table, write_result
 
-WARM_UP = 100
+ANSWERS = 100
 
 
 async def _measured(gateways: list[Serve], args: argparse.Namespace) -> dict[int, dict[str, object]]:
@@ -37,9 +37,9 @@ async def _measured(gateways: list[Serve], args: argparse.Namespace) -> dict[int
         )
         for tokens in args.tokens:
             began = time.monotonic()
-            windows = await shares(askers, tokens, [WARM_UP] + [args.answers] * args.windows)
-            per_s = (WARM_UP + args.answers * args.windows) / (time.monotonic() - began)
-            found[tokens] = {"shares": [round(each, 4) for each in windows], "answers_per_s": round(per_s, 1)}
+            windows = await shares(askers, tokens, [ANSWERS] * (args.windows + 1), seconds=args.seconds)
+            window_s = (time.monotonic() - began) / (args.windows + 1)
+            found[tokens] = {"shares": [round(each, 4) for each in windows], "window_s": round(window_s, 2)}
     return found
 
 
@@ -71,7 +71,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", nargs="*", type=int, default=[8, 24, 96], help="of every answer")
     parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--answers", type=int, default=200, help="in each window")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each window, at least")
     args = parser.parse_args()
     rounds: list[dict[str, dict[int, dict[str, object]]]] = []
     rows: list[list[str]] = []
@@ -82,10 +82,10 @@ def main() -> None:
                 windows = each["shares"]
                 assert isinstance(windows, list)
                 rows.append([
-                    str(number), place, str(tokens), f"{each['answers_per_s']}", f"{mean(windows):.1%}",
+                    str(number), place, str(tokens), f"{each['window_s']}", f"{mean(windows):.1%}",
                     f"{min(windows):.1%} to {max(windows):.1%}",
                 ])  # fmt: skip
-    print(table(["round", "place", "tokens", "answers/s", "mean", "windows"], rows))
+    print(table(["round", "place", "tokens", "window, s", "mean", "windows"], rows))
     write_result(args.json, {"settings": {**vars(args), "json": ""}, "rounds": rounds})
 
 

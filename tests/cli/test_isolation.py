@@ -13,6 +13,8 @@ import pytest
 from provider_process import ProviderProcess
 from served import Server
 
+pytestmark = pytest.mark.timeout(180)
+
 BIG, SMALL = "sk-big-tenant-0000000001", "sk-small-tenant-00000002"
 CROWD = [f"sk-one-of-a-crowd-{number:07}" for number in range(24)]
 DEAF, LONG = 24, 2000

@@ -89,10 +89,11 @@ class Flood:
             self.num_answers[tenant] += 1
             self._changed.set()
 
-    async def window(self, answers: int) -> float:
-        """The uneven tenant's share of so many answers from now on."""
-        before = self.num_answers.copy()
-        while (self.num_answers - before).total() < answers:
+    async def window(self, answers: int, seconds: float) -> float:
+        """The uneven tenant's share from now on, of so many answers and of so much time at least."""
+        before, clock = self.num_answers.copy(), asyncio.get_running_loop().time
+        until = clock() + seconds
+        while (self.num_answers - before).total() < answers or clock() < until:
             self._changed.clear()
             await self._changed.wait()
         counted = self.num_answers - before
@@ -103,14 +104,16 @@ class Flood:
         self._is_over = True
 
 
-async def shares(askers: Askers, max_tokens: int, windows: Sequence[int]) -> list[float]:
-    """The uneven tenant's share in windows of so many answers, one after the other; the first one counts not,
-    for who came first has all rows.
+async def shares(
+    askers: Askers, max_tokens: int, windows: Sequence[int], *, seconds: float = 0.0
+) -> list[float]:
+    """The uneven tenant's share in windows of so many answers each, of so many seconds at least, one after
+    the other; the first one counts not, for who came first has all rows.
     """
     flood = Flood()
     tasks = [asyncio.create_task(flood.ask(*each, max_tokens)) for each in askers]
     try:
-        return [await flood.window(answers) for answers in windows][1:]
+        return [await flood.window(answers, seconds) for answers in windows][1:]
     finally:
         flood.end()
         await asyncio.gather(*tasks)
