@@ -75,12 +75,8 @@ class FlowControl:
         self._drain_ns: int | None = None
         self.hedging: Hedging | None = None
         """For the driver, which says which of two attempts won; None if requests are never hedged."""
-        clock = AttemptClock(
-            self._requests,
-            self._policies.health,
-            self._fallbacks.can_leave,
-            first_token_ns=self._policies.first_token_ns,
-        )
+        health, first_token_ns = self._policies.health, self._policies.first_token_ns
+        clock = AttemptClock(self._requests, health, self._fallbacks.can_leave, first_token_ns=first_token_ns)
         extras: list[Extra] = [clock]
         self._quarantine: CrashQuarantine | None = None
         if self._policies.poison is not None:
