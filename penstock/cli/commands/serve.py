@@ -195,8 +195,8 @@ environment:
 
 SIGHUP reads the configuration again (tenants, keys, prices, budgets, workers); streams continue.
 SIGTERM: /ready says no, requests are served for server.lameduck_s more (Ctrl-C on loopback: not at all),
-then running answers end; a second one gives them a last error event and stops at once. While it starts or
-loads, either one stops it at once.
+then running answers end; a second one gives them a last error event and stops at once.
+While it starts or loads, either one stops it at once.
 exit code: 0 stopped cleanly, 1 could not serve, 2 wrong configuration, 130 stopped at once
 
 examples:
