@@ -17,15 +17,14 @@ from pathlib import Path
 import pytest
 from free_port import free_port
 from http_answers import Answer, begin, talk
-from paced_runner import Pace
 from served import PATIENCE_S, Server
-from stand_in_thread import MODEL, Serve, shared_engine, stand_in_engine
+from stand_in_thread import MODEL, Serve, stand_in_engine
 
 pytestmark = pytest.mark.timeout(240)
 
 KEY, OTHER_KEY = "sk-of-this-test-0123", "sk-of-another-tenant-4567"
-LONG = 400
-"""Tokens: of an answer that takes forty seconds while its engine is slowed down (`Pace`)."""
+LONG = 2400
+"""Tokens of answers of which several take our engine some seconds."""
 
 
 def completion(**fields: object) -> dict:
@@ -82,53 +81,46 @@ class Storm:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_sigterm_serves_then_refuses_while_streams_end(tmp_path: Path, processes: int) -> None:
-    """The streams last until new requests are refused: until then the engine has as slow a pace as that
-    takes.
-    """
-    pace = Pace(tmp_path)
-    with shared_engine(pace=str(tmp_path)) as engine:
-        gateway = Serve(
-            tmp_path / "gateway",
-            engine,
-            {"acme": "weight: 1", "umbrella": "weight: 1"},
-            processes=processes,
-            port=(port := free_port()),
-            lameduck_s=1.0,
-            drain_timeout_s=90,
-        )
-        server, key = gateway.server, gateway.keys["acme"]
-        try:
-            server.wait_ready()
-            assert talk(port, "/ready").status == 200
-            body = completion(stream=True, max_tokens=LONG, ignore_eos=True)
-            pace.slow()
-            streams = [begin(port, "/v1/completions", body, each) for each in [*gateway.keys.values()] * 3]
-            server.process.send_signal(signal.SIGTERM)
-            server.wait_said("requests are served for 1 s more")
-            server.until(lambda: talk(port, "/ready").status == 503, "still ready")
-            assert b'"draining"' in talk(port, "/ready").body
-            served = talk(port, "/v1/completions", completion(), key)
-            assert (served.status, served.headers["connection"]) == (200, "close")
-            statuses, deadline = [served.status], time.monotonic() + PATIENCE_S
-            while statuses[-1] == 200:
-                assert time.monotonic() < deadline
-                refused = talk(port, "/v1/completions", completion(), key)
-                statuses.append(refused.status)
-            assert not any(stream.ended.is_set() for stream in streams), "they go on meanwhile"
-            assert (refused.status, refused.headers["connection"]) == (503, "close")
-            assert int(refused.headers["retry-after"]) >= 1
-            assert json.loads(refused.body)["error"]["code"] == "draining"
-            storm = Storm(port, key, streams[-1].ended)
-            pace.full()
-            for stream in streams:
-                assert stream.ended.wait(PATIENCE_S)
-                assert stream.last == "[DONE]"
-            assert server.wait_ended() == 0
-            # One process may serve until the end of its own lame-duck time while the other refuses already.
-            assert storm.end() - ({"200"} if processes > 1 else set()) == {"503", "refused"}, storm.answers
-            assert "Traceback" not in server.err.read_text()
-        finally:
-            server.close()
+    gateway = Serve(
+        tmp_path / "gateway",
+        None,
+        {"acme": "weight: 1", "umbrella": "weight: 1"},
+        processes=processes,
+        port=(port := free_port()),
+        lameduck_s=1.0,
+        drain_timeout_s=90,
+    )
+    server, key = gateway.server, gateway.keys["acme"]
+    try:
+        server.wait_ready()
+        assert talk(port, "/ready").status == 200
+        body = completion(stream=True, max_tokens=LONG, ignore_eos=True)
+        streams = [begin(port, "/v1/completions", body, each) for each in [*gateway.keys.values()] * 3]
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_said("requests are served for 1 s more")
+        server.until(lambda: talk(port, "/ready").status == 503, "still ready")
+        assert b'"draining"' in talk(port, "/ready").body
+        served = talk(port, "/v1/completions", completion(), key)
+        assert (served.status, served.headers["connection"]) == (200, "close")
+        statuses, deadline = [served.status], time.monotonic() + PATIENCE_S
+        while statuses[-1] == 200:
+            assert time.monotonic() < deadline
+            refused = talk(port, "/v1/completions", completion(), key)
+            statuses.append(refused.status)
+        assert not streams[-1].ended.is_set(), "streams go on while new requests are refused"
+        assert (refused.status, refused.headers["connection"]) == (503, "close")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert json.loads(refused.body)["error"]["code"] == "draining"
+        storm = Storm(port, key, streams[-1].ended)
+        for stream in streams:
+            assert stream.ended.wait(PATIENCE_S)
+            assert stream.last == "[DONE]"
+        assert server.wait_ended() == 0
+        # One process may serve until the end of its own lame-duck time while the other refuses already.
+        assert storm.end() - ({"200"} if processes > 1 else set()) == {"503", "refused"}, storm.answers
+        assert "Traceback" not in server.err.read_text()
+    finally:
+        server.close()
 
 
 # --- the second signal --------------------------------------------------------------------------------
