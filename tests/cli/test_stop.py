@@ -280,7 +280,7 @@ class Askers:
         self.num_streams = 0
         """Those that came to their end."""
         self._is_over = threading.Event()
-        short, long = completion(), completion(stream=True, max_tokens=LONG, ignore_eos=True)
+        short, long = completion(), completion(stream=True, max_tokens=400, ignore_eos=True)
         asked = [(False, short), (False, short), (True, short), (True, long)]
         self._threads = [
             threading.Thread(target=self._ask, args=(keys[number % len(keys)], kept, body))
