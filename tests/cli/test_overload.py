@@ -105,7 +105,8 @@ def test_what_is_refused_is_told_when_to_come_back(overloaded: SimpleNamespace) 
     assert found["refusals_with_retry_after"] == found["refusals"]
     assert not found["troubles"]
     refusal = overloaded.refusal
-    assert (refusal.status, json.loads(refusal.body)["error"]["code"]) == (429, "rate_limit_exceeded")
+    error = json.loads(refusal.body)["error"]
+    assert (refusal.status, error["type"], error["code"]) == (429, "rate_limit_exceeded", "overloaded")
     assert refusal.retry_after_s > 0
 
 
