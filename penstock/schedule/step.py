@@ -103,6 +103,7 @@ class Flight:
         load = self.load
         chunks = [work.num_tokens for work in self.plan.work[self.num_decoding :] if work.num_tokens > 1]
         num_decoding = load.num_sequences - len(chunks)
+        assert num_decoding >= 0, "each chunk is a sequence's"
         return StepShape(num_decoding, len(chunks), sum(chunks), load.kv_read, load.chunk_pairs)
 
     @property

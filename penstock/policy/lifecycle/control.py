@@ -188,6 +188,7 @@ class FlowControl:
         self._touch(model_queue)
 
     def _use_clock(self) -> None:
+        assert not self._has_clock, "attempts have one clock"
         can_leave, self._has_clock = self._fallbacks.can_leave, True
         self._hooks.put_first(AttemptClock(self._requests, self._policies.health, can_leave))
 

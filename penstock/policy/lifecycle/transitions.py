@@ -153,6 +153,7 @@ class Accounts:
         request.tokens.settle(now_ns, tokens)
         facts, policies = request.facts, self._policies
         price = policies.prices.cost_micros(facts.route, used) if policies.prices.are_any else 0
+        assert price >= 0, "nobody is paid for a request"
         if request.money is not None:
             policies.budgets.settle(now_ns, facts.tenant.id, request.money, price)
         elif price and not facts.origin:

@@ -286,6 +286,7 @@ class TenantBudgets:
 
     def spend(self, now_ns: int, tenant: TenantId, micros: int) -> None:
         """A request cost so much that began when nothing had a price and its tenant no budget."""
+        assert micros > 0, "nothing is not spent"
         self._spend(now_ns, self._of(now_ns, tenant), micros)
 
     def lacks(self, now_ns: int, tenant: Tenant, micros: int) -> bool:
