@@ -7,7 +7,8 @@ workers of which every step is computed). In each trial conversations are dealt 
 anew, as the gateway deals them, and the plan's steps are walked through with the product's own policy
 (policy/rollout): so what load does, and what requests of one conversation have in common, is that of the run.
 Over every request's times noise is laid (log-normal), for real steps scatter and modelled ones do not: as
-much as `--fit` finds in a real rollout (a server's rollouts.json), or `--noise`. The new version's faults are
+much as `--fit` finds in a real rollout (a server's rollouts.json, or what bench.sockets.rollout_noise
+writes), or `--noise`. The new version's faults are
 laid over the canary's requests. It is judged every `LOOK_S` seconds; in the product every second, which
 intervals that hold at all times do not mind.
 """
@@ -61,7 +62,8 @@ class Noise:
 
 def fitted(path: Path) -> Noise:
     """What rows and uncached tokens leave of the variance of a real rollout's times."""
-    (rollout,) = msgspec.json.decode(path.read_bytes(), type=list[Rollout])
+    found = msgspec.json.decode(path.read_bytes())
+    (rollout,) = msgspec.convert(found["rollouts"] if isinstance(found, dict) else found, list[Rollout])
 
     def left(metric: RolloutMetric) -> float:
         sides = [total(side[metric]) for side in (rollout.evidence.canary, rollout.evidence.control)]

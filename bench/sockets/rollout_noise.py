@@ -4,7 +4,7 @@
     python -m bench.sockets.rollout_noise [--requests N] [--streams N] --json FILE
 
 One server with two versions of the demo model, half of the conversations each; prompts and answers of many
-lengths, by several clients at once. What is written is the server's own rollouts.json: sums, some kilobytes.
+lengths, by several clients at once. The result has the server's own rollouts.json: sums, some kilobytes.
 Wants an idle machine: times are what it measures.
 """
 
@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench.harness import command_line
+from bench.harness import command_line, write_result
 from penstock.rng import stream
 
 START_S = 90.0
@@ -105,11 +105,13 @@ def main() -> None:
 
         with ThreadPoolExecutor(args.streams) as clients:
             statuses = list(clients.map(ask, range(args.requests)))
-        print(f"{statuses.count(200)} of {len(statuses)} answered in {time.monotonic() - began:.0f} s")
+        took_s = time.monotonic() - began
+        print(f"{statuses.count(200)} of {len(statuses)} answered in {took_s:.0f} s")
     finally:
         server.close()
-    args.json.write_bytes((place / "ledger" / "rollouts.json").read_bytes())
-    print(f"written: {args.json}")
+    rollouts = json.loads((place / "ledger" / "rollouts.json").read_bytes())
+    answered = {"answered": statuses.count(200), "asked": len(statuses), "seconds": round(took_s, 1)}
+    write_result(args.json, {**answered, "streams": args.streams, "rollouts": rollouts})
 
 
 if __name__ == "__main__":
