@@ -8,22 +8,25 @@ anew, as the gateway deals them, and the plan's steps are walked through with th
 (policy/rollout): so what load does, and what requests of one conversation have in common, is that of the run.
 Over every request's times noise is laid (log-normal), for real steps scatter and modelled ones do not: as
 much as `--fit` finds in a real rollout (a server's rollouts.json, or what bench.sockets.rollout_noise
-writes), or `--noise`. The new version's faults are
-laid over the canary's requests. It is judged every `LOOK_S` seconds; in the product every second, which
-intervals that hold at all times do not mind.
+writes), or `--noise`. The new version's faults are laid over the canary's requests. It is judged every
+`LOOK_S` seconds; in the product every second, which intervals that hold at all times do not mind. A FILE
+that is there already is added to, so that the versions may be tried in parts.
 """
 
 import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
-from bench.harness import command_line, write_result
+from bench.harness import command_line, extend_result
 from penstock.clock import NS_PER_S
 from penstock.policy.flow import Outcome
 from penstock.policy.rollout.cohorts import GROUPS, Cohort, bucket_of, cohort_of
@@ -185,6 +188,18 @@ def trial(requests: Sequence[Ended], change: Change, number: int) -> Rollout:
     return rollout
 
 
+_SHARED: list[Ended] = []
+"""The requests, in each of the processes that try."""
+
+
+def _share(requests: list[Ended]) -> None:
+    _SHARED[:] = requests
+
+
+def _trial(name: str, number: int) -> Rollout:
+    return trial(_SHARED, VERSIONS[name], number)
+
+
 def main() -> None:
     """Print a table, and write JSON if asked."""
     parser = command_line(__doc__)
@@ -192,6 +207,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.15, help="of simulated requests")
     parser.add_argument("--noise", type=float, default=0.3, help="standard deviation of a time's logarithm")
     parser.add_argument("--fit", type=Path, help="a server's rollouts.json: as much noise as there")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--only", action="append", choices=tuple(VERSIONS), help="only these versions")
     args = parser.parse_args()
     noise = fitted(args.fit) if args.fit is not None else Noise(args.noise, args.noise)
@@ -199,10 +215,11 @@ def main() -> None:
     requests = recorded(args.hours * 3600, noise)
     print(f"{len(requests)} requests of {len({each.session for each in requests})} conversations")
     table: dict[str, object] = {}
-    for name, change in VERSIONS.items():
+    for name in VERSIONS:
         if args.only and name not in args.only:
             continue
-        ended = [trial(requests, change, number) for number in range(args.trials)]
+        with ProcessPoolExecutor(args.jobs, get_context("fork"), _share, (requests,)) as processes:
+            ended = list(processes.map(partial(_trial, name), range(args.trials), chunksize=5))
         back = [each for each in ended if each.state is RolloutState.ROLLED_BACK]
         row = {
             "rolled_back": len(back),
@@ -214,10 +231,9 @@ def main() -> None:
         }
         table[name] = row
         print(f"{name:>24}: {row}", flush=True)
-    write_result(
-        args.json,
-        {"trials": args.trials, "noise": asdict(noise), "requests": len(requests), "versions": table},
-    )
+    told = {"fitted_to": args.fit.name} if args.fit is not None else {}
+    setting = {"trials": args.trials, "noise": asdict(noise), **told, "requests": len(requests)}
+    extend_result(args.json, {**setting, "versions": table})
 
 
 if __name__ == "__main__":
