@@ -10,6 +10,7 @@ Wants an idle machine: times are what it measures.
 
 import http.client
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -39,17 +40,23 @@ def question(number: int) -> dict[str, object]:
     }  # fmt: skip
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Server:
     """`penstock serve` in a folder of its own, as a user starts it."""
 
-    def __init__(self, place: Path, config: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+    def __init__(self, place: Path, config: str, **environment: str) -> None:
+        self.port = free_port()
+        place.mkdir(parents=True, exist_ok=True)
         (place / "penstock.yaml").write_text(config)
         command = [sys.executable, "-m", "penstock", "serve", "-c", "penstock.yaml", "--port", str(self.port)]
+        environment = {**os.environ, "PENSTOCK_STATE_DIR": str(place / "state"), **environment}
         with (place / "log").open("wb") as log:
-            self.child = subprocess.Popen(command, stdout=log, stderr=log, cwd=place)
+            self.child = subprocess.Popen(command, stdout=log, stderr=log, cwd=place, env=environment)
         deadline = time.monotonic() + START_S
         while not self._is_ready():
             if self.child.poll() is not None or time.monotonic() > deadline:
