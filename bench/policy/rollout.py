@@ -1,6 +1,7 @@
 """How often a rollout judges right: versions that are equal, slow, failing, cut off or cold, 100 times each.
 
-    python -m bench.policy.rollout [--trials N] [--hours H] [--fit FILE] [--only VERSION] [--json FILE]
+    python -m bench.policy.rollout [--trials N] [--hours H] [--fit FILE] [--only VERSION] [--keep FILE]
+                                   [--json FILE]
 
 Requests come from one run of the simulator (conversations of four turns on average, 20 requests a second, on
 workers of which every step is computed). In each trial conversations are dealt to canary and control cohort
@@ -40,8 +41,6 @@ from penstock.sim.traffic.workload import Callers, Conversations, LengthDistribu
 from penstock.sim.world.world import World
 
 LOOK_S = 20
-STEP_S = 900.0
-"""Half of what a step takes at most unless an operator says otherwise."""
 SESSIONS_PER_S = 5.0
 WORKERS = 17
 
@@ -80,9 +79,8 @@ def fitted(path: Path) -> Noise:
     return Noise(left(RolloutMetric.TPOT), left(RolloutMetric.PREFILL))
 
 
-def recorded(seconds: float, noise: Noise) -> list[Ended]:
-    """The run, by the requests' ends."""
-    draw = stream(1, "bench/rollout/noise")
+def recorded(seconds: float) -> list[Ended]:
+    """The run, by the requests' ends, without noise."""
     source = Conversations(
         arrivals=Poisson(SESSIONS_PER_S), callers=Callers(tenants=even(6)), system_tokens=480, output=ANSWER,
         message=LengthDistribution(60, 0.8, maximum=2048), think_s=6, context_max=6000,
@@ -109,10 +107,8 @@ def recorded(seconds: float, noise: Noise) -> list[Ended]:
                 each.id.partition(".")[0],
                 each.end_ns,
                 Observation(
-                    "", is_canary=False, group=0, tokens=each.completion_tokens,
-                    tpot_ns=round(each.tpot_ns * draw.lognormvariate(0, noise.tpot)),
-                    rows=rows(each),
-                    prefill_ns=round((each.ttft_ns - each.queue_ns) * draw.lognormvariate(0, noise.prefill)),
+                    "", is_canary=False, group=0, tokens=each.completion_tokens, tpot_ns=each.tpot_ns,
+                    rows=rows(each), prefill_ns=each.ttft_ns - each.queue_ns,
                     uncached_tokens=each.prompt_tokens - each.cached_tokens,
                 ),
             )
@@ -120,6 +116,33 @@ def recorded(seconds: float, noise: Noise) -> list[Ended]:
         ),
         key=lambda each: each.end_ns,
     )  # fmt: skip
+
+
+def with_noise(requests: Sequence[Ended], noise: Noise) -> list[Ended]:
+    """The same, with times that scatter."""
+    draw = stream(1, "bench/rollout/noise")
+    return [
+        Ended(
+            each.session,
+            each.end_ns,
+            msgspec.structs.replace(
+                each.seen,
+                tpot_ns=round(each.seen.tpot_ns * draw.lognormvariate(0, noise.tpot)),
+                prefill_ns=round(each.seen.prefill_ns * draw.lognormvariate(0, noise.prefill)),
+            ),
+        )
+        for each in requests
+    ]
+
+
+def kept(path: Path | None, seconds: float) -> list[Ended]:
+    """The run, from the file that an earlier call left, if it is there."""
+    if path is not None and path.exists():
+        return msgspec.msgpack.decode(path.read_bytes(), type=list[Ended])
+    requests = recorded(seconds)
+    if path is not None:
+        path.write_bytes(msgspec.msgpack.encode(requests))
+    return requests
 
 
 Change = Callable[[Observation, int, Stream], Observation]
@@ -166,7 +189,7 @@ VERSIONS: dict[str, Change] = {
 
 def trial(requests: Sequence[Ended], change: Change, number: int) -> Rollout:
     """Walk through one rollout."""
-    plan = RolloutPlan(model="m", candidate="m@2", promotes=True, step_s=STEP_S)
+    plan = RolloutPlan(model="m", candidate="m@2", promotes=True)
     rollout = Rollout(id=f"trial-{number}", plan=plan, baseline="m@1", began_ns=0, step_began_ns=0)
     draw, num_canary, look_ns = stream(number, "bench/rollout"), 0, 0
     buckets: dict[str, int] = {}
@@ -204,15 +227,16 @@ def main() -> None:
     """Print a table, and write JSON if asked."""
     parser = command_line(__doc__)
     parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--hours", type=float, default=1.15, help="of simulated requests")
+    parser.add_argument("--hours", type=float, default=1.25, help="of simulated requests")
     parser.add_argument("--noise", type=float, default=0.3, help="standard deviation of a time's logarithm")
     parser.add_argument("--fit", type=Path, help="a server's rollouts.json: as much noise as there")
+    parser.add_argument("--keep", type=Path, help="the simulated requests stay here for a further call")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--only", action="append", choices=tuple(VERSIONS), help="only these versions")
     args = parser.parse_args()
     noise = fitted(args.fit) if args.fit is not None else Noise(args.noise, args.noise)
     print(f"noise: {noise.tpot:.3f} of times per token, {noise.prefill:.3f} of prefill", flush=True)
-    requests = recorded(args.hours * 3600, noise)
+    requests = with_noise(kept(args.keep, args.hours * 3600), noise)
     print(f"{len(requests)} requests of {len({each.session for each in requests})} conversations")
     table: dict[str, object] = {}
     for name in VERSIONS:
