@@ -1,11 +1,12 @@
 """A real rollout of two equal versions, whose requests say how much times scatter, for
 `bench.policy.rollout --fit`.
 
-    python -m bench.sockets.rollout_noise [--requests N] [--streams N] --json FILE
+    python -m bench.sockets.rollout_noise [--requests N] [--streams N] [--model MODEL] --json FILE
 
-One server with two versions of the demo model, half of the conversations each; prompts and answers of many
+One server with two versions of one model, half of the conversations each; prompts and answers of many
 lengths, by several clients at once. The result has the server's own rollouts.json: sums, some kilobytes.
-Wants an idle machine: times are what it measures.
+Wants an idle machine: times are what it measures. Of a model whose tokens take less than the slices in which
+a processor is shared (`--model penstock-demo-mini`) it measures these.
 """
 
 import http.client
@@ -26,7 +27,7 @@ START_S = 90.0
 ADMIN = "admin-0123456789abcdef"
 WORDS = ("the", "river", "runs", "down", "a", "pipe", "to", "turn", "wheels", "and", "light", "comes", "by")
 MODEL = (
-    "- {{path: penstock-demo-mini, name: river, version: {version}, engine: {{threads: 1, dtype: float32,"
+    "- {{path: {path}, name: river, version: {version}, engine: {{threads: 1, dtype: float32,"
     " kv_memory_bytes: 67108864, host_kv_memory_bytes: 0}}}}\n"
 )
 
@@ -88,12 +89,13 @@ class Server:
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=1200)
+    parser.add_argument("--model", default="penstock-demo", help="of both versions (default: %(default)s)")
     parser.add_argument("--streams", type=int, default=4, help="clients at once")
     args = parser.parse_args()
     assert args.json is not None, "--json says where the rollout goes"
     place = Path(tempfile.mkdtemp(prefix="penstock-rollout-"))
     config = (
-        f"models:\n{MODEL.format(version=1)}{MODEL.format(version=2)}"
+        f"models:\n{MODEL.format(path=args.model, version=1)}{MODEL.format(path=args.model, version=2)}"
         f"auth: {{admin_keys: [{ADMIN}], keys: [{ADMIN}0]}}\nledger: {{directory: {place / 'ledger'}}}\n"
     )
     server = Server(place, config)
@@ -118,7 +120,7 @@ def main() -> None:
         server.close()
     rollouts = json.loads((place / "ledger" / "rollouts.json").read_bytes())
     answered = {"answered": statuses.count(200), "asked": len(statuses), "seconds": round(took_s, 1)}
-    write_result(args.json, {**answered, "streams": args.streams, "rollouts": rollouts})
+    write_result(args.json, {"model": args.model, **answered, "streams": args.streams, "rollouts": rollouts})
 
 
 if __name__ == "__main__":

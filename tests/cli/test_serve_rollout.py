@@ -158,6 +158,21 @@ def test_a_slower_version_is_taken_back_by_itself(slower: Place, capsys: pytest.
     assert "worse" in shown or "hard stop" in shown
 
 
+def test_its_decision_is_on_record_and_comes_out_the_same_again(
+    slower: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = slower.place / "ledger" / "rollout-decisions.jsonl"
+    assert main(["rollout", "replay", str(path)]) == 0
+    assert "1 decisions made again: all the same" in capsys.readouterr().out
+    changed = slower.place / "changed.jsonl"
+    changed.write_text(path.read_text().replace('"state":"rolled_back"', '"state":"promoted"'))
+    assert main(["rollout", "replay", str(changed)]) == 1
+    shown = capsys.readouterr().out
+    assert "river@2: on record promoted, step 1" in shown
+    assert "again rolled_back, step 1" in shown
+    assert main(["rollout", "replay", str(slower.place / "config.yaml")]) == 2
+
+
 def test_copies_find_a_slower_version_out_before_anybody_has_it(
     slower: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
