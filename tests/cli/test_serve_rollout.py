@@ -1,9 +1,10 @@
-"""Rollouts of a real server's model: one that is taken back because the new version is slower, and one that
-is promoted, by several gateway processes, and survives a restart.
+"""Rollouts of a real server's model: one whose version does not load, one that is taken back because it is
+slower, and one that is promoted, by several gateway processes, and survives a restart.
 """
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections import Counter
@@ -34,15 +35,15 @@ PLAN = {"model": "river", "steps": [50], "requests_min": 30, "warm_up_requests":
 
 
 class Place:
-    """A server with two versions of one model, and two tenants."""
+    """A server with versions of one model, and two tenants."""
 
-    def __init__(self, place: Path, first: Path, second: Path, *, processes: int) -> None:
+    def __init__(self, place: Path, *versions: Path, processes: int) -> None:
         self.place, keys = place, place / "keys.json"
         self.one, self.two = (add(keys, tenant=tenant).key for tenant in ("one", "two"))
         models = "".join(
             f"- {{path: {path}, name: river, version: {version},"
             f" engine: {{threads: 1, dtype: float32, kv_memory_bytes: 33554432, host_kv_memory_bytes: 0}}}}\n"
-            for version, path in ((1, first), (2, second))
+            for version, path in enumerate(versions, 1)
         )
         (place / "config.yaml").write_text(
             f"models:\n{models}auth: {{keys_file: {keys}}}\nledger: {{directory: {place / 'ledger'}}}\n"
@@ -104,7 +105,12 @@ class Place:
 
 @pytest.fixture(scope="module")
 def slower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    place = Place(tmp_path_factory.mktemp("slower"), SMALL, LARGE, processes=1)
+    """The second version is slower, and the third one's weights end in the middle."""
+    directory = tmp_path_factory.mktemp("slower")
+    broken = Path(shutil.copytree(SMALL, directory / "broken"))
+    with (broken / "model.safetensors").open("r+b") as weights:
+        weights.truncate(1_000_000)
+    place = Place(directory, SMALL, LARGE, broken, processes=1)
     yield place
     place.server.close()
 
@@ -117,9 +123,9 @@ def penstock(place: Place, *words: str) -> int:
 def test_what_cannot_be_rolled_out_is_refused_at_once(slower: Place) -> None:
     for body, status, words in (
         (
-            {"model": "river", "candidate": "river@3"},
+            {"model": "river", "candidate": "river@4"},
             404,
-            "has no version 'river@3'. It has 'river@1', 'river@2'",
+            "has no version 'river@4'. It has 'river@1', 'river@2', 'river@3'",
         ),
         ({"model": "lake", "candidate": "lake@2"}, 404, "has no version"),
         ({"model": "river", "candidate": "river@1"}, 400, "'river@1' serves 'river' already"),
@@ -133,6 +139,21 @@ def test_what_cannot_be_rolled_out_is_refused_at_once(slower: Place) -> None:
     assert slower.admin("POST", "/admin/rollouts/river/pause").status_code == 404
     assert slower.admin("GET", "/admin/rollouts", key=slower.one).status_code == 403
     assert slower.admin("GET", "/admin/rollouts").json() == {"rollouts": []}
+
+
+def test_a_version_that_does_not_load_changes_nothing(
+    slower: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert penstock(slower, "start", "river@3", "--steps", "50") == 0
+    try:
+        assert "river@3 has no worker that takes requests" in capsys.readouterr().out
+        assert {slower.ask(slower.one, each) for each in range(20)} == {"river@1"}
+        assert penstock(slower, "promote", "river") == 1
+        refused = capsys.readouterr().err
+        assert "river@1 serves. Promote it when it has one, or abort the rollout" in refused
+        assert slower.latest()["state"] == "running"
+    finally:
+        assert penstock(slower, "abort", "river") == 0
 
 
 def test_a_slower_version_is_taken_back_by_itself(slower: Place, capsys: pytest.CaptureFixture[str]) -> None:
