@@ -1,10 +1,9 @@
-"""Rollouts of a real server's model: one whose version does not load, one that is taken back because it is
-slower, and one that is promoted, by several gateway processes, and survives a restart.
+"""Rollouts of a real server's model: one of a version that has no worker, one that is taken back because
+it is slower, and one that is promoted, by several gateway processes, and survives a restart.
 """
 
 import json
 import os
-import shutil
 import threading
 import time
 from collections import Counter
@@ -31,13 +30,17 @@ SLOWNESS = (
     "prefill per uncached token +", "machine time per token of work +",
 )  # fmt: skip
 """The beginnings of reasons to take a slower version back."""
+AWAY = (
+    "- {path: penstock-demo-mini, name: river, version: 3, replicas: 0,"
+    " workers: [{url: 'http://127.0.0.1:1/v1', engine: vllm, served_model: river}]}\n"
+)
 PLAN = {"model": "river", "steps": [50], "requests_min": 30, "warm_up_requests": 5, "step_s": 3}
 
 
 class Place:
     """A server with versions of one model, and two tenants."""
 
-    def __init__(self, place: Path, *versions: Path, processes: int) -> None:
+    def __init__(self, place: Path, *versions: Path, processes: int, more: str = "") -> None:
         self.place, keys = place, place / "keys.json"
         self.one, self.two = (add(keys, tenant=tenant).key for tenant in ("one", "two"))
         models = "".join(
@@ -46,7 +49,7 @@ class Place:
             for version, path in enumerate(versions, 1)
         )
         (place / "config.yaml").write_text(
-            f"models:\n{models}auth: {{keys_file: {keys}}}\nledger: {{directory: {place / 'ledger'}}}\n"
+            f"models:\n{models}{more}auth: {{keys_file: {keys}}}\nledger: {{directory: {place / 'ledger'}}}\n"
             f"server: {{port: 0, processes: {processes}}}\ntenants: [{{id: two, models: [river@1]}}]\n"
         )
         self.start()
@@ -105,12 +108,8 @@ class Place:
 
 @pytest.fixture(scope="module")
 def slower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """The second version is slower, and the third one's weights end in the middle."""
-    directory = tmp_path_factory.mktemp("slower")
-    broken = Path(shutil.copytree(SMALL, directory / "broken"))
-    with (broken / "model.safetensors").open("r+b") as weights:
-        weights.truncate(1_000_000)
-    place = Place(directory, SMALL, LARGE, broken, processes=1)
+    """The second version is slower, and the third one's workers are never there."""
+    place = Place(tmp_path_factory.mktemp("slower"), SMALL, LARGE, processes=1, more=AWAY)
     yield place
     place.server.close()
 
@@ -141,7 +140,7 @@ def test_what_cannot_be_rolled_out_is_refused_at_once(slower: Place) -> None:
     assert slower.admin("GET", "/admin/rollouts").json() == {"rollouts": []}
 
 
-def test_a_version_that_does_not_load_changes_nothing(
+def test_a_version_without_a_worker_changes_nothing_and_cannot_be_promoted(
     slower: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert penstock(slower, "start", "river@3", "--steps", "50") == 0
