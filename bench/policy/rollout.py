@@ -245,12 +245,13 @@ def main() -> None:
         with ProcessPoolExecutor(args.jobs, get_context("fork"), _share, (requests,)) as processes:
             ended = list(processes.map(partial(_trial, name), range(args.trials), chunksize=5))
         back = [each for each in ended if each.state is RolloutState.ROLLED_BACK]
+        verdicts = [each.step_began_ns / 60e9 for each in ended if not each.is_live]
         row = {
             "rolled_back": len(back),
             "by_the_end_of_the_5_percent_step": sum(each.step <= 1 for each in back),
             "in_step": dict(Counter(each.plan.steps[each.step] for each in back)),
             "promoted": sum(each.state is RolloutState.PROMOTED for each in ended),
-            "minutes_to_the_verdict": round(median(e.step_began_ns for e in ended) / 60e9, 1),
+            "minutes_to_the_verdict": round(median(verdicts), 1) if verdicts else None,
             "because_of": dict(Counter(each.why.partition(" +")[0].partition(" -")[0] for each in back)),
         }
         table[name] = row
